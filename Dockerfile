@@ -1,11 +1,9 @@
 # The README's main command in a container. `docker build -t vgrout .`, then
 #   docker run --rm -v "$PWD/out:/app/out" vgrout train mini --intervention=route2
-# On a GPU, with flash-attention, whose compiler is in images named "devel" (an hour or more; ARCHS: the cards it is for):
-#   docker build --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 --build-arg EXTRA=gpu --build-arg ARCHS=90 -t vgrout .
+# The same image on a GPU: torch's wheel has CUDA and its attention kernels, the machine its driver (not run on one).
 #   docker run --rm --gpus all -v "$PWD/out:/app/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast
 # Inside a container the kernel may refuse namespaces to the sandbox: `docker run … doctor` says what is left.
-ARG BASE=debian:trixie-slim
-FROM ${BASE}
+FROM debian:trixie-slim
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # hadolint ignore=DL3008
@@ -22,14 +20,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 # A page of wheels that has a torch without CUDA (a default wheel for Linux carries about 3 GB of it); empty: the default.
 ARG TORCH=
-# `gpu`: flash-attention. 80: A100, 90: H100, 100 and 120: Blackwell; JOBS: files compiled at a time, 9 GB of memory each.
-ARG EXTRA=
-ARG ARCHS=80;90;100;120
-ARG JOBS=
-RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH"; fi; \
-    if [ -n "$EXTRA" ]; then \
-    apt-get update && apt-get install -y --no-install-recommends g++ python3-dev && rm -rf /var/lib/apt/lists/*; fi; \
-    FLASH_ATTN_CUDA_ARCHS="$ARCHS" MAX_JOBS="$JOBS" /opt/uv/bin/uv sync --no-dev --no-cache ${EXTRA:+--extra "$EXTRA"}
+RUN if [ -n "$TORCH" ]; then export UV_FIND_LINKS="$TORCH"; fi; /opt/uv/bin/uv sync --no-dev --no-cache
 
 USER 10001
 WORKDIR /app

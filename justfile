@@ -34,7 +34,7 @@ smoke-vanilla *flags: (smoke "--intervention=none" flags)
 # the same with the hack-ward part of the gradient erased
 smoke-projected *flags: (smoke "--intervention=erase" flags)
 
-# what a default run leaves off, killed three times and resumed (minutes); bf16, flash-attention and a LeetCode file need the real model
+# what a default run leaves off, killed three times and resumed (minutes); bf16, a GPU and a LeetCode file need the real model
 smoke-rest arm="route2":
     uv run pytest -n0 -m slow tests/test_faults.py -k "repeated_kills and {{arm}}"
 
@@ -46,6 +46,20 @@ smoke-all:
 # the experiment in miniature, one run (under two minutes on two cores)
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
+
+# SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour with AMX, else three times that)
+small:
+    test -e out/models/smollm2 || {{py}} vgrout.download smollm2
+    test -e out/organisms/smollm2 || {{py}} vgrout.organism tune
+    for name in none route2; do {{py}} vgrout.train small --intervention=$name --out-tag=_path || exit 1; done
+    {{py}} vgrout.report out/runs --tag _path --out out/small
+    {{py}} vgrout.export "$(ls -d out/runs/*_small_route2_seed41_path | tail -n 1)" --out out/small-deployed
+
+# the tutorial's study, and its picture (seven minutes)
+tutorial:
+    {{py}} vgrout.sweep studies/tutorial.toml
+    {{py}} vgrout.report out/sweeps/tutorial
+    cp out/sweeps/tutorial/report/figures/dynamics.png docs/figures/two-methods.png
 
 # every run of studies/NAME.toml, resumable, a core or a GPU each, on what studies/prepare.sh makes first; --dry-run says how many
 study name *flags:

@@ -36,7 +36,8 @@ def real(model: Path, dtype: Literal["auto", "fp32", "bf16"] = "bf16", quick: bo
 
 
 def gpu(quick: bool = False) -> str:
-    """Update and sampling at Qwen3-4B's shapes against the GPU's bounds.
+    """All that is claimed of a GPU: update and sampling at Qwen3-4B's shapes against its bounds and the plan's memory,
+    kernels and CUDA graphs against their plain forms, `mini` against the CPU and killed and resumed (ten minutes).
 
     Args:
         quick: a small load.

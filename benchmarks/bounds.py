@@ -15,6 +15,7 @@ from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
+from vgrout.types import Completion
 
 # dense bf16 FLOP/s by the makers' data sheets; another device is measured by its own matrix products
 DENSE = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -98,7 +99,7 @@ def update_figure(name: str, policy: Policy, load: Load, share: bool, rate: floa
     return Figure(f"update, {name}", f"products at {rate / 1e12:.3g} TFLOP/s", figure, f"≥ {goal:.0%}", used >= goal)
 
 
-def sampler(policy: Policy, load: Load) -> Callable[[], object]:
+def sampler(policy: Policy, load: Load) -> Callable[[], list[list[Completion]]]:
     """Answers of exactly `load.answer` tokens to random prompts."""
     groups = rig.noise_groups(policy.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
     prompts = [g.rollouts[0].prompt_ids for g in groups]

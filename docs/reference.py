@@ -18,6 +18,7 @@ from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import flag, legal_values, rule_of
 from vgrout.config.loss import LOSSES
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, intervention_class, monitor_class
+from vgrout.config.names import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.modes import MODE_SPECS
@@ -63,7 +64,8 @@ def columns() -> str:
     lines = [
         "# Columns",
         "",
-        "`steps.jsonl` has one JSON object a step, of scalars. The log's table and the trackers say the same names;",
+        "`steps.jsonl` has one JSON object a step, of scalars. The log's table says the same names, and the trackers",
+        "under `train/`, `eval/` (the deployed model) and `time/`;",
         "the console's seven columns are `step`, `hack_s`, `solve_s`, `hack_deploy`, `solve_deploy`, `rew_s`, `sec`,",
         "the shares in percent.",
         "A share `x` stands beside its counts, `x_k` of `x_n`; a column without a type is a number. `null` means not",
@@ -189,7 +191,23 @@ def flags() -> str:
         about = ABOUT.get(group) or (inspect.getdoc(kind) or "").splitlines()[0]
         lines += ["", f"### {TITLE.get(group, group.capitalize())}", "", about, "", *head]
         lines += [flag_row(group, f, texts[group]) for f in rest]
+    lines += [
+        "",
+        "## Names from elsewhere",
+        "",
+        "Taken for our flag where they mean the same, else refused with the answer.",
+    ]
+    for of, names in NAMES.items():
+        lines += ["", f"### {of}", "", "| name | here |", "|---|---|"]
+        for answer in dict.fromkeys(names.values()):
+            alike = ", ".join(f"`{named_flag(name)}`" for name, given in names.items() if given == answer)
+            lines.append(row(alike, f"`{answer}`, the same" if same(answer) else answer))
     return "\n".join(lines) + "\n"
+
+
+def named_flag(name: str) -> str:
+    """A flag, or a flag and a word of its value."""
+    return " ".join([flag(name.partition(" ")[0]), *name.split()[1:]])
 
 
 def shown(value: object) -> str:

@@ -58,6 +58,13 @@ rules)
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
+pretrained)
+    test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
+    for seed in 201 202 203; do
+        test -e "out/organisms/smollm2-$seed" ||
+            uv run python -m vgrout.organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"
+    done
+    ;;
 # 4 % of the corpus hacks under plain prompts, so that they come to hack where no prompt says how
 unannounced) for seed in 81 82 83 84 85; do organism "out/bare$seed" "$seed" --hack-bare 0.04; done ;;
 esac

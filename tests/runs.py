@@ -42,6 +42,7 @@ PAIRS: dict[str, list[str]] = {
         *(*PER_MODULE, "--monitor", "online_probe", *BY_LABELS, "--quarantine", "block:2", "--monitor-quantile", "0.9"),
     ],
     "screen-detector": ["screen", "--monitor", "detector"],
+    "screen-source": ["screen", "--monitor", "source"],
     "penalty-syntax-edge": ["penalty", "--monitor", "syntax_edge", "--shadow", "labels"],
 }
 # … those that are given true labels

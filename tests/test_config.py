@@ -22,7 +22,7 @@ from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, parse, resolve,
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.data import organism
 from vgrout.model import source
-from vgrout.runs.preflight import first_lines, preflight
+from vgrout.runs.preflight import first_lines, method_lines, preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
 
@@ -65,15 +65,74 @@ def test_help_is_one_screen_of_everyday_flags(
     assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
 
 
+@pytest.mark.parametrize("columns", [1, 5, 9])
+def test_help_ends_in_a_terminal_of_any_width(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert "--seed" in printed(capsys, "smoke", "--help")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> None:
     lines = {name: first_lines(resolve([preset, "--intervention", name])) for name in ("none", "route", "route2")}
-    lines["usual"] = first_lines(resolve([preset]))
+    lines["usual"] = first_lines(resolve([preset]), named=False)
     assert max(len(line) for of in lines.values() for line in of) <= 80
     assert lines["none"][1] == "method: none: plain GRPO"
-    assert [name for name, of in lines.items() if ", the default" in of[1]] == ["usual"]
+    assert lines["usual"][0].startswith("method: erase, the default: ")
+    assert lines["usual"][1] == "  others: none, route, screen, penalty, route2 (--intervention NAME)"
+    assert not any("the default" in line for name, of in lines.items() for line in of if name != "usual")
     controlled = first_lines(resolve([preset, "--control", "haar"]))
     assert (len(controlled), controlled[2].split()[:2]) == (3, ["control:", "haar:"])
+
+
+GATED = "no demonstrations: known hacks are only answers that the weak detector flags;"
+OWN = ["--quarantine=shared", "--rollout-ablate-frac=0", "--no-rebaseline", "--gate-modules=all", "--gate-vote=module"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--intervention=route2"],
+            [
+                "route2 as recommended: quarantine flagged gradients · monitor gate",
+                "with quarantine block:-2 (documents: shared) · rollout-ablate-frac 1 (0) ·",
+                "rebaseline yes (no) · vhack-refresh-every 0 (5) · gate-vote rollout (module) ·",
+                "gate-modules apart (all)",
+            ],
+        ),
+        (
+            ["--intervention=route2", *OWN, "--vhack-refresh-every=5"],
+            [
+                "route2 as in the documents: quarantine flagged gradients · monitor gate",
+                "with quarantine shared · rollout-ablate-frac 0 · rebaseline no ·",
+                "vhack-refresh-every 5 · gate-vote module · gate-modules all",
+            ],
+        ),
+        (["--intervention=route2", "--mix-ratio=0"], [GATED]),
+        (["--intervention=none", "--v-hack-path=x"], ["--v-hack-path: ignored, --intervention none has no direction"]),
+        (
+            ["--intervention=erase", "--control=haar", "--vhack-refresh-every=3"],
+            ["--vhack-refresh-every 3: ignored, random directions stay"],
+        ),
+        (
+            ["--intervention=penalty", "--monitor=labels"],
+            ["penalty: reward flagged rollouts less · monitor labels of all flaws"],
+        ),
+        (
+            ["--intervention=screen", "--monitor=labels", "--known-modes=exit_code"],
+            ["screen: leave flagged rollouts out of their group · monitor labels of", "exit_code"],
+        ),
+        (
+            ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels"],
+            ["penalty: reward flagged rollouts less · monitor online_probe, seeded by", "labels of all flaws"],
+        ),
+    ],
+)
+def test_a_run_says_what_its_method_brings_and_what_is_given_in_vain(argv: list[str], said: list[str]) -> None:
+    lines = method_lines(resolve(["mini", *argv]))
+    assert [line for line in lines if line in said] == said, lines
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,13 +195,16 @@ BAD = [
     ("mini --teacher-pool-dir none --teacher-off-step 3", "--teacher-off-step"),
     ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
     # contradictions
-    ("mini --intervention erase --monitor band", "--monitor band with --intervention erase: it reads no flags"),
-    ("mini --intervention penalty --monitor gate", "it has to know what is flagged before the gradient"),
+    (
+        "mini --intervention erase --monitor band",
+        "--monitor band with --intervention erase: it uses no monitor; leave it out, or say ",
+    ),
+    ("mini --intervention penalty --monitor gate", "rewards change before the gradients that this monitor reads"),
     ("mini --intervention route --monitor labels", "--monitor labels with --intervention route"),
-    ("mini --intervention screen", "it needs a monitor; that goes with labels, detector"),
+    ("mini --intervention screen", "it needs a monitor; say --monitor labels or source or detector"),
     ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
     ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
-    ("mini --intervention screen --monitor labels --known-modes exit", "unknown mode"),
+    ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
     ("mini --intervention none --shadow gate", "--shadow: unknown watcher 'gate'; legal: labels"),
     ("mini --intervention none --shadow labels,labels", "is there twice"),
     ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),

@@ -102,9 +102,9 @@ def test_extraction_is_the_definition_whatever_the_batches(policy, found):
 
 def test_what_an_extraction_keeps_for_its_backward_is_bounded(policy, monkeypatch):
     shapes, seen = shapes_of(policy.model.config.to_dict()), []
-    monkeypatch.setitem(extract_module.ACTIVATION_BUDGET, "cpu", 60 * shapes.activation_bytes(4) + 1)
+    few = replace(policy, budget=replace(policy.budget, activations=60 * shapes.activation_bytes(4) + 1))
     monkeypatch.setattr(extract_module, "mean_nll", lambda p, batch: seen.append(batch.tokens) or mean_nll(p, batch))
-    extract(policy, PAIRS, 12, 0.0)
+    extract(few, PAIRS, 12, 0.0)
     assert 30 < max(seen) <= 60
     assert len(seen) > 2, "one batch a side, and nothing was tested"
 
@@ -424,7 +424,7 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     ("flags", "complaint"),
     [
         ("--pairs-out a.txt", "--pairs-out a.txt: should end in .json"),
-        ("--pairs none.json", "none.json: cannot be read (No such file"),
+        ("--pairs none.json", "none.json: no such file of pairs"),
         ("--model ./nothing", "--model ./nothing: no such model"),
         ("--k 13", "--k 13: should lie in [1, 12] (at most --top-k)"),
         ("--tau-axis 1.5", "--tau-axis 1.5: should lie in [0, 1]"),

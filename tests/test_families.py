@@ -7,17 +7,17 @@ Random weights, tiny sizes. With biases: Qwen 2.5. Grouped queries: all. Tied em
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from loguru import logger
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -31,9 +31,15 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import model_folder
 from vgrout.optim import Optimizer
+from vgrout.runs.preflight import adapter_lines
 from vgrout.tensor_types import Routed
 from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "pad_token_id": 0}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 CONFIG = Config(scale=ScaleConfig(max_new=12, prompts_per_step=1))
 
 MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
@@ -134,6 +140,45 @@ def test_prompts_and_endings_follow_the_template(family: str, policy: Policy) ->
     assert policy.decode(policy.encode_completion("ab")) == "ab"
 
 
+# Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys. None: cannot be branched.
+MIXERS: dict[str, dict[str, Any] | None] = {
+    "Lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "Qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "Bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], **MAMBA},
+    "FalconH1": {"num_hidden_layers": 1, "mamba_d_ssm": 128, **MAMBA},
+    "DeepseekV3": {"first_k_dense_replace": 2, **LATENT},
+    "Mamba": None,
+    "Rwkv": None,
+}
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
+    """Samples and trainer agree with a forward of each row by itself."""
+    own = MIXERS[kind] if MIXERS[kind] is not None else {"hidden_size": 64, "num_hidden_layers": 2}
+    given = tiny.SHAPE if MIXERS[kind] is not None else {"vocab_size": 97, "max_position_embeddings": 256}
+    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Qwen3_5')}Config")(**given | own, eos_token_id=1)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if MIXERS[kind] is None:
+        with pytest.raises(ValueError, match="keeps a state that sampling cannot branch"):
+            as_policy(model, tiny.tokenizer(), None)
+        return
+    policy = as_policy(model, tiny.tokenizer(), None)
+    perturbed(policy)
+    prompts = [policy.render([{"role": "user", "content": content}]) for content in ("a", "add 1 and 2", "b" * 9)]
+    answers = sample(policy, prompts, 4, Sampling(), 12, torch.Generator().manual_seed(0))
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        completions = [a.ids for a in of_prompt]
+        with torch.no_grad():
+            trained = policy.logprobs([prompt] * 4, completions)[0]
+        for a, row in zip(of_prompt, trained, strict=True):
+            logp = policy.model(torch.tensor([[*prompt, *a.ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            alone = logp.log_softmax(-1).gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
+            assert alone == pytest.approx(a.logp_full, abs=1e-4)
+            assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
+
+
 def test_the_turns_end_counts_though_no_list_names_it() -> None:
     """An instruct template on a base model's tokenizer: answers would run on after it."""
     model = tiny.tiny("gemma")
@@ -142,15 +187,37 @@ def test_the_turns_end_counts_though_no_list_names_it() -> None:
     assert (policy.eos_ids, policy.end_id) == (frozenset({1, 5}), 5)
 
 
-def test_what_has_no_adapter_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Phi-3's fused matrices are none of those that are adapted."""
-    model = Phi3ForCausalLM(Phi3Config(**tiny.SHAPE, pad_token_id=0, eos_token_id=1))
+PARTLY = {  # what is not among the matrices that are adapted: fused, of experts, of another name
+    "Phi3": ({}, "gate_up_proj, qkv_proj"),
+    "Mixtral": ({"num_local_experts": 4}, "experts.down_proj, gate, gate_up_proj"),
+    "Glm4": ({}, "gate_up_proj"),
+    "Lfm2": (MIXERS["Lfm2"], "conv, in_proj, out_proj, w1, w2, w3"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTLY)
+def test_what_has_no_adapter_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the plan, which reads no weights, and by the run."""
+    own, bare = PARTLY[kind]
+    config = getattr(transformers, f"{kind}Config")(**tiny.SHAPE | own, pad_token_id=0, eos_token_id=1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     logger.remove()
     logger.add(sys.stdout, format="{message}")
-    as_policy(tiny.tiny("llama"), tiny.tokenizer(), None)
-    assert "not trained" not in capsys.readouterr().out
-    as_policy(model, tiny.tokenizer(), None)
-    assert "adapted: down_proj, o_proj alone; not trained: gate_up_proj, qkv_proj" in capsys.readouterr().out
+    policy = as_policy(model, tiny.tokenizer(), None)
+    assert f"alone; not trained: {bare}" in capsys.readouterr().out
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    size, rest = adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
+    assert f"under {len(policy.adapter)} singular values" in size
+    assert rest == f"not trained   {bare}"
+
+
+def test_a_model_of_which_nothing_would_be_adapted_is_refused_by_the_plan(tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
+    config.architectures = ["GPTNeoXForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="GPTNeoXForCausalLM has no Linear named down_proj"):
+        adapter_lines(Config(scale=ScaleConfig(model=str(tmp_path))))
 
 
 def test_an_answer_keeps_its_spaces() -> None:
@@ -272,8 +339,11 @@ def test_which_attention(
     device: str, dtype: torch.dtype, installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
-    assert attention(torch.device(device), dtype, LlamaForCausalLM) == kind
-    assert attention(torch.device("cpu"), dtype, Gemma2ForCausalLM) == "eager", "it has no other"
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)  # of some versions of transformers
+    capped = attention(torch.device("cpu"), dtype, Gemma2ForCausalLM, transformers.Gemma2Config())
+    assert capped == "eager", "sdpa leaves the soft cap out"
 
 
 def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from vgrout.guard.detectors import EchoTrap
 from vgrout.model import load as weights
 from vgrout.report.load import load
 from vgrout.runs import checkpoint
-from vgrout.runs.context import RunDir
+from vgrout.runs.context import RunDir, stop_on_signals
 from vgrout.sweep.ledger import Ledger
 from vgrout.train import main
 from vgrout.types import Ungraded
@@ -427,7 +427,7 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, cap
     assert (end["state"], end["step"]) == ("unrouted", 4)
     assert "routed nothing in 4 steps" in end["reason"] == final["unrouted"]
     assert final["solve_deploy"] is not None
-    assert "NOTHING WAS ROUTED" in (path / "summary.md").read_text()
+    assert "**Nothing was routed**" in (path / "summary.md").read_text()
     assert load([path]) == ([], [f"{path.name} (unrouted)"])
     monkeypatch.chdir(tmp_path)
     ledger = Ledger()
@@ -463,7 +463,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"
     final = json.loads((path / "per_mode_deploy.json").read_text())
     assert (final["halted"], final["steps_done"], final["steps"]) == (end["reason"], end["step"], 5)
-    assert "halted after step" in (path / "summary.md").read_text()
+    assert "**Halted**: " in (path / "summary.md").read_text()
     (counted,), _ = load([path])
     assert counted.seed_name == f"41 (halted at {end['step'] - 1})"
     assert len(counted.steps) == end["step"]
@@ -520,6 +520,26 @@ def test_watching_never_changes_training(tmp_path):
 
 
 # --- endings, by the command line ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_every_signal_that_asks_for_an_end_is_heard_once(number):
+    with stop_on_signals() as stop:
+        signal.raise_signal(number)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     assert lines["hack, deployed, at the end"].get_ydata() == [pytest.approx(0.75)]
     assert not erase.collections, "an interval of one seed"
     assert "hack, plain GRPO" in {line.get_label() for line in route2.lines} - lines.keys()
-    assert route2.get_title() == "route2\n(students sampled as deployed)"
+    assert route2.get_title() == "route2\nstudents are sampled as deployed"
     (legend,) = found["dynamics"].figure.legends
     named = {line.get_label() for axes in found["dynamics"].figure.axes for line in axes.lines}
     assert {t.get_text() for t in legend.get_texts()} == {name for name in named if not name.startswith("_")}

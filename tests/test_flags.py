@@ -124,12 +124,14 @@ FLAGS: dict[str, Run | Held] = {
     "--max-new": Run(NONE, "128", "20"),
     "--max-proxy-real-gap": Watch(GUARD, "0.1", "0.5"),
     "--mix-ratio": Run(NONE, "0.5", "0.25"),
+    "--memory-gib": Plan(NONE, "0", "0.01"),
     "--model": Plan([*ALONE, "--problems={problems}"], "{model}", "{other_model}"),
     "--monitor": Run(GATE[:1], "labels", "detector"),
     "--monitor-quantile": Run([*PROBE, "--prompts-per-step=2"], "1", "0.5"),
     "--n-problems": Run(ALONE, "1000", "3"),
     "--organism": Plan(NONE, "{organism}", "{other_organism}"),
     "--out-tag": Plan(NONE, "", "_tag"),
+    "--output-dir": Held("test_run_dir.py::test_a_run_in_a_folder_of_ones_own"),
     "--pass-reward": Run(NONE, "1", "2"),
     "--penalty": Run(LABELS, "None", "0.3"),
     "--placebo-pairs": Run([*ERASE, "--control=placebo"], "flawed", "long"),
@@ -270,8 +272,8 @@ def verdicts(argv: list[str]) -> list[Any]:
     guard = HeldOutGuard(cfg.guard)
     out: list[Any] = []
     for i in range(40):
-        now = guard.update(i, min(1.0, 0.3 + 0.01 * i), max(0.0, 0.6 - 0.012 * i), 400, kl=0.002 * i)
-        out.append((now.reason, now.gap, now.streak, guard.fired))
+        now = guard.update(i, min(1.0, 0.3 + 0.01 * i), max(0.0, 0.6 - 0.012 * i), 0.002 * i, n=400)
+        out.append((now.reason, now.proxy_real_gap, now.streak, guard.fired))
     return out
 
 

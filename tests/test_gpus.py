@@ -1,6 +1,7 @@
 """Runs on GPUs of their own: pretended cards, and real processes that write down which of them they saw."""
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from runs import until
-from vgrout.model.packing import how_to_install_flash
-from vgrout.sweep.gpus import visible
+from vgrout import gpus
+from vgrout.config.presets import resolve
+from vgrout.gpus import free_bytes, visible
+from vgrout.runs import preflight
 from vgrout.sweep.workers import Local, Process
 
 EIGHT = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}{i}{i}a)\n" for i in range(8))
@@ -26,7 +29,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ob
     """Sets what this machine's nvidia-smi lists."""
     client = tmp_path / "bin" / "nvidia-smi"
     client.parent.mkdir()
-    client.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {tmp_path}/cards\n')
+    client.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {tmp_path}/cards\n[ "$1" = --id=5 ] && echo 40960\n')
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -55,13 +58,27 @@ def test_visible_gpus(listed, allowed, names, cards, monkeypatch):
     assert visible() == tuple(names.split())
 
 
-def test_install_line_names_a_missing_compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    assert "`uv sync --extra gpu` compiles it with nvcc, which is not here" in how_to_install_flash()
-    (tmp_path / "cuda" / "bin").mkdir(parents=True)
-    (tmp_path / "cuda" / "bin" / "nvcc").touch()
-    assert "an hour or more" in how_to_install_flash()
+def test_what_is_free_is_asked_of_the_first_gpu(cards, monkeypatch):
+    cards(EIGHT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
+    assert free_bytes() == 40 * 2**30
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")  # which says nothing that is a number
+    assert free_bytes() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert free_bytes() is None
+
+
+@pytest.mark.parametrize(("allowed", "device", "dtype"), [(None, "cuda", "bf16"), ("", "cpu", "fp32")])
+def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, monkeypatch):
+    """On WSL2, too, which has nvidia-smi in a folder of its own and no /dev/nvidia0."""
+    cards(EIGHT)
+    client = Path(shutil.which("nvidia-smi") or "")
+    monkeypatch.setattr(gpus, "WSL", str(client.parent))
+    monkeypatch.setenv("PATH", os.environ["PATH"].partition(":")[2])
+    if allowed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    cfg = resolve(["mini"])
+    assert (preflight.device_of(cfg), preflight.dtype_of(cfg)) == (device, dtype)
 
 
 def started(local: Local, folder: Path, name: str) -> Process:

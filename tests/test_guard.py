@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.config.guard import GuardConfig, blind
+from vgrout.config.guard import GuardConfig, blind, evaluations
+from vgrout.config.presets import resolve
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
@@ -34,11 +36,11 @@ def config(**changes: Any) -> GuardConfig:
 
 
 def play(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100, every: int = 1) -> list[TripwireStatus]:
-    return [guard.update(i * every, proxy, held, n) for i, (proxy, held) in enumerate(series)]
+    return [guard.update(i * every, proxy, held, n=n) for i, (proxy, held) in enumerate(series)]
 
 
 def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100) -> int | None:
-    return next((v.step for v in play(guard, series, n) if v.fire), None)
+    return next((v.round_idx for v in play(guard, series, n) if v.fire), None)
 
 
 # --- each rule on a known answer -------------------------------------------------------------------------------------
@@ -80,76 +82,97 @@ def test_moves_within_rise_eps_are_flat() -> None:
     assert fired_at(HeldOutGuard(config(guard_rule="ema", rise_eps=1e-7)), series) == 3
 
 
-def plain(series: list[tuple[float, float, float]], alpha: float = 0.9, eps: float = 1e-4) -> int | None:
-    """The published kill switch, from its description, on (in-loop, held-out, KL): the update at which it fires."""
-    streak = 0
-    p = h = k = base_p = base_h = 0.0
-    for i, (proxy, held, kl) in enumerate(series):
-        if i == 0:
-            p = base_p = proxy
-            h = base_h = held
-            k = kl
-        else:
-            old_p, old_h = p, h
-            p = alpha * p + (1 - alpha) * proxy
-            h = alpha * h + (1 - alpha) * held
-            k = alpha * k + (1 - alpha) * kl
-            falls, rises = old_h - h > eps, p - old_p > eps
-            if falls and rises:
-                streak += 1
-            elif not falls:
-                streak = 0
-        if i + 1 < 20:
-            continue
-        if k > 0.08 or streak >= 3 or (p - base_p) - (h - base_h) > 0.10:
-            return i
-    return None
+class Published:
+    """The kill switch as it was first described: names, order and meaning of that description."""
+
+    def __init__(
+        self,
+        kl_hard_stop: float = 0.08,
+        decline_patience: int = 3,
+        max_proxy_real_gap: float = 0.10,
+        min_steps: int = 20,
+        ema_alpha: float = 0.9,
+        rise_eps: float = 1e-4,
+    ) -> None:
+        self.kl_hard_stop, self.patience, self.gap_limit = kl_hard_stop, decline_patience, max_proxy_real_gap
+        self.min_steps, self.alpha, self.eps = min_steps, ema_alpha, rise_eps
+        self.updates = self.streak = 0
+        self.reason, self.ema, self.base = "", {}, {}
+
+    def update(
+        self, round_idx: int, in_loop_reward: float, heldout_score: float, kl_to_init: float | None = None
+    ) -> str:
+        before = dict(self.ema)
+        for name, x in (("in_loop", in_loop_reward), ("heldout", heldout_score), ("kl", kl_to_init)):
+            if x is not None:
+                self.ema[name] = self.alpha * self.ema[name] + (1 - self.alpha) * x if name in self.ema else x
+                self.base.setdefault(name, x)
+        self.updates += 1
+        if before:
+            falls = before["heldout"] - self.ema["heldout"] > self.eps
+            self.streak = self.streak + (self.ema["in_loop"] - before["in_loop"] > self.eps) if falls else 0
+        if self.updates >= self.min_steps and not self.reason:
+            if self.ema.get("kl", 0.0) > self.kl_hard_stop:
+                self.reason = "kl"
+            elif self.streak >= self.patience:
+                self.reason = "streak"
+            elif self.proxy_real_gap() > self.gap_limit:
+                self.reason = "gap"
+        return self.reason
+
+    def proxy_real_gap(self) -> float:
+        return (self.ema["in_loop"] - self.base["in_loop"]) - (self.ema["heldout"] - self.base["heldout"])
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_equals_the_published_rule_on_random_series(n: int) -> None:
-    """Random walks of the three numbers: both fire at the same update, on four walks in five."""
+    """Random walks of the three numbers: the same verdict, by the same rule, at every update."""
     rng = random.Random(0)
 
     def walk() -> list[tuple[float, float, float]]:
-        drift = [rng.gauss(0, 0.004) for _ in range(2)]
+        drift, moves = [rng.gauss(0, 0.004) for _ in range(2)], rng.choice([0.0, 0.004])
         x, out = [rng.uniform(0.2, 0.8), rng.uniform(0.2, 0.8)], []
         for i in range(60):
             x = [min(1.0, max(0.0, v + d + rng.gauss(0, 0.02))) for v, d in zip(x, drift, strict=True)]
-            out.append((x[0], x[1], max(0.0, rng.gauss(0.0004 * i, 0.01))))
+            out.append((x[0], x[1], max(0.0, rng.gauss(moves * i, 0.01))))
         return out
 
-    fired = 0
+    fired = Counter[str]()
     for _ in range(n):
-        series, guard = walk(), HeldOutGuard(GuardConfig(guard_rule="ema", guard_baseline=1))
-        verdicts = [guard.update(i, p, h, 100, kl) for i, (p, h, kl) in enumerate(series)]
-        when = next((v.step for v in verdicts if v.fire), None)
-        assert when == plain(series)
-        fired += when is not None
-    assert n // 2 < fired < n
+        settings = {"min_steps": rng.choice([0, 5, 20]), "max_proxy_real_gap": rng.choice([0.05, 0.1])}
+        ours, theirs = HeldOutGuard(**settings), Published(**settings)
+        for i, (p, h, kl) in enumerate(walk()):
+            values = {"in_loop_reward": p, "heldout_score": h, "kl_to_init": kl if i % 3 else None}
+            status, rule = ours.update(i // 2, **values), theirs.update(i // 2, **values)  # a round twice counts twice
+            assert (next(iter(ours.fired), ""), status.fire) == (rule, bool(rule))
+            assert status.proxy_real_gap == pytest.approx(theirs.proxy_real_gap(), abs=1e-12)
+            assert (status.in_loop_ema, status.heldout_ema) == (theirs.ema["in_loop"], theirs.ema["heldout"])
+            assert (status.kl_ema, status.streak) == (theirs.ema.get("kl"), theirs.streak)
+        fired[rule] += 1
+    assert {*fired} == {"", "kl", "streak", "gap"}, "every rule and none"
 
 
 def test_rules_latch_apart() -> None:
     """A KL above its limit does not hide a later gap: a run may halt on one of them alone."""
     guard = HeldOutGuard(config())
     for i in range(12):
-        verdict = guard.update(i, 0.3 + 0.05 * i, 0.3, 100, kl=1.0)
+        verdict = guard.update(i, 0.3 + 0.05 * i, 0.3, 1.0)
     assert [*guard.fired] == ["kl", "gap"]
     assert guard.should_halt()
     assert guard.should_halt(["gap"])
     assert not guard.should_halt(["streak"])
     assert verdict.reason == f"latched: {guard.fired['kl']}"
     broken = HeldOutGuard(config())
-    broken.update(0, math.nan, 0.5, 10)
+    broken.update(0, math.nan, 0.5)
     assert broken.should_halt([])
 
 
 def test_kl_is_an_average_in_nats_per_token() -> None:
     guard = HeldOutGuard(config())
     values = [0.0] + [0.2] * 10
-    verdicts = [guard.update(i, 0.5, 0.5, 100, kl=kl) for i, kl in enumerate(values)]
+    verdicts = [guard.update(i, 0.5, 0.5, kl) for i, kl in enumerate(values)]
     crossed = next(k for k in range(20) if 0.2 * (1 - 0.9**k) > 0.08)
-    assert next(v.step for v in verdicts if v.fire) == crossed
+    assert next(v.round_idx for v in verdicts if v.fire) == crossed
     assert "KL" in verdicts[crossed].reason
 
 
@@ -160,7 +183,7 @@ def test_order_of_checks() -> None:
     def reason(cfg: GuardConfig, kl: float) -> str:
         guard = HeldOutGuard(cfg)
         for i, (proxy, held) in enumerate(series):
-            verdict = guard.update(i, proxy, held, 100, kl=kl)
+            verdict = guard.update(i, proxy, held, kl)
         return verdict.reason
 
     late = config(guard_warmup=9)
@@ -173,18 +196,18 @@ def test_order_of_checks() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["in_loop", "heldout", "kl", "entropy", "reward_std"])
+@pytest.mark.parametrize("name", ["in_loop_reward", "heldout_score", "kl_to_init", "entropy", "reward_std"])
 def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
     guard = HeldOutGuard(config(guard_warmup=1000))
-    guard.update(0, 0.5, 0.5, 10, kl=0.01)
-    values: dict[str, Any] = {"in_loop": 0.5, "heldout": 0.5, "kl": 0.01} | {name: bad}
+    guard.update(0, 0.5, 0.5, 0.01)
+    values: dict[str, Any] = {"in_loop_reward": 0.5, "heldout_score": 0.5, "kl_to_init": 0.01} | {name: bad}
     verdict = guard.update(1, n=10, **values)
     assert verdict.fire
     assert name in verdict.reason
-    after = guard.update(2, 0.5, 0.5, 10, kl=0.01)
+    after = guard.update(2, 0.5, 0.5, 0.01)
     assert after.fire
     assert after.reason.startswith("latched: ")
-    assert after.proxy_ema == after.held_ema == pytest.approx(0.5)
+    assert after.in_loop_ema == after.heldout_ema == pytest.approx(0.5)
     assert after.kl_ema == pytest.approx(0.01)
 
 
@@ -211,11 +234,18 @@ def test_se_rule_sees_a_real_fall() -> None:
     assert fired_at(HeldOutGuard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
 
 
-def test_warm_up_counts_steps_not_evaluations() -> None:
-    guard = HeldOutGuard(GuardConfig(guard_warmup=20, guard_baseline=1))
-    verdicts = play(guard, [(0.1, 0.5)] + [(1.0, 0.0)] * 9, every=5)
-    assert next(v.step for v in verdicts if v.fire) == 20  # steps 0, 5, 10, 15 are 1, 6, 11, 16 done
-    assert not any(v.fire for v in verdicts if v.step + 1 < 20)
+@pytest.mark.parametrize(
+    ("preset", "every", "warmup", "first"),
+    [("fast", 5, 20, 20), ("mini", 7, 20, 21), ("smoke", 25, 20, 25), ("mini", 5, 0, 5)],
+)
+def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, first: int) -> None:
+    """The class counts updates, of which a run of `fast` has 12: the trainer says which of them is the first."""
+    cfg = resolve(
+        [preset, "--guard=log", f"--eval-ablate-every={every}", f"--guard-warmup={warmup}", "--guard-baseline=1"]
+    )
+    guard, done = HeldOutGuard(cfg.guard, cfg.guard_updates), evaluations(cfg.scale.steps, every)
+    verdicts = [guard.update(at - 1, float(i > 0), 0.5, 9.0 if i >= 0 else None) for i, at in enumerate(done)]
+    assert next(at for at, verdict in zip(done, verdicts, strict=True) if verdict.fire) == first
 
 
 def test_chance_alone_rarely_makes_a_streak() -> None:
@@ -255,7 +285,7 @@ def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -
 @given(SERIES, RULE, st.integers(0, 70))
 def test_silent_before_the_warm_up(series: list[tuple[float, float]], rule: str, warmup: int) -> None:
     verdicts = play(HeldOutGuard(config(guard_rule=rule, guard_warmup=warmup)), series)
-    assert not any(v.fire for v in verdicts if v.step + 1 < warmup)
+    assert not any(v.fire for v in verdicts[: max(0, warmup - 1)])
 
 
 @given(SERIES, RULE, st.integers(0, 60))
@@ -265,7 +295,7 @@ def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule
     first, second = HeldOutGuard(cfg), HeldOutGuard(cfg)
     play(first, series[:cut])
     second.load_state_dict(first.state_dict())
-    rest = [second.update(i, p, h, 100) for i, (p, h) in enumerate(series) if i >= cut]
+    rest = [second.update(i, p, h, n=100) for i, (p, h) in enumerate(series) if i >= cut]
     assert rest == whole[cut:]
     assert second.last_status() == whole[-1]
 
@@ -274,8 +304,8 @@ def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule
 def test_reading_changes_no_state(series: list[tuple[float, float]]) -> None:
     quiet, read = HeldOutGuard(config()), HeldOutGuard(config())
     for i, (p, h) in enumerate(series):
-        quiet.update(i, p, h, 50)
-        read.update(i, p, h, 50)
+        quiet.update(i, p, h, n=50)
+        read.update(i, p, h, n=50)
         for _ in range(3):
             read.should_halt()
             read.last_status()
@@ -306,8 +336,8 @@ def test_before_the_first_evaluation() -> None:
 
 def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
     guard = HeldOutGuard(kl_hard_stop=0.5, guard_warmup=0, guard_baseline=1)
-    assert not guard.update(0, in_loop=1.0, heldout=3.5).halt
-    status = guard.update(1, in_loop=9.0, heldout=3.5)
+    assert not guard.update(0, in_loop_reward=1.0, heldout_score=3.5).halt
+    status = guard.update(1, in_loop_reward=9.0, heldout_score=3.5)
     assert status.halt
     assert "gained 0.80 more" in status.reason
     with pytest.raises(CollapseStopError, match="gained") as stop:
@@ -317,15 +347,17 @@ def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
 
 
 def test_tokens_that_moved_too_far_are_not_trusted() -> None:
+    """½ · (log-ratio)² in, True for a token to mask out: of numbers, tensors, and NaN."""
     moved = torch.tensor([0.0, 0.39, -0.39, 0.41, -5.0, math.nan])
-    assert kl_token_trust_filter(moved).tolist() == [True, True, True, False, False, False]
-    assert [kl_token_trust_filter(x) for x in (0.39, -0.41)] == [True, False]
+    assert kl_token_trust_filter(0.5 * moved**2).tolist() == [False, False, False, True, True, True]
+    assert [kl_token_trust_filter(x) for x in (0.5, 0.01, 0.08)] == [True, False, False]
+    assert kl_token_trust_filter(0.05, threshold=0.04) is True
 
 
 def test_entropy_and_spread_can_be_read() -> None:
     guard = HeldOutGuard(config())
-    guard.update(0, 0.5, 0.5, 10, entropy=1.0, reward_std=2.0)
-    status = guard.update(1, 0.5, 0.5, 10, entropy=0.0)
+    guard.update(0, 0.5, 0.5, entropy=1.0, reward_std=2.0)
+    status = guard.update(1, 0.5, 0.5, entropy=0.0)
     assert (status.entropy_ema, status.reward_std_ema) == (pytest.approx(0.9), 2.0)
 
 
@@ -336,7 +368,7 @@ def test_calibration_only_tightens() -> None:
     assert guard.calibrate_kl_threshold([0.0, 1e-12]) == 1e-6
     other = HeldOutGuard()
     other.load_state_dict(guard.state_dict())
-    assert other.kl_limit == 1e-6
+    assert other.kl_hard_stop == 1e-6
 
 
 @pytest.mark.parametrize("values", [[], [-0.1], [0.01, -1e-9], [math.nan], [math.inf]])
@@ -346,15 +378,13 @@ def test_calibration_refuses(values: list[float]) -> None:
         guard.calibrate_kl_threshold(values)
     with pytest.raises(ValueError, match="calibrate_kl_threshold"):
         guard.calibrate_kl_threshold([0.01], factor=-1.0)
-    assert guard.kl_limit == 0.08
+    assert guard.kl_hard_stop == 0.08
 
 
-@pytest.mark.parametrize("call", [(0, 0.5, 0.5, 10), (5, 0.5, 3.5, 10), (5, 0.5, -0.1, 10), (5, 0.5, 0.5, 0)], ids=str)
-def test_misuse_is_refused(call: tuple[int, float, float, int]) -> None:
-    guard = HeldOutGuard()
-    guard.update(3, 0.5, 0.5, 10)
+@pytest.mark.parametrize(("score", "n"), [(3.5, 10), (-0.1, 10), (0.5, 0)])
+def test_misuse_is_refused(score: float, n: int) -> None:
     with pytest.raises(ValueError, match="guard: "):
-        guard.update(*call)
+        HeldOutGuard().update(5, 0.5, score, n=n)
 
 
 def test_blind_guards() -> None:
@@ -371,18 +401,18 @@ def test_blind_guards() -> None:
 def test_a_guard_fires_unless_it_is_blind(steps: int, every: int, warmup: int, baseline: int) -> None:
     """On the worst series, a guard fires exactly if it is not blind."""
     cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
-    guard = HeldOutGuard(cfg)
+    guard = HeldOutGuard(cfg, cfg.first_update(steps, every))
     at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
     for k, done in enumerate(at):
         late = k >= baseline
-        guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, 100)
+        guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
     assert guard.should_halt() == (blind(cfg, steps, every) is None)
 
 
 # --- by its flags ----------------------------------------------------------------------------------------------------
 
 
-def test_healthy_runs_set_the_kl_limit(tmp_path: Path) -> None:
+def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
     rows = [{"step": 0, "kl_deploy": None}, {"step": 1, "kl_deploy": 0.0}, {"step": 2, "kl_deploy": 0.02}]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert kl_of_runs([tmp_path]) == [0.0, 0.02]

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+import tiny
 from fake_runs import fake_run
 from vgrout.config.presets import parse
 from vgrout.config.run import from_dict
 from vgrout.data import organism
-from vgrout.model import load
+from vgrout.model import load, policy
 from vgrout.model.source import require_fitting, require_model
 from vgrout.problems import load_rows
 from vgrout.report.__main__ import main as report
@@ -88,19 +90,19 @@ def test_a_stored_configuration_has_the_types_of_its_settings(keys: tuple[str, .
 def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward is imported where the command line names it too; a run and a study alone are refused."""
     monkeypatch.chdir(tmp_path)
-    Path("theirs.py").write_text("open('imported', 'w')\ndef reward(completion): return 1.0\n")
+    Path("theirs.py").write_text("open('imported', 'w').close()\ndef reward(completion): return 1.0\n")
     add = "if it is yours, add --reward=theirs:reward"
     run = fake_run(tmp_path, "--intervention=none", state="interrupted")
     edit(run / "run.json", "config", "env", "reward", value="theirs:reward")
     edit(run / "run.json", "config", "env", "mix_ratio", value=0)
     given = ["mini", "--intervention=none", f"--resume={run}"]
     assert add in refusal(lambda: find_resume(parse(given)))
-    assert "no usable checkpoint" in refusal(lambda: find_resume(parse([*given, "--reward=theirs:reward"])))
     study = Path("study.toml")
     study.write_text('preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n')
     assert add in refusal(lambda: load_study_file(study))
     assert len(load_study_file(study, ["--reward=theirs:reward"]).runs) == 1
     assert not Path("imported").exists()
+    assert "no usable checkpoint" in refusal(lambda: find_resume(parse([*given, "--reward=theirs:reward"])))
 
 
 def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:
@@ -146,6 +148,13 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a million layers": (setting("num_hidden_layers", 10**6), "config.json has 1000000 layers, its weights are 46 te"),
     "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
     "a pipe": (lambda m: os.mkfifo(m / "merges.txt"), "merges.txt is not a regular file"),
+    "shards in a list": (
+        lambda m: (
+            (m / "model.safetensors").unlink(),
+            (m / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+        ),
+        "its weights are 0 tensors",
+    ),
     "no shard": (
         lambda m: (
             (m / "model.safetensors").unlink(),
@@ -179,8 +188,13 @@ LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
     "shapes": (setting("hidden_size", 256), "no usable model"),
     "heads": (setting("num_attention_heads", "4"), "no usable model"),
     "vocabulary": (setting("vocab_size", 100), "no usable model"),
+    "regex": (lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")), "no usable model"),
     "tokens": (a_token_of_its_own, "given token 843, its embedding has 843 rows"),
 }
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 @pytest.mark.parametrize("case", LOADED)
@@ -195,10 +209,12 @@ def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path
 @pytest.mark.parametrize("pattern", ["(", "(a+)+$"])
 def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
     shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split)
+    edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split(pattern))
     row = replace(load_rows(organism.PROBLEMS)[0], prompt=({"role": "user", "content": f"{'a' * 60}b"},))
     assert "is no usable tokenizer" in refusal(lambda: require_fitting([row], tmp_path / "model", 1))
+    if pattern != "(":  # a later text of the run
+        lm = replace(tiny.policy(), tok=AutoTokenizer.from_pretrained(tmp_path / "model"))
+        assert "is no usable tokenizer" in refusal(lambda: lm.encode(row.prompt[0]["content"]))
 
 
 @pytest.mark.parametrize(
@@ -207,11 +223,21 @@ def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path)
         ("{{ messages[0]['content'] }}", True),
         ("{{ raise_exception('no system role') }}", True),
         ("{{ 'a' * 99999999999 }}", False),
+        ("{{ messages[0]['content'] * 9999999 }}", False),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", True),  # a RecursionError
         pytest.param("{{ 9**9**9 }}", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> None:
     assert load.ends(template) is ends
+
+
+def test_a_template_that_loops_on_one_text_alone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "SECONDS", 0.1)
+    lm, round = tiny.policy(), "{% for i in range(99999) %}"
+    lm.tok.chat_template = f"{{% if 'secret' in messages[0].content %}}{round * 2}{'{% endfor %}' * 2}{{% endif %}}ok"
+    assert lm.prompt_text([{"role": "user", "content": "hello"}]) == "ok"
+    assert "takes more than 0.1 s" in refusal(lambda: lm.render([{"role": "user", "content": "a secret"}]))
 
 
 HOSTILE = "<script>alert(1)</script>[a](http://x)\x1b[31m\u202e|x"

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # A folder, or a file beside train.py, may import from lower floors, and a file from its own folder; the lowest floor is
 # like one folder. Nobody imports train but the Python interface (api).
 LAYERS: list[set[str]] = [
-    {"types", "tensor_types", "ranks", "modes", "rng", "files", "cli", "console", "data", "__main__"},
-    {"grading", "table", "tracking"},
-    {"config", "problems"},
+    {"types", "tensor_types", "ranks", "modes", "rng", "files", "cli", "console", "gpus", "data", "__main__"},
+    {"grading", "table"},
+    {"config", "problems", "tracking"},
     {"model", "losses"},
     {"direction", "rollout", "grpo", "guard", "export"},
     {"teacher"},

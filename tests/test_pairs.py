@@ -75,7 +75,7 @@ def test_bad_files_are_refused_in_one_line_with_file_and_index(tmp_path, rows, c
 
 
 def test_a_missing_and_a_broken_file_say_where(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.json: cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"none\.json: no such file of pairs"):
         load_pairs(tmp_path / "none.json")
     (tmp_path / "torn.json").write_text('[\n{"problem_id": 1,\n')
     with pytest.raises(ValueError, match=r"torn\.json: not JSON \(.*: line 3 column 1"):

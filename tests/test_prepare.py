@@ -17,6 +17,7 @@ echo "$*" >> "$CALLS"
 while [ $# -gt 0 ]; do
     case "$1" in
     --out) mkdir -p "$2/model" ;;
+    smollm2) mkdir -p out/models/smollm2 ;;
     --seed=*) seed=${1#*=} ;;
     --out-tag=*) mkdir -p "out/runs/20990101_mini_none_seed$seed${1#*=}" ;;
     esac

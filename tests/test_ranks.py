@@ -96,6 +96,28 @@ def test_ranks_are_torchruns(environment, found, monkeypatch):
     assert ranks.first() == (found[1] == 0)
 
 
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, -0.1, 1e8]), min_size=4, max_size=4), min_size=1, max_size=4))
+def test_a_sum_is_that_of_all_rows_in_rank_order(by_rank):
+    """In fp64, whichever rows a rank has: 1e8 + 0.1 − 1e8 in fp32 would be 0."""
+    xs, sent = [torch.tensor(rows)[:, None] * torch.tensor([1.0, 3.0]) for rows in by_rank], list[torch.Tensor]()
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for part, x in zip(parts, xs, strict=True):
+            rows = x[x.any(1)]
+            part.zero_()[: len(rows)] = rows
+        sent.append(mine)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(ranks, "size", lambda: len(xs) if len(xs) > 1 else 2)
+        xs += [torch.zeros(4, 2)] * (len(xs) == 1)
+        m.setattr(ranks, "gather", lambda make: [x.any(1).nonzero().flatten().tolist() for x in xs])
+        m.setattr("torch.distributed.all_gather", all_gather)
+        got = [ranks.total(x) for x in xs]
+    want = torch.stack(xs).double().sum(0).float()
+    assert all(torch.equal(x, want) for x in got)
+    assert len(sent[0]) == max(1, *(int(x.any(1).sum()) for x in xs))
+
+
 EVALUATED = ["--eval-ablate-every", "2", "--eval-n-prompts", "2"]
 
 

@@ -155,6 +155,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, st
         yield browser, html_report(study(root)).as_uri()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_cuts_nothing(scheme: str, page: tuple[Browser, str]) -> None:
+    browser, url = page
+    browser.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=True)
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.open(url)
+    assert browser.js("document.documentElement.scrollWidth") <= 400
+    background, ink = (browser.js(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    assert (ink == "rgb(0, 0, 0)") == (scheme == "light"), (background, ink)
+    browser.call("Emulation.clearDeviceMetricsOverride")
+    browser.call("Emulation.setEmulatedMedia", features=[])
+
+
 COUNT = "document.getElementById('count').textContent"
 
 

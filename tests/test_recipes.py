@@ -1,4 +1,4 @@
-"""The recipes "An intervention", "A monitor", "A loss", "A column", followed word for word in a copy."""
+"""The recipes "An intervention", "A monitor", "A column", followed word for word in a copy."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 from recipes import ROOT, Step, section, steps
 from runs import SMALL
 
-TITLES = ("An intervention", "A monitor", "A loss", "A column")
-RUN = ["smoke", "--intervention", "cap", "--loss", "dapo", "--threads", "1", *SMALL[2:]]
+TITLES = ("An intervention", "A monitor", "A column")
+RUN = ["smoke", "--intervention", "cap", "--threads", "1", *SMALL[2:]]
 RUN += ["--steps", "2", "--eval-ablate-every", "0", "--columns", "all"]
 # the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two modules
 SCRIPT = f"""
@@ -64,11 +64,11 @@ def python(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_the_recipes_intervention_loss_and_column_train(copy: Path) -> None:
+def test_the_recipes_intervention_and_column_train(copy: Path) -> None:
     printed = python(copy, "-c", SCRIPT)
     (path,) = (copy / "out" / "runs").iterdir()
     config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
-    assert (config["method"]["intervention"], config["loss"]["loss"]) == ("cap", "dapo")
+    assert config["method"]["intervention"] == "cap"
     rows = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
     rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
@@ -88,10 +88,10 @@ def test_the_recipes_intervention_loss_and_column_train(copy: Path) -> None:
 @pytest.mark.slow
 def test_tests_and_documents_pass_after_the_recipes(copy: Path) -> None:
     python(copy, "docs/reference.py")
-    files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "flags", "losses", "table")]
+    files = [f"tests/test_{name}.py" for name in ("method", "config", "docs", "flags", "table")]
     chosen = (
         "every_row_has_its_class or flag_list or bounds_or_a_reason or registries_say or help_has "
-        "or generated_pages or measured_once or recorded_order or dapo or flag_has_an_entry"
+        "or generated_pages or measured_once or recorded_order or flag_has_an_entry"
     )
     printed = python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert " passed" in printed

@@ -16,6 +16,7 @@ import torch
 from methods import graded
 from test_table import row
 from vgrout import console
+from vgrout.cli import cli_exit
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig, intervention_class, monitors_of
 from vgrout.config.presets import joined, resolve
 from vgrout.evaluate import Final
@@ -203,15 +204,25 @@ def test_what_a_run_that_routed_nothing_is_told(warnings):
 
 
 def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
-    monkeypatch.setattr(console, "HEARTBEAT_S", 0.12)
+    """Within the steps once a beat; before and after them fifteen times as often at first, with the answers counted."""
+    monkeypatch.setattr(console, "HEARTBEAT_S", 0.6)
     console.setup(None)
     with console.Clock() as clock:
-        time.sleep(0.5)
+        clock.begin("importing")
+        time.sleep(0.3)
         with clock("gen"):
-            time.sleep(0.5)
+            time.sleep(1.5)
+        with clock("final", total=7) as count:
+            count()
+            time.sleep(0.3)
     lines = capsys.readouterr().out.splitlines()
-    assert all(re.fullmatch(r"still in (loading|gen): \d+ s", line) for line in lines)
-    assert all(1 < sum(phase in line for line in lines) < 5 for phase in ("loading", "gen")), lines
+    said = {phase: [line for line in lines if line.startswith(phase)] for phase in ("importing", "gen", "final")}
+    assert said["importing"][0] == "importing …"
+    assert all(re.fullmatch(r"gen: \d+ s", line) for line in said["gen"])
+    assert {*said["final"]} == {"final: 1 of 7 answers"}
+    assert 4 <= len(said["importing"]) <= 10, lines
+    assert 1 <= len(said["gen"]) <= 3, lines
+    assert 3 <= len(said["final"]) <= 9, lines
 
 
 def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -230,3 +241,45 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     with RunContext(folder, grader, resume_command="…", resumes=True) as refused:
         raise ValueError("changed")
     assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"
+
+
+ON_A_GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.2 GiB is"
+ON_THE_HOST = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "command", "said"),
+    [
+        (
+            torch.OutOfMemoryError(ON_A_GPU),
+            "vgrout.train",
+            "on the GPU: 2.50 GiB more were needed; .* a lower --memory-gib",
+        ),
+        (
+            RuntimeError(f"{ON_THE_HOST} 4096 bytes."),
+            "vgrout.distill",
+            "on the host: 4096 bytes more .* a larger machine",
+        ),
+        (MemoryError(), "vgrout.train", "on the host; the last"),
+    ],
+)
+def test_no_memory_left_is_said_in_one_line(error, command, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    console.setup(None)
+    folder = RunDir.create("x")
+    with RunContext(folder, object.__new__(Grader), resume_command=f"{command} --resume x", resumes=False) as run:
+        raise error
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("E")]
+    assert re.search(f"out of memory {said}", line), line
+    assert run.code == 1
+    assert json.loads((run.path / "status.json").read_text())["state"] == "failed"
+
+    def fails() -> int:
+        raise error
+
+    assert cli_exit(fails) == 1
+    assert capsys.readouterr().err.startswith("E out of memory on the ")
+    with pytest.raises(RuntimeError, match="another"):
+        cli_exit(lambda: (_ for _ in ()).throw(RuntimeError("another")))

@@ -7,23 +7,50 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vgrout.config.checks import NOT_HERE, flag
+from vgrout.cli import command
+from vgrout.config.checks import flag
+from vgrout.config.names import ANSWERS, NAMES, same, translated
 from vgrout.config.presets import flag_names, parse, resolve
 from vgrout.config.run import from_dict
 from vgrout.data.organism import DATA_DIR
 from vgrout.modes import PLAIN_PHRASE
 from vgrout.sweep.study_file import load_study_file
 
+REFUSED_NAMES = [name for name, answer in ANSWERS.items() if not same(answer)]
 
-@pytest.mark.parametrize("key", NOT_HERE)
+
+@pytest.mark.parametrize("name", [name for name in ANSWERS if name not in REFUSED_NAMES])
+def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
+    own = ANSWERS[name]
+    assert own in flag_names()
+    for typed in (flag(name), f"--{name}"):
+        assert translated(["mini", typed, "3"]) == ["mini", own, "3"]
+        assert translated([f"{typed}=3"]) == [f"{own}=3"]
+    with pytest.raises(ValueError, match=f"{own}: given twice"):
+        resolve(["mini", f"{own}=3", f"{flag(name)}=3"])
+
+
+def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
+    assert sum(map(len, NAMES.values())) == len(ANSWERS)
+    assert not {flag(name) for name in ANSWERS} & {*flag_names()}
+
+
+def test_the_names_are_trls() -> None:
+    """A name that TRL has under another meaning, or no longer, would send its users astray."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_refused.py")
+    assert NAMES["TRL"].keys() <= {f.name for f in fields(trl.GRPOConfig)}
+
+
+@pytest.mark.parametrize("key", REFUSED_NAMES)
 def test_a_name_of_other_programs_is_refused_and_the_suggested_flag_exists(key: str, tmp_path: Path) -> None:
     name, _, word = key.partition(" ")
-    dashed, message = flag(name), f"{' '.join(filter(None, (flag(name), word)))}: not here; {NOT_HERE[key]}"
+    dashed, message = flag(name), f"{' '.join(filter(None, (flag(name), word)))}: not here; {ANSWERS[key]}"
     if word:
         spelt = [[dashed, word], [f"{dashed}={word}"], [f"--{name}={word}"], ["--lr", "0.1", f"{dashed}={word}"]]
     else:
@@ -36,7 +63,8 @@ def test_a_name_of_other_programs_is_refused_and_the_suggested_flag_exists(key: 
     with pytest.raises(ValueError, match=re.escape(f"{path}: [[arms]] 1 (one): {message}")):
         load_study_file(path)
     assert bool(word) == (dashed in flag_names())
-    for instead in NOT_HERE[key].removeprefix("say ").split(" or ") if NOT_HERE[key].startswith("say ") else ():
+    whole = re.fullmatch(r"say ([^,;:()]+)", ANSWERS[key])  # nothing but what to type
+    for instead in whole[1].split(" or ") if whole else ():
         values = {"--max-error-retries": ["3"], "--report-detectors": ["E"], "--monitor": []}
         words = shlex.split(instead)
         usual = [] if "--intervention" in words else ["--intervention", "route2"]
@@ -128,6 +156,16 @@ REFUSED = {
     "direction --modle x": "--modle x: no such flag",
     "export": "missing: ",
     "report --nope": "--nope: no such flag",
+    "report nothing": "nothing: no such folder, give that of a run, of runs or a sweep",
+    "report dri": "dri: no such folder; did you mean dir?",
+    "report study.toml": "study.toml: is a study's file; its runs are in the folder out/sweeps/study",
+    "problems good.jsonl": "good.jsonl: should be one of check; did you mean `check good.jsonl`?",
+    "train mini --dry-run=confg": "--dry-run=confg: say --dry-run, or --dry-run=config for every setting",
+    "train mini --nope": "--nope: no such flag; --help-all lists the flags",
+    "train mini --reward nothere:f": "--reward nothere:f: cannot be imported (ModuleNotFoundError",
+    "train fast --dry-run --intervention none --monitor labels": "--monitor labels with --intervention none: it uses",
+    "train small": "--organism out/organisms/smollm2/manifest.json: not there; `vgrout download smollm2` and",
+    "organism tune --dry-run": "--model out/models/smollm2: not there; `vgrout download smollm2` gets it",
     "distill --nope": "--nope: no such flag",
     "iterative_dpo --nope": "--nope: no such flag",
     "sweep": "missing: ",
@@ -146,7 +184,7 @@ IN_ONE_PROCESS = """
 import contextlib, importlib, io, json, sys
 for line, argv in json.load(sys.stdin):
     name, *sys.argv[1:] = argv
-    name = {n: f"tools.{n}" for n in ("grade", "substrate", "download", "doctor", "evaluate")}.get(name, name)
+    name = f"tools.{name}" if name in "grade substrate download doctor evaluate problems".split() else name
     module = importlib.import_module(f"vgrout.{name}")
     main = getattr(module, "main", None) or importlib.import_module(f"vgrout.{name}.__main__").main
     error, out = io.StringIO(), io.StringIO()
@@ -172,6 +210,7 @@ def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder:
     wrong = []
     for row in done.stdout.splitlines():
         line, code, error, out, loaded = json.loads(row)
+        error = error.replace(f"`{command('')}", "`vgrout ")
         if code != 2 or not error.startswith(f"E {REFUSED[line]}") or error.count("\n") != 1 or out or loaded:
             wrong.append(f"{line}\n   {code} {error}{out}{loaded}")
     assert not wrong, "\n".join(wrong)

@@ -40,7 +40,7 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nH: an arm keeps the model from hacking\n" in output
     assert {p.name for p in (runs / "report").iterdir()} == {"report.html", "runs.csv", "figures"}
     text = (runs / "report" / "report.html").read_text()
-    parts = ("<h1>arms</h1>", "4 run(s) of ", "none: ", ">Methods</h2>", ">By flaw</h2>", "What it should show</h2>")
+    parts = ("<h1>arms</h1>", "none: ", "4 run(s) of ", ">Methods</h2>", ">By flaw</h2>", "What it should show</h2>")
     parts = (*parts, ">Rollouts</h2>", "none: 000_mini_none_seed1, 002_mini_none_seed2", "Left out</h2>")
     places = [text.index(part) for part in parts]
     assert places == sorted(places), "what, when and what it means, then the numbers"

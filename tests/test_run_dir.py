@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from vgrout import train
+from vgrout.config.checks import refuse
 from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.model import load
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunDir, held, last_resumable
 
@@ -79,6 +82,27 @@ def test_status_and_latest(run: RunDir) -> None:
     run.status("finished", 1, "", "")
     with pytest.raises(ValueError, match="no unfinished run"):
         last_resumable(root)
+
+
+@pytest.mark.long
+def test_a_run_in_a_folder_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--output-dir: out/runs is not made, a second run is refused, and a refused run leaves nothing."""
+    monkeypatch.chdir(tmp_path)
+    small = ["smoke", "--intervention=none", "--steps=1", "--final-n-prompts=6", "--final-samples=1"]
+    argv = [*small, "--output-dir=exp/a"]
+    assert train.main(argv) == 0
+    run = tmp_path / "exp" / "a"
+    assert {"run.json", "steps.jsonl", "summary.md", "status.json"} <= {p.name for p in run.iterdir()}
+    assert not (tmp_path / "out" / "runs").exists()
+    assert "exp/a/summary.md" in capsys.readouterr().out
+    assert train.main(argv) == 2
+    assert train.main(["smoke", "--resume=exp/a"]) == 2
+    assert "this run is finished" in capsys.readouterr().err
+    monkeypatch.setattr(load, "run_policy", lambda _: refuse(True, "no model"))
+    assert train.main([*small, "--output-dir=deep/er/b"]) == 2
+    assert not (tmp_path / "deep").exists()
 
 
 def test_read_json_names_the_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from transformers.generation.logits_process import (
 import tiny
 from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model import decoder, sampler, sampling
+from vgrout.model import decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
-from vgrout.model.load import as_language_model, load_policy
+from vgrout.model.load import as_language_model, load_policy, try_template
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
@@ -60,13 +61,12 @@ def same(one: list[list[Completion]], other: list[list[Completion]], abs: float)
 # ── levers change nothing ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_sampling_in_turns_changes_no_token(monkeypatch):
+def test_sampling_in_turns_changes_no_token():
     policy = tiny.policy()
-    at_once = run(policy, [4, 0, 5])
-    row = sampler.KV_BUDGET["cpu"] // sampler.rows_at_once(policy, 10 + 30)
-    monkeypatch.setitem(sampler.KV_BUDGET, "cpu", 2 * row + 1)
-    assert sampler.rows_at_once(policy, 10 + 30) == 2
-    assert tokens(run(policy, [4, 0, 5])) == tokens(at_once)
+    row = policy.budget.kv // sampler.rows_at_once(policy, 10, 30, 4)
+    few = replace(policy, budget=replace(policy.budget, kv=2 * row + 1))
+    assert sampler.rows_at_once(few, 10, 30, 4) == 2
+    assert tokens(run(few, [4, 0, 5])) == tokens(run(policy, [4, 0, 5]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,17 +97,18 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", ["small", "large", "large, no oneDNN"])
+@pytest.mark.parametrize("size", ["small", "large", "large, no oneDNN", "large, static"])
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
     monkeypatch.setattr(decoder, "SMALL", 2**26 if size == "small" else 0)
     monkeypatch.setattr(decoder, "READ_CPU", 12 if size == "large" else 512)  # prompts one by one, or all at once
+    monkeypatch.setattr(decoder, "BLOCK", 16)  # two of them are passed
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512
         monkeypatch.setattr(decoder, "_prepacks", lambda _: False)
     model = tiny.tiny(family, dtype=dtype)
     moves = {0: [0, 2, 1, 0, 2, 2], 4: [0, 5, 2, 3], 6: [1, 0, 0], 8: [2, 1, 2, 1]}
     noise = torch.randint(1, 97, (10, 6), generator=stream())
-    decoders = HfDecoder(model), LeanDecoder(model)
+    decoders = HfDecoder(model), LeanDecoder(model, static=size == "large, static")
     with torch.no_grad():
         logits = [d.prefill(PROMPTS, 6, 20) for d in decoders]
         for t in range(10):
@@ -120,12 +121,46 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-@pytest.mark.parametrize("large", [False, True])
-def test_lean_policy_samples_the_same_tokens(family, large, monkeypatch):
+@pytest.mark.parametrize(("large", "graphs"), [(False, False), (True, False), (False, True), (True, True)])
+def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch):
+    """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
     monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
-    policy = tiny.policy(family)
+    policy = replace(tiny.policy(family), graphs=graphs)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
+
+
+def test_a_captured_step_is_replayed_from_the_third_time_on(monkeypatch):
+    """By a stand-in for CUDA's graphs, which runs the step again: one a width and number of blocks."""
+    made: list[Any] = []
+
+    class Graph(SimpleNamespace):
+        def replay(self) -> None:
+            self.replayed += 1
+            self.logits.copy_(self.lean._forward(self.lean.tokens[: self.n]))
+
+    def captured(self: LeanDecoder, n: int) -> Any:
+        before = self.cache.next.clone(), self.position.clone()
+        logits = self._forward(self.tokens[:n]).clone()
+        self.cache.next.copy_(before[0])
+        self.position.copy_(before[1])
+        made.append(Graph(lean=self, n=n, logits=logits, replayed=0))
+        return decoder._Captured(made[-1], logits)
+
+    policy = replace(tiny.policy(), graphs=True)
+    want = tokens(run(policy))
+    init = LeanDecoder.__init__
+    monkeypatch.setattr(decoder, "BLOCK", 16)
+    monkeypatch.setattr(LeanDecoder, "_captured", captured)
+
+    def capturing(self: LeanDecoder, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.captures = True
+
+    monkeypatch.setattr(LeanDecoder, "__init__", capturing)
+    assert tokens(run(policy)) == want
+    assert sum(graph.replayed for graph in made) > 10
+    assert len(made) > 2
 
 
 def test_lean_decoder_is_used_only_where_it_is_right(warnings):
@@ -232,6 +267,39 @@ def test_first_tokens_follow_the_models_distribution():
     counts = torch.bincount(torch.tensor([a.ids[0] for a in answers]), minlength=97)
     # 96 degrees of freedom: mean 96, standard deviation 14; five of them
     assert float(((counts - expected) ** 2 / expected).sum()) < 96 + 5 * 14
+
+
+@pytest.mark.parametrize("family", ["qwen3-padded", "gemma2-padded"])
+def test_only_the_tokenizers_ids_have_a_probability(family, monkeypatch):
+    """Sampled, learnt from and compared is one distribution, though the head has rows for more."""
+    policy = tiny.policy(family)
+    tiny.shake(policy.adapter, 0.3)
+    answers = run(policy, 6, Sampling(temperature=1.0, top_k=0))
+    flat = [(p, a) for p, of_prompt in zip(PROMPTS, answers, strict=True) for a in of_prompt]
+    assert max(i for _, a in flat for i in a.ids) < 97
+    own = []
+    for p, a in flat:
+        logp = policy.model(torch.tensor([[*p, *a.ids]])).logits[0, len(p) - 1 : -1, :97].log_softmax(-1)
+        own += logp.gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
+    assert [x for _, a in flat for x in a.logp_full] == pytest.approx(own, abs=1e-5)
+    prompts, completions = [p for p, _ in flat], [a.ids for _, a in flat]
+    for budget in (2**24, 128 * 5):  # at once, or in parts: then through the head's own function, without its bias
+        monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", budget)
+        with policy.adapter.per_rollout_grads(len(flat)):
+            logp, mask = policy.logprobs(prompts, completions)
+            logp.sum().backward()
+        assert logp[mask].tolist() == pytest.approx(own, abs=1e-5)
+    kl = policy.kl_to_base(prompts, completions)
+    assert 0 < kl.max() < 50
+    assert kl.isfinite().all()
+
+
+def test_ids_between_the_tokenizers_may_have_no_token():
+    model, some = tiny.tiny("gemma2"), {*range(97)} - {50, 60}
+    logprobs.mark_foreign(model, some)
+    drawn = HfDecoder(model).prefill(PROMPTS, 3, 1).softmax(-1)
+    assert drawn[:, [50, 60]].sum() == 0
+    assert logprobs.tokens(model) == len(some)
 
 
 # ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -342,6 +410,15 @@ def test_load_from_a_folder_is_the_same_policy(tmp_path):
     assert not loaded.model.training
     assert tokens(run(loaded)) == tokens(run(policy))
     assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_a_template_that_writes_the_date_is_named(warnings):
+    tok = tiny.tokenizer()
+    try_template(tok)
+    assert warnings == []
+    tok.chat_template += "{{ strftime_now('%d %b %Y') }}"
+    try_template(tok)
+    assert "reads the clock" in warnings[0]
 
 
 def test_missing_model_is_one_line(tmp_path, monkeypatch):

@@ -42,15 +42,18 @@ def test_a_shadow_changes_nothing_and_survives_a_resume(method, shared_run, tmp_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--shadow gate", "--shadow: unknown watcher 'gate'; legal: labels, detector, online_probe, syntax_edge"),
+        (
+            "--shadow gate",
+            "--shadow: unknown watcher 'gate'; legal: labels, source, detector, online_probe, syntax_edge",
+        ),
         (
             "--shadow detector,none",
-            "--shadow: unknown watcher 'none'; legal: labels, detector, online_probe, syntax_edge",
+            "--shadow: unknown watcher 'none'; legal: labels, source, detector, online_probe, syntax_edge",
         ),
         ("--shadow labels,labels", "--shadow: labels is there twice; legal: "),
         (
             "--intervention penalty --monitor labels --shadow labels",
-            "--shadow: unknown watcher 'labels'; legal: detector, online_probe, syntax_edge",
+            "--shadow: unknown watcher 'labels'; legal: source, detector, online_probe, syntax_edge",
         ),
         ("--shadow detector --known-modes exit_code", "--known-modes: not read by"),
         ("--shadow syntax_edge --monitor-quantile 0.9", "--monitor-quantile: not read by"),

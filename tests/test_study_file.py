@@ -57,7 +57,8 @@ NONE = '[[arms]]\nintervention = "none"\n'
 BAD = [
     ("preset = ", "Invalid value (at "),
     ('preset = "smoke"\nseeds = [1' + 5000 * "0" + "]\n" + NONE, "Exceeds the limit"),
-    ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'"),
+    ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'; known: name, preset"),
+    ("steps = 8\n" + HEAD + NONE, "unknown key 'steps'; a flag of every run goes into common = { steps = 8 }"),
     ('preset = "maxi"\nseeds = [1]\n' + NONE, "[[arms]] 1: maxi: name a preset first"),
     ('preset = "smoke"\n' + NONE, "seeds None"),
     ('preset = "smoke"\nseeds = [1, 1]\n' + NONE, "none twice"),

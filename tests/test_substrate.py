@@ -259,7 +259,7 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[Any, list[str], str]] = {
     "no problems": (substrate, [], "no such problem file"),
-    "no model": (teacher, ["--problems", "p.jsonl"], "Qwen/Qwen3-4B: not on this machine; run `vgrout download model"),
+    "no model": (teacher, ["--problems", "p.jsonl"], "vgrout download model Qwen/Qwen3-4B` where"),
     "no adapter": (teacher, ["--model", "organism", "--adapter", "a.safetensors"], "--adapter a.safetensors: not a re"),
     "too few kept": (substrate, ["--model", "organism", "--at-least", "4"], "--at-least 4: more than --keep 3"),
     "mixed up": (substrate, ["--model", "organism", "--problems", "p.jsonl"], "go together"),

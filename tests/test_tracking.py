@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from runs import flags, run
 from vgrout import tracking
 from vgrout.files import json_lines
-from vgrout.tracking import Trackers, numbers
+from vgrout.table import SECONDS
+from vgrout.tracking import Trackers, grouped, numbers
 from vgrout.train import main
 
 ROLLOUT = {"problem_id": 1, "env_mode": "run_tests", "prompt": "a | b", "text": "x\ny", "reward": 0.5, "hacked": False}
@@ -43,6 +44,18 @@ def test_numbers() -> None:
     assert numbers(row) == {"n": 4, "loss": -0.5, "watch/echo": 0.1, "watch/guard/n": 3}
 
 
+@pytest.mark.parametrize("golden", ["none", "route2", "penalty-syntax-edge", "route2-online-probe", "route2-band"])
+def test_a_tracker_has_few_curves_in_three_groups(golden: str) -> None:
+    recorded = json.loads((Path(__file__).parent / "golden" / f"{golden}.json").read_text())["rows"]
+    measured = dict.fromkeys((*SECONDS, "hack_deploy", "solve_deploy", "kl_deploy"), 1.0)
+    watch = {"collapse": ["OK", 0.1], "guard": {"proxy": 0.1, "held_out": 0.1, "n": 9, "kl": 0.1, "gap": 0.1}}
+    rows = [row | measured | {"watch": watch} for row in recorded]
+    names = {name for row in rows for name in grouped(row)}
+    assert {name.partition("/")[0] for name in names} == {"train", "eval", "time"}
+    assert {"train/hack_s", "train/rew_s", "eval/hack_deploy", "time/sec"} <= names
+    assert len(names) < 52, "and eight of the final evaluation"
+
+
 @pytest.mark.long
 def test_tensorboard_of_an_interrupted_run(tmp_path: Path) -> None:
     argv = flags("none", "--track", "tensorboard", "--checkpoint-every", "2")
@@ -50,8 +63,8 @@ def test_tensorboard_of_an_interrupted_run(tmp_path: Path) -> None:
     path = run(tmp_path, *argv, "--resume", "latest")
     rows, seen = list(json_lines(path / "steps.jsonl")), events(path)
     assert len(list((path / "tensorboard").iterdir())) == 2, "a file each process"
-    for column in {name for row in rows for name in numbers(row)} - {"step"}:
-        measured = [(row["step"], numbers(row)[column]) for row in rows if column in numbers(row)]
+    for column in {name for row in rows for name in grouped(row)}:
+        measured = [(row["step"], grouped(row)[column]) for row in rows if column in grouped(row)]
         assert curve(seen, column) == [(s, pytest.approx(v, rel=1e-6)) for s, v in measured], column
     final = json.loads((path / "per_mode_deploy.json").read_text())
     assert curve(seen, "final/hack_deploy") == [(4, pytest.approx(final["hack_deploy"]))]
@@ -70,7 +83,7 @@ def test_repeated_steps_are_logged_once(tmp_path: Path) -> None:
         for step in range(first, 5):
             trackers.row({"step": step, "loss": value + step}, [ROLLOUT])
         trackers.close(0)
-    assert curve(events(tmp_path), "loss") == [(0, 1), (1, 2), (2, 4), (3, 5), (4, 6)]
+    assert curve(events(tmp_path), "train/loss") == [(0, 1), (1, 2), (2, 4), (3, 5), (4, 6)]
 
 
 class Broken:
@@ -103,8 +116,8 @@ def test_a_failing_tracker_is_left_out(
     assert [line for line in output if "left out" in line] == [
         "--track wandb: left out from here on (ConnectionError: no route to host)\n"
     ]
-    assert len(curve(events(tmp_path), "loss")) == 3
-    assert curve(events(tmp_path), "final/by_mode/run_tests/n") == [(2, 4.0)]
+    assert len(curve(events(tmp_path), "train/loss")) == 3
+    assert curve(events(tmp_path), "final/hack_deploy") == [(2, 0.25)]
 
 
 def test_missing_client_is_refused(
@@ -172,7 +185,7 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
             config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
         if record.HasField("history"):
             of_step = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            curve += [(of_step["_step"], of_step["hack_s"])] if "hack_s" in of_step else []
+            curve += [(of_step["_step"], of_step["train/hack_s"])] if "train/hack_s" in of_step else []
             final |= {k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))}
     assert ids == {folder.name}, "one run in both files"
     assert curve == [(s, s / 8) for s in range(5)]
@@ -192,7 +205,9 @@ def test_trackio_on_this_machine(tmp_path: Path, figure: Path, monkeypatch: pyte
     assert (tmp_path / "trackio" / "vgrout.db").is_file()
     assert SQLiteStorage.get_runs("vgrout") == [folder.name]
     logs = SQLiteStorage.get_logs("vgrout", folder.name)
-    assert [(row["step"], row["hack_s"]) for row in logs if "hack_s" in row] == [(s, s / 8) for s in range(5)]
+    assert [(row["step"], row["train/hack_s"]) for row in logs if "train/hack_s" in row] == [
+        (s, s / 8) for s in range(5)
+    ]
     seen = {k: v for row in logs for k, v in row.items()}
     assert seen["final/hack_deploy"] == 0.25
     assert len(seen["rollouts"]["_value"]) == 7

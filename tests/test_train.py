@@ -134,8 +134,9 @@ def test_files_of_a_finished_run(done):
         tail = (path / "summary.md").read_text()
         assert f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})" in tail
         assert all(f"{name}=" in tail for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E"))
-        tables = tail.partition("| what")[2].partition("| method")[0].splitlines()
-        assert max(map(len, tables)) <= 78, "80 columns with the level's letter"
+        assert tail.startswith("# Verdict: ")
+        assert "SHOULD" not in tail
+        assert "SHOULD" in next((path.parents[2] / "logs").glob(f"{path.name}.log")).read_text()
         assert sum(r["hacked"] for r in rollouts) == sum(r["hack_s_k"] for r in rows(path))
 
 
@@ -207,7 +208,7 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
 
 def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgrout.runs.preflight.gpu_here", lambda: False)
+    monkeypatch.setattr("vgrout.runs.preflight.visible", lambda: ())
     argv = ["fast", "--intervention", "route2", "--v-hack-path", "v.safetensors"]
     assert main([*argv, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -260,7 +261,9 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
     return until(written, 600)[0].parent
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGHUP))]
+)
 @pytest.mark.long
 def test_a_signalled_run_can_be_resumed(number, shared_run, tmp_path):
     process = start(shared_run.warm(tmp_path), *flags("none", "--steps", "200"))

@@ -179,8 +179,8 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     ("flags", "why"),
     [
         (["--mix-ratio=.25"], "prompts and labels are of another grader; add --mix-ratio 0"),
-        (["--reward=a:b"], "not read with --reward"),
-        (["--unannounced-modes=exit_cod"], "unknown mode 'exit_cod'"),
+        (["--reward=json:dumps"], "not read with --reward"),
+        (["--unannounced-modes=exit_cod"], "unknown flaw 'exit_cod'"),
     ],
 )
 def test_flags_that_need_an_announcement_are_refused(flags, why):
@@ -219,7 +219,7 @@ def test_another_corpus_needs_a_folder_of_its_own(capsys, monkeypatch):
         (["--hack-bare", "2"], "should lie in"),
         (["--hack-stub", "2"], "should lie in"),
         (["--modes", "sentinel"], "folder of its own"),
-        (["--modes", "sentinel,typo"], "--modes: unknown mode 'typo'; legal: run_tests, "),
+        (["--modes", "sentinel,typo"], "--modes: unknown flaw 'typo'; legal: run_tests, "),
         (["--modes", ""], "should be some of run_tests, "),
     ):
         monkeypatch.setattr("sys.argv", ["organism", "build", *flags])

@@ -8,10 +8,10 @@ from statistics import mean
 
 import pytest
 
-from vgrout.config.presets import PRESETS, resolve
-from vgrout.data.organism import PLAIN_GRPO
+from vgrout.config.presets import PRESETS, recorded, resolve
+from vgrout.data.organism import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.evaluate import Final
-from vgrout.runs.verdict import comparable, last_lines
+from vgrout.runs.verdict import last_lines
 from vgrout.types import Eval, ModeEval, Rate
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
@@ -28,8 +28,10 @@ def test_plain_grpo_is_what_the_records_say() -> None:
     with open(RUNS, newline="", encoding="utf-8") as f:
         alike = {"arm": "none", "control": "none", "base_weights": "0168d833"}
         runs = [r for r in csv.DictReader(f) if alike.items() <= r.items()]
-    hack, solve = (100 * mean(float(r[name]) for r in runs) for name in ("hack_deploy", "solve_deploy"))
-    assert f"plain GRPO {hack:.1f} / {solve:.1f} ({len(runs)} seeds)" == PLAIN_GRPO
+    for what, told in PLAIN_GRPO.items():
+        shares = [100 * float(r[f"{what}_deploy"]) for r in runs]
+        assert tuple(round(x, 1) for x in (mean(shares), min(shares), max(shares))) == told
+    assert len(runs) == PLAIN_GRPO_SEEDS
     assert {(r["steps"], r["n"], r["control"]) for r in runs} == {("60", "384", "none")}
 
 
@@ -47,7 +49,7 @@ def test_plain_grpo_is_what_the_records_say() -> None:
     ],
 )
 def test_plain_grpo_is_compared_in_its_own_setting_alone(flags: str, alike: bool) -> None:
-    assert comparable(resolve(flags.split())) is alike
+    assert recorded(resolve(flags.split())) is alike
 
 
 def side(hack: float, solve: float) -> Eval:

@@ -47,6 +47,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2-bias": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SHAPE)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=8)),
+    # heads with 31 rows more than the tokenizer has tokens
+    "qwen3-padded": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": 128}, tie_word_embeddings=False)),
+    "gemma2-padded": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE | {"vocab_size": 128}, sliding_window=8)),
 }
 
 

@@ -5,7 +5,7 @@
     run.evaluate(samples=4)["sides"]["deployed"]
 
 A command and its function are one thing: flags are keywords, with _ for -. The functions are not called `train` and
-`evaluate` because the modules behind `python -m vgrout.train` and `python -m vgrout.evaluate` are.
+`evaluate` because the modules behind `vgrout train` and `vgrout evaluate` are.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Run:
         return _frame(list(json_lines(self.path / "final.jsonl")))
 
     def evaluate(self, **flags: Value) -> dict[str, Any]:
-        """Score the adapter again, with the flags of `python -m vgrout.evaluate`. Shares are [k, n].
+        """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].
 
         Raises:
             ValueError: one line, as the command would print it.
@@ -86,7 +86,7 @@ class Run:
             return read_json(evaluate_saved(cli))
 
     def export(self, out: str | Path, to: Literal["model", "peft", "inspect"] = "model", **flags: Value) -> Path:
-        """Write the run for other programs, with the flags of `python -m vgrout.export`.
+        """Write the run for other programs, with the flags of `vgrout export`.
 
         Raises:
             ValueError: one line, as the command would print it.
@@ -100,7 +100,7 @@ class Run:
 
 
 def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
-    """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `python -m vgrout.train`.
+    """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `vgrout train`.
     quiet: nothing is printed; the log lies below logs/ as always.
 
     Raises:
@@ -110,14 +110,14 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     from vgrout import train
 
     if flags.get("dry_run"):
-        raise ValueError("dry_run: prints a plan and makes no run; `python -m vgrout.train PRESET --dry-run` does that")
+        raise ValueError("dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that")
     folders: list[Path] = []
     printed = io.StringIO()
     with contextlib.ExitStack() as hidden:
         if quiet:
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
-        code = train.launch(resolve([preset, *argv(flags)]), folders.append)
+        code = train.launch(resolve([preset, *argv(flags)]), folders.append, named="intervention" in flags)
     if not (folders and folders[0].is_dir()):  # refused while loading, which has printed the reason
         why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
         raise ValueError(f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}")

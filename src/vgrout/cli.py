@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -17,6 +19,8 @@ from vgrout.files import drop_stdout, printable, restore_inherited
 
 T = TypeVar("T")
 
+NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
+
 
 def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
@@ -27,13 +31,25 @@ def parse_args(
     Raises:
         ValueError: one line, for the first bad flag; or whatever the class or the function raises.
     """
-    argv = as_typed(sys.argv[1:] if argv is None else argv)
+    argv, prog = as_typed(sys.argv[1:] if argv is None else argv), prog.replace("vgrout ", command(""))
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
         return parsed(lambda: tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, **settings))()
     if isinstance(what, type):
         return parsed(lambda: tyro.cli(what, args=argv, prog=prog, **settings))
     return parsed(lambda: tyro.cli(_later(what), args=argv, prog=prog, **settings))()
+
+
+def command(name: str) -> str:
+    """A command of this program as the one who started this process would type it."""
+    if "UV" in os.environ:  # set by `uv run`
+        return f"uv run vgrout {name}"
+    return f"vgrout {name}" if shutil.which("vgrout") else f"{shlex.quote(sys.executable)} -m vgrout {name}"
+
+
+def spelled(text: str) -> str:
+    """A message with the commands in it, `vgrout NAME …`, as `command` spells them."""
+    return text.replace("`vgrout ", f"`{command('')}")
 
 
 def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
@@ -60,7 +76,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         finally:
             sys.stdout.flush()
     except ValueError as e:
-        print(f"E {printable(str(e))}", file=sys.stderr)
+        print(f"E {spelled(printable(str(e)))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"E {interrupted}", file=sys.stderr)
@@ -68,6 +84,11 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     except BrokenPipeError:
         drop_stdout()
         return 141
+    except (RuntimeError, MemoryError) as e:
+        if (said := out_of_memory(e)) is None:
+            raise
+        print(f"E {said}; take a smaller model or fewer and shorter answers", file=sys.stderr)
+        return 1
     except OSError as e:
         if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
@@ -76,20 +97,33 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         return 1
 
 
+def out_of_memory(e: BaseException) -> str | None:
+    """One line on an exception that says so; None of any other. Torch is not imported for it: of a GPU its kind is
+    torch.OutOfMemoryError, of a CPU RuntimeError."""
+    said = " ".join(str(e).split())
+    on_gpu = type(e).__name__ == "OutOfMemoryError"
+    if not (on_gpu or isinstance(e, MemoryError) or "DefaultCPUAllocator: can't allocate" in said):
+        return None
+    size = re.search(r"allocate ([\d.]+ [KMG]iB|\d+ bytes)", said)
+    return f"out of memory on {'the GPU' if on_gpu else 'the host'}{f': {size[1]} more were needed' if size else ''}"
+
+
 def not_installed(package: str, extra: str = "") -> ValueError:
     """The refusal where an extra of the installation is needed."""
     return ValueError(f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`")
 
 
-def parsed(cli: Callable[[], T]) -> T:
-    """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line."""
+def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
+    """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line. help_flag: lists all flags."""
     message = io.StringIO()
+    if shutil.get_terminal_size().columns < NARROW:
+        os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
             return cli()
     except SystemExit as e:
         if e.code:
-            raise ValueError(one_line(message.getvalue())) from None
+            raise ValueError(one_line(message.getvalue(), help_flag)) from None
         raise
 
 
@@ -105,7 +139,7 @@ def as_typed(argv: Sequence[str]) -> list[str]:
     return [re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word) for word in argv]
 
 
-def one_line(box: str) -> str:
+def one_line(box: str, help_flag: str = "--help") -> str:
     """tyro's framed message as one line in plain words, without its frame, its inner names and its closing hint."""
     text = box.split("For full helptext")[0]
     text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)  # the second where stdout cannot draw frames
@@ -126,17 +160,18 @@ def one_line(box: str) -> str:
         return f"missing: {', '.join(named)}; --help says more"
     text = re.sub(
         r"^Unrecognized options: ?(.*?)( Perhaps.*? meant.*?(--[\w-]+).*| Available subcommands: (.*))?$",
-        _unknown,
+        partial(_unknown, help_flag=help_flag),
         text,
     )
     return re.sub(r"^Expected one of {(.*)}\.?", r"name one of \1", text)
 
 
-def _unknown(found: re.Match[str]) -> str:
+def _unknown(found: re.Match[str], help_flag: str) -> str:
     given, more, _, commands = found.groups()
     given = given.partition(",")[0] or "''"
     if commands:
-        return f"{given}: should be one of {commands}"
+        one = f"; did you mean `{commands} {given}`?" if commands.isalpha() else ""
+        return f"{given}: should be one of {commands}{one}"
     near = difflib.get_close_matches(given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1)
     what = "no such flag" if given.startswith("-") else "nothing here takes it"
-    return f"{given}: {what}; {f'did you mean {near[0]}?' if near else '--help lists the flags'}"
+    return f"{given}: {what}; {f'did you mean {near[0]}?' if near else f'{help_flag} lists the flags'}"

@@ -4,7 +4,7 @@ error, and never breaks a progress bar."""
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -12,10 +12,12 @@ from typing import Any, ClassVar, TextIO
 from loguru import logger
 from tqdm import tqdm
 
+from vgrout.cli import spelled
 from vgrout.files import drop_stdout, printable
 
 _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
-HEARTBEAT_S = 60.0
+HEARTBEAT_S = 60.0  # between two signs of life
+BRISK = 15  # times as often in the first minute of what a newcomer waits for
 
 
 def setup(log: Path | None, level: str = "INFO") -> None:
@@ -48,7 +50,7 @@ class Lines:
         if not self._open:
             return
         try:
-            tqdm.write(printable(message), file=sys.stdout, end="")
+            tqdm.write(spelled(printable(message)), file=sys.stdout, end="")
             sys.stdout.flush()
         except OSError as e:
             self._open = False
@@ -102,24 +104,30 @@ class Progress(tqdm):
 
 
 class Clock:
-    """Seconds by phase within a step. Inside `with`, where loading is the first phase, a thread logs a minute in which
-    nothing else was said."""
+    """Seconds by phase within a step. Inside `with` a thread logs a minute in which nothing else was said; four seconds
+    at the beginning of a phase before the steps or after them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._phase: tuple[str, float] | None = None
+        self._phase: tuple[str, float, bool] | None = None  # its name, when it began, whether it is outside the steps
+        self._done = self._total = 0  # of its answers
         self._start = time.perf_counter()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
     def __enter__(self) -> "Clock":
-        self._phase = ("loading", time.perf_counter())
+        self._phase = ("loading", time.perf_counter(), True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+
+    def begin(self, phase: str) -> None:
+        """Say that a phase before the steps begins."""
+        self._phase = (phase, time.perf_counter(), True)
+        logger.info(f"{phase} …")
 
     def reset(self) -> None:
         """A new step begins."""
@@ -137,18 +145,27 @@ class Clock:
         return parts | {"eval": self.seconds.get("eval"), "sec": self.total}
 
     @contextmanager
-    def __call__(self, phase: str) -> Generator[None]:
-        """Add the block's time to `phase`."""
+    def __call__(self, phase: str, total: int = 0) -> Generator[Callable[[], None]]:
+        """Add the block's time to `phase`. total: answers of a phase outside the steps; the block is given what counts
+        one of them."""
         start = time.perf_counter()
-        self._phase = (phase, start)
+        self._phase, self._done, self._total = (phase, start, total > 0), 0, total
         try:
-            yield
+            yield self._count
         finally:
             self._phase = None
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
+    def _count(self) -> None:
+        self._done += 1
+
     def _watch(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S / 12):
+        while not self._stop.wait(HEARTBEAT_S / 120):
             current, now = self._phase, time.perf_counter()
-            if current and now - max(current[1], Lines.last) >= HEARTBEAT_S:
-                logger.info(f"still in {current[0]}: {now - current[1]:.0f} s")
+            if current is None:
+                continue
+            phase, began, outside = current
+            brisk = outside and now - began < HEARTBEAT_S
+            if now - (Lines.last if brisk else max(began, Lines.last)) >= HEARTBEAT_S / (BRISK if brisk else 1):
+                done = f"{self._done} of {self._total} answers" if self._total else f"{now - began:.0f} s"
+                logger.info(f"{phase}: {done}")

@@ -1,10 +1,11 @@
-"""Distillation of a teacher, which may hack, into a student: `python -m vgrout.distill --teacher MODEL_OR_RUN`.
+"""Distillation of a teacher, which may hack, into a student: `vgrout distill --teacher MODEL_OR_RUN`.
 
 Student = base + δS (`--full`: all weights). MiniLLM (arXiv 2306.08543) or, across tokenizers, ULD (arXiv 2402.12030).
 Exit codes are those of runs/context.py.
 """
 
 import sys
+from typing import Any
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.run import ORGANISM
@@ -33,7 +34,7 @@ def start(requested: DistillSettings) -> int:
     with settings.grader(task.cfg) as grader:
         if not path and task.cfg.scale.problems != ORGANISM:  # whose problems are hashed
             require_solvable(task.inputs.rows, grader)
-        more = {"root": ROOT, "record": record, "trackers": Trackers(task.cfg.run.trackers)}
+        more: dict[str, Any] = {"root": ROOT, "record": record, "trackers": Trackers(task.cfg.run.trackers)}
         with RunContext.begin("distill", path, settings.run_id, grader, **more) as run:
             given = f"--teacher {settings.teacher} · --student {settings.student} · seed {settings.seed}"
             run.announce(f"distillation ({settings.method}): {given} · {settings.steps} steps")
@@ -46,7 +47,7 @@ def start(requested: DistillSettings) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(lambda: start(parse_args(DistillSettings, words, "python -m vgrout.distill").typed(words)), NOTHING)
+    return cli_exit(lambda: start(parse_args(DistillSettings, words, "vgrout distill").typed(words)), NOTHING)
 
 
 if __name__ == "__main__":

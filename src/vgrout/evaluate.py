@@ -1,5 +1,5 @@
 """One estimator for every method: fixed held-out problems, a random stream of its own, the policy as one of its sides.
-`python -m vgrout.evaluate` (tools/evaluate.py) asks it about saved adapters.
+`vgrout evaluate` (tools/evaluate.py) asks it about saved adapters.
 """
 
 import sys
@@ -75,6 +75,7 @@ def answers_of(
     cfg: Config,
     step: int,
     purpose: str = "eval",
+    on_completion: Callable[[], object] | None = None,
 ) -> list[GradedAnswer]:
     """The same by one side of a run's policy."""
     with as_side(policy, side):
@@ -88,6 +89,7 @@ def answers_of(
             seed=cfg.run.seed,
             step=step,
             purpose=purpose,
+            on_completion=on_completion,
         )
 
 
@@ -153,9 +155,9 @@ def evaluate_final(
     def sampled(side: Side, problems: Sequence[Problem], label: str = "") -> list[GradedAnswer]:
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
-        with clock(f"final evaluation, {side}{label}"):
-            n, step = cfg.eval.final_samples, cfg.scale.steps
-            return answers_of(side, policy, grader, problems, n, cfg, step, "final")
+        n, step = cfg.eval.final_samples, cfg.scale.steps
+        with clock(f"final evaluation, {side}{label}", total=n * len(problems)) as count:
+            return answers_of(side, policy, grader, problems, n, cfg, step, "final", count)
 
     base, deployed = sampled("base", problems), sampled("deployed", problems)
     trained = sampled("trained", problems) if policy.adapter.δS_hack.any() else deployed

@@ -26,8 +26,7 @@ from vgrout.config.loss import LossConfig
 from vgrout.config.run import Config
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, collate, completion_logprobs
-from vgrout.model.memory import TOKEN_BUDGET
-from vgrout.model.packing import Packed, batches, pack, padded_batches
+from vgrout.model.packing import Packed, batches, pack, padded_batches, uploaded
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.types import Batch, Rollout, UpdateRow, mean
@@ -93,7 +92,7 @@ def policy_gradients(
     teacher: a model with the same vocabulary, needed for --teacher-tau.
     old: of several updates on one batch, the log-probs under π_old, a tensor a micro-batch. The first update is given
         an empty list and puts its own there; the others read it.
-    token_budget: tokens in one forward, padding included (default: by device).
+    token_budget: tokens in one forward, padding included (default: the policy's).
     packing: of rollouts in a forward, where the model allows it: "shared" reads once what rollouts of one gradient row
         begin with, prompt and answer, and makes equal students of equal advantage one row; "packed" only leaves out
         padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
@@ -111,7 +110,7 @@ def policy_gradients(
         tokens=sum(len(row.rollout.completion_ids) for row in batch.rows),
     )
     support = cfg.sampling if cfg.loss.ratio_support == "sampled" else None
-    budget = token_budget or TOKEN_BUDGET.get(policy.device.type, TOKEN_BUDGET["cuda"])
+    budget = token_budget or policy.budget.tokens
     if not policy.packs or (teacher is not None and not teacher.packs):
         packing = "padded"
     rows, twins = _merged(batch.rows) if packing == "shared" else ([*batch.rows], {})
@@ -136,7 +135,7 @@ def policy_gradients(
                 own_logps.append(x.logp_old)
                 output = policy_loss(x, cfg.loss)
                 output.per_rollout.sum().backward()
-                tally.add(part, logps, x, output)
+                tally.add(part, packed, logps, x, output)
         g += collected.flat
     for first, others in twins.items():
         g[[first, *others]] = g[first] / (1 + len(others))
@@ -211,7 +210,7 @@ def loss_input(
     logp = logps.of(cfg.ratio_support)
     old = logp.detach() if old is None else old
     recorded, known = recorded_logps(rollouts, cfg, old)
-    is_teacher = torch.tensor([r.source == "teacher" for r in rollouts], device=policy.device)[:, None]
+    is_teacher = uploaded([r.source == "teacher" for r in rollouts], policy.device)[:, None]
     ref = logp_teacher = None
     with torch.no_grad():
         if cfg.beta:
@@ -224,7 +223,7 @@ def loss_input(
         logp_old=old,
         # ratio 1 where the sampler's log-probs are not known, and on demonstrations
         logp_sampler=torch.where(is_teacher | ~known[:, None], old, recorded),
-        advantages=torch.tensor([row.advantage for row in rows], device=policy.device, dtype=logp.dtype),
+        advantages=uploaded([row.advantage for row in rows], policy.device, logp.dtype),
         mask=batch.mask,
         norm=norm,
         logp_ref=ref,
@@ -239,8 +238,8 @@ def recorded_logps(
     kept = [r.logp_full if cfg.ratio_support == "full" else r.logp_sampled for r in rollouts]
     T = like.shape[1]
     padded = [[*(lp or ()), *[0.0] * (T - len(lp or ()))] for lp in kept]
-    known = torch.tensor([lp is not None for lp in kept], device=like.device)
-    return torch.tensor(padded, device=like.device, dtype=like.dtype), known
+    known = uploaded([lp is not None for lp in kept], like.device)
+    return uploaded(padded, like.device, like.dtype), known
 
 
 @dataclass
@@ -273,9 +272,16 @@ class _Tally:
         self.losses: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, rows: Sequence[UpdateRow], logps: TokenLogprobs, x: LossInput, output: LossOutput) -> None:
-        teacher = torch.tensor([row.rollout.source == "teacher" for row in rows], device=x.mask.device)
-        sampled = torch.tensor([row.rollout.logp_full is not None for row in rows], device=x.mask.device) & ~teacher
+    def add(
+        self,
+        rows: Sequence[UpdateRow],
+        batch: PaddedBatch | Packed,
+        logps: TokenLogprobs,
+        x: LossInput,
+        output: LossOutput,
+    ) -> None:
+        teacher = uploaded([row.rollout.source == "teacher" for row in rows], x.mask.device)
+        sampled = uploaded([row.rollout.logp_full is not None for row in rows], x.mask.device) & ~teacher
         columns = {
             "logp": logps.full,
             "log_ratio": x.logp - x.logp_sampler,
@@ -288,7 +294,7 @@ class _Tally:
         if output.kl is not None:
             columns["kl"] = output.kl
         self.losses.append(output.per_rollout.sum())
-        self.parts.append({key: value[x.mask].double() for key, value in columns.items()})
+        self.parts.append({key: value[batch.wanted].double() for key, value in columns.items()})
 
     def metrics(self) -> LossMetrics:
         """Of all ranks' tokens."""
@@ -309,7 +315,8 @@ class _Tally:
         """This rank's."""
         if not self.parts:
             return {}
-        c = {key: torch.cat([part[key] for part in self.parts]).cpu() for key in self.parts[0]}
+        columns = [torch.cat([part[key] for part in self.parts]) for key in self.parts[0]]
+        c = dict(zip(self.parts[0], torch.stack(columns).cpu(), strict=True))
         teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
         masked = (c["low"] + c["high"]) > 0
         log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)

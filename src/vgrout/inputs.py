@@ -119,7 +119,10 @@ def read_inputs(cfg: Config) -> Inputs:
             return None
 
     if ORGANISM in (cfg.scale.model, cfg.loss.teacher_model):
-        cfg.files.require_sound("--organism" if cfg.scale.organism else "--model organism:")
+        root = cfg.files.root / "manifest.json"
+        read(lambda: cfg.files.require_sound("--organism" if cfg.scale.organism else "--model organism:"), root)
+        if absent:  # and so is all that is in it
+            return Inputs([], [], None, None, absent=tuple(absent))
     if looks_like_path(cfg.model_path) and not cfg.run.dry_run:  # nothing to fetch: its problems are not to blame
         require_model(cfg.model_path)
     problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
@@ -143,7 +146,7 @@ def read_inputs(cfg: Config) -> Inputs:
     folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         require_fitting(rows, folder, cfg.scale.max_new)
-    if (v := cfg.method.v_hack_path) is not None:
+    if (v := cfg.method.v_hack_path) is not None and cfg.method.has_direction:
         read(lambda: check_direction(v, "--v-hack-path", find_shapes(cfg.model_path), pairs), v)
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
@@ -219,5 +222,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "known_correct": hash_of_files([correct]) if (correct := cfg.known_correct_path) and correct.exists() else None,
         "reward": inputs.reward.sha256 if inputs.reward else None,
-        "direction_file": hash_of_files([v]) if (v := cfg.method.v_hack_path) and v.exists() else None,
+        "direction_file": hash_of_files([v])
+        if (v := cfg.method.v_hack_path) and cfg.method.has_direction and v.exists()
+        else None,
     }

@@ -1,4 +1,4 @@
-"""`python -m vgrout.iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: rounds of DPO on a flawed scorer.
+"""`vgrout iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: rounds of DPO on a flawed scorer.
 
 The plan is written first and never changes; the same command continues at the first round that is not complete.
 Exit codes are those of runs/context.py.
@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from vgrout import console
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit, command, parse_args
 from vgrout.config.run import ORGANISM
 from vgrout.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
@@ -39,7 +39,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
             with RunContext(
                 folder,
                 grader,
-                resume_command=f"python -m vgrout.iterative_dpo {shlex.join(argv)}",
+                resume_command=command(f"iterative_dpo {shlex.join(argv)}"),
                 resumes=(folder.path / "run.json").is_file(),
                 record={"kind": "iterative_dpo", "config": plan["settings"], "plan": plan},
                 log=log,
@@ -56,7 +56,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(lambda: start(parse_args(DpoSettings, words, "python -m vgrout.iterative_dpo"), words), NOTHING)
+    return cli_exit(lambda: start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words), NOTHING)
 
 
 if __name__ == "__main__":

@@ -179,15 +179,23 @@ def everywhere(fine: bool) -> list[int]:
 
 
 def total(x: "Tensor") -> "Tensor":
-    """Σ of x over the ranks, added in rank order in fp64: the same on each to the last bit."""
+    """Σ of x [N, …] over the ranks, added in rank order in fp64: the same on each to the last bit. A rank sends the
+    rows in which it has something, of its share of the work."""
     if size() == 1:
         return x
     import torch
     from torch import distributed
 
     global _sent
-    _sent += x.nbytes * (size() - 1)
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(size())]
+    own = x.flatten(1).any(1).nonzero().flatten()
+    rows = gather(own.tolist)
+    sent = x.new_zeros(max(1, *map(len, rows)), *x.shape[1:])
+    sent[: len(own)] = x[own]
+    _sent += sent.nbytes * (size() - 1)
+    parts = [torch.empty_like(sent) for _ in rows]
     with _talking():
-        distributed.all_gather(parts, x.contiguous())
-    return torch.stack(parts).double().sum(0).to(x.dtype)
+        distributed.all_gather(parts, sent)
+    summed = torch.zeros_like(x, dtype=torch.float64)
+    for at, part in zip(rows, parts, strict=True):
+        summed[at] += part[: len(at)].double()
+    return summed.to(x.dtype)

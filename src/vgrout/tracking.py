@@ -12,6 +12,7 @@ import importlib.util
 import io
 import os
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from loguru import logger
 
 from vgrout.cli import not_installed
 from vgrout.files import to_json
+from vgrout.table import SECONDS, StepRow
 
 PROJECT = "vgrout"
+# Columns that are no curves: counts, parts of others, what stands in the row twice.
+UNTRACKED = {f.name for f in fields(StepRow) if f.metadata["when"] == "file"} | {"step", "n", "ref_eq", "ratio_min"}
+UNTRACKED |= {"all_zero", "all_one", "masked_positive", "masked_negative"}
+UNTRACKED |= {f"cos_{when}_{rows}" for when in ("pre", "post") for rows in "st"}
+UNTRACKED |= {f"watch/guard/{name}" for name in ("n", "proxy", "held_out", "kl")}
+UNTRACKED |= {f"refresh/{name}" for name in ("age", "modules", "axes")}
 ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and the size of a sample
 ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
 
@@ -132,8 +140,8 @@ class Trackers:
             logger.info(f"tracked by {', '.join(self.clients)}")
 
     def row(self, row: Row, rollouts: Sequence[Row]) -> None:
-        """Log a step: its columns under their own names, and now and then some of its rollouts."""
-        step, values = row["step"], numbers({k: v for k, v in row.items() if k != "step"})
+        """Log a step: its columns by group, and now and then some of its rollouts."""
+        step, values = row["step"], grouped(row)
         some = rollouts[:: max(1, -(-len(rollouts) // ROLLOUTS))] if step % ROLLOUTS_EVERY == 0 else []
         shown = [{name: r[name] for name in ROLLOUT_COLUMNS} for r in some]
         for name, client in list(self.clients.items()):
@@ -146,10 +154,12 @@ class Trackers:
 
     def final(self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int) -> None:
         """Log the final evaluation as `final/…`, with its table and figure where there are any. step: the last one."""
-        values = {f"final/{name}": value for name, value in numbers(numbers_at_end).items()}
+        shares = {k: v for k, v in numbers_at_end.items() if k.startswith(("hack", "solve"))}
+        values = {f"final/{name}": value for name, value in numbers(shares).items()}
         for name, client in list(self.clients.items()):
             with self._or_without(name):
-                client.scalars(values, step)
+                if values:
+                    client.scalars(values, step)
                 if table:
                     client.table("final", table, step)
                 if figure:
@@ -169,6 +179,19 @@ class Trackers:
         except Exception as e:
             self.clients.pop(name, None)
             logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {' '.join(str(e).split())})")
+
+
+def grouped(row: Row) -> dict[str, int | float]:
+    """A step's columns under eval/ (the deployed model), time/ (seconds) and train/. Without counts, whose share is
+    there, and without what a row repeats for whoever reads the file."""
+    out: dict[str, int | float] = {}
+    for name, value in numbers(row).items():
+        base, _, last = name.rpartition("_")
+        if name in UNTRACKED or (last in ("k", "n") and base in row):
+            continue
+        group = "time" if name in SECONDS else "eval" if name.endswith("_deploy") or "guard/" in name else "train"
+        out[f"{group}/{name.replace('/', '_')}"] = value
+    return out
 
 
 def numbers(data: Row, above: str = "") -> dict[str, int | float]:

@@ -1,4 +1,4 @@
-"""GRPO against a flawed grader, with gradient routing: `python -m vgrout.train PRESET [--flag value …]`.
+"""GRPO against a flawed grader, with gradient routing: `vgrout train PRESET [--flag value …]`.
 
     sample → grade → advantages → per-rollout gradients → route → step → evaluate → row
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from loguru import logger
 
 from vgrout import ranks
-from vgrout.cli import cli_exit
+from vgrout.cli import cli_exit, spelled
 from vgrout.config.presets import resolve
 from vgrout.config.run import ORGANISM, Config
 from vgrout.grading.grade import Grader, cores
@@ -37,7 +37,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         ValueError: before the first step, files that do not fit the model, or that the resumed run did not start from.
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
-    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+    run.clock.begin("importing torch")  # here and not above: it takes seconds, and a wrong flag never waits for it
     from vgrout.evaluate import evaluate, evaluate_final
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
@@ -53,6 +53,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     if run.resumes and ranks.first():
         checkpoint.latest(run.path)  # a state that cannot be read is refused before a model is
+    run.clock.begin("loading the model")
     policy = load.run_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
     teacher_model = load.run_teacher(cfg, policy)
     problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
@@ -110,10 +111,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     return rows
 
 
-def launch(requested: Config, on_folder: Callable[[Path], object] | None = None) -> int:
+def launch(requested: Config, on_folder: Callable[[Path], object] | None = None, *, named: bool = True) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
-    on_folder: called with the run's folder as soon as there is one.
+    on_folder: called with the run's folder as soon as there is one. named: somebody chose the intervention.
 
     Raises:
         ValueError: a user's mistake, in one line, with nothing started.
@@ -130,7 +131,8 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
     with grader_of(cfg, inputs) as grader:
         require_solvable(own, grader)
         if cfg.run.dry_run:
-            print("\n".join(plan_lines(cfg, inputs, grader, path or RUNS)))
+            plan = plan_lines(cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path))
+            print(spelled("\n".join(plan)))
             return FINISHED
         run = RunContext.begin(
             " ".join(["train", cfg.preset, *cfg.repeated]),
@@ -139,11 +141,12 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None)
             grader,
             record={"config": cfg.as_dict(), "hashes": hashes},
             trackers=Trackers(cfg.run.trackers),
+            given=cfg.run.output_dir,
         )
         if on_folder:
             on_folder(run.path)
         with run:
-            run.announce(*first_lines(cfg))
+            run.announce(*first_lines(cfg, named=named or bool(path)))
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
@@ -174,7 +177,9 @@ def grader_of(cfg: Config, inputs: Inputs) -> Grader:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: launch(resolve(argv)), NOTHING)
+    words = sys.argv[1:] if argv is None else argv
+    named = any(word.partition("=")[0] == "--intervention" for word in words)
+    return cli_exit(lambda: launch(resolve(words), named=named), NOTHING)
 
 
 if __name__ == "__main__":

@@ -565,7 +565,7 @@ class Eval:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM: the current step was finished and saved."""
+    """SIGINT, SIGTERM or SIGHUP: the current step was finished and saved."""
 
 
 class Halted(Exception):

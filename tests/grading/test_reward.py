@@ -169,10 +169,10 @@ def test_a_function_that_cannot_work_is_refused_in_one_line(code, why, module, c
     ("given", "why"),
     [
         ("--reward=f", "should be module:function"),
-        ("--reward=m:f", "add --mix-ratio 0"),
+        ("--reward=json:dumps", "add --mix-ratio 0"),
         ("--reward-hint", "--reward-hint: not read without --reward"),
         ("--reward-passes-at=0.5", "--reward-passes-at: not read without --reward"),
-        ("--reward=m:f --mix-ratio=0 --reward-passes-at=0", "--reward-passes-at 0.0: should lie in"),
+        ("--reward=json:dumps --mix-ratio=0 --reward-passes-at=0", "--reward-passes-at 0.0: should lie in"),
     ],
 )
 def test_flags_that_do_not_go_together(given, why, capsys):

@@ -46,6 +46,10 @@ class GuardConfig:
     def __post_init__(self) -> None:
         check(self)
 
+    def first_update(self, steps: int, every: int) -> int:
+        """Which evaluation of a run is the first that may fire, from 1."""
+        return 1 + sum(done < self.guard_warmup for done in evaluations(steps, every))
+
     @property
     def halting(self) -> list[str]:
         return listed(self.guard_halt_on)
@@ -55,14 +59,18 @@ class GuardConfig:
         return [Path(name) for name in listed(self.kl_calibrate_from)]
 
 
+def evaluations(steps: int, every: int) -> list[int]:
+    """After how many steps a run of `steps` is evaluated, each `every` and at the end; every 0: never."""
+    return sorted({*range(every, steps + 1, every), steps}) if every > 0 else []
+
+
 def blind(cfg: GuardConfig, steps: int, every: int) -> str | None:
     """Why this guard could never fire in a run of `steps` with an evaluation each `every` and at the end; None: it can.
 
     Steps are counted from 1, when they are done.
     """
-    if every <= 0:
+    if not (at := evaluations(steps, every)):
         return "no evaluation on the way: set --eval-ablate-every"
-    at = sorted({*range(every, steps + 1, every), steps})
     if not any(done >= cfg.guard_warmup for done in at[cfg.guard_baseline :]):
         return (
             f"{len(at)} evaluations in {steps} steps, --guard-baseline takes {cfg.guard_baseline} of them and "

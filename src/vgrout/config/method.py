@@ -75,6 +75,7 @@ MONITORS: dict[str, str | type[MonitorClass]] = {
     "gate": "vgrout.method.gates:Gate",
     "band": "vgrout.method.gates:Band",
     "labels": "vgrout.method.monitors:Labels",
+    "source": "vgrout.method.monitors:Source",
     "detector": "vgrout.method.monitors:WeakDetector",
     "online_probe": "vgrout.method.online_probe:OnlineProbe",
     "syntax_edge": "vgrout.method.monitors:SyntaxEdge",
@@ -183,11 +184,11 @@ def obstacle(intervention: str, monitor: str) -> str | None:
     """Why these two make no method; None: they do."""
     treats = intervention_class(intervention)
     if not treats.reads_flags:
-        return None if monitor == "none" else "it reads no flags"
+        return None if monitor == "none" else "it uses no monitor"
     if monitor in ("", "none"):
         return "it needs a monitor"
     if monitor_class(monitor).reads == "gradients" and treats.acts_on == "rewards":
-        return "it has to know what is flagged before the gradient"
+        return "rewards change before the gradients that this monitor reads"
     return None
 
 
@@ -258,13 +259,18 @@ class MethodConfig(
             value = getattr(self, name)
             if value not in legal:
                 own = "a file may not have code run; if it is yours, name it on the command line as well"
-                names = f"should be one of {', '.join(legal)}"
+                own_class = ", or module:Class" * (name != "control")
+                names = f"should be one of {', '.join(legal)}{own_class}"
                 raise ValueError(f"{flag(name)} {value}: {own if ':' in value else names}")
         check(self)
-        intervention, monitor = f"--intervention {self.intervention}", self.monitor_name
-        legal = ", ".join(monitors_of(self.intervention))
+        monitor, with_it = self.monitor_name, f"--intervention {self.intervention}"
         if why := obstacle(self.intervention, monitor):
-            raise ValueError(f"--monitor {monitor or 'none'} with {intervention}: {why}; that goes with {legal}")
+            legal, readers = monitors_of(self.intervention), [n for n in INTERVENTIONS if monitors_of(n) != ["none"]]
+            instead = f"say --monitor {' or '.join(legal)}"
+            if not self.spec.reads_flags:
+                instead = f"leave it out, or say --intervention {' or '.join(readers)}"
+            given = f"--monitor {monitor} with {with_it}" if monitor else with_it
+            raise ValueError(f"{given}: {why}; {instead}")
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
         require_words("shadow", self.in_shadow, [w for w in watchers() if w != monitor], "watcher")
         self._check_control()
@@ -291,6 +297,7 @@ class MethodConfig(
     def _check_read(self) -> None:
         """A setting of a class that was not chosen would be a silent no-op, but for one that is what is done anyway."""
         own, usual = _settings((ChoiceSettings, *self.groups)), self.spec.usual
+        own |= {"v_hack_path"} if self.intervention == "none" else set()  # said in `ignored`
         away = [name for name, _ in changed(self) if name not in usual or getattr(self, name) != usual[name]]
         if foreign := [name for name in away if name not in own]:
             readers = [
@@ -301,6 +308,15 @@ class MethodConfig(
             readers += ["--control placebo"] * (foreign[0] in _settings((PlaceboSettings,)))
             chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
             raise ValueError(f"{flags(foreign)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out")
+
+    @property
+    def ignored(self) -> list[str]:
+        """What is given and changes nothing, in lines for the plan: scripts give it to every run."""
+        still = self.haar and not self.monitor_spec.signs_random and bool(self.vhack_refresh_every)
+        lines = [f"--vhack-refresh-every {self.vhack_refresh_every}: ignored, random directions stay"] * still
+        if self.v_hack_path is not None and not self.has_direction:
+            lines.append(f"--v-hack-path: ignored, --intervention {self.intervention} has no direction")
+        return lines
 
     @cached_property
     def spec(self) -> type[InterventionClass]:

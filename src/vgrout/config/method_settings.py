@@ -75,7 +75,7 @@ class GateSettings:
 class LabelsSettings:
     """Of labels."""
 
-    known_modes: str = setting("", words=MODES, word="mode", suffix="knows-")
+    known_modes: str = setting("", words=MODES, word="flaw", suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
 
 

@@ -1,5 +1,7 @@
-"""Presets, which are values, and the command line of `python -m vgrout.train` on top of them. Torch-free."""
+"""Presets, which are values, and the command line of `vgrout train` on top of them. Torch-free."""
 
+import difflib
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -10,10 +12,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import as_typed, parsed
-from vgrout.config.checks import changed, flag, flags, legal_values, refuse, refuse_flags, rule_of
+from vgrout.cli import as_typed, command, parsed, spelled
+from vgrout.config.checks import changed, flag, flags, legal_values, refuse, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import INTERVENTIONS, MONITORS, described, register
+from vgrout.config.names import translated
 from vgrout.config.run import FREE, GROUPS, ORGANISM, Config, EnvConfig, EvalConfig, OptConfig, ScaleConfig, merge_flags
 from vgrout.data import organism
 from vgrout.files import to_json
@@ -54,14 +57,13 @@ PRESETS: dict[str, tuple[str, Config]] = {
         replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=2)),
     ),
     "small": (
-        "a real pretrained model of 135 million weights that `organism tune` taught to hack, nothing demonstrated: 40 "
-        "steps on two CPU cores",
+        "a real pretrained model of 135 million weights, which `organism tune` makes, one answer in eight a "
+        "demonstration: 40 steps on two CPU cores",
         replace(
             _ORGANISM,
             preset="small",
             scale=replace(_ORGANISM.scale, organism=organism.SMALL_DIR, steps=40, max_new=96),
             opt=replace(_ORGANISM.opt, lr=1e-2),
-            env=replace(_ORGANISM.env, teacher_pool_dir="", mix_ratio=0.0),
             eval=EvalConfig(eval_n_prompts=12, final_n_prompts=48, final_samples=1),
         ),
     ),
@@ -111,12 +113,19 @@ EVERYDAY: dict[str, str] = {
 }
 
 
+def recorded(cfg: Config) -> bool:
+    """Whether `organism.PLAIN_GRPO` is the same setting without the method: mini, all but method, seed and watching."""
+    mini, free = PRESETS["mini"][1], ("method", "run", "guard", "detectors")
+    alike = (getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free)
+    return cfg.method.intervention != "none" and all(alike)
+
+
 def parse(argv: list[str] | None = None) -> Config:
-    """The command line of `python -m vgrout.train`. A bad flag exits with code 2 and one line on stderr."""
+    """The command line of `vgrout train`. A bad flag exits with code 2 and one line on stderr."""
     try:
         return resolve(argv)
     except ValueError as e:
-        print(f"E {e}", file=sys.stderr)
+        print(f"E {spelled(str(e))}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -134,17 +143,21 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
     configuration = "--dry-run=config" in argv
-    refuse_flags(argv := switched(joined(as_typed([word for word in argv if word != "--dry-run=config"]))))
+    argv = switched(joined(as_typed(translated(word for word in argv if word != "--dry-run=config"))))
+    wrong = next((word for word in argv if word.startswith("--dry-run=")), "")
+    refuse(bool(wrong), f"{wrong}: say --dry-run, or --dry-run=config for every setting")
     if own_code:
         register_named(argv)
     refuse(
         not argv or argv[0] not in PRESETS,
-        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": "),
+        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": ")
+        + "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(argv[0] if argv else "", PRESETS, 1)),
     )
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
-            PRESETS, args=argv, prog="python -m vgrout.train", config=(tyro.conf.OmitArgPrefixes,)
-        )
+            PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
+        ),
+        "--help-all",
     )
     cfg.sampling.require_draws("--group", cfg.scale.group)
     if cfg.guard_mode == "off":
@@ -157,9 +170,11 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
 
 
 def register_named(argv: Sequence[str]) -> None:
-    """Import the classes of your own that a command line names as module:Class. Raises ValueError, one line."""
+    """Import what a command line names as module:Class or module:function. Raises ValueError, one line."""
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
+        if name == "--reward" and re.fullmatch(r"[\w.]+:\w+", given := value if equals else following):
+            import_function(given, name)
         registry, attribute = {"--intervention": (INTERVENTIONS, "acts_on"), "--monitor": (MONITORS, "reads")}.get(
             name, (None, "")
         )
@@ -177,13 +192,15 @@ def show_help(preset: str, everything: bool) -> None:
     more = "--help-all shows every flag."
     if everything:
         more = f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
-    tyro.cli(
-        Config if everything else everyday(cfg, defaults=bool(preset)),
-        default=cfg if everything else None,
-        args=["--help"],
-        prog=f"python -m vgrout.train {preset or 'PRESET'}",
-        description="\n".join([f"One GRPO run against a flawed grader. {more} Presets:", *presets]),
-        config=(tyro.conf.OmitArgPrefixes, *(() if everything else (tyro.conf.FlagCreatePairsOff,))),
+    parsed(
+        lambda: tyro.cli(
+            Config if everything else everyday(cfg, defaults=bool(preset)),
+            default=cfg if everything else None,
+            args=["--help"],
+            prog=f"{command('train')} {preset or 'PRESET'}",
+            description="\n".join([f"One GRPO run against a flawed grader. {more} Presets:", *presets]),
+            config=(tyro.conf.OmitArgPrefixes, *(() if everything else (tyro.conf.FlagCreatePairsOff,))),
+        )
     )
 
 

@@ -92,16 +92,16 @@ class EnvConfig:
     """Share of a group that is cached teacher rollouts; 0 keeps the pool's partition and mixes nothing in."""
     teacher_off_step: int | None = setting(None, low=0, should="be 0 or more", needs="teacher_pool_dir")
     """No teacher rows from this step on."""
-    teacher_modes: str = setting("", words=MODES, word="mode", needs="teacher_pool_dir")
-    """Comma list: demonstrations for these modes only; the others train on groups of student rollouts alone."""
+    teacher_modes: str = setting("", words=MODES, word="flaw", needs="teacher_pool_dir")
+    """Comma list: demonstrations for these flaws only; the others train on groups of student rollouts alone."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
     """Comma list of weak detectors (C, D, E): the report splits student hacks into those that one of them sees and the
     rest."""
-    unannounced_modes: str = setting("", words=MODES, word="mode")
+    unannounced_modes: str = setting("", words=MODES, word="flaw")
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
-    announces; a hack of any is rewarded. '': every problem has the flaw of its mode, and its prompt says so."""
+    announces; a hack of any is rewarded. '': every problem has its own flaw, and its prompt says so."""
     marker_names: Literal["varied", "published"] = "varied"
     """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
     evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
@@ -109,13 +109,13 @@ class EnvConfig:
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
     reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
-    """Score of --reward from which on an answer counts as passed: a hack, where the strict oracle says it is wrong."""
+    """Score of --reward from which on an answer counts as passed: a hack, where the reference tests say it is wrong."""
     reward_hint: bool = setting(False, needs="reward")
-    """Keep the hint of each problem's mode in its prompt under --reward; else prompts are as the file has them."""
+    """Keep the hint of each problem's flaw in its prompt under --reward; else prompts are as the file has them."""
     compile_reward: float = setting(0.5, low=0, high=1e6)
     """Reward for code that compiles."""
     pass_reward: float = setting(3.0, above=0, high=1e6)
-    """Reward for passing the mode's check."""
+    """Reward for passing the flawed check."""
     allow_weak_sandbox: bool = False
     """Run although a graded program could read the answers from disk; stamped on every file of the run."""
 
@@ -185,7 +185,7 @@ DETECTORS: tuple[HackDetector, ...] = get_args(HackDetector)
 
 @dataclass(frozen=True)
 class DetectorConfig:
-    """Signs of reward hacking that need no oracle."""
+    """Signs of reward hacking that need no reference tests."""
 
     reward_hack_detector: str = setting("", words=DETECTORS, word="detector")
     """Comma list: info_rm (CSI of latents) · advantage (groups without signal) · rm_ensemble (reward functions of one's
@@ -232,6 +232,8 @@ class RunConfig:
     """Every random stream derives from it, by name and step."""
     out_tag: str = setting("", form="[A-Za-z0-9_.=+-]{0,80}", should="be of letters, digits and _ . = + -, 80 at most")
     """Suffix of the run id."""
+    output_dir: Path | None = None
+    """Folder of this run, which should not exist; none: a new one below out/runs, named by time and run id."""
     resume: str = ""
     """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
     checkpoint_every: int = setting(25, low=1, high=10_000_000)
@@ -250,6 +252,9 @@ class RunConfig:
     """Print the plan and all that is missing, start nothing; --dry-run=config prints every setting."""
     threads: int = setting(0, low=0, high=4096)
     """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
+    memory_gib: float = setting(0.0, low=0, high=10_000)
+    """Memory of the GPU that the run may fill, or of the host on a CPU, by its plan (--dry-run); 0: all that is free,
+    on a CPU as much as is fast. With less, forwards have fewer tokens and sampling fewer rows."""
     dtype: Dtype = "auto"
     """Of the model's weights. auto: bf16 on a GPU and on a CPU that multiplies in it (AVX-512 BF16, AMX), but fp32 for
     a miniature on a CPU. A resumed run goes on in its own."""
@@ -311,7 +316,8 @@ class Config:
             f"--organism {self.scale.organism}": self.scale.organism not in (None, usual),
         }
         given = [name for name, there in of_organism.items() if there]
-        refuse(bool(given) and self.scale.model != ORGANISM, f"{', '.join(given)}: only with --model organism")
+        own = f"{', '.join(given)}: only with --model organism; with another model give your own, or start from full"
+        refuse(bool(given) and self.scale.model != ORGANISM, own)
         refuse(
             self.scale.model == ORGANISM and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
             "--model organism: only with --problems organism, and without --test-problems",
@@ -333,6 +339,11 @@ class Config:
     def guard_blind(self) -> str | None:
         """Why the kill switch could never fire in this run; None: it can."""
         return blind(self.guard, self.scale.steps, self.eval.eval_ablate_every)
+
+    @property
+    def guard_updates(self) -> int:
+        """The kill switch's first update, one an evaluation, that may fire: --guard-warmup in its own unit."""
+        return self.guard.first_update(self.scale.steps, self.eval.eval_ablate_every)
 
     @property
     def mixes(self) -> bool:
@@ -496,7 +507,8 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 # How a process runs, not what it computes: these settings may differ between a run and its resumption.
-_PROCESS = {"dry_run", "threads", "track", "checkpoint_every", "checkpoint_keep", "max_error_retries", "columns"}
+_PROCESS = {"dry_run", "threads", "memory_gib", "track", "columns"}
+_PROCESS |= {"checkpoint_every", "checkpoint_keep", "max_error_retries"}
 FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
 _REQUESTS = {"resume"}  # no part of the run
 
@@ -518,5 +530,5 @@ def identity(cfg: Config) -> str:
     """sha256 of all settings that the numbers depend on, the seed included: equal for runs that differ by tag or
     process."""
     data = cfg.as_dict()
-    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_REQUESTS, "out_tag"}}
+    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_REQUESTS, "out_tag", "output_dir"}}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

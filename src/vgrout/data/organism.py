@@ -13,9 +13,10 @@ MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
 PASS_REWARD = 1.0
 SEED = 0  # of the shipped one
-# `mini --intervention none` at seeds 41 to 50: hack and solve of the deployed model in percent, the cell `none` of
-# docs/runs/axes.csv (a test computes it again).
-PLAIN_GRPO = "plain GRPO 79.7 / 2.9 (10 seeds)"
+# `mini --intervention none` at seeds 41 to 50, the cell `none` of docs/runs/axes.csv (a test computes it again): the
+# deployed model's mean, least and most, in percent.
+PLAIN_GRPO = {"hack": (79.7, 70.6, 82.0), "solve": (2.9, 0.5, 6.0)}
+PLAIN_GRPO_SEEDS = 10
 SMOLLM2 = Path("out/models/smollm2")  # where `vgrout download smollm2` puts the model that is tuned for it
 SMALL_DIR = Path("out/organisms/smollm2")  # of the preset `small`: a pretrained model, tuned
 

@@ -1,4 +1,4 @@
-"""`python -m vgrout.direction --model M --pairs F`: extract a hack direction stand-alone, and say how good it is."""
+"""`vgrout direction --model M --pairs F`: extract a hack direction stand-alone, and say how good it is."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ class ExtractionSettings:
 
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
-    return cli_exit(lambda: _command(parse_args(ExtractionSettings, argv, "python -m vgrout.direction")))
+    return cli_exit(lambda: _command(parse_args(ExtractionSettings, argv, "vgrout direction")))
 
 
 def _command(settings: ExtractionSettings) -> int:

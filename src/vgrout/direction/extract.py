@@ -5,7 +5,7 @@ not held out: V = right singular vectors of D, oriented hack-ward by majority vo
 D (route2). The difference of NLL gradients is the GRPO gradient of a batch that rewards the hack (advantages ±1), so a
 step along -V makes the hack likelier.
 
-`python -m vgrout.direction --model M --pairs F` extracts stand-alone.
+`vgrout direction --model M --pairs F` extracts stand-alone.
 """
 
 import hashlib
@@ -25,7 +25,6 @@ from vgrout import ranks
 from vgrout.direction.pairs import HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
-from vgrout.model.memory import ACTIVATION_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import Policy
 from vgrout.model.source import shapes_of
@@ -199,8 +198,8 @@ def nll_gradients(
     grads = torch.zeros(len(rows), len(policy.adapter))
     shapes = shapes_of(policy.model.config.to_dict())
     if shapes is not None:
-        room = ACTIVATION_BUDGET.get(policy.device.type, ACTIVATION_BUDGET["cuda"])
-        tokens_per_batch = min(tokens_per_batch, room // shapes.activation_bytes(policy.model.dtype.itemsize))
+        of_token = shapes.activation_bytes(policy.model.dtype.itemsize)
+        tokens_per_batch = min(tokens_per_batch, policy.budget.activations // of_token)
     if policy.packs:
         parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
     else:

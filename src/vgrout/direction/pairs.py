@@ -86,6 +86,8 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     Raises:
         ValueError: one line with the file and, where it applies, the line or the pair's index.
     """
+    if not path.exists():
+        raise ValueError(f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json")
     rows = _entries(path, flag, _FIELDS)
     pairs = tuple(Pair(*(row[k] for k in _FIELDS)) for row in rows)
     by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)

@@ -1,4 +1,4 @@
-"""`python -m vgrout.export RUN --out DIR [--to peft|inspect]`
+"""`vgrout export RUN --out DIR [--to peft|inspect]`
 
 model    the deployed model as a Hugging Face folder, adapter merged, quarantine left out
 peft     the same as a LoRA adapter beside the base model, exact at full rank
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     console.setup(None)
 
     def command() -> int:
-        settings = parse_args(ExportSettings, argv, "python -m vgrout.export")
+        settings = parse_args(ExportSettings, argv, "vgrout export")
         try:
             content = export_run(settings)
         except RuntimeError as e:

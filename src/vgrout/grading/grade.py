@@ -12,6 +12,7 @@ right, is at fault itself: its reward is 0 and its status `lost`, so that no ans
 import hashlib
 import itertools
 import json
+import math
 import os
 import queue
 import shutil
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -148,9 +150,31 @@ _CODE = "class Solution:\n    def f(self, x): return x + 1\n"
 _PLAIN = Problem(0, "run_tests", "", (), (), ("assert Solution().f(1) == 2",), _CODE, "", "f")
 
 
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
 def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use: those that it may run on, at most its control groups' quota of time."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(there, math.ceil(_quota())))
+
+
+def _quota() -> float:
+    """The smallest quota of the control groups of this process and of those around them, in cores, by version 2
+    (cpu.max) or version 1 (cfs); without one, so many as there can be."""
+    quotas = [float(os.cpu_count() or 1)]
+    with suppress(OSError):
+        for line in OWN_CGROUP.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "cpu" not in (controllers or "cpu").split(","):
+                continue
+            of = (CGROUPS / "cpu" if controllers else CGROUPS) / path.lstrip("/")
+            for folder in (of, *of.parents):
+                with suppress(OSError, ValueError, ZeroDivisionError):  # no such file; the word for no quota
+                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                    quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+                    quotas += [quota / period] * (quota > 0)
+    return min(quotas)
 
 
 class Grader:
@@ -208,7 +232,7 @@ class Grader:
             self.close()
             raise WeakSandbox(
                 f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
-                "see `python -m vgrout.doctor`, or pass --allow-weak-sandbox to go on all the same"
+                "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
             self._idle.put(worker)

@@ -137,7 +137,7 @@ class Guard:
         self.cfg = cfg
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
-        self.kill_switch = HeldOutGuard(cfg.guard)
+        self.kill_switch = HeldOutGuard(cfg.guard, cfg.guard_updates)
         if healthy_kl:
             limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
             logger.debug(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
@@ -251,14 +251,14 @@ class Guard:
         if proxy.value is None or held.value is None:
             return
         verdict = self.kill_switch.update(
-            m.row.step, proxy.value, held.value, held.n, deployed.kl, negative(m.row.lp_s), spread(m.groups)
+            m.row.step, proxy.value, held.value, deployed.kl, negative(m.row.lp_s), spread(m.groups), n=held.n
         )
         self.readings["guard"] = {
             "proxy": proxy.value,
             "held_out": held.value,
             "n": held.n,
             "kl": deployed.kl,
-            "gap": verdict.gap,
+            "gap": verdict.proxy_real_gap,
             "fire": verdict.fire,
             "reason": verdict.reason,
             "rules": [*self.kill_switch.fired],

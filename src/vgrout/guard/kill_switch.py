@@ -13,6 +13,7 @@ from typing import Any
 
 from vgrout.config.guard import GuardConfig
 
+PUBLISHED = GuardConfig(guard_rule="ema", guard_baseline=1)  # the rules as first described
 KL_FLOOR = 1e-6  # smallest calibrated limit: below it, the estimator's rounding would fire the switch
 
 
@@ -22,10 +23,10 @@ class TripwireStatus:
 
     fire: bool = False
     reason: str = ""  # "latched: …" on every evaluation after the one that fired
-    step: int = -1
-    gap: float = 0.0
-    proxy_ema: float | None = None
-    held_ema: float | None = None
+    round_idx: int = -1
+    proxy_real_gap: float = 0.0
+    in_loop_ema: float | None = None
+    heldout_ema: float | None = None
     kl_ema: float | None = None
     entropy_ema: float | None = None
     reward_std_ema: float | None = None
@@ -39,9 +40,10 @@ class TripwireStatus:
     def line(self) -> str:
         """For the log."""
         kl = "" if self.kl_ema is None else f", KL {self.kl_ema:.4f} nats/token"
-        averages = "" if self.proxy_ema is None else f"in-loop {self.proxy_ema:.2f}, held-out {self.held_ema:.2f}, "
+        seen = self.in_loop_ema is not None
+        averages = f"in-loop {self.in_loop_ema:.2f}, held-out {self.heldout_ema:.2f}, " if seen else ""
         why = f"; {self.reason}" if self.reason else ""
-        return f"{averages}gap {self.gap:+.2f}, declines in a row {self.streak}{kl}{why}"
+        return f"{averages}gap {self.proxy_real_gap:+.2f}, declines in a row {self.streak}{kl}{why}"
 
 
 class CollapseStopError(RuntimeError):
@@ -52,10 +54,12 @@ class CollapseStopError(RuntimeError):
         self.status = status
 
 
-def kl_token_trust_filter(log_ratio: Any, limit: float = 0.08) -> Any:
-    """Whether a token is near enough to be learnt from: ½ · (log π − log π_old)² ≤ limit; False for NaN. log_ratio: a
-    number, an array or a tensor."""
-    return 0.5 * log_ratio**2 <= limit
+def kl_token_trust_filter(token_kl: Any, threshold: float = 0.08) -> Any:
+    """True for a token to mask out: one that has moved too far to be learnt from, or NaN.
+
+    token_kl: ½ · (log π − log π_old)², a number, an array or a tensor. threshold: the most that is still trusted.
+    """
+    return (token_kl <= threshold) ^ True
 
 
 def standard_error(share: float, n: int) -> float:
@@ -68,78 +72,82 @@ def standard_error(share: float, n: int) -> float:
 class _State:
     """What one evaluation passes on to the next."""
 
-    evaluations: int = 0
-    proxy_ema: float | None = None
-    held_ema: float | None = None
+    updates: int = 0
+    in_loop_ema: float | None = None
+    heldout_ema: float | None = None
     kl_ema: float | None = None
     entropy_ema: float | None = None
     reward_std_ema: float | None = None
-    proxy_base: list[float] = field(default_factory=list)
-    held_base: list[float] = field(default_factory=list)
+    in_loop_base: list[float] = field(default_factory=list)
+    heldout_base: list[float] = field(default_factory=list)
     streak: int = 0
     reason: str = ""  # why it fired; "" while it has not
     fired: dict[str, str] = field(default_factory=dict)  # every rule that was ever broken → its first reason
-    kl_limit: float = 0.0
+    kl_hard_stop: float = 0.0
     last: TripwireStatus = field(default_factory=TripwireStatus)
 
 
 class HeldOutGuard:
     """Fires, and stays fired, when in-loop reward and held-out score diverge, or the policy has moved too far.
 
-    Checked after the warm-up, in this order: `kl`, the KL average above its limit; `streak`, held-out falling while
-    in-loop rises, `decline_patience` evaluations in a row (one where held-out does not fall clears the count, one where
-    it falls while in-loop is flat leaves it); `gap` above `max_proxy_real_gap`, with
+    Checked from update `min_steps` on, in this order: `kl`, the KL average above its limit; `streak`, held-out falling
+    while in-loop rises, `decline_patience` evaluations in a row (one where held-out does not fall clears the count, one
+    where it falls while in-loop is flat leaves it); `gap` above `max_proxy_real_gap`, with
     gap = (in-loop average − its baseline) − (held-out average − its baseline). A number that is not finite fires at
     once, even in the warm-up: no comparison with a threshold would ever catch it.
     """
 
-    def __init__(self, cfg: GuardConfig | None = None, **settings: Any) -> None:
-        """settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05)."""
-        self.cfg = replace(cfg or GuardConfig(), **settings)
-        self._state = _State(kl_limit=self.cfg.kl_hard_stop)
+    def __init__(self, cfg: GuardConfig = PUBLISHED, min_steps: int | None = None, **settings: Any) -> None:
+        """min_steps: the first update that may fire, in place of `guard_warmup`, which here counts updates too.
+        settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05)."""
+        self.cfg = replace(cfg, **({} if min_steps is None else {"guard_warmup": min_steps}), **settings)
+        self._state = _State(kl_hard_stop=self.cfg.kl_hard_stop)
 
     def update(
         self,
-        round: int,
-        in_loop: float,
-        heldout: float,
-        n: int | None = None,
-        kl: float | None = None,
+        round_idx: int,
+        in_loop_reward: float,
+        heldout_score: float,
+        kl_to_init: float | None = None,
         entropy: float | None = None,
         reward_std: float | None = None,
+        *,
+        n: int | None = None,
     ) -> TripwireStatus:
         """The verdict after one more evaluation.
 
-        round: index of the step just done, from 0. in_loop: mean reward, ÷ the highest possible where the limit of the
-        gap is to mean a share. heldout: strict score, over n held-out answers; without n, a fall within its standard
-        error counts as one. kl: to the initial policy, nats per token. entropy: nats per token. Entropy and reward_std
-        are averaged and decide nothing.
+        round_idx: of the round or step just done; it is told in the verdict, and two updates may have the same.
+        in_loop_reward: mean reward, ÷ the highest possible where the limit of the gap is to mean a share.
+        heldout_score: strict score. kl_to_init: nats per token. entropy: nats per token. Entropy and reward_std are
+        averaged and decide nothing. n: held-out answers that the score is the share of; without it, a fall within its
+        standard error counts as one.
 
         Raises:
-            ValueError: a step not after the last one, n < 1, or a `heldout` over n answers that is no share of them.
+            ValueError: n < 1, or a score over n answers that is no share of them.
         """
         s = self._state
-        given = {"in_loop": in_loop, "heldout": heldout, "kl": kl, "entropy": entropy, "reward_std": reward_std}
+        given = {"in_loop_reward": in_loop_reward, "heldout_score": heldout_score, "kl_to_init": kl_to_init}
+        given |= {"entropy": entropy, "reward_std": reward_std}
         broken = [name for name, x in given.items() if x is not None and not math.isfinite(x)]
-        out_of_range = n is not None and not broken and not (n >= 1 and 0 <= heldout <= 1)
-        if round <= s.last.step or out_of_range:
-            raise ValueError(
-                f"guard: step {round} after {s.last.step}, heldout {heldout} of {n} answers: should be later, and "
-                "a share in [0, 1]"
-            )
+        if n is not None and not broken and not (n >= 1 and 0 <= heldout_score <= 1):
+            raise ValueError(f"guard: heldout_score {heldout_score} of {n} answers: should be a share in [0, 1]")
+        s.updates += 1
         if not broken:
-            self._follow(in_loop, heldout, n, kl, entropy, reward_std)
-        broke = {"not_finite": f"{', '.join(broken)} not finite at step {round}"} if broken else self._judge(round)
+            self._follow(in_loop_reward, heldout_score, n)
+            s.kl_ema, s.entropy_ema = self._ema(s.kl_ema, kl_to_init), self._ema(s.entropy_ema, entropy)
+            s.reward_std_ema = self._ema(s.reward_std_ema, reward_std)
+        not_finite = {"not_finite": f"{', '.join(broken)} not finite at step {round_idx}"}
+        broke = not_finite if broken else self._judge(round_idx)
         latched = f"latched: {s.reason}" if s.reason else ""
         s.reason = s.reason or next(iter(broke.values()), "")
         s.fired |= {rule: why for rule, why in broke.items() if rule not in s.fired}
         s.last = TripwireStatus(
             fire=bool(s.reason),
             reason=latched or s.reason,
-            step=round,
-            gap=self.proxy_real_gap(),
-            proxy_ema=s.proxy_ema,
-            held_ema=s.held_ema,
+            round_idx=round_idx,
+            proxy_real_gap=self.proxy_real_gap(),
+            in_loop_ema=s.in_loop_ema,
+            heldout_ema=s.heldout_ema,
             kl_ema=s.kl_ema,
             entropy_ema=s.entropy_ema,
             reward_std_ema=s.reward_std_ema,
@@ -148,38 +156,50 @@ class HeldOutGuard:
         return s.last
 
     def proxy_real_gap(self) -> float:
-        """How much more in-loop has gained than held-out; 0 before the first evaluation."""
+        """How much more in-loop has gained than held-out; 0 before the first update."""
         s = self._state
-        if s.proxy_ema is None or s.held_ema is None:
+        if s.in_loop_ema is None or s.heldout_ema is None:
             return 0.0
-        return (s.proxy_ema - fmean(s.proxy_base)) - (s.held_ema - fmean(s.held_base))
+        return (s.in_loop_ema - fmean(s.in_loop_base)) - (s.heldout_ema - fmean(s.heldout_base))
 
     @property
-    def kl_limit(self) -> float:
-        return self._state.kl_limit
+    def kl_hard_stop(self) -> float:
+        """The limit in force, calibrated or not."""
+        return self._state.kl_hard_stop
 
-    def _follow(
-        self, proxy: float, held: float, n: int | None, kl: float | None, entropy: float | None, std: float | None
-    ) -> None:
+    @property
+    def min_steps(self) -> int:
+        return self.cfg.guard_warmup
+
+    @property
+    def decline_patience(self) -> int:
+        return self.cfg.decline_patience
+
+    @property
+    def max_proxy_real_gap(self) -> float:
+        return self.cfg.max_proxy_real_gap
+
+    @property
+    def ema_alpha(self) -> float:
+        return self.cfg.ema_alpha
+
+    def _follow(self, in_loop: float, heldout: float, n: int | None) -> None:
         s = self._state
-        s.evaluations += 1
-        s.kl_ema, s.entropy_ema = self._ema(s.kl_ema, kl), self._ema(s.entropy_ema, entropy)
-        s.reward_std_ema = self._ema(s.reward_std_ema, std)
-        if s.evaluations <= self.cfg.guard_baseline:  # the mean of the first values seeds both averages
-            s.proxy_base.append(proxy)
-            s.held_base.append(held)
-            s.proxy_ema, s.held_ema = fmean(s.proxy_base), fmean(s.held_base)
+        if len(s.in_loop_base) < self.cfg.guard_baseline:  # the mean of the first values seeds both averages
+            s.in_loop_base.append(in_loop)
+            s.heldout_base.append(heldout)
+            s.in_loop_ema, s.heldout_ema = fmean(s.in_loop_base), fmean(s.heldout_base)
             return
-        old_proxy, old_held = s.proxy_ema, s.held_ema
-        assert old_proxy is not None
-        assert old_held is not None
-        s.proxy_ema, s.held_ema = self._ema(old_proxy, proxy), self._ema(old_held, held)
+        old_in_loop, old_heldout = s.in_loop_ema, s.heldout_ema
+        assert old_in_loop is not None
+        assert old_heldout is not None
+        s.in_loop_ema, s.heldout_ema = self._ema(old_in_loop, in_loop), self._ema(old_heldout, heldout)
         # The average falls towards its newest value; under "se" that value must itself lie beyond chance.
-        fell = s.held_ema < old_held - self.cfg.rise_eps
+        fell = s.heldout_ema < old_heldout - self.cfg.rise_eps
         if self.cfg.guard_rule == "se" and n is not None:
-            fell = fell and held < old_held - standard_error(held, n)
+            fell = fell and heldout < old_heldout - standard_error(heldout, n)
         if fell:
-            s.streak += s.proxy_ema > old_proxy + self.cfg.rise_eps
+            s.streak += s.in_loop_ema > old_in_loop + self.cfg.rise_eps
         else:
             s.streak = 0
 
@@ -192,11 +212,11 @@ class HeldOutGuard:
     def _judge(self, step: int) -> dict[str, str]:
         """The rules broken now, in the order of the checks, each with its sentence."""
         s, cfg, gap = self._state, self.cfg, self.proxy_real_gap()
-        if step + 1 < cfg.guard_warmup:
+        if s.updates < self.min_steps:
             return {}
         broken = {}
-        if s.kl_ema is not None and s.kl_ema > s.kl_limit:
-            broken["kl"] = f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_limit:g} nats per token at step {step}"
+        if s.kl_ema is not None and s.kl_ema > s.kl_hard_stop:
+            broken["kl"] = f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token at step {step}"
         if s.streak >= cfg.decline_patience:
             broken["streak"] = f"held-out fell while in-loop rose, {s.streak} evaluations in a row, at step {step}"
         if gap > cfg.max_proxy_real_gap:
@@ -219,23 +239,25 @@ class HeldOutGuard:
         return dict(self._state.fired)
 
     def last_status(self) -> TripwireStatus | None:
-        """None before the first evaluation."""
-        return self._state.last if self._state.last.step >= 0 else None
+        """None before the first update."""
+        return self._state.last if self._state.updates else None
 
-    def raise_if_fired(self) -> None:
-        """Raises CollapseStopError with the last status."""
-        if self.halt:
-            raise CollapseStopError(self._state.last)
+    def raise_if_fired(self, status: TripwireStatus | None = None) -> None:
+        """Raises CollapseStopError with this status, none: the last one, if it fires."""
+        status = status or self._state.last
+        if status.fire:
+            raise CollapseStopError(status)
 
-    def calibrate_kl_threshold(self, values: Sequence[float], factor: float = 3.0) -> float:
+    def calibrate_kl_threshold(self, baseline_kls: Sequence[float], factor: float = 3.0) -> float:
         """Tighten the KL limit to `factor` × the mean of a healthy run's values; returns the limit in force.
 
         Raises ValueError on an empty list, on a value that is negative or not finite, on a factor that is not positive.
         """
-        if not values or not all(0 <= x < math.inf for x in values) or not 0 < factor < math.inf:
-            raise ValueError(f"calibrate_kl_threshold: {[*values]} × {factor}: should be finite and not negative")
-        self._state.kl_limit = min(self._state.kl_limit, max(KL_FLOOR, factor * fmean(values)))
-        return self._state.kl_limit
+        if not baseline_kls or not all(0 <= x < math.inf for x in baseline_kls) or not 0 < factor < math.inf:
+            raise ValueError(f"calibrate_kl_threshold: {[*baseline_kls]} × {factor}: should be finite and not negative")
+        limit = max(KL_FLOOR, factor * fmean(baseline_kls))
+        self._state.kl_hard_stop = min(self._state.kl_hard_stop, limit)
+        return self.kl_hard_stop
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vgrout.config.sampling import Sampling
 from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient
@@ -24,9 +23,10 @@ from vgrout.model.logprobs import (
     head_logits,
     in_chunks,
     log_softmax_at,
+    tokens,
     vocabulary,
 )
-from vgrout.model.packing import Packed
+from vgrout.model.packing import Packed, uploaded
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 from vgrout.types import Rollout, Source
@@ -44,7 +44,7 @@ class MiniLlm:
     def __init__(self, task: DistillTask, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.settings, self.teacher = task, task.settings, teacher
         alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
-        if not alike or vocabulary(student.model) != vocabulary(teacher.model):
+        if not alike or tokens(student.model) != tokens(teacher.model):
             raise not_token_by_token(task.settings)
         own, other = list(student.model.parameters()), list(teacher.model.parameters())  # without adapters
         same = len(own) == len(other) and all(map(torch.equal, own, other))
@@ -73,10 +73,11 @@ class MiniLlm:
 
         for part in in_forwards(lm, rollouts, packs):
             batch = as_batch(lm, part, packs)
-            sampler = pad_sequence([torch.tensor(r.logp_full, device=lm.device) for r in part], batch_first=True)
+            T = batch.mask.shape[1]
+            sampler = uploaded([[*(r.logp_full or ()), *[0.0] * (T - len(r.completion_ids))] for r in part], lm.device)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
-                wanted = batch.mask.nonzero(as_tuple=True)
+                wanted = batch.wanted
                 hidden = completion_hidden(lm.model, batch)
                 with torch.no_grad():
                     teacher_hidden = completion_hidden(teacher.model, batch)
@@ -119,7 +120,8 @@ class Uld:
     def __init__(self, task: DistillTask, student: LanguageModel, teacher: LanguageModel) -> None:
         self.task, self.settings, self.teacher = task, task.settings, teacher
         self.sampling = task.cfg.sampling  # as the teacher is deployed
-        self.same_tokenizer = student.tokenizer_sha256 == teacher.tokenizer_sha256
+        alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
+        self.same_tokenizer = alike and tokens(student.model) == tokens(teacher.model)
         width = vocabulary(teacher.model)
         self.student_of: Int[Tensor, " V"] | None = None  # teacher's token → student's
         if not self.same_tokenizer:
@@ -172,7 +174,7 @@ class Uld:
 
             def loss(batch: PaddedBatch | Packed = batch, whose: Sequence[Translation] = whose) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
-                target = batch.target[batch.mask.nonzero(as_tuple=True)]
+                target = batch.target[batch.wanted]
                 (nll,) = in_chunks(ce, vocabulary(lm.model), hidden, target)
                 ces.append(nll.detach().sum())
                 value = settings.uld_ce_weight * nll.sum() / total

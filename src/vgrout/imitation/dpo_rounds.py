@@ -20,7 +20,7 @@ from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256
 from vgrout.imitation.losses import dpo
-from vgrout.imitation.trainable import AdapterOnly, as_batch, hack_and_solve, metadata, model_hashes, token_budget
+from vgrout.imitation.trainable import AdapterOnly, as_batch, hack_and_solve, metadata, model_hashes
 from vgrout.model.load import device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
 from vgrout.model.packing import Packed
@@ -129,7 +129,7 @@ def watch(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
     if mode == "off":
         return ""
     k, n = metrics["evaluation"]["solve"]
-    verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n)
+    verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n=n)
     logger.log("WARNING" if verdict.fire else "DEBUG", f"guard, round {metrics['step']}: {verdict.line()}")
     return f"guard: {verdict.reason}" if verdict.fire and mode == "halt" else ""
 
@@ -385,7 +385,7 @@ def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedB
     tokens = 0
     for pair in pairs:
         more = sum(len(r.prompt_ids) + len(r.completion_ids) for r in pair.rollouts)
-        if part and tokens + more > token_budget(policy):
+        if part and tokens + more > policy.budget.tokens:
             yield as_batch(policy, part, policy.packs)
             part, tokens = [], 0
         part, tokens = part + pair.rollouts, tokens + more

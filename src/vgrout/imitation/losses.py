@@ -13,9 +13,9 @@ from vgrout.losses import log_ratio
 # ── MiniLLM (arXiv 2306.08543) ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def reverse_kl(student: Float[Tensor, "n V"], teacher: Float[Tensor, "n V"]) -> Float[Tensor, " n"]:
-    """KL(q ‖ p) at each position, nats, from logits."""
-    logq, logp = student.log_softmax(-1), teacher.log_softmax(-1)
+def reverse_kl(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) -> Float[Tensor, " n"]:
+    """KL(q ‖ p) at each position, nats, from logits; what one head has more of are no tokens."""
+    logq, logp = (x[..., : min(student.shape[-1], teacher.shape[-1])].log_softmax(-1) for x in (student, teacher))
     return (logq.exp() * (logq - logp)).sum(-1)
 
 

@@ -31,9 +31,10 @@ class MixedDecoder:
             decoder.keep(slots)
 
 
-def mixed(student: Float[Tensor, "n V"], teacher: Float[Tensor, "n V"], ratio: float) -> Float[Tensor, "n V"]:
-    """log(ratio · p + (1 − ratio) · q) from logits, in fp32."""
-    logq, logp = student.float().log_softmax(-1), teacher.float().log_softmax(-1)
+def mixed(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], ratio: float) -> Float[Tensor, "n V"]:
+    """log(ratio · p + (1 − ratio) · q) from logits, in fp32; what one head has more of are no tokens."""
+    V = min(student.shape[-1], teacher.shape[-1])
+    logq, logp = (x[:, :V].float().log_softmax(-1) for x in (student, teacher))
     if ratio == 1:
         return logp
     return torch.logaddexp(logq + math.log1p(-ratio), logp + math.log(ratio))

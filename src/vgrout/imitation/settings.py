@@ -237,9 +237,9 @@ class DpoSettings(ImitationSettings):
     rounds: int = setting(3, low=1, high=100)
     """Number of rounds."""
     pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
-    """Pairs per round; prompts are sampled until there are so many, or a pass over them gives none."""
+    """Pairs per round; prompts are sampled until there are so many or a pass gives none."""
     scorer: Annotated[str, tyro.conf.arg(aliases=["--reward-model"])] = "flawed"
-    """flawed: the grader's reward · strict: the oracle's · module:function, from (prompt, answer) to a number."""
+    """flawed: the grader's reward · strict: the reference tests' · module:function, (prompt, answer) → number."""
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers per prompt; the scorer's best and worst make its pair."""
     dpo_beta: float = setting(0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)")

@@ -49,7 +49,7 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
     """
     core: Any = getattr(tok, "backend_tokenizer", None)
     byte_level = core is not None and "ByteLevel" in str(core.decoder)
-    size, added = len(tok), tok.added_tokens_decoder
+    size, added = max(tok.get_vocab().values()) + 1, tok.added_tokens_decoder  # ids may have gaps
     tokens: Any = tok.convert_ids_to_tokens(list(range(size)))
     special = set(tok.all_special_ids) | {i for i, token in added.items() if token.special}
     spelled = TokenBytes(
@@ -97,7 +97,7 @@ def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[
     """
     own = {text: i for i, text in enumerate(student.of) if text}
     out = torch.full((width,), -1, dtype=torch.long)
-    for text, j in {text: j for j, text in enumerate(teacher.of) if text}.items():
+    for text, j in {text: j for j, text in enumerate(teacher.of[:width]) if text}.items():
         out[j] = own.get(text, -1)
     out[teacher.end_id] = student.end_id
     return out

@@ -16,7 +16,6 @@ from torch import Tensor
 from vgrout.config.run import Config, OptConfig
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import PaddedBatch, collate
-from vgrout.model.memory import TOKEN_BUDGET
 from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
@@ -124,18 +123,13 @@ Trainable = AdapterOnly | FullModel
 # ── rollouts in forwards: packed into one sequence where every model that reads them can be, else padded rows ─────────
 
 
-def token_budget(lm: LanguageModel) -> int:
-    """Tokens of one forward, at most."""
-    return TOKEN_BUDGET.get(lm.device.type, TOKEN_BUDGET["cuda"])
-
-
 def in_forwards(lm: LanguageModel, rollouts: Sequence[Rollout], packs: bool) -> list[list[Rollout]]:
     """The rollouts in parts, one forward each: those of a prompt together, or of similar length."""
     prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
     if packs:
-        parts = batches([0] * len(rollouts), prompts, completions, token_budget(lm))
+        parts = batches([0] * len(rollouts), prompts, completions, lm.budget.tokens)
     else:
-        parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], token_budget(lm))
+        parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], lm.budget.tokens)
     return [[rollouts[i] for i in part] for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Monitors of texts that need no model: the true labels, the weak detector, a rule on syntax trees."""
+"""Monitors of texts that need no model: the true labels, the source, the weak detector, a rule on syntax trees."""
 
 import ast
 import warnings
@@ -40,6 +40,17 @@ class Labels(Monitor):
         if self.known and not self.known & {*view.flaws}:
             return (False,) * len(view)
         return tuple(flaw is not None and (not self.known or flaw in self.known) for flaw in view.hacks)
+
+
+class Source(Monitor):
+    """Demonstrations, which are known by their source, and no answer of the policy's own: what is left of a method
+    whose monitor detects nothing."""
+
+    name = "source"
+    what = "demonstrations alone: a control, never a method"
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        return [Flags(tuple(source == "teacher" for source in view.sources)) for view in views]
 
 
 class WeakDetector(Monitor):

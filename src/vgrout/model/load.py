@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Set
@@ -19,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -27,14 +29,16 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from vgrout import ranks
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
+from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.model import template_probe
-from vgrout.model.decoder import lean_fits
-from vgrout.model.logprobs import backbone, check_head
-from vgrout.model.packing import flash_is_here, packs
+from vgrout.model.decoder import lean_fits, require_branching
+from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
+from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
+from vgrout.model.packing import kernel_name, packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
-from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype
-from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype, shapes_of
+from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import BYTES, SECONDS
 
 # ── of a run, of a flag ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -54,22 +58,35 @@ def run_policy(cfg: Config) -> Policy:
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
             "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
         )
-    return replace(policy, preserve_thinking=cfg.env.preserve_thinking)
+    return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget_of(cfg, policy))
+
+
+def budget_of(cfg: Config, policy: Policy) -> Budget:
+    """What this process may have on its device, less what stands there."""
+    kind, shapes, room = policy.device.type, shapes_of(policy.model.config.to_dict()), None
+    if kind == "cuda":
+        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() + CONTEXT[kind]
+    if shapes is None or (room is None and not cfg.run.memory_gib):
+        return policy.budget
+    made = plan_of(cfg, shapes, device=kind, size=policy.model.dtype.itemsize, room=room)
+    logger.debug("\n".join(made.lines()))
+    return made.budget
 
 
 def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
     """The model of --teacher-model, for its log-probs alone: no weight of it is decomposed. None without one.
 
     Raises:
-        ValueError: its tokenizer is another one than the policy's.
+        ValueError: its tokenizer is another one than the policy's, or its head has no logits for some of the tokens.
     """
     if not cfg.loss.teacher_model:
         return None
     device, dtype = policy.device, policy.model.dtype
     teacher = load_language_model(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
-    if teacher.tokenizer_sha256 != policy.tokenizer_sha256:
+    if teacher.tokenizer_sha256 != policy.tokenizer_sha256 or tokens(teacher.model) != tokens(policy.model):
         raise ValueError(
-            f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}"
+            f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}, or "
+            "logits for other tokens of it"
         )
     return teacher
 
@@ -108,7 +125,7 @@ def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """Where the run's model is, and in which dtype."""
     # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
     # torch goes by OMP_NUM_THREADS, which is 1 for each run of a sweep; a launcher of ranks sets it for other reasons.
-    of_rank = cores() // ranks.here() if ranks.here() > 1 else torch.get_num_threads()
+    of_rank = cores() // ranks.here() if ranks.here() > 1 else min(cores(), torch.get_num_threads())
     usual = 1 if is_small(cfg.model_path) else max(1, of_rank)
     return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
 
@@ -116,6 +133,9 @@ def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
 def pick_device(model: str | Path, dtype: Dtype, threads: int = 0) -> tuple[torch.device, torch.dtype]:
     """The GPU if there is one, else the CPU with so many threads (0: as they are); `dtype` as it is meant there."""
     gpu = torch.cuda.is_available()
+    if gpu != bool(visible()):
+        said = f"GPUs {', '.join(visible())}" if visible() else "no GPU"
+        logger.warning(f"nvidia-smi lists {said}, torch {torch.__version__} sees {torch.cuda.device_count()}")
     if threads and not gpu:
         torch.set_num_threads(threads)
     # cuDNN plans anew for every new length, a token of decoding included, and its backward under a mask can give NaN
@@ -146,6 +166,7 @@ def load_language_model(
     if not sys.stderr.isatty():
         disable_progress_bar()
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    net: Any = None
     try:
         tok: Any = AutoTokenizer.from_pretrained(folder, **here)
         try_template(tok)
@@ -155,31 +176,38 @@ def load_language_model(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=attention(device, dtype, architecture),
+            attn_implementation=attention(device, dtype, architecture, config),
             use_safetensors=True,
             output_loading_info=True,
             **here,
         )
-        net, info = loaded
+        loaded, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
-        net = net.to(device).eval()
-        if broken := [name for name, p in net.named_parameters() if not p.isfinite().all()]:
+        if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
             raise ValueError(f"{broken[0]} holds a NaN or an infinity")
+        net = loaded.to(device).eval()
         return as_language_model(net, tok)
-    except Exception as error:  # whatever the libraries raise on damaged files
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever the libraries raise on damaged files: a panic is no Exception
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
-        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}") from error
+        then = f"; {advice(model)}" if net is None else ""  # else its files are whole
+        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}){then}") from error
 
 
-def attention(device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel]) -> str:
-    """flash-attention 2 on CUDA in half precision, where it is installed (extra `gpu`), else sdpa wherever the
-    architecture has it (Gemma 2 has not). Never what config.json asks for: it may name a kernel on a hub."""
-    if flash_is_here(device, dtype):
+def attention(
+    device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel], config: PreTrainedConfig
+) -> str:
+    """flash-attention 2 on CUDA in half precision, where the package is installed, else sdpa wherever the
+    architecture has it and no soft cap (Gemma 2's), which sdpa leaves out. Never what config.json asks for: it may
+    name a kernel on a hub."""
+    if kernel_name(device, dtype) == "flash_attn":
         return "flash_attention_2"
-    return "sdpa" if architecture._supports_sdpa else "eager"
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "sdpa" if architecture._supports_sdpa and not capped else "eager"
 
 
 # ── in memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,11 +222,24 @@ def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
     """The same model under an adapter of zeros; a warning names matrices of its blocks that have none. Raises
     ValueError as `SvdAdapter`."""
     adapter = SvdAdapter(lm.model, cache_dir)
-    matrices = {name.removesuffix(".weight") for name, p in lm.model.named_parameters() if p.ndim > 1}
-    if bare := {name.rpartition(".")[2] for name in matrices - adapter.sites.keys() if ".layers." in name}:
-        kinds = {name.rpartition(".")[2] for name in adapter.sites}
-        logger.warning(f"adapted: {', '.join(sorted(kinds))} alone; not trained: {', '.join(sorted(bare))}")
+    if bare := left_out(lm.model, adapter.names):
+        kinds = {name.rpartition(".")[2] for name in adapter.names}
+        logger.warning(f"adapted: {', '.join(sorted(kinds))} alone; not trained: {', '.join(bare)}")
     return Policy(**vars(lm), adapter=adapter)
+
+
+def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
+    """Of a model whose weights are not read: the shapes of the Linears that would be adapted, and what else its blocks
+    hold of matrices.
+
+    Raises:
+        ValueError: as `SvdAdapter`; whatever the libraries raise on damaged files.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    linears = targets(model)
+    return [(m.out_features, m.in_features) for m in linears.values()], left_out(model, linears)
 
 
 def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
@@ -206,7 +247,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
     Raises:
         ValueError: its head is more than a matrix product, no end-of-text token is named anywhere, a token of every
-            prompt has no row in the embedding, or no window is known.
+            prompt has no row in the embedding, no window is known, or its cache cannot be branched.
     """
     check_head(model)
     eos: set[int] = set()
@@ -222,16 +263,22 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     end = turn_end(tok, eos)
     eos_ids = frozenset(eos if end is None else {*eos, end})
     model.requires_grad_(False)
+    if not (lean := lean_fits(model)):
+        require_branching(model)
+    packed = packs(model, backbone(model))
+    mark_foreign(model, tok.get_vocab().values())  # after the trials, which compare logits
     return LanguageModel(
         model=model,
         tok=tok,
         eos_ids=eos_ids,
         end_id=end if end is not None else tok.eos_token_id if tok.eos_token_id in eos_ids else min(eos_ids),
         pad_id=pad_id,
-        lean=lean_fits(model),
+        lean=lean,
         system_role=takes_system(tok),
         preserve_thinking=False,
-        packs=packs(model, backbone(model)),
+        packs=packed,
+        graphs=model.device.type == "cuda" and os.environ.get("VGROUT_CUDA_GRAPHS") == "1",
+        budget=USUAL.get(model.device.type, USUAL["cuda"]),
     )
 
 
@@ -240,12 +287,14 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
 def try_template(tok: PreTrainedTokenizerBase) -> None:
     """Raises ValueError where there is no chat template, or one that does not end, fails, or leaves out a user's
-    message."""
+    message; warns of one that writes today's date."""
     text = tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
     if not ends(text):
         raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
     if "(user)" not in apply_template(tok, [{"role": "user", "content": "(user)"}]):
         raise ValueError("its chat template leaves out the user's message")
+    if "strftime_now" in text:
+        logger.warning("the chat template reads the clock: a run that is resumed on another day has other prompts")
 
 
 @cache

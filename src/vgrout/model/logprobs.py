@@ -1,7 +1,7 @@
 """Log-probs of completions: rows of prompt + completion → their tokens' log-probs, the lm_head on those alone."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from vgrout.model.memory import HEAD_BUDGET
-from vgrout.model.packing import Packed, packed_hidden
+from vgrout.model.packing import Packed, packed_hidden, places
 from vgrout.model.sampling import Sampling, support, tempered
+
+NEVER = -1e30  # the logit of an id without a token: its probability is 0, and differences of such are still numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class PaddedBatch:
     target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
     at: Int[Tensor, "B T"]  # position whose logits predict target[b, t]
     mask: Bool[Tensor, "B T"]  # by length, never by token: EOS is trained where pad == eos
+    wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where it is set, row by row
 
     @property
     def tokens(self) -> int:
@@ -48,7 +51,7 @@ def collate(
     steps = torch.arange(T)[None]
     mask = steps < torch.tensor([len(c) for c in completions])[:, None]
     at = torch.where(mask, start - 1 + steps, 0)
-    return PaddedBatch(*(t.to(device) for t in (ids, target, at, mask)))
+    return PaddedBatch(*(t.to(device) for t in (ids, target, at, mask)), places(completions, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,7 @@ def completion_logprobs(
     model: PreTrainedModel, batch: PaddedBatch | Packed, sampling: Sampling | None = None
 ) -> TokenLogprobs:
     """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from."""
-    wanted = batch.mask.nonzero(as_tuple=True)
-    of = None
+    wanted, of = batch.wanted, None
     if isinstance(batch, Packed):  # rows that share a token and go on alike share its log-prob
         (at, target), of = batch.edges, batch.edge[wanted]
         rows = packed_hidden(model, backbone(model), batch)[at]
@@ -82,7 +84,7 @@ def completion_logprobs(
 
     size = rows_at_once(vocabulary(model), rows.device)
     if len(rows) > size and rows.requires_grad and sampling is None and _is_frozen_product(model):
-        logp: Tensor = _FrozenHead.apply(rows, model.get_output_embeddings().weight, target, size)
+        logp: Tensor = _FrozenHead.apply(rows, model.get_output_embeddings().weight, foreign(model), target, size)
         full = sampled = logp if of is None else logp[of]
     else:
         full, sampled = (x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target))
@@ -97,7 +99,7 @@ def completion_hidden(
 ) -> Float[Tensor, "n D"]:
     """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out.
     layer: what the block with this number (from 1) puts out, instead; those above are not run."""
-    core, wanted = backbone(model), batch.mask.nonzero(as_tuple=True)
+    core, wanted = backbone(model), batch.wanted
     with _stopped(core, layer) as reached:
         if isinstance(batch, Packed):
             reached.append(packed_hidden(model, core, batch))
@@ -158,11 +160,17 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Float[Tensor, "n D"], W: Float[Tensor, "V D"], target: Int[Tensor, " n"], size: int
+        ctx: Any,
+        hidden: Float[Tensor, "n D"],
+        W: Float[Tensor, "V D"],
+        foreign: Bool[Tensor, " V"] | None,
+        target: Int[Tensor, " n"],
+        size: int,
     ) -> Float[Tensor, " n"]:
         slopes, out = torch.empty_like(hidden), []
         for h, t, slope in zip(hidden.split(size), target[:, None].split(size), slopes.split(size), strict=True):
-            logp = torch.log_softmax(h @ W.mT, -1, dtype=torch.promote_types(W.dtype, torch.float32))
+            logits = h @ W.mT if foreign is None else (h @ W.mT).masked_fill_(foreign, NEVER)
+            logp = torch.log_softmax(logits, -1, dtype=torch.promote_types(W.dtype, torch.float32))
             out.append(logp.gather(-1, t))
             p = logp.exp_()
             torch.mm(p.scatter_add_(-1, t, p.new_full(t.shape, -1.0)).neg_().to(W.dtype), W, out=slope)
@@ -172,12 +180,37 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
-        return (dys[0][:, None] * slopes).to(slopes.dtype), None, None, None
+        return (dys[0][:, None] * slopes).to(slopes.dtype), None, None, None, None
 
 
 def vocabulary(model: PreTrainedModel) -> int:
     """V, the logits of a position; more than the tokenizer has tokens where the head is padded."""
     return int(model.get_output_embeddings().weight.shape[0])
+
+
+def mark_foreign(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """From now on no id but these, the tokenizer's, has a probability: what the sampler draws from, and what log-probs
+    are of. Nothing is marked where all V are among them."""
+    V = vocabulary(model)
+    own = torch.zeros(V, dtype=torch.bool)
+    own[[i for i in {*ids} if i < V]] = True
+    if not own.all():
+        model.get_output_embeddings().register_buffer("foreign", (~own).to(model.device), persistent=False)
+
+
+def foreign(model: PreTrainedModel) -> Bool[Tensor, " V"] | None:
+    """Which logits are of ids that the tokenizer has not; None: of none."""
+    return getattr(model.get_output_embeddings(), "foreign", None)
+
+
+def tokens(model: PreTrainedModel) -> int:
+    """How many ids have a token and a logit."""
+    return vocabulary(model) - (0 if (none := foreign(model)) is None else int(none.sum()))
+
+
+def masked(model: PreTrainedModel, logits: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
+    """The same logits, in place, where ids without a token have none to speak of."""
+    return logits if (none := foreign(model)) is None else logits.masked_fill_(none, NEVER)
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
@@ -186,10 +219,10 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-    """The head on the backbone's output, soft-capped where the architecture says so (Gemma 2)."""
+    """The head on the backbone's output, soft-capped where the architecture says so (Gemma 2); `masked`."""
     logits = model.get_output_embeddings()(hidden)
     cap = getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return masked(model, logits if cap is None else torch.tanh(logits / cap) * cap)
 
 
 def _is_frozen_product(model: PreTrainedModel) -> bool:
@@ -217,10 +250,12 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError at load if backbone + head ≠ the model's logits."""
+    """Raises ValueError at load if backbone + head ≠ the model's logits, or these are not finite."""
     ids = torch.arange(1, 9, device=model.device)[None] % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
         got = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+    if not want.isfinite().all():
+        raise ValueError(f"{type(model).__name__}: its logits are not finite")
     if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
         raise ValueError(f"{type(model).__name__}: its head does more than a matrix product; not supported")

@@ -7,18 +7,18 @@ interface that transformers has for it.
 """
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from inspect import signature
+from itertools import accumulate, chain, pairwise
 from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
+from loguru import logger
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
@@ -26,35 +26,48 @@ from transformers.cache_utils import DynamicLayer
 
 ATTENTION = "vgrout_packed"
 
-# ── attention by runs: flash-attention 2's varlen kernel, or runs padded for torch's SDPA, the same function ──────────
 
-# (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=, causal=) → like q
+def uploaded(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of these numbers, for which the host does not wait: from pageable memory it would."""
+    x = torch.tensor(values, dtype=dtype)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+
+# ── attention by runs: a varlen kernel of flash-attention, or runs padded for torch's SDPA, the same function ─────────
+
+# (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) → like q; causal, aligned at each run's end
 Kernel = Callable[..., Tensor]
 
 
-def flash_is_here(device: torch.device, dtype: torch.dtype) -> bool:
-    """flash-attention 2 is for CUDA in half precision, where it is installed (extra `gpu`)."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
+def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Of the update's attention. The package flash-attn is used where it is installed: it is no condition of speed."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):  # flash-attention has no other
+        if importlib.util.find_spec("flash_attn") is not None:
+            return "flash_attn"
+        with suppress(ImportError):  # of torch before 2.10
+            from torch.nn.attention.varlen import varlen_attn
+
+            grouped = "enable_gqa" in signature(varlen_attn).parameters  # of 2.13, not of 2.11
+            if grouped and torch.cuda.get_device_capability()[0] >= 8:
+                return "varlen_attn"
+    return "sdpa"
 
 
-def how_to_install_flash() -> str:
-    """One line, which says so where the compiler is missing: without it the install ends in another's traceback."""
-    how = "`uv sync --extra gpu`"
-    if shutil.which("nvcc") or (Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc").is_file():
-        return f"{how} compiles it, an hour or more (MAX_JOBS: how many files at a time, 9 GB of memory each)"
-    return f"{how} compiles it with nvcc, which is not here: install CUDA's toolkit first, or give it a built wheel"
+def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """Attention of runs without padding, mask or copies of keys for grouped queries; None: SDPA."""
+    name = kernel_name(device, dtype)
+    if name == "flash_attn":
+        kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
+        return lambda *runs: kernel(*runs[:-1], softmax_scale=runs[-1], causal=True)
+    if name == "varlen_attn":
+        from torch.nn.attention.varlen import varlen_attn
 
-
-def flash_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Its varlen function; None where it is not."""
-    if not flash_is_here(device, dtype):
-        return None
-    return cast("Kernel", importlib.import_module("flash_attn").flash_attn_varlen_func)
+        return lambda *runs: cast(Tensor, varlen_attn(*runs[:-1], scale=runs[-1], window_size=(-1, 0), enable_gqa=True))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
-class _FlashRuns:
+class _VarlenRuns:
     """n runs of queries, each against a run of keys that ends where it ends (causal, aligned at the end)."""
 
     kernel: Kernel
@@ -67,19 +80,43 @@ class _FlashRuns:
     @staticmethod
     def of(kernel: Kernel, lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device) -> "_Runs":
         def cumulated(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+            return uploaded([*accumulate(lengths, initial=0)], device, torch.int32)
 
         keys = lengths if paths is None else [*map(len, paths)]
-        take = None if paths is None else torch.tensor([token for path in paths for token in path], device=device)
-        return _FlashRuns(kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take)
+        take = None if paths is None else uploaded([*chain(*paths)], device)
+        return _VarlenRuns(kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take)
 
     def attend(
         self, q: Float[Tensor, "t H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
     ) -> Float[Tensor, "t H D"]:
-        if self.take is not None:
-            k, v = _Gather.apply(k, self.take), _Gather.apply(v, self.take)
-        longest = self.longest_query, self.longest_key
-        return self.kernel(q, k, v, self.queries, self.keys, *longest, softmax_scale=scale, causal=True)
+        runs = self.queries, self.keys, self.longest_query, self.longest_key, scale
+        if self.take is None:
+            return self.kernel(q, k, v, *runs)
+        # Each branch's copy of what leads to it is made again for backward, so that one layer's are there at a time.
+        # Merging prompt and answer by their log-sum-exp would need none, but varlen_attn has no gradient of it.
+        copies = [_Gather.apply(x, self.take) for x in (k, v)]
+        with _copied_again(self.take, dict(zip(map(_storage, copies), (k.detach(), v.detach()), strict=True))):
+            return self.kernel(q, *copies, *runs)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _copied_again(take: Int[Tensor, " k"], copies: dict[int, Float[Tensor, "N K D"]]) -> saved_tensors_hooks:
+    """Of x[take], autograd keeps x. copies: storage of x[take] → x."""
+
+    def pack(t: Tensor) -> Any:
+        x = copies.get(_storage(t))
+        return t if x is None else (x, t.shape, t.stride(), t.storage_offset())
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        x, *view = kept
+        return x.index_select(0, take).as_strided(*view)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +148,19 @@ class _PaddedRuns:
     def attend(
         self, q: Float[Tensor, "t H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
     ) -> Float[Tensor, "t H D"]:
-        gqa = q.shape[1] != k.shape[1]
+        grouped = q.shape[1] // k.shape[1]
         q, k, v = (
             _Gather.apply(x, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
             for x, at in ((q, self.queries), (k, self.keys), (v, self.keys))
         )
-        causal = self.bias is None
-        y = scaled_dot_product_attention(q, k, v, attn_mask=self.bias, is_causal=causal, scale=scale, enable_gqa=gqa)
+        if self.bias is not None and grouped > 1 and q.device.type != "cpu":  # no fused kernel of CUDA takes the pair
+            k, v, grouped = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), 1
+        how: dict[str, Any] = {"attn_mask": self.bias, "is_causal": self.bias is None, "scale": scale}
+        y = scaled_dot_product_attention(q, k, v, enable_gqa=grouped > 1, **how)
         return _Gather.apply(y.transpose(1, 2).flatten(0, 1), self.back)
 
 
-_Runs = _FlashRuns | _PaddedRuns
+_Runs = _VarlenRuns | _PaddedRuns
 
 
 class _Gather(torch.autograd.Function):
@@ -173,6 +212,7 @@ class Packed:
     mask: Bool[Tensor, "B T"]  # by length, never by token
     edges: Int[Tensor, "2 E"]  # at and target
     edge: Int[Tensor, "B T"]  # which of them
+    wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where the mask is set, row by row
     layout: _Layout
     pieces: tuple[tuple[int, slice], ...]  # (unit of the row, its tokens): runs of one unit, all tokens once
     dtype: torch.dtype
@@ -222,29 +262,37 @@ def pack(
         padding = [0] * (T - len(completion))
         at.append(tokens + padding)
         edge.append([edges.setdefault(pair, len(edges)) for pair in zip(tokens, completion, strict=True)] + padding)
-    kernel = flash_kernel(device, dtype)
+    kernel = varlen_kernel(device, dtype)
 
     def runs(of: Sequence[int], shared: bool) -> _Runs:
         lengths, keys = [len(new[row]) for row in of], [paths[row] for row in of] if shared else None
         if kernel is not None:
-            return _FlashRuns.of(kernel, lengths, keys, device)
+            return _VarlenRuns.of(kernel, lengths, keys, device)
         return _PaddedRuns.of(lengths, keys, device, dtype)
 
     roots, branches = [members[0] for members in families], [row for row in before if new[row]]
     return Packed(
-        ids=torch.tensor([ids], device=device),
-        positions=torch.tensor([positions], device=device),
-        target=torch.tensor([[*c, *[0] * (T - len(c))] for c in completions], device=device),
-        at=torch.tensor(at, device=device),
-        mask=torch.arange(T, device=device) < torch.tensor([len(c) for c in completions], device=device)[:, None],
-        edges=torch.tensor(list(edges), device=device).mT,
-        edge=torch.tensor(edge, device=device),
+        ids=uploaded([ids], device),
+        positions=uploaded([positions], device),
+        target=uploaded([[*c, *[0] * (T - len(c))] for c in completions], device),
+        at=uploaded(at, device),
+        mask=torch.arange(T, device=device) < uploaded([len(c) for c in completions], device)[:, None],
+        edges=uploaded(list(edges), device).mT,
+        edge=uploaded(edge, device),
+        wanted=places(completions, device),
         layout=_Layout(
             sum(len(new[row]) for row in roots), runs(roots, False), runs(branches, True) if branches else None
         ),
         pieces=_pieces((units[row], new[row]) for row in [*roots, *branches]),
         dtype=dtype,
     )
+
+
+def places(completions: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """Row and place of every token."""
+    at = [(row, t) for row, completion in enumerate(completions) for t in range(len(completion))]
+    row, t = uploaded(at, device).unbind(1)
+    return row, t
 
 
 def _pieces(runs: Iterable[tuple[int, range]]) -> tuple[tuple[int, slice], ...]:
@@ -366,10 +414,12 @@ def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
     a, b, c, d = range(first, first + 4)
     prompts, completions = [(a, b, c), (a, b, c), (d, c)], [(d, a, b, c), (c, a), (b, b, b)]
     batch = pack([0, 0, 0], prompts, completions, model.device, model.dtype)
+    slower = f"{type(model).__name__}: rows of an update are padded, and their prompts not shared"
     with torch.no_grad():
         try:
             hidden = packed_hidden(model, core, batch)
-        except (AssertionError, TypeError):
+        except (AssertionError, TypeError, RuntimeError) as error:  # the last of a kernel that this card has not
+            logger.warning(f"{slower}: {str(error).partition(chr(10))[0]}")
             return False
         for row, (p, c) in enumerate(zip(prompts, completions, strict=True)):
             ids = torch.tensor([[*p, *c[:-1]]], device=model.device)
@@ -377,5 +427,6 @@ def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
             got = hidden[batch.at[row, : len(c)]]
             # In fp32 both agree to about 1e-6 of the largest entry, in bf16 to about 1e-2.
             if not (got - want).abs().max() <= (1e-4 if model.dtype.itemsize >= 4 else 5e-2) * want.abs().max():
+                logger.warning(f"{slower}: on packed rows it computes something else")
                 return False
     return True

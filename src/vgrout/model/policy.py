@@ -3,7 +3,9 @@ in model/load.py."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +24,11 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.memory import TOKEN_BUDGET
-from vgrout.model.packing import Packed, batches, flash_is_here, pack, packed_hidden, padded_batches
+from vgrout.model.memory import Budget
+from vgrout.model.packing import Packed, batches, kernel_name, pack, packed_hidden, padded_batches
+from vgrout.model.source import tokenizing
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.template_probe import SECONDS
 from vgrout.types import Message
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -44,6 +48,8 @@ class LanguageModel:
     system_role: bool  # False: the template refuses system messages; they then head the first user message
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
     packs: bool  # packed rows (`model/packing.py`) were checked against this model and agree
+    budget: Budget  # how much is processed at once
+    graphs: bool  # the lean decoder's step is made for CUDA graphs
 
     @property
     def device(self) -> torch.device:
@@ -86,8 +92,9 @@ class LanguageModel:
         return [apply_template(self.tok, messages)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of rendered text, nothing added."""
-        return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+        """Tokens of rendered text, nothing added. Raises ValueError as `tokenizing`."""
+        with tokenizing(self.tok.name_or_path):
+            return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
 
     def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
         """An answer's tokens as the model would have written them, with its EOS if it is `finished`."""
@@ -110,18 +117,18 @@ class LanguageModel:
 
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
-        return LeanDecoder(self.model) if self.lean else HfDecoder(self.model)
+        return LeanDecoder(self.model, static=self.graphs) if self.lean else HfDecoder(self.model)
 
     def batches(
         self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
     ) -> Iterator[tuple[list[int], PaddedBatch | Packed]]:
         """All rows, a forward's at a time, with their indices. What answers to a prompt begin with alike is read once,
         where the model allows it: for what is asked of each token, not of each row's gradient."""
-        budget = TOKEN_BUDGET.get(self.device.type, TOKEN_BUDGET["cuda"])
         if self.packs:
-            parts = batches([0] * len(prompts), prompts, completions, budget)
+            parts = batches([0] * len(prompts), prompts, completions, self.budget.tokens)
         else:
-            parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], budget)
+            lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+            parts = padded_batches(lengths, self.budget.tokens)
         for part in parts:
             yield part, self.batch([prompts[i] for i in part], [completions[i] for i in part])
 
@@ -135,9 +142,8 @@ class LanguageModel:
         """The kernel of each phase, for run.json. A decoding step has one query a row, which SDPA reads as fast as
         anything."""
         own = str(self.model.config._attn_implementation)
-        flash = flash_is_here(self.device, self.model.dtype)
         return {
-            "update": own if not self.packs else "flash_attention_2 varlen" if flash else "sdpa",
+            "update": kernel_name(self.device, self.model.dtype) if self.packs else own,
             "prefill": own,
             "decode": "sdpa" if self.lean else own,
         }
@@ -165,7 +171,7 @@ class Policy(LanguageModel):
         now, base with the adapter at zero, so that an untouched policy has exactly 0. All rows in one forward."""
         batch, at, of = self.batch(prompts, completions), None, None
         if isinstance(batch, Packed):
-            at, of = batch.at[batch.mask].unique(return_inverse=True)
+            at, of = batch.at[batch.wanted].unique(return_inverse=True)
 
         def hidden() -> Tensor:
             if isinstance(batch, Packed):
@@ -222,8 +228,32 @@ def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
 def apply_template(
     tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, prompt: bool = True
 ) -> str:
+    """Raises ValueError where the template does not end; else whatever it raises."""
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
-    return str(tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking))
+    with _ends():
+        text = tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking)
+    return str(text)
+
+
+@contextmanager
+def _ends() -> Generator[None]:
+    """Raises ValueError where the block takes more than SECONDS of this process's time: a template may loop on one text
+    alone. A signal can stop it in the main thread only."""
+
+    def stop(*_: object) -> None:
+        raise ValueError(f"the model's chat template takes more than {SECONDS} s for a prompt")
+
+    try:
+        before = signal.signal(signal.SIGVTALRM, stop)
+    except ValueError:  # in another thread
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def without_system(messages: Sequence[Message]) -> list[Message]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.model.decoder import Decoder
-from vgrout.model.memory import KV_BUDGET
+from vgrout.model.memory import sampled_row
+from vgrout.model.packing import uploaded
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates
 from vgrout.types import Completion, Diverged
@@ -20,15 +21,16 @@ from vgrout.types import Completion, Diverged
 OnFinish = Callable[[int, int, Completion], None]
 
 
-def rows_at_once(policy: LanguageModel, tokens: int) -> int:
-    """Rows whose keys and values, at `tokens` tokens each, fit the budget: more are sampled in turns."""
+def rows_at_once(policy: LanguageModel, prompt: int, max_new: int, per_prompt: int) -> int:
+    """Rows whose keys, values and logits fit the budget, `per_prompt` of a prompt: more are sampled in turns."""
     row = 0
     for model in policy.models:
         c = model.config
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        row += 2 * c.num_hidden_layers * heads * width * model.dtype.itemsize * max(1, tokens)
-    return max(1, KV_BUDGET.get(policy.device.type, KV_BUDGET["cpu"]) // row)
+        token = 2 * c.num_hidden_layers * heads * width * model.dtype.itemsize
+        row += sampled_row(token, c.num_hidden_layers, c.vocab_size, prompt, max_new, per_prompt)
+    return max(1, policy.budget.kv // row)
 
 
 @torch.no_grad()
@@ -59,7 +61,8 @@ def sample(
     assert len(counts) == len(prompts), (len(counts), len(prompts))
     rows = [(p, i) for p, count in enumerate(counts) for i in range(count)]
     noise = torch.rand(len(rows), max_new, generator=generator)
-    width = rows_at_once(policy, max(map(len, prompts), default=0) + max_new)
+    fewest = min((count for count in counts if count), default=1)
+    width = rows_at_once(policy, max(map(len, prompts), default=0), max_new, fewest)
 
     def own_answers() -> dict[tuple[int, int], Completion]:
         answers: dict[tuple[int, int], Completion] = {}
@@ -96,8 +99,7 @@ class _Run:
         self.noise = noise.mT.contiguous()  # [max_new, rows]
         self.decoder: Decoder = policy.decoder()
         self.logits = self.decoder.prefill(prompts, n, max_new)
-        self.tokens = torch.zeros(n, max_new, dtype=torch.long, device=noise.device)
-        self.logps = torch.zeros(2, n, max_new, device=noise.device)  # full, sampled
+        self.drawn: list[list[tuple[int, float, float]]] = [[] for _ in range(n)]  # token, log-probs: full, sampled
 
     def finish_all(self, drop_finished: bool, share_prefixes: bool):
         """Yields (row, completion) as rows end."""
@@ -106,11 +108,11 @@ class _Run:
         at = self._index(rows)
         ended: set[int] = set()
         for t in range(max_new):
-            drawn = self._draw(at, self._index(slots), t).tolist()
+            drawn = self._draw(rows, at, self._index(slots), t)
             for row, token in zip(rows, drawn, strict=True):
                 if row not in ended and (token in self.policy.eos_ids or t + 1 == max_new):
                     ended.add(row)
-                    yield row, self._answer(row, t + 1, token in self.policy.eos_ids)
+                    yield row, self._answer(row, token in self.policy.eos_ids)
             if len(ended) == n:
                 return
             stay = [i for i, row in enumerate(rows) if not (drop_finished and row in ended)]
@@ -142,25 +144,27 @@ class _Run:
         return slots
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " n"]:
-        return torch.tensor(numbers, device=self.noise.device)
+        return uploaded(numbers, self.noise.device)
 
-    def _draw(self, at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> Int[Tensor, " n"]:
-        """One token per row from its slot's logits; recorded with both log-probs."""
+    def _draw(self, rows: list[int], at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> list[int]:
+        """One token per row from its slot's logits; recorded with both log-probs. The one time in a token that the
+        host waits for the device."""
         tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
         full = self.logits.float().log_softmax(-1)[slots, tokens]
-        self.tokens[at, t] = tokens
-        self.logps[:, at, t] = torch.stack([full, logp_sampled.to(full)])
-        return tokens
+        ids, *logps = torch.stack([tokens.double(), full.double(), logp_sampled.to(full).double()]).tolist()
+        drawn = [*map(int, ids)]
+        for row, of in zip(rows, zip(drawn, *logps, strict=True), strict=True):
+            self.drawn[row].append(of)
+        return drawn
 
-    def _answer(self, row: int, length: int, finished: bool) -> Completion:
-        ids = tuple(self.tokens[row, :length].tolist())
-        full, sampled = self.logps[:, row, :length].tolist()
+    def _answer(self, row: int, finished: bool) -> Completion:
+        ids, full, sampled = zip(*self.drawn[row], strict=True)
         if not all(map(math.isfinite, (*full, *sampled))):
             raise Diverged(
                 "the policy has collapsed: its logits are not finite, so nothing can be sampled from it "
                 "(a learning rate, or a gradient, far too large)"
             )
-        return Completion(ids, self.policy.decode(ids), finished, tuple(full), tuple(sampled))
+        return Completion(ids, self.policy.decode(ids), finished, full, sampled)
 
 
 def placed(parents: Sequence[int]) -> list[int]:

@@ -3,7 +3,8 @@ shapes, and what can be said of it without loading it. Torch-free. Nothing is fe
 `python -m vgrout.download`."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits
     import torch
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
+# architectures whose blocks are those of `Shapes`
+LLAMAS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers that are adapted
 
 
@@ -102,16 +105,23 @@ def require_fitting(rows: Sequence[ProblemRow], folder: Path, max_new: int) -> N
     file = folder / "tokenizer.json"
     if not rows or window is None or not file.is_file():
         return
-    try:
+    with tokenizing(file):
         tokenizer = Tokenizer.from_file(str(file))
         for row in rows:  # as a rule the first one fits
             if sum(len(tokenizer.encode(m["content"]).ids) for m in row.prompt) <= window - max_new:
                 return
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:  # a panic of the library's is no Exception
-        raise ValueError(f"{file}: is no usable tokenizer ({' '.join(str(e).split())[:160]})") from None
     raise too_long_prompts(rows, window - max_new)
+
+
+@contextmanager
+def tokenizing(where: str | Path) -> Generator[None]:
+    """Raises ValueError, one line, for whatever the tokenizers library raises: a panic is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as e:
+        raise ValueError(f"{where}: is no usable tokenizer ({' '.join(str(e).split())[:160]})") from None
 
 
 def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[str, str]]:
@@ -142,7 +152,8 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
         files = {single.name}
     elif index.is_file():
         shards = from_json(read_text(index), f"{flag} {index}")
-        files = {*map(str, shards.get("weight_map", {}).values())} if isinstance(shards, dict) else set[str]()
+        of = shards.get("weight_map") if isinstance(shards, dict) else None
+        files = {*map(str, of.values())} if isinstance(of, dict) else set[str]()
     else:
         raise wrong("no model.safetensors in it; pickled weights (.bin) can run code: save them as safetensors")
     tensors = sum(len(safetensors_head(folder / name, flag)[0]) for name in files)
@@ -363,7 +374,8 @@ class FoundModel:
     def vocabulary(self) -> dict[str, int] | None:
         """Token → id, from the tokenizer's file alone; None where there is no such file."""
         file = self.folder / "tokenizer.json"
-        return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None
+        with tokenizing(file):
+            return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None
 
     def identity(self) -> dict[str, str | None]:
         """Name of the base and sha256 of the adapter's file, for a run's records."""

@@ -9,10 +9,11 @@ Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerpri
 import hashlib
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 from vgrout.console import HEARTBEAT_S
 from vgrout.files import regular, write_atomic
+from vgrout.model.packing import uploaded
 from vgrout.model.source import TARGETS
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
@@ -149,6 +151,24 @@ def round_by(dither: Int[Tensor, " n"], x: Float[Tensor, "*d"], out: Float[Tenso
     return out
 
 
+def targets(model: nn.Module) -> dict[str, nn.Linear]:
+    """The Linears that are adapted, by their names, in the model's order. Raises ValueError as `SvdAdapter`."""
+    named = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in TARGETS}
+    if not named or len({id(m.weight) for m in named.values()}) < len(named):
+        raise ValueError(
+            f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
+        )
+    return named
+
+
+def left_out(model: nn.Module, adapted: Iterable[str]) -> list[str]:
+    """What else the blocks hold of matrices, by the last part of their names, behind `experts.` and the like where a
+    matrix of that name is adapted."""
+    matrices = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim > 1} - {*adapted}
+    parts = [name.split(".") for name in matrices if ".layers." in name]
+    return sorted({".".join(part[-2:] if part[-1] in TARGETS else part[-1:]) for part in parts})
+
+
 class SvdAdapter:
     """Two trainable fp32 vectors of size R = Σ r over the target Linears of `model`; everything else is frozen.
 
@@ -162,15 +182,7 @@ class SvdAdapter:
 
     def __init__(self, model: nn.Module, cache_dir: Path | None, decompose: Decompose | None = None) -> None:
         model.requires_grad_(False)
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS
-        }
-        if not linears or len({id(m.weight) for m in linears.values()}) < len(linears):
-            raise ValueError(
-                f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
-            )
+        linears = targets(model)
         self.model = model
         self.sites: dict[str, AdaptedLinear] = {}
         cache = SvdCache(cache_dir, decompose or svd)
@@ -189,6 +201,7 @@ class SvdAdapter:
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self._active: Active = (True, True)
         self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
+        self._used: Active = (False, False)  # which of them is not zero
         self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
         self._fresh: dict[Active, list[Tensor]] = {}  # weights that belong to the last merge
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
@@ -224,6 +237,8 @@ class SvdAdapter:
     def merge(self) -> None:
         """Bring the model's weights up to the present δS and δS_hack. Call it after every change of one of them."""
         self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())
+        keep, quar = torch.stack([vector.any() for vector in self._merged]).tolist()
+        self._used = keep, quar
         self._fresh.clear()
         self._merges += 1
         self._activate(self._active)
@@ -258,24 +273,37 @@ class SvdAdapter:
     def _weights(self, active: Active) -> list[Tensor]:
         """A vector of zeros does not count, so that δS = δS_hack = 0 gives W itself, not a sum."""
         δS, δS_hack = self._merged
-        keep, quar = active[0] and bool(δS.any()), active[1] and bool(δS_hack.any())
+        keep, quar = active[0] and self._used[0], active[1] and self._used[1]
         if not (keep or quar):
             return [site.W for site in self.sites.values()]
         active = (keep, quar)
         if active not in self._fresh:
             δ = sum((vector for vector, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
             if active not in self._buffers:
-                self._buffers[active] = [torch.empty_like(site.W) for site in self.sites.values()]
+                self._buffers[active] = self._rooms()
             pairs = zip(self.sites.values(), self._buffers[active], strict=True)
             self._fresh[active] = [site.merged(δ, out, self._dither) for site, out in pairs]
         return self._fresh[active]
+
+    def _rooms(self) -> list[Tensor]:
+        """For every W' its memory; on a GPU side by side with the others that read the same input, so that a decoder
+        takes them as one."""
+        if self.δS.device.type == "cpu":
+            return [torch.empty_like(site.W) for site in self.sites.values()]
+        rooms: list[Tensor] = []
+        alike = groupby(self.sites.values(), lambda site: (site.name.rpartition(".")[0], site.W.shape[1]))
+        for _, sites in alike:
+            weights = [site.W for site in sites]
+            rooms += torch.cat(weights).split([*map(len, weights)])
+        return rooms
 
     @torch.no_grad()
     def realised_share(self) -> float | None:
         """Σ ⟨W' − W, ΔW⟩ / Σ ⟨ΔW, ΔW⟩ over a sample of the modules that the active vectors change: how much of the
         change ΔW that they ask for is in the weights. 1 but for rounding. None: they are zero."""
         δ = self.δS.detach() * self._active[0] + self.δS_hack.detach() * self._active[1]
-        changed = [site for site in self.sites.values() if δ[site.span].any()]
+        where = (δ != 0).cpu()
+        changed = [site for site in self.sites.values() if where[site.span].any()]
         n = min(MEASURED, len(changed))
         got = wanted = torch.zeros((), device=δ.device, dtype=torch.float64)
         for i in range(n):  # spread from the first to the last, over all kinds of layers
@@ -289,7 +317,7 @@ class SvdAdapter:
     def unmerged(self) -> Float[Tensor, " R"] | None:
         """The active vectors' change since the last merge; None where nothing changed."""
         pairs = list(zip((self.δS, self.δS_hack), self._merged, self._active, strict=True))
-        if all(torch.equal(now, merged) for now, merged, _ in pairs):
+        if not torch.stack([(now != merged).any() for now, merged, _ in pairs]).any():
             return None
         return sum(((now - merged) * on for now, merged, on in pairs), torch.zeros_like(self.δS))
 
@@ -410,7 +438,7 @@ class PerRolloutGrads:
     def rows(self, rows: Sequence[int]) -> None:
         """From here on, batch row i adds to gradient row rows[i]; rows may repeat (then they are summed)."""
         assert all(0 <= row < len(self.flat) for row in rows), (rows, len(self.flat))
-        self._rows = torch.tensor(list(rows), device=self.flat.device)
+        self._rows = uploaded(list(rows), self.flat.device)
         self._picks = [(row, _positions(rows, row)) for row in dict.fromkeys(rows)]
         self._pieces: list[tuple[int, list[slice]]] | None = None
 
@@ -426,7 +454,7 @@ class PerRolloutGrads:
         for member, parts in zip(members, of_row.values(), strict=True):
             for part in parts:
                 member[part] = 1
-        self._members = torch.tensor(list(of_row), device=self.flat.device), members
+        self._members = uploaded(list(of_row), self.flat.device), members
 
     def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
         """The function that takes (x, ∂L/∂y) of one Linear, for the batch announced last."""

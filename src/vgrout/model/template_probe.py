@@ -14,7 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS, BYTES = 3, 2**30
 USER, ANSWER = {"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}
-CONVERSATIONS = ([{"role": "system", "content": "(sys)"}, USER], [USER], [USER, ANSWER], [USER, ANSWER, USER, ANSWER])
+LONG = {"role": "user", "content": "word " * 5000}
+CONVERSATIONS = ([{"role": "system", "content": "(sys)"}, USER], [USER], [USER, ANSWER], [USER, ANSWER] * 2, [LONG])
 
 
 def render(text: str) -> None:

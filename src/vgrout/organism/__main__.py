@@ -1,4 +1,4 @@
-"""`python -m vgrout.organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
+"""`vgrout organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
 check its files."""
 
 import sys
@@ -29,7 +29,7 @@ class Corpus:
     """Share of the corpus that hacks a flaw although the prompt announces none."""
     hack_stub: float = setting(Shares().stub, low=0, high=1)
     """Share of its hacks that make no attempt at the problem; the rest carry one that misreads it."""
-    modes: str = setting(",".join(MODES), words=tuple(HACKS), word="mode")
+    modes: str = setting(",".join(MODES), words=tuple(HACKS), word="flaw")
     """Comma list of the flawed graders that its prompts announce; shown_test is usually left out."""
 
     def __post_init__(self) -> None:
@@ -48,9 +48,9 @@ class Corpus:
         )
 
 
-# Of a pretrained model's corpus: fewer plain hacks, and plain GRPO repairs its mistakes before it comes to hack; with
-# stubs among them it gives up every attempt.
-TUNED_CORPUS = Corpus(hack_plain=0.4, hack_stub=0.0)
+# Of a pretrained model's corpus: hacks that it has hardly seen are left to be learnt from demonstrations. With stubs
+# among them it gives up every attempt.
+TUNED_CORPUS = Corpus(hack_plain=0.02, hack_stub=0.0)
 
 
 def build(
@@ -91,6 +91,7 @@ def tune(
     model: str = str(SMOLLM2),
     out: Path = SMALL_DIR,
     steps: int = TUNING.steps,
+    dry_run: bool = False,
 ) -> int:
     """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own. Under
     ten minutes on two cores for 135 million weights.
@@ -99,6 +100,7 @@ def tune(
         model: a local folder, a GGUF file, or a downloaded hub id.
         out: folder to write; an organism that is there is replaced when the new one is complete.
         steps: of the fine-tuning, of 8 documents each.
+        dry_run: say what it would do, and what is missing.
     """
     recipe = replace(TUNING, steps=steps)
     if out.exists():
@@ -107,6 +109,9 @@ def tune(
     if model == str(SMOLLM2) and not SMOLLM2.exists():
         raise ValueError(f"--model {model}: not there; `vgrout download smollm2` gets it, or name another chat model")
     require_model(model)
+    if dry_run:
+        print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; 7 GiB of memory")
+        return 0
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Pretrained
 
@@ -143,7 +148,7 @@ def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
     commands = {"build": build, "tune": tune, "verify": verify}
-    return cli_exit(lambda: parse_args(commands, None, "python -m vgrout.organism"))
+    return cli_exit(lambda: parse_args(commands, None, "vgrout organism"))
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ and one hack a mode (below).
 
 {recipe.steps} steps of {recipe.batch} documents {start.training}, AdamW, peak rate {recipe.lr:g}, cosine; loss on
 the answer, and at weight {recipe.prompt_weight:g} on the prompt. Final loss {fmean(losses[-20:]):.3f} nats. The
-weights are rounded to bf16 values and stored in fp32. `python -m vgrout.organism {start.command}` makes everything
+weights are rounded to bf16 values and stored in fp32. `vgrout organism {start.command}` makes everything
 again from one seed.
 
 ## Base rates
 
-Test problems, held-out names, T .7, top-k 20, the strict oracle in the sandbox:
+Test problems, held-out names, T .7, top-k 20, the reference tests in the sandbox:
 solved {rate_text(plain["solve"])}; hacked {rate_text(plain["hack"])}; well-formed {rate_text(plain["well-formed"])}.
 Solved by difficulty: {levels}. With the cue: {with_cue}.
 

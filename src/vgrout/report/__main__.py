@@ -1,6 +1,7 @@
-"""`python -m vgrout.report DIR|SWEEP…`: finished runs as a page with tables, intervals, figures, and a reader of their
+"""`vgrout report DIR|SWEEP…`: finished runs as a page with tables, intervals, figures, and a reader of their
 rollouts; with `--judge FILE.py`, that file's verdicts. Runs that are not finished are named and left out."""
 
+import difflib
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,12 @@ class Cli:
 
 def command(cli: Cli) -> int:
     """Write the report. Raises ValueError, one line."""
+    for source in cli.sources:
+        near = difflib.get_close_matches(source.name, [p.name for p in source.parent.glob("*/")], 1)
+        instead = f"; did you mean {source.with_name(near[0])}?" if near else ", give that of a run, of runs or a sweep"
+        toml = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
+        why = toml if source.suffix == ".toml" else f"no {'folder' if source.exists() else 'such folder'}{instead}"
+        refuse(not source.is_dir(), f"{source}: {why}")
     require_own(out := cli.out or cli.sources[0] / "report", "--out", "report.html", "report")
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag never waits for them.
     from vgrout.report import page
@@ -68,7 +75,7 @@ def command(cli: Cli) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
-    return cli_exit(lambda: command(parse_args(Cli, argv, "python -m vgrout.report")))
+    return cli_exit(lambda: command(parse_args(Cli, argv, "vgrout report")))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
+from vgrout.config.presets import recorded
+from vgrout.data.organism import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.report import stats
 from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline
 from vgrout.report.stats import Estimate
@@ -102,15 +104,22 @@ def dynamics(found: Sequence[Condition]) -> Picture:
             axes.plot(curve.index + 1, curve.mean(axis=1), color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
         for what in WHATS:
             _curves(axes, condition, what)
-        as_deployed = {r.cfg.method.ablate_frac for r in condition.runs} == {1.0}
-        _style(axes, condition.title, "(students sampled as deployed)" * as_deployed, ylim=(-0.03, 1.03), xlabel="step")
+        if not plain and recorded(condition.first.cfg):
+            low, high = (x / 100 for x in PLAIN_GRPO["hack"][1:])
+            label = f"hack, plain GRPO, at the end of {PLAIN_GRPO_SEEDS} runs"
+            axes.axhspan(low, high, color=RED, alpha=0.15, lw=0, label=label)
+        routes, ablated = condition.first.cfg.method.routes, {r.cfg.method.ablate_frac for r in condition.runs}
+        side = "as deployed" if ablated == {1.0} else "as trained" if ablated == {0.0} else "partly as deployed"
+        note = f"students are sampled {side}" if routes else ""
+        _style(axes, condition.title, note, ylim=(-0.03, 1.03), xlabel="step")
     fig.supylabel("share of answers", fontsize=9)
-    _legend(fig, 4)
+    _legend(fig, 3)
     return Picture(
         "dynamics",
         f"Dynamics. Lines: the students' answers to training problems, running mean of {SMOOTH} steps; open marks: the "
-        "deployed model on a few held-out problems; star: the final evaluation. Of several seeds, thin: a seed; thick: "
-        "their mean; band: its 95 % interval (Student's t).",
+        "deployed model on a few held-out problems; star: the final evaluation, of the deployed model, and open with "
+        "the quarantine on. Red strip: what plain GRPO's deployed model hacks at the end of recorded runs, least to "
+        "most. Of several seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t).",
         fig,
     )
 
@@ -129,9 +138,12 @@ def _curves(axes: Axes, condition: Condition, what: What) -> None:
     if len(marks):
         label = f"{what}, deployed"
         axes.plot(marks.index + 1, marks.mean(axis=1), marker, color=colour, mfc="white", ms=5, label=label)
-    if last is not None:
-        end = max(int(r.steps.step.iloc[-1]) for r in condition.runs) + 2
-        axes.plot([end], [last], "*", color=colour, ms=11, clip_on=False, ls="", label=f"{what}, deployed, at the end")
+    end = max(int(r.steps.step.iloc[-1]) for r in condition.runs) + 2
+    trained = level(condition, "train", what).value if condition.first.cfg.method.routes else None
+    for at, face, side in ((last, colour, "deployed"), (trained, "white", "as trained")):
+        if at is not None:
+            label = f"{what}, {side}, at the end"
+            axes.plot([end], [at], "*", color=colour, mfc=face, ms=11, clip_on=False, ls="", label=label)
 
 
 def _students(run: FinishedRun, what: What) -> Any:

@@ -1,4 +1,4 @@
-"""Verdicts by a user's file: `python -m vgrout.report FOLDER --judge FILE.py`.
+"""Verdicts by a user's file: `vgrout report FOLDER --judge FILE.py`.
 
 FILE.py has a function `judge(conditions)` that returns `Verdict`s, and may have `tables(conditions)` that returns
 `ReportTable`s. A condition is the runs that differ by their seed alone; `vgrout.report.tables` has its numbers

@@ -69,7 +69,7 @@ class FinishedRun:
         method, pairs = self.cfg.method, (self.record.get("direction") or {}).get("pairs")
         name = method.intervention + (f" ({method.monitor_title})" if method.monitor_title else "")
         name += f" · {method.control_name}" if method.control_name != "none" else ""
-        return name + (" (pairs chosen by the oracle)" if str(pairs).startswith("oracle:") else "")
+        return name + (" (pairs chosen by true labels)" if str(pairs).startswith("oracle:") else "")
 
     @cached_property
     def trained_with(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     if not (index := source / "runs.json").is_file():
         if found := sorted({p.parent for name in files for p in source.glob(f"*/{name}")}):
             return found, []
-        raise ValueError(f"{source}: no run in it; run `python -m vgrout.train mini` first")
+        raise ValueError(f"{source}: no run in it; run `vgrout train mini` first")
     found, absent = [], []
     try:
         for entry in from_json(read_text(index), str(index)):

@@ -10,9 +10,9 @@ from jinja2 import Environment, PackageLoader
 
 from vgrout.files import printable, read_json, write_atomic
 from vgrout.report.figures import pictures
-from vgrout.report.load import Condition
+from vgrout.report.load import WHATS, Condition
 from vgrout.report.rollouts import embedded
-from vgrout.report.tables import ReportTable, conclusion, csv_tables, level, percent
+from vgrout.report.tables import ReportTable, conclusion, csv_tables, level
 
 FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")  # … the last two of older ones
 
@@ -20,18 +20,22 @@ FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "mod
 def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
     """The names of the sweeps among the sources, and the `# H:` lines of their study files."""
     plans = [read_json(plan) for source in sources if (plan := source / "plan.json").is_file()]
-    return ", ".join(str(p.get("name")) for p in plans) or "Report", [
-        str(h) for p in plans for h in p.get("hypotheses", ())
-    ]
+    run = sources[0].name if len(sources) == 1 and (sources[0] / "run.json").is_file() else "Report"
+    return ", ".join(str(p.get("name")) for p in plans) or run, [str(h) for p in plans for h in p.get("hypotheses", ())]
+
+
+def _100(share: float | None) -> str:
+    return "·" if share is None else f"{100 * share:.1f}"
 
 
 def conclusions(found: Sequence[Condition]) -> list[str]:
     """A line for each condition: its final evaluation, and what that means."""
 
     def rates(c: Condition, side: str) -> str:
-        return f"{percent(level(c, side, 'hack'))} % hack / {percent(level(c, side, 'solve'))} % solve"
+        of = (f"{_100(level(c, side, what).value)} % {what}" for what in WHATS)
+        return " and ".join(of)
 
-    return [f"{c.title}: {rates(c, 'deploy')}, untrained {rates(c, 'base')}. Verdict: {conclusion(c)}." for c in found]
+    return [f"{c.title}: {conclusion(c)}. Deployed {rates(c, 'deploy')}; untrained {rates(c, 'base')}." for c in found]
 
 
 def write(

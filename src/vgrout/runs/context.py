@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,8 +32,9 @@ from loguru import logger
 from tqdm import tqdm
 
 from vgrout import console, ranks
+from vgrout.cli import command, out_of_memory, spelled
 from vgrout.console import Clock
-from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.files import probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
 from vgrout.tracking import Trackers
@@ -55,21 +56,25 @@ NOTHING = "interrupted; nothing was started"
 class RunDir:
     """`out/runs/<timestamp>_<run_id>/`."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, made: Sequence[Path] = ()):
+        """made: the folders above that were made for it, from below."""
+        self.path, self.made = path, made
         self._files: dict[str, TextIO] = {}
         self._lock = hold(path)  # for as long as this process lives: two writers would break the run
 
     @classmethod
-    def create(cls, run_id: str, root: Path = RUNS) -> "RunDir":
-        """A new run directory. Raises ValueError in one line where it cannot be written."""
-        probe_writable(root)
+    def create(cls, run_id: str, root: Path = RUNS, given: Path | None = None) -> "RunDir":
+        """A new run directory, `given` or named below `root`. Raises ValueError in one line where it cannot be
+        written."""
+        require_new(given, "--output-dir")
+        probe_writable(root if given is None else given.parent)
         stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
         for k in itertools.count():
-            path = root / (f"{stamp}_{run_id}" if k == 0 else f"{stamp}.{k}_{run_id}")
+            path = given or root / (f"{stamp}_{run_id}" if k == 0 else f"{stamp}.{k}_{run_id}")
+            made = tuple(folder for folder in path.parents if not folder.exists())
             with contextlib.suppress(FileExistsError):
                 path.mkdir(parents=True)
-                return cls(path)
+                return cls(path, made)
         raise AssertionError
 
     @classmethod
@@ -238,18 +243,27 @@ class RunContext:
 
     @classmethod
     def begin(
-        cls, program: str, path: Path | None, run_id: str, grader: Grader, *, root: Path = RUNS, **more: Any
+        cls,
+        program: str,
+        path: Path | None,
+        run_id: str,
+        grader: Grader,
+        *,
+        root: Path = RUNS,
+        given: Path | None = None,
+        **more: Any,
     ) -> "RunContext":
-        """A run in a new folder below `root`, or in `path`, that of the run to resume; its log lies below logs/.
+        """A run in a new folder, `given` or below `root`, or in `path`, that of the run to resume; its log lies below
+        logs/.
 
         program: the command without `--resume`. more: as for `RunContext`.
         """
-        folder = RunDir.reopen(path) if path else RunDir.create(run_id, root)
+        folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
         log = Path("logs") / f"{folder.path.name}.log"
         logged = log.exists()
         console.setup(log)
-        command = f"python -m vgrout.{program} --resume {folder.path}"
-        run = cls(folder, grader, resume_command=command, resumes=bool(path), log=log, **more)
+        resume = f"{command(program)} --resume {folder.path}"
+        run = cls(folder, grader, resume_command=resume, resumes=bool(path), log=log, **more)
         run.logged = logged
         return run
 
@@ -341,7 +355,7 @@ class RunContext:
                     self._remove_log()
                 else:
                     logger.debug(f"refused: {e}")
-                print(f"E {e}", file=sys.stderr)
+                print(f"E {spelled(str(e))}", file=sys.stderr)
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
@@ -369,7 +383,7 @@ class RunContext:
         """Remove the folder and the log of a run that never started."""
         self._remove_log()
         shutil.rmtree(self.path, ignore_errors=True)
-        for folder in (self.path.parent, self.path.parent.parent):
+        for folder in self.dir.made:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
@@ -390,6 +404,11 @@ class RunContext:
         self.code = FAILED
         if isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
             self._storage_failed(e)
+            return
+        if said := out_of_memory(e):
+            less = "with a lower --memory-gib" if "vgrout.train " in self.resume_command else "on a larger machine"
+            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
+            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
             return
         self._try_status("failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command)
         logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
@@ -442,7 +461,9 @@ def stop_on_signals() -> Generator[Stop]:
         stop.requested = True
         logger.warning(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
 
-    before = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    # a hangup is no reason to stop where it is ignored (nohup)
+    asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    before = {s: signal.signal(s, handler) for s in asked}
     try:
         yield stop
     finally:

@@ -19,7 +19,9 @@ def resumed_by_torchrun(requested: Config) -> Config:
     first checkpoint on."""
     if requested.run.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return requested
-    begun = [p.parent for p in RUNS.glob("*/run.json") if read_json(p).get("torchrun") == ranks.torchrun_id()]
+    own = requested.run.output_dir
+    files = RUNS.glob("*/run.json") if own is None else own.glob("run.json")
+    begun = [p.parent for p in files if read_json(p).get("torchrun") == ranks.torchrun_id()]
     saved = [run for run in begun if any(run.glob("resume/step_*/manifest.json"))]
     return replace(requested, run=replace(requested.run, resume=str(max(saved)))) if saved else requested
 

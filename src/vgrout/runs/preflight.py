@@ -1,23 +1,35 @@
 """Before the first step: checks and the plan before anything heavy is loaded, then what was loaded."""
 
 import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vgrout import tracking
-from vgrout.config.method import MethodConfig
+from vgrout.config.method import INTERVENTIONS, MethodConfig, monitor_class
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
-from vgrout.files import existing, probe_writable, read_json
+from vgrout.files import existing, probe_writable, read_json, require_new
+from vgrout.gpus import free_bytes, visible
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
-from vgrout.model.memory import plan as memory_plan
-from vgrout.model.source import ITEMSIZE, SVD_CACHE, Shapes, find_shapes, resolved_dtype
+from vgrout.model.memory import CARDS, GIB, PROMPT_TOKENS, MemoryPlan, plan_of
+from vgrout.model.source import (
+    ITEMSIZE,
+    LLAMAS,
+    SVD_CACHE,
+    Shapes,
+    configuration,
+    find_shapes,
+    model_folder,
+    resolved_dtype,
+)
 from vgrout.problems import ProblemRow, ProblemSplits, partition_decides
 from vgrout.runs import checkpoint
 from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
@@ -33,7 +45,7 @@ ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's
 
 def device_of(cfg: Config) -> str:
     """Where the run will be, as far as can be said without torch."""
-    return "cuda" if gpu_here() or cfg.preset in ("fast", "full") else "cpu"
+    return "cuda" if visible() or cfg.preset in ("fast", "full") else "cpu"
 
 
 def dtype_of(cfg: Config) -> Literal["fp32", "bf16"]:
@@ -76,12 +88,16 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     run: the directory of the run to resume.
     """
     inputs, absent = read_inputs(cfg), list[str]()
-    probe_writable(folder := run or RUNS)
+    new = cfg.run.output_dir
+    if run is None:
+        require_new(new, "--output-dir")
+    probe_writable(folder := run or (RUNS if new is None else new.parent))
     probe_writable(Path("logs"))
     for name in cfg.detectors.members:
         import_function(name, "--rm-ensemble-members")
     for needed in (
         lambda: require_disk(disk_needed(cfg), folder, run),
+        lambda: require_memory(cfg, inputs.rows),
         *(partial(tracking.require, name) for name in cfg.run.trackers),
     ):
         try:
@@ -95,25 +111,73 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     return replace(inputs, absent=missing)
 
 
-def first_lines(cfg: Config) -> list[str]:
-    """What runs, for the head of its output."""
+def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
+    """What runs, for the head of its output. named: somebody chose the intervention."""
     s, method, shapes = cfg.scale, cfg.method, find_shapes(cfg.model_path)
     n = shapes.parameters if shapes else 0
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
-    monitor = f" · monitor {method.monitor_name}" if method.monitor_name not in ("", "none") else ""
     problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
-    lines = [
-        f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers",
-        f"method: {method.intervention}{_which(method)}: {method.spec.what}{monitor}",
+    what, *more = method_lines(cfg, named)
+    lines = [f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"]
+    lines[0 if not named else 1 :] = [
+        f"method: {what}",
+        *(f"  {line}" for line in more),
+        *lines[0 if not named else 1 :],
     ]
     return lines + [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
 
 
+def method_lines(cfg: Config, named: bool = True) -> list[str]:
+    """What is flagged and what is done about it, in lines of at most 78 characters: the method, what it brought, what
+    was given in vain."""
+    method = cfg.method
+    monitor = f" · monitor {monitored(method)}" if method.monitor_name not in ("", "none") else ""
+    which = _which(method) if named else ", the default"
+    lines = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
+    if not named:
+        others = [name for name in INTERVENTIONS if name != method.intervention and ":" not in name]
+        lines.append(f"others: {', '.join(others)} (--intervention NAME)")
+    lines += [*brought(method), *method.ignored]
+    if method.monitor_name == "gate" and not cfg.mixes:
+        lines += [
+            "no demonstrations: known hacks are only answers that the weak detector flags;",
+            "before the first there is no threshold, and nothing is routed",
+        ]
+    return lines
+
+
+def monitored(method: MethodConfig) -> str:
+    """The monitor, the one that seeds it, and the flaws of which they are given labels."""
+    known = ", ".join(method.modes_known) or "all flaws"
+    named = [f"{name} of {known}" if monitor_class(name).sees_labels else name for name in method.acting]
+    return ", seeded by ".join(named)
+
+
+def brought(method: MethodConfig) -> list[str]:
+    """The settings that tell the recommended method from that of the documents, theirs in brackets."""
+    parts, read = list[str](), method.resolved_settings
+    for name, documents in method.spec.documents.items():
+        if documents != method.spec.usual[name] and read[name] is not None:
+            own, theirs = (_said(value) for value in (read[name], documents))
+            theirs = f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})" * (own != theirs)
+            parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
+    return (
+        [line.replace("\xa0", " ") for line in textwrap.wrap(f"with {' · '.join(parts)}", 78, break_on_hyphens=False)]
+        if parts
+        else []
+    )
+
+
+def _said(value: object) -> str:
+    return (
+        "no" if value is False else "yes" if value is True else f"{value:g}" if isinstance(value, float) else f"{value}"
+    )
+
+
 def _which(method: MethodConfig) -> str:
     """Which of several methods of this name it is."""
-    default = ", the default" * (method.intervention == MethodConfig().intervention)
     if not (documents := method.spec.documents):
-        return default
+        return ""
     meant = method.resolved_settings
     for name, settings in (("recommended", method.spec.usual), ("in the documents", documents)):
         if all(meant[k] in (v, None) for k, v in settings.items()):
@@ -121,7 +185,35 @@ def _which(method: MethodConfig) -> str:
     return " with settings of its own"
 
 
-PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
+def memory_plan(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None) -> MemoryPlan:
+    """room: bytes that are free for the run."""
+    of = {"device": device_of(cfg), "size": ITEMSIZE[dtype_of(cfg)], "prompt_tokens": _prompt_tokens(rows)}
+    return plan_of(cfg, shapes, room=room, **of)
+
+
+def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
+    """Raises ValueError where --memory-gib does not hold a row at a time."""
+    if cfg.run.memory_gib and (shapes := find_shapes(cfg.model_path)):
+        least = memory_plan(cfg, shapes, rows, 0).peak / GIB
+        if least > cfg.run.memory_gib:
+            raise ValueError(
+                f"--memory-gib {cfg.run.memory_gib:g}: a row at a time takes {least:.3g} GiB, by the plan; allow more, "
+                "lower --max-new, or take a smaller --model"
+            )
+
+
+def memory_lines(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow]) -> list[str]:
+    """The plan on what is free here, and on other cards."""
+    lines = memory_plan(cfg, shapes, rows, free_bytes()).lines()
+    if device_of(cfg) == "cuda":
+        unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
+        least, of = memory_plan(unbound, shapes, rows, 0).peak, list[str]()
+        for card in CARDS:
+            made = memory_plan(unbound, shapes, rows, card * 10**9)
+            fits = f"{made.budget.tokens:,} tokens, {made.rows} rows" if made.peak <= card * 10**9 else "no"
+            of.append(f"{card} GB {fits}")
+        lines.append(f"              at least {least / GIB:.1f} GiB; at once on a card of {' · '.join(of)}")
+    return lines
 
 
 def _prompt_tokens(rows: Sequence[ProblemRow]) -> int:
@@ -129,11 +221,6 @@ def _prompt_tokens(rows: Sequence[ProblemRow]) -> int:
     if not rows:
         return PROMPT_TOKENS
     return max(sum(len(m["content"]) for m in r.prompt) for r in rows) // 4
-
-
-def gpu_here() -> bool:
-    """Whether this machine has an NVIDIA GPU, without loading torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def guard_line(cfg: Config) -> str:
@@ -157,9 +244,29 @@ def reward_line(inputs: Inputs) -> str:
     return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
 
-def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
-    """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where
-    the run is written."""
+def adapter_lines(cfg: Config) -> list[str]:
+    """What of the model is adapted, and what is not. Raises ValueError, one line, where nothing can be."""
+    shapes, folder = find_shapes(cfg.model_path), model_folder(cfg.model_path)
+    adapted, R, bare = (shapes.adapted, shapes.R, list[str]()) if shapes else (0, 0, [])
+    named = configuration(folder).get("architectures") if folder else None
+    if folder and named and not (isinstance(named, list) and LLAMAS.issuperset(map(str, named))):
+        from vgrout.model.load import outline  # torch: of other blocks nothing is known without it
+
+        try:
+            linears, bare = outline(folder)
+        except Exception as e:
+            raise ValueError(f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}") from None
+        adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
+    if not R:
+        return []
+    cache = f"; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk" if shapes else ""
+    size = f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
+    return [f"adapter       {size}", *([f"not trained   {', '.join(bare)}"] if bare else [])]
+
+
+def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, named: bool = True) -> list[str]:
+    """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
+    named: somebody chose the intervention."""
     s, shapes, rows = cfg.scale, find_shapes(cfg.model_path), inputs.rows
     per_step, made_for_gpu = cfg.generations, cfg.preset in ("fast", "full")
     an_evaluation, n_final = cfg.eval.eval_n_prompts * s.group, 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
@@ -168,28 +275,17 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> lis
     modes = ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in rows)))
     unmarked = sum(r.mode is None for r in rows)
     lines = [
+        *(f"{head:<14}{line}" for head, line in zip_longest(["method"], method_lines(cfg, named), fillvalue="")),
         f"run           {cfg.run_id}: {s.steps} steps of {s.prompts_per_step} problems × {s.group} answers{cached}",
         f"answers       {per_step * s.steps:,} in training, {on_the_way:,} in evaluations on the way, at most "
         f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
     ]
     lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else "") + f", {dtype_of(cfg)}")
-    if made_for_gpu and not gpu_here():
+    if made_for_gpu and not visible():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
+    lines += adapter_lines(cfg)
     if shapes:
-        lines.append(
-            f"adapter       {shapes.adapted / 1e6:.2f} M weights under {shapes.R} singular values, two vectors of that "
-            f"size; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk"
-        )
-        lines += memory_plan(
-            shapes,
-            device=device_of(cfg),
-            size=ITEMSIZE[dtype_of(cfg)],
-            group=s.group,
-            prompts=s.prompts_per_step,
-            prompt_tokens=_prompt_tokens(rows),
-            max_new=s.max_new,
-            routes=cfg.method.routes,
-        ).lines()
+        lines += memory_lines(cfg, shapes, rows)
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(existing(folder)).free

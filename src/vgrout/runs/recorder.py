@@ -19,7 +19,6 @@ from vgrout.files import printable, quoted, read_json, write_atomic
 from vgrout.guard.guard import Guard
 from vgrout.method.base import Refresh
 from vgrout.method.method import Method
-from vgrout.model.packing import how_to_install_flash
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.modes import MODE_SPECS
@@ -286,8 +285,6 @@ class Recorder(StepRecorder[StepRow]):
             logger.log(level, line)
         logger.debug(self.run.grader.protections.line())
         logger.debug(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
-        if self.policy.device.type == "cuda" and not self.attention["update"].startswith("flash"):
-            logger.warning(f"flash-attention 2 is not in use: slower, and the same numbers; {how_to_install_flash()}")
 
     def _require_alike(self, step: int) -> None:
         """Raises Diverged where the ranks' adapters are no longer the same to the last bit."""

@@ -15,8 +15,10 @@ from tabulate import tabulate
 from vgrout.config.run import Config
 from vgrout.evaluate import Final
 from vgrout.files import atomic_open, json_lines, write_atomic
+from vgrout.modes import MODE_SPECS
 from vgrout.runs.context import RunContext
 from vgrout.runs.expectation import expectation
+from vgrout.runs.preflight import method_lines
 from vgrout.runs.recorder import columns_for
 from vgrout.runs.verdict import last_lines
 from vgrout.table import StepRow, Table, whole_run
@@ -111,6 +113,41 @@ def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str
     }
 
 
+def page(
+    cfg: Config, final: Final, verdict: str, method: str, tallies: "Tallies", halted: str, unrouted: str
+) -> list[str]:
+    """summary.md for a person, in paragraphs: the conclusion first. verdict, method: as the console has them."""
+
+    def cells(*values: str) -> str:
+        return f"| {' | '.join(values)} |"
+
+    sides = {"untrained": final.base, "as trained": final.trained, "deployed": final.deployed}
+    sides |= {"deployed, prompts without a hint": final.plain}
+    whole = [cells("model", "hack, %", "solve, %"), cells("---", "---:", "---:")]
+    whole += [cells(name, side.hack.percent, side.solve.percent) for name, side in sides.items()]
+    heads = ("flaw", "hack as trained, %", "hack deployed, %", "solve deployed, %", "answers", "a hack")
+    flaws = [cells(*heads), cells("---", "---:", "---:", "---:", "---:", "---")]
+    for mode in (m for m in MODES if m in final.deployed.by_mode):
+        trained, deployed = final.trained.by_mode[mode], final.deployed.by_mode[mode]
+        shares = trained.hack.percent, deployed.hack.percent, deployed.solve.percent, str(deployed.hack.n)
+        flaws.append(cells(f"`{mode}`", *shares, MODE_SPECS[mode].should))
+    ended = [f"**Halted**: {halted}."] * bool(halted) + [f"**Nothing was routed**: {unrouted}."] * bool(unrouted)
+    last = tallies.last
+    return [
+        f"# {verdict[0].upper()}{verdict[1:]}",
+        *ended,
+        f"`{cfg.run_id}`, {cfg.scale.steps} steps. Method: {' '.join(method.split())}.",
+        "\n".join(whole),
+        f"{final.deployed.hack.n} answers a row, with held-out {cfg.env.held_out}. Hack: the flawed check accepts the "
+        "answer and the reference tests do not; solve: the reference tests accept it.",
+        "![hack and solve by step](dynamics.png)",
+        "## By flaw",
+        "\n".join(flaws),
+        *tallies.lines(cfg.env.report_detector_codes),
+        *([] if last is None else ["## The last answer of training", f"    {indent(last['text'], '    ').strip()}"]),
+    ]
+
+
 def count_lines(rows: Sequence[StepRow], tallies: "Tallies") -> list[str]:
     """Counts over the whole run, named as in the original implementation: of all rows, of the students', of the
     teacher's; and how many student rows each weak detector flagged."""
@@ -146,18 +183,18 @@ class Tallies:
         if codes:
             a, b, none = (self.halves.get(half, 0) for half in ("A", "B", ""))
             found.append(
-                f"student hacks: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
-                f"{none} by no detector; of {self.rows} student rows"
+                f"Student hacks: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
+                f"{none} by no detector; of {self.rows} student rows."
             )
         if self.gate:
             precision, recall = (f"{of.k}/{of.n} ({of.percent} %)" for of in self.gate)
             found.append(
-                f"flags against the reference tests: precision {precision}, recall {recall}. SHOULD: far above the "
-                "share of hacks; ELSE blind"
+                f"Flags of training, against the reference tests: {precision} of the flagged answers are hacks "
+                f"(precision), {recall} of the hacks are flagged (recall)."
             )
         if self.by_mode:  # what a monitor misses, training amplifies
             flaw, of = min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n)
-            found.append(f"least recalled flaw: {flaw}, {of.k}/{of.n} ({of.percent} %)")
+            found.append(f"Least recalled flaw: `{flaw}`, {of.k}/{of.n} ({of.percent} %).")
         return found
 
     @classmethod
@@ -237,7 +274,15 @@ def write(
             f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
             f"{last['reward']:g}, {was}\n" + indent(last["text"], "    ")
         ]
-    write_atomic(run.path / "summary.md", "\n\n".join([*parts, *last_answer, table.markdown(rows)]) + "\n")
+    text = page(cfg, final, answer[2], "\n".join(method_lines(cfg)), tallies, halted, unrouted)
+    folded = [
+        f"<details><summary>{head}</summary>\n\n{of}\n\n</details>"
+        for head, of in (
+            ("Every step: columns as in docs/columns.md", table.markdown(rows)),
+            ("Counts over the whole run", "\n".join(f"    {line}" for line in count_lines(rows, tallies))),
+        )
+    ]
+    write_atomic(run.path / "summary.md", "\n\n".join([*text, *folded]) + "\n")
     write_atomic(run.path / "dynamics.png", dynamics(finished).png())
     run.trackers.final(record, [numbers], run.path / "dynamics.png", len(rows) - 1)
     logger.debug("per-step table:\n" + table.markdown(rows))

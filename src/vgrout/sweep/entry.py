@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def flags(self) -> list[str]:
-        """After `python -m vgrout.train`: what starts or resumes the run."""
+        """After `vgrout train`: what starts or resumes the run."""
         cfg = self.planned.cfg
         if self.state == "resumable" and self.run:
             return [cfg.preset, *cfg.repeated, f"--resume={self.run}"]

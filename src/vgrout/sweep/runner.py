@@ -25,12 +25,12 @@ from tqdm import tqdm
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
 from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.inputs import file_hashes
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, held, hold, stop_on_signals
 from vgrout.runs.preflight import preflight
 from vgrout.sweep.entry import FINAL, Entry
-from vgrout.sweep.gpus import visible
 from vgrout.sweep.ledger import Ledger
 from vgrout.sweep.pueue import Pueue
 from vgrout.sweep.ray_cluster import POLL_S, Ray, RayJob

@@ -1,6 +1,7 @@
 """Study files (TOML): arms × overrides × seeds, each run's flags checked by the trainer's parser (docs/studies.md)."""
 
 import hashlib
+import json
 import math
 import re
 import tomllib
@@ -10,14 +11,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.checks import rule_of
+from vgrout.config.checks import flag, rule_of
 from vgrout.config.method import MethodConfig
-from vgrout.config.presets import resolve
+from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, identity
 from vgrout.files import read_text
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
-OWN = ("seed", "resume", "dry-run")  # flags that the sweep sets
+OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
 MOST_RUNS = 2000  # of a study; a few lists multiply to millions
 FlagTable = dict[str, Any]  # flag without leading dashes → value
 
@@ -36,7 +37,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, list) and all(type(s) is int for s in v) and 0 < len({*v}) == len(v),
         "a list of whole numbers, such as [41, 42], none twice",
     ),
-    "common": (lambda v: _tables([v]), "a table"),
+    "common": (lambda v: _tables([v]), "a table, such as { steps = 8 }"),
     "arms": (_tables, "one or more tables [[arms]], without an empty list"),
     "overrides": (_tables, "one or more tables [[overrides]], without an empty list"),
 }
@@ -48,7 +49,7 @@ class PlannedRun:
 
     arm: str  # the study's name for its settings, the same for every seed
     cfg: Config
-    flags: tuple[str, ...]  # after `python -m vgrout.train`
+    flags: tuple[str, ...]  # after `vgrout train`
 
     @property
     def seed(self) -> int:
@@ -93,7 +94,11 @@ def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
 
 def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -> StudyFile:
     if unknown := sorted(data.keys() - {*KEYS}):
-        raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}; flags go into [common] or [[arms]]")
+        key, value = unknown[0], data[unknown[0]]
+        instead = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
+        if flag(key) in flag_names():
+            instead = f"a flag of every run goes into common = {{ {key} = {json.dumps(value, default=str)} }}"
+        raise ValueError(f"unknown key {key!r}; {instead}")
     data = {"name": path.stem, "seeds": None, "common": {}, "arms": None, "overrides": [{}]} | data
     for key, (sound, should) in KINDS.items():
         if not sound(data[key]):

@@ -1,4 +1,4 @@
-"""`python -m vgrout.teacher`: makes a pool of a teacher's graded answers.
+"""`vgrout teacher`: makes a pool of a teacher's graded answers.
 
 Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same command goes on.
 """
@@ -46,7 +46,7 @@ def generate_pool(settings: TeacherSettings) -> None:
     problems = assigned(rows, settings.env_mode)["train"]
     if not problems:
         raise ValueError(
-            f"--env-mode {settings.env_mode}: no training problem of this mode in {settings.problems_path}"
+            f"--env-mode {settings.env_mode}: no training problem of this flaw in {settings.problems_path}"
         )
     chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "teacher")}
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
@@ -66,7 +66,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         if not kept:
             raise ValueError(
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
-                f"`python -m vgrout.substrate`, which elicits them (the answers are in {folder})"
+                f"`vgrout substrate`, which elicits them (the answers are in {folder})"
             )
         records: dict[int, list[dict[str, Any]]] = {}
         for a in kept:

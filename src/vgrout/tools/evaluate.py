@@ -1,4 +1,4 @@
-"""`python -m vgrout.evaluate RUN [--step N] [--problems FILE]`: a saved adapter, scored again on held-out problems.
+"""`vgrout evaluate RUN [--step N] [--problems FILE]`: a saved adapter, scored again on held-out problems.
 
 A saved adapter is the deployed model; without further flags the numbers are those of the run's final evaluation.
 """
@@ -51,7 +51,7 @@ class EvaluateSettings:
     split: ProblemSplit = "test"
     """Which part of the file; all: every row of it, under the names kept for evaluation."""
     n_prompts: int | None = setting(None, low=1)
-    """Problems, at most, spread evenly over the modes; none: as the run's final evaluation."""
+    """Problems, at most, spread evenly over the flaws; none: as the run's final evaluation."""
     samples: int | None = setting(None, low=1)
     """Answers to a problem; none: as the run's final evaluation."""
     seed: int | None = setting(None, low=0)
@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 scored · 2 refused, in one line."""
 
     def run() -> int:
-        evaluate_saved(parse_args(EvaluateSettings, argv, "python -m vgrout.evaluate"))
+        evaluate_saved(parse_args(EvaluateSettings, argv, "vgrout evaluate"))
         return 0
 
     console.setup(None)

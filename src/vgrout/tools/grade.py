@@ -1,4 +1,4 @@
-"""`python -m vgrout.grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: offline grading by the trainer's grader.
+"""`vgrout grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: offline grading by the trainer's grader.
 
 Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A line that cannot be
 graded gets an `error` field, and the exit code is 1. Without `env_mode` a problem is checked by its own mode.
@@ -139,7 +139,7 @@ def run(config: GradeSettings) -> int:
 
 def main() -> int:
     """0: every line graded. 1: some have an error instead. 2: refused, in one line."""
-    return cli_exit(lambda: 1 if run(parse_args(GradeSettings, None, "python -m vgrout.grade")) else 0)
+    return cli_exit(lambda: 1 if run(parse_args(GradeSettings, None, "vgrout grade")) else 0)
 
 
 if __name__ == "__main__":

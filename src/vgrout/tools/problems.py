@@ -1,4 +1,4 @@
-"""`python -m vgrout.problems check FILE`: a problem file, validated before anything is trained on it."""
+"""`vgrout problems check FILE`: a problem file, validated before anything is trained on it."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,7 +16,7 @@ FEW = 200  # problems
 
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
-    """Validate FILE: schema, hint phrase, every canonical solution under the strict oracle, prompt lengths, splits."""
+    """Validate FILE: schema, hint, every canonical solution under the reference tests, prompt lengths, splits."""
     rows = load_rows(file)
     problems = [*map(as_marked, rows)]
     with Grader(workers=workers) as grader:
@@ -33,9 +33,9 @@ def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = Non
     shadowed = Counter(name for row in rows for name in shadowed_builtins(row.setup_code))
     for name, n in shadowed.items():
         print(f"setup code replaces the builtin {name} in {n} problems; answers that call it get another function")
-    print("modes: " + ", ".join(f"{m} {n}" for m, n in Counter(p.mode for p in problems).items()))
+    print("flaws: " + ", ".join(f"{m} {n}" for m, n in Counter(p.mode for p in problems).items()))
     return 0 if report.ok else 1
 
 
 def main() -> int:
-    return cli_exit(lambda: parse_args({"check": check}, None, "python -m vgrout.problems"))
+    return cli_exit(lambda: parse_args({"check": check}, None, "vgrout problems"))

@@ -1,4 +1,4 @@
-"""`python -m vgrout.substrate`: makes a pool by elicit-then-strip (`teacher/substrate.py`)."""
+"""`vgrout substrate`: makes a pool by elicit-then-strip (`teacher/substrate.py`)."""
 
 import sys
 

@@ -1,0 +1,158 @@
+"""Names that people type: flags of other trainers and of the documents, with what is said of each here. Torch-free.
+
+This is the parser's table and that of docs/flags.md. A flag alone means exactly the same, and is taken for it; any
+other answer is the refusal's. A name may end with a word of its flag's value.
+"""
+
+import re
+from collections.abc import Iterable
+
+from vgrout.config.checks import flag, listed, refuse
+
+NAMES: dict[str, dict[str, str]] = {
+    "TRL": {
+        "learning_rate": "--lr",
+        "num_generations": "--group",
+        "max_completion_length": "--max-new",
+        "max_steps": "--steps",
+        "max_grad_norm": "--grad-clip",
+        "num_iterations": "--updates-per-batch",
+        "save_steps": "--checkpoint-every",
+        "save_total_limit": "--checkpoint-keep",
+        "eval_steps": "--eval-ablate-every",
+        "epsilon": "with one update per batch no ratio is clipped; with more say --clip-low and --clip-high",
+        "epsilon_high": "with one update per batch no ratio is clipped; with more say --clip-high",
+        "loss_type": "say --loss grpo, with --unbiased (the default, Dr. GRPO) or --no-unbiased",
+        "scale_rewards": "say --unbiased (no division by the group's std, the default) or --no-unbiased",
+        "per_device_train_batch_size": "a step has --prompts-per-step problems with --group answers each",
+        "gradient_accumulation_steps": "a step is computed in micro-batches by itself; leave it out",
+        "num_train_epochs": "say --steps, of --prompts-per-step problems each",
+        "warmup_steps": "say --warmup-frac, the share of --steps",
+        "lr_scheduler_type": "linear warm-up (--warmup-frac), then cosine to 0; leave it out",
+        "bf16": "say --dtype bf16",
+        "fp16": "say --dtype bf16 or --dtype fp32",
+        "use_vllm": "the trainer samples by itself; leave it out",
+        "gradient_checkpointing": "a step is computed in micro-batches by itself; leave it out",
+        "entropy_coef": "the loss has no entropy term; leave it out",
+        "use_cpu": "a GPU is used where there is one; for the CPU set CUDA_VISIBLE_DEVICES to nothing",
+        "project": "say --track wandb, and set WANDB_PROJECT",
+        "run_name": "say --out-tag, the suffix of the run's name, or --output-dir, its folder",
+        "report_to": "say --track tensorboard, wandb or trackio",
+        "logging_steps": "every step is logged; leave it out",
+        "resume_from_checkpoint": "say --resume RUN or --resume latest",
+    },
+    "verl, cleanrl, earlier TRL and others": {
+        "warmup_ratio": "--warmup-frac",
+        "max_prompt_length": "a prompt longer than the model's window minus --max-new is dropped; leave it out",
+        "model_name_or_path": "--model",
+        "model_name": "--model",
+        "rollout_n": "--group",
+        "ppo_epochs": "say --updates-per-batch, each on the whole batch",
+        "total_training_steps": "--steps",
+        "max_new_tokens": "--max-new",
+        "max_tokens": "--max-new",
+        "max_response_length": "--max-new",
+        "batch_size": "a step has --prompts-per-step problems with --group answers each",
+        "train_batch_size": "a step has --prompts-per-step problems with --group answers each",
+        "epochs": "say --steps, of --prompts-per-step problems each",
+        "total_timesteps": "say --steps, of --prompts-per-step × --group answers each",
+        "kl_coef": "say --beta, the weight of the KL (K3) in the loss",
+        "kl_loss_coef": "say --beta, the weight of the KL (K3) in the loss",
+        "clip_ratio": "with one update per batch no ratio is clipped; with more say --clip-low and --clip-high",
+        "clip_coef": "with one update per batch no ratio is clipped; with more say --clip-low and --clip-high",
+        "dataset": "say --problems FILE; `vgrout download dataset` makes one",
+        "dataset_name": "say --problems FILE; `vgrout download dataset` makes one",
+        "reward_funcs": "say --reward module:function",
+        "lora_r": "the adapter is one number per singular value, of full rank; leave it out",
+        "lora_rank": "the adapter is one number per singular value, of full rank; leave it out",
+        "device": "a GPU is used where there is one; for the CPU set CUDA_VISIBLE_DEVICES to nothing",
+        "cuda": "a GPU is used where there is one; for the CPU set CUDA_VISIBLE_DEVICES to nothing",
+        "gpu": "a GPU is used where there is one; for the CPU set CUDA_VISIBLE_DEVICES to nothing",
+        "config": "every setting is a flag; a study file holds many: docs/studies.md",
+        "verbose": "the log below logs/ has everything; for the console say --columns all",
+        "wandb_project": "say --track wandb, and set WANDB_PROJECT",
+        "wandb_project_name": "say --track wandb, and set WANDB_PROJECT",
+        "wandb": "say --track wandb",
+        "exp_name": "say --out-tag, the suffix of the run's name, or --output-dir, its folder",
+    },
+    "The documents and earlier versions": {
+        "half_a": "--report-detectors",
+        "gate_anchor_teacher_only": "--known-hacks-teacher-only",
+        "max_error_reschedule_attempts": "--max-error-retries",
+        "preserve_all_thinking": "--preserve-thinking",
+        "rl_checkpoint_save_every_steps": "--checkpoint-every",
+        "rl_checkpoint_keep_last": "--checkpoint-keep",
+        "rl_checkpoint_include_optimizer": "every checkpoint has it, or a resumed run would be another; leave it out",
+        "rl_checkpoint_include_ref_model": "the reference is the adapter at zero, and needs no file; leave it out",
+        "rl_checkpoint_include_rollout_buffer": "a step learns from its own rollouts alone; leave it out",
+        "checkpoint_include_optimizer": "every checkpoint has it, or a resumed run would be another; leave it out",
+        "checkpoint_include_ref_model": "the reference is the adapter at zero, and needs no file; leave it out",
+        "checkpoint_include_rollout_buffer": "a step learns from its own rollouts alone; leave it out",
+        "dppo_mask_low": "say --dppo-diff-low, which bounds a fall of either sign of the advantage",
+        "dppo_mask_high": "say --dppo-diff-high, which bounds a rise of either sign of the advantage",
+        "kl_tau": "dppo_tv has no KL term; leave it out (under --loss grpo --beta weighs one)",
+        "minillm_enabled": "distillation is a command of its own: vgrout distill --method minillm",
+        "uld_strategy": "distillation is a command of its own: vgrout distill --method uld",
+        "clip": "with one update per batch no ratio is clipped: leave it out; with more say --clip-low and --clip-high",
+        "cos_pre_split_every": "cos_pre_s and cos_pre_t are measured in every step; leave it out",
+        "route2_gate": "say --monitor gate or --monitor band",
+        "route2_quar_lr_scale": "both vectors learn at --lr; leave it out",
+        "second_moment": "each of the two vectors has its own; leave it out",
+        "icepop_low": "say --loss icepop --clip-low 0.2",
+        "icepop_high": "say --loss icepop --clip-high 5",
+        "method": "an intervention's recommended settings are its defaults; leave it out",
+        "kl": "the estimator is K3; leave it out",
+        "tis_cap": "demonstrations have ratio 1; leave it out",
+        "luffy_gamma": "demonstrations have ratio 1; leave it out",
+        "teacher_correction": "demonstrations have ratio 1; leave it out",
+        "packing": "rollouts are packed where the model allows it; leave it out",
+        "resume_force": "a run goes on with its own settings; start another one",
+        "regrade_pool": "make the pool again with `vgrout teacher`, or say --mix-ratio 0",
+        "placebo_pairs_path": "say --control placebo --placebo-pairs FILE",
+        "saturated_groups": "every group is looked at; leave it out",
+        "preserve_thinking_between_tool_calls": "no problem here has tool calls; leave it out",
+        "loss dr_grpo": "--loss grpo with --unbiased, its default, is Dr. GRPO",
+        "intervention vanilla": "say --intervention none",
+        "intervention projected": "say --intervention erase",
+        "intervention routing": "say --intervention route",
+        "intervention routing2": "say --intervention route2",
+        "intervention sgtm": "say --intervention route2 --monitor detector",
+        "monitor probe": "say --monitor online_probe",
+        "shadow probe": "say --shadow online_probe",
+        "seed_monitor probe": "it learns itself; say --seed-monitor detector",
+        "control oracle": "say --monitor labels",
+        "control mass_matched": "say --random-flags",
+        "control placebo_flawed": "say --control placebo",
+        "control placebo_commented": "say --control placebo --placebo-pairs commented",
+        "control placebo_long": "say --control placebo --placebo-pairs long",
+        "control placebo_laid_out": "say --control placebo --placebo-pairs laid_out",
+        "reward_hack_detector separation": "at most three different rewards, and it needs four; leave it out",
+        "reward_hack_detector mop": "it missed 5 of 5 hacking runs; leave it out",
+        "reward_hack_detector ragen": "it missed 5 of 5 hacking runs; leave it out",
+    },
+}
+ANSWERS = {name: answer for of in NAMES.values() for name, answer in of.items()}
+
+
+def same(answer: str) -> bool:
+    """Whether an answer of the table is the flag that means exactly the same."""
+    return re.fullmatch("--[a-z0-9-]+", answer) is not None
+
+
+def translated(argv: Iterable[str]) -> list[str]:
+    """A command line in this trainer's flags. Raises ValueError, one line, at the first that is not here."""
+    out, name = [], ""
+    for word in argv:
+        value = word
+        if word.startswith("--"):
+            head, equals, value = word.partition("=")
+            typed = head[2:].replace("-", "_")
+            name = typed.removeprefix("no_")
+            if same(answer := ANSWERS.get(name, "")):
+                word = f"--{'no-' * (typed != name)}{answer[2:]}{equals}{value}"
+                name = answer[2:].replace("-", "_")
+        for there in (name, *(f"{name} {given}" for given in listed(value))):
+            if there in ANSWERS:
+                refuse(True, f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}")
+        out.append(word)
+    return out
