@@ -46,8 +46,8 @@ def _content(prefix: str, lines: list[str]) -> str:
     """The lines of a block without what its opening fence has before it: marks of a quotation, the indentation that all
     lines share, as far as that of the fence."""
     if quotes := prefix.count(">"):
-        lines = [re.sub(rf"^(?:{_BLANK}*+> ?){{1,{quotes}}}", "", line) for line in lines]
-        prefix = prefix.rpartition(">")[2].removeprefix(" ")
+        lines = [re.sub(rf"^(?:{_BLANK}*+>){{1,{quotes}}}", "", line) for line in lines]
+        prefix = prefix.rpartition(">")[2] or " "
     shared = takewhile(lambda at: len({*at}) == 1 and at[0] in " \t", zip(*filter(str.strip, lines), strict=False))
     cut = sum(column <= _width(prefix) for column in accumulate(4 if at[0] == "\t" else 1 for at in shared))
     return "\n".join(line[cut:] for line in lines).removeprefix("\ufeff")
@@ -61,7 +61,9 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
     """Every fenced block that holds anything. A block of another language that is one of blocks stands for these."""
     opening: re.Match[str] | None = None
     lines: list[str] = []
-    doubtful: int | None = None  # the first line that looks like its end, but as far in as the fence of a docstring
+    doubtful: int | None = (
+        None  # the first line that looks like its end, but is shorter, or as far in as in a docstring
+    )
 
     def block(complete: bool) -> Iterator[Block]:
         assert opening is not None
@@ -74,8 +76,10 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
         found = _OPEN.match(line)
         if opening is not None:
             fence = opening["fence"] or opening["mid"]
-            closing = re.search(rf"^((?:{_BLANK}|>)*+){fence}|(?<!{fence[0]}){fence}{fence[0]}*+{_BLANK}*+$", line)
-            if closing is None or _width(closing[1]) > _width(opening["prefix"]) + 3:
+            run = rf"(?:{fence[0]}{{3,}}+)"
+            closing = re.search(rf"^((?:{_BLANK}|>)*+){run}|(?<!{fence[0]}){run}{_BLANK}*+$", line)
+            deep = closing is not None and _width(closing[1]) > _width(opening["prefix"]) + 3
+            if closing is None or deep or closing[0].count(fence[0]) < len(fence):
                 doubtful = doubtful if closing is None or doubtful is not None else len(lines)
                 lines.append(line)
                 continue
