@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import as_typed, command, parsed, spelled
-from vgrout.config.checks import changed, flag, flags, legal_values, refuse, rule_of
+from vgrout.config.checks import changed, flag, flags, legal_values, listed, refuse, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import INTERVENTIONS, MONITORS, described, register
 from vgrout.config.names import translated
@@ -169,20 +169,25 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
     return cfg
 
 
+# Flags that name classes: where one of your own is registered, an attribute that it has, what it is.
+CLASSES = {
+    "--intervention": (INTERVENTIONS, "acts_on", "Intervention"),
+    **dict.fromkeys(("--monitor", "--seed-monitor", "--shadow"), (MONITORS, "reads", "Monitor")),
+}
+
+
 def register_named(argv: Sequence[str]) -> None:
     """Import what a command line names as module:Class or module:function. Raises ValueError, one line."""
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
-        if name == "--reward" and re.fullmatch(r"[\w.]+:\w+", given := value if equals else following):
-            import_function(given, name)
-        registry, attribute = {"--intervention": (INTERVENTIONS, "acts_on"), "--monitor": (MONITORS, "reads")}.get(
-            name, (None, "")
-        )
-        value = value if equals else following
-        if registry is not None and ":" in value:
-            own = import_function(value, name)
-            refuse(not hasattr(own, attribute), f"{name} {value}: is no {name[2:].capitalize()} of vgrout.method.base")
-            register(registry, own, value)
+        kind = CLASSES.get(name)
+        for given in listed(value if equals else following) if kind or name == "--reward" else ():
+            if not re.fullmatch(r"[\w.]+:\w+", given):
+                continue
+            own = import_function(given, name)
+            if kind:
+                refuse(not hasattr(own, kind[1]), f"{name} {given}: is no {kind[2]} of vgrout.method.base")
+                register(kind[0], own, given)
 
 
 def show_help(preset: str, everything: bool) -> None:
