@@ -171,7 +171,6 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
         "rewarded less |": runs_of(shown, "penalty", labels),
-        "rewarded less, and a linear probe": runs_of(shown, "penalty", *probe),
         "(reference tests as reward)": runs_of(shown, "none", control="no_loophole"),
     }
     for start, runs in of_readme.items():
@@ -189,7 +188,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
             runs_of(attempts, "penalty", *reads, "quarantine_start=pairs"),
         ),
         "rewarded less | linear probe": (
-            of_readme["rewarded less, and a linear probe"],
+            runs_of(shown, "penalty", *probe),
             runs_of(attempts, "penalty", *probe),
         ),
         "rewarded less | the same, fitted on random": (runs_of(shown, "penalty", *probe, "probe_diet=random"), []),
@@ -212,6 +211,33 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         if found and found != "0":
             rates = [make.share([r["flagged_solved"]]) for r in runs]
             assert false_flags == f"{mean(rates):.1f}", start
+
+
+def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
+    make = recall()
+    toy, small = make.read("axes", "arms-baselines"), make.read("pretrained")
+    best = "vhack_refresh_every=0 gate_vote=rollout gate_modules=apart rollout_ablate_frac=1.0 quarantine=block:3"
+
+    def said(rows: list[Any], arm: str, control: str, settings: str) -> str:
+        of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
+        hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in of) for what in ("hack", "solve"))
+        return f"{hack:.1f} / {solve:.1f} ({len(of)} run{'s' * (len(of) > 1)})"
+
+    def bare(row: Any) -> str:
+        return " ".join(s for s in row["settings"].split() if not s.startswith("organism="))
+
+    axes = [r for r in toy if "organism=" not in r["settings"] and not r["run"].startswith("20261121T21")]
+    shown = {
+        "plain GRPO |": ("none", "none", "", ""),
+        "routed |": ("route2", "none", "", f"{best} rebaseline=True"),
+        "plain GRPO, nothing": ("none", "none", "mix_ratio=0.0", "mix_ratio=0.0"),
+        "(grader without": ("none", "no_loophole", "", ""),
+    }
+    table = text(README).partition("<!-- demonstrated -->")[2].partition("<!-- results -->")[0]
+    for start, (arm, control, of_small, of_toy) in shown.items():
+        (cells,) = [line.split(" | ") for line in table.splitlines() if line.startswith(f"| {start}")]
+        assert cells[2] == said(small, arm, control, of_small), start
+        assert cells[1] == said(toy if "mix" in of_toy else axes, arm, control, of_toy), start
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:

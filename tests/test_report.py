@@ -86,7 +86,7 @@ def test_an_older_report_is_replaced_but_not_by_a_failure(
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["nowhere"], "no run in it"),
+        (["nowhere"], "nowhere: no such folder"),
         (["runs", "--tag=_x"], "no finished run named *_x"),
         (["runs", "--strict"], "--strict: left out: 004_mini_none_seed9 (failed)"),
         (["runs", "--judge=none.py"], "--judge none.py: no such file of Python"),

@@ -195,8 +195,11 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["mini", "--intervention", "route2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers")
-    assert len(lines) <= 16
+    assert lines[0].startswith("method        route2 as recommended: ")
+    assert any(
+        line.startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers") for line in lines
+    )
+    assert len(lines) <= 17
     heads = {line.split()[0] for line in lines}
     assert {"answers", "memory", "disk", "problems", "pool", "pairs", "guard", "sandbox"} <= heads
     assert not heads & {"missing", "device"}
