@@ -112,7 +112,7 @@ def waiting(gpu: PretendedGpu, m: pytest.MonkeyPatch) -> dict[str, list[Counter[
 @pytest.mark.long
 @pytest.mark.parametrize("method", [*ARMS, *PAIRS])
 def test_a_run(method: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the decoder of large models, the direction extracted and evaluated on the way. Its rows are the CPU's."""
+    """Through the decoder of large models, the direction extracted and evaluated on the way. Rewards are the CPU's."""
     argv = flags(method, "--dtype", "fp32", "--steps", "2", "--eval-ablate-every", "1", "--eval-n-prompts", "1")
     with monkeypatch.context() as m, pretended_gpu() as gpu:
         m.setattr(decoder, "SMALL", 0)
@@ -125,7 +125,6 @@ def test_a_run(method: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch:
         assert of_fb.total() <= UPDATE, of_fb
     for got, want in zip(rows(made), rows(shared_run(*argv)), strict=True):
         assert [got[name] for name in SAME] == [want[name] for name in SAME]
-        assert got["gn"] == pytest.approx(want["gn"], rel=1e-3)
 
 
 @pytest.mark.long
