@@ -9,6 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
+from vgrout.data.organism import DATA_DIR
 from vgrout.model import packing
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -203,9 +205,17 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return queries
 
 
+@cache
+def _first_load() -> None:
+    """What transformers sets up when it first loads a model would hold on to what is pretended: rotary frequencies of
+    every later one, on the host too, would be whatever was in memory."""
+    AutoModelForCausalLM.from_pretrained(DATA_DIR / "model")
+
+
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[PretendedGpu]:
     """Within the block torch has one GPU, an H100."""
+    _first_load()
     gpu = PretendedGpu()
     made, saved, loaded, read = (
         torch.tensor,

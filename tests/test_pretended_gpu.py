@@ -125,6 +125,7 @@ def test_a_run(method: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch:
         assert of_fb.total() <= UPDATE, of_fb
     for got, want in zip(rows(made), rows(shared_run(*argv)), strict=True):
         assert [got[name] for name in SAME] == [want[name] for name in SAME]
+        assert got["gn"] == pytest.approx(want["gn"], rel=1e-3)
 
 
 @pytest.mark.long

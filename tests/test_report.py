@@ -133,7 +133,7 @@ def test_recorded_runs_have_todays_names() -> None:
     """Interventions, controls and monitors that were removed keep theirs."""
     recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
-    assert len(paths) == 35
+    assert len(paths) == 36
     rows = [row for path in paths for row in recorded.read_runs([path]).to_dict("records")]
     assert len(rows) == 2116
     gone = {"reader", "surprise", "pmi", "sgtm", "no_gate", "advantage_mod", "shrinkage", "shuffled", "random_flags"}
