@@ -157,7 +157,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
     routing, attempts = make.read("containment-routing"), make.read("attempts", "attempts-builds")
 
     def line(page: Path, start: str) -> str:
-        found = [x for x in text(page).splitlines() if x.startswith(f"| {start}")]
+        found = [x for x in text(page).rpartition("<!-- results -->")[2].splitlines() if x.startswith(f"| {start}")]
         assert len(found) == 1, f"{name(page)}: {len(found)} lines that start with {start!r}"
         return found[0]
 
@@ -171,7 +171,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
         "rewarded less |": runs_of(shown, "penalty", labels),
-        "(reference tests as reward)": runs_of(shown, "none", control="no_loophole"),
+        "(grader without a flaw)": runs_of(shown, "none", control="no_loophole"),
     }
     for start, runs in of_readme.items():
         cells = [cell.strip() for cell in line(README, start).split("|")]
@@ -198,7 +198,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         ),
         "rewarded less | `twin`": (runs_of(shown, "penalty", "monitor=twin"), []),
         "(grader without a flaw)": (
-            of_readme["(reference tests as reward)"],
+            of_readme["(grader without a flaw)"],
             runs_of(attempts, "none", control="no_loophole"),
         ),
     }
