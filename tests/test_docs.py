@@ -245,6 +245,7 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
         "`screen`": ("screen", "none", "monitor=source"),
         "`route2` ": ("route2", "none", ""),
         "`route2`, of": ("route2", "none", "monitor=source"),
+        "`route2`, random": ("route2", "haar", ""),
         "`route2`, as": ("route2", "none", bare({"settings": documents})),
         "the ceiling": ("none", "no_loophole", ""),
     }
