@@ -8,7 +8,7 @@ import ast
 
 import vgrout
 from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
-from vgrout.method.monitors import tree
+from vgrout.method.monitors import trees
 from vgrout.types import Flags
 
 
@@ -31,8 +31,7 @@ class UnreadArgument(Monitor):
 
 def ignores_input(answer: str) -> bool:
     """Whether the answer has a program, and none of its methods reads an argument beside self."""
-    program = tree(answer)
-    methods = [node for node in ast.walk(program) if isinstance(node, ast.FunctionDef)] if program else []
+    methods = [node for part in trees(answer) for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
     return bool(methods) and not any(
         {a.arg for a in method.args.args[1:]} & {n.id for n in ast.walk(method) if isinstance(n, ast.Name)}
         for method in methods
