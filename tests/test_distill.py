@@ -359,7 +359,7 @@ def test_resume_after_a_full_disk_matches_golden(
     assert not differences(imitation_rows(path), golden["rows"])
     steps = [row["step"] for row in rows_of(path)]
     assert steps == list(range(len(steps)))
-    assert [step for step, _ in curve(events(path), "skipped")] == steps
+    assert [step for step, _ in curve(events(path), "train/skipped")] == steps
     (resumed,) = json.loads((path / "run.json").read_text())["resumed"]
     assert resumed["step"] == 2
     assert status(path)["state"] == "finished"

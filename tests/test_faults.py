@@ -368,7 +368,8 @@ def test_full_disk(leave, small_disk, tmp_path):
     assert end["state"] == "failed"
     assert end["reason"].startswith("disk full")
     assert "last good checkpoint is step_" in end["reason"]
-    assert end["next"].startswith("free some space, then: python -m vgrout.train smoke --resume")
+    assert end["next"].startswith("free some space, then: ")
+    assert " vgrout train smoke --resume" in end["next"]
     point, passed_over = checkpoint.latest(path)
     assert passed_over == []
     ballast.unlink()
@@ -654,7 +655,7 @@ def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
         lost.set_result(Ungraded("worker lost 4 times: gone"))
         with monkeypatch.context() as m:
             gone = {0: [], 1: [problems[0].id], 2: [p.id for p in problems]}.get(step, [])
-            m.setattr(grader, "submit", lambda p, text: lost if p.id in gone else submit(p, text))
+            m.setattr(grader, "submit", lambda p, *answer: lost if p.id in gone else submit(p, *answer))
             return make(policy, grader, problems, demos, cfg, step, **more)
 
     monkeypatch.setattr(rollout, "rollout", shaky)

@@ -69,7 +69,7 @@ BAD = [
     (HEAD + "arms = []", "arms []: should be one or more tables"),
     (HEAD + "common = 3\n" + NONE, "common 3: should be a table"),
     (HEAD + "common = { lr = [1, 2] }\n" + NONE, "[[arms]] 1: --lr"),
-    (HEAD + NONE + "learning-rate = 1\n", "[[arms]] 1: --learning-rate"),
+    (HEAD + NONE + "learning-speed = 1\n", "[[arms]] 1: --learning-speed"),
     (HEAD + NONE + "seed = 3\n", "[[arms]] 1: 'seed' is the sweep's own"),
     (HEAD + NONE + 'resume = "latest"\n', "'resume' is the sweep's own"),
     (HEAD + NONE + "lr = -1\n", "[[arms]] 1: --lr -1"),

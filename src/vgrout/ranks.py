@@ -187,7 +187,7 @@ def total(x: "Tensor") -> "Tensor":
     from torch import distributed
 
     global _sent
-    own = x.flatten(1).any(1).nonzero().flatten()
+    own = x.reshape(len(x), -1).any(1).nonzero().flatten()
     rows = gather(own.tolist)
     sent = x.new_zeros(max(1, *map(len, rows)), *x.shape[1:])
     sent[: len(own)] = x[own]
