@@ -16,7 +16,7 @@ import torch
 from methods import graded
 from test_table import row
 from vgrout import console
-from vgrout.cli import cli_exit
+from vgrout.cli import cli_exit, command
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig, intervention_class, monitors_of
 from vgrout.config.presets import joined, resolve
 from vgrout.evaluate import Final
@@ -250,26 +250,28 @@ ON_THE_HOST = (
 
 
 @pytest.mark.parametrize(
-    ("error", "command", "said"),
+    ("error", "program", "said"),
     [
         (
             torch.OutOfMemoryError(ON_A_GPU),
-            "vgrout.train",
+            "train",
             "on the GPU: 2.50 GiB more were needed; .* a lower --memory-gib",
         ),
         (
             RuntimeError(f"{ON_THE_HOST} 4096 bytes."),
-            "vgrout.distill",
+            "distill",
             "on the host: 4096 bytes more .* a larger machine",
         ),
-        (MemoryError(), "vgrout.train", "on the host; the last"),
+        (MemoryError(), "train", "on the host; the last"),
     ],
 )
-def test_no_memory_left_is_said_in_one_line(error, command, said, tmp_path, monkeypatch, capsys):
+def test_no_memory_left_is_said_in_one_line(error, program, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     console.setup(None)
     folder = RunDir.create("x")
-    with RunContext(folder, object.__new__(Grader), resume_command=f"{command} --resume x", resumes=False) as run:
+    with RunContext(
+        folder, object.__new__(Grader), resume_command=f"{command(program)} --resume x", resumes=False
+    ) as run:
         raise error
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("E")]
     assert re.search(f"out of memory {said}", line), line

@@ -118,13 +118,10 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
     what, *more = method_lines(cfg, named)
-    lines = [f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"]
-    lines[0 if not named else 1 :] = [
-        f"method: {what}",
-        *(f"  {line}" for line in more),
-        *lines[0 if not named else 1 :],
-    ]
-    return lines + [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
+    run = [f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"]
+    of_method = [f"method: {what}", *(f"  {line}" for line in more)]
+    control = [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
+    return [*run, *of_method, *control] if named else [*of_method, *run, *control]
 
 
 def method_lines(cfg: Config, named: bool = True) -> list[str]:
