@@ -13,7 +13,7 @@ import tiny
 from tiny import relative, shake, step_of
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config, ScaleConfig
-from vgrout.grpo import LossMetrics, as_batch, micro_batches, packed_batches, policy_gradients
+from vgrout.grpo import LossMetrics, as_batch, micro_batches, policy_gradients, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
@@ -127,11 +127,10 @@ def test_micro_batches_change_nothing(policy, loss):
 def test_groups_without_signal_cost_nothing_and_change_nothing(policy):
     live = long_group()
     dead = replace(live, grades=(live.grades[0],) * len(live))
-    (alone,) = forward_tokens(policy, [live], {})
-    assert forward_tokens(policy, [dead, live], {}) == [alone]
+    assert forward_tokens(policy, [dead, live], {}) == forward_tokens(policy, [live], {})
     assert torch.equal(run(policy, [dead, live])[0], run(policy, [live])[0])
     for nothing in ([dead], []):
-        assert forward_tokens(policy, nothing, {}) == []
+        assert forward_tokens(policy, nothing, {}) == [[]]
         g, metrics = run(policy, nothing)
         assert g.numel() == 0
         assert metrics == LossMetrics()
@@ -164,13 +163,14 @@ def branching_group() -> Group:
     return group(rollouts, [3.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 3.0])
 
 
-def forward_tokens(policy: Policy, of: list[Group], *how: dict[str, Any]) -> list[int]:
-    """Tokens in each forward, of each way to run the groups."""
-    seen: list[int] = []
+def forward_tokens(policy: Policy, of: list[Group], *how: dict[str, Any]) -> list[list[int]]:
+    """Tokens in the forwards of each way to run the groups."""
+    seen: list[list[int]] = []
     handle = logprobs.backbone(policy.model).register_forward_pre_hook(
-        lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
+        lambda _m, _a, kw: seen[-1].append(kw["input_ids"].numel()), with_kwargs=True
     )
     for settings in how:
+        seen.append([])
         run(policy, of, **settings)
     handle.remove()
     return seen
@@ -178,21 +178,21 @@ def forward_tokens(policy: Policy, of: list[Group], *how: dict[str, Any]) -> lis
 
 def test_what_answers_have_in_common_is_read_once(policy):
     """Tokens in the forward: G (P + R - 1) packed, P + G (R - 1) shared; padded rows have the longest one's. Of a row
-    of several the nodes of its answers' tree but the last token of each answer, and the prompt; of a row each, equal
-    students of equal advantage are one."""
+    of several the nodes of its answers' tree but the last token of each answer. Of several rows the prompt but for its
+    last token has a forward of its own; equal students of equal advantage are one row."""
     of, prompt = long_group(), len(PROMPTS[1])
     lengths = [len(r.completion_ids) for r in of.rollouts]
     how = (("padded", "source"), ("packed", "source"), ("shared", "rollout"), ("shared", "source"))
     seen = forward_tokens(policy, [of], *({"packing": packing, "row": row} for packing, row in how))
-    apart = sum(lengths) + len(lengths) * (prompt - 1)
-    assert seen == [len(lengths) * (prompt + max(lengths)), apart, apart, prompt + sum(lengths) - len(lengths)]
+    padded, packed = len(lengths) * (prompt + max(lengths)), sum(lengths) + len(lengths) * (prompt - 1)
+    assert seen == [[padded], [packed], [prompt - 1, sum(lengths)], [prompt + sum(lengths) - len(lengths)]]
     of = branching_group()
     *students, teacher = of.rollouts
     nodes = {r.completion_ids[:n] for r in students for n in range(1, len(r.completion_ids))}
     own = {(r.source, r.completion_ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
     together, apart = forward_tokens(policy, [of], {"row": "source"}, {"row": "rollout"})
-    assert together == prompt + len(nodes) + prompt + len(teacher.completion_ids) - 1
-    assert apart == sum(prompt + len(ids) - 1 for _, ids, _ in own)
+    assert together == [prompt - 1, 1 + len(nodes) + len(teacher.completion_ids)]
+    assert apart == [prompt - 1, sum(len(ids) for _, ids, _ in own)]
     assert (len(nodes), len(own), len(of)) == (7, 7, 9)
 
 
@@ -220,14 +220,21 @@ def test_packings_differ_by_rounding_only(family, row):
                 assert b.kl == pytest.approx(a.kl, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("row", ["rollout", "source"])
 @pytest.mark.parametrize("packing", ["padded", "packed", "shared"])
-def test_batches_keep_every_row_and_the_budget(policy, packing):
-    rows = step_of(groups(policy), "source").rows
+def test_batches_keep_every_row_and_the_budget(policy, packing, row):
+    rows = step_of(groups(policy), row).rows
     for budget in (1, 30, 64, 10_000):
-        parts = micro_batches(rows, budget) if packing == "padded" else packed_batches(rows, budget, packing)
-        assert sorted(id(row) for part in parts for row in part) == sorted(map(id, rows))
-        assert all(len(part) == 1 or as_batch(policy, part, packing).tokens <= budget for part in parts)
-        assert len(parts) == 1 or budget < 10_000
+        seen = []
+        for together, read in prompts_apart(policy, rows, budget, packing):
+            before = 0 if read is None else len(read.ids)
+            assert before <= budget // 2 or len({r.rollout.prompt_ids for r in together}) == 1
+            parts = micro_batches(together, budget, packing, read)
+            for part in parts:
+                assert len(part) == 1 or before + as_batch(policy, part, packing, read).tokens <= budget
+            assert len(parts) == 1 or budget < 10_000
+            seen += [r for part in parts for r in part]
+        assert sorted(map(id, seen)) == sorted(map(id, rows))
 
 
 def test_models_that_cannot_be_packed_are_padded():

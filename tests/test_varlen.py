@@ -13,7 +13,7 @@ from pretended_gpu import varlen_on_cpu
 from runs import flags, rows, run
 from vgrout.model import packing
 from vgrout.model.logprobs import backbone, collate, completion_logprobs
-from vgrout.model.packing import batches, kernel_name, pack
+from vgrout.model.packing import _PaddedRuns, batches, kernel_name, pack
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
@@ -43,6 +43,23 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
     for w, *others in zip(want, got, by_sdpa, strict=True):
         for other in others:
             torch.testing.assert_close(other, w, rtol=1e-4, atol=1e-5 * float(w.abs().max()))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_half_precision_on_a_cpu_has_the_gradients_of_sdpa(shared):
+    """In bf16, against fp64."""
+    draw = torch.Generator().manual_seed(0)
+    lengths, paths = [5, 9, 3], [[0, 1, *range(3, 8)], [0, 1, 2, *range(8, 17)], [*range(17, 20)]] if shared else None
+    wide = [torch.randn(n, heads, 16, generator=draw).double() for n, heads in ((17, 4), (20, 2), (20, 2), (17, 4))]
+    *given, dy = [x[3:] if not shared and len(x) == 20 else x for x in wide]
+
+    def gradients(dtype: torch.dtype) -> list[Tensor]:
+        qkv = [x.to(dtype).requires_grad_() for x in given]
+        y = _PaddedRuns.of(lengths, paths, torch.device("cpu"), dtype).attend(*qkv, None)
+        return [y, *torch.autograd.grad(y, qkv, dy.to(dtype))]
+
+    for exact, got in zip(gradients(torch.float64), gradients(torch.bfloat16), strict=True):
+        assert (got.double() - exact).norm() <= 0.015 * exact.norm()
 
 
 def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):

@@ -25,8 +25,8 @@ from vgrout import ranks
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import Config
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss
-from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, collate, completion_logprobs
-from vgrout.model.packing import Packed, batches, pack, padded_batches, uploaded
+from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, collate, completion_logprobs
+from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches, uploaded
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.types import Batch, Rollout, UpdateRow, mean
@@ -122,20 +122,26 @@ def policy_gradients(
         own = ranks.own([row.tokens for row in chosen])
         if not (chosen := chosen[own.start : own.stop]):
             continue
-        batches = micro_batches(chosen, budget) if packing == "padded" else packed_batches(chosen, budget, packing)
         view = policy.adapter.deployed() if deployed else nullcontext()
         with view, policy.adapter.per_rollout_grads(n) as collected:
-            for part in batches:
-                packed = as_batch(policy, part, packing)
-                if isinstance(packed, Packed):
-                    collected.tokens(packed.pieces)
-                else:
-                    collected.rows([row.at for row in part])
-                logps, x = loss_input(policy, part, packed, cfg.loss, norm, support, teacher, next(known, None))
-                own_logps.append(x.logp_old)
-                output = policy_loss(x, cfg.loss)
-                output.per_rollout.sum().backward()
-                tally.add(part, packed, logps, x, output)
+            for together, prompts in prompts_apart(policy, chosen, budget, packing):
+                turn = None
+                if prompts is not None:
+                    turn = collected.tokens(prompts.turns[0], len(prompts.ids), again=True)
+                    prompts.read(policy.model, backbone(policy.model))
+                for part in micro_batches(together, budget, packing, prompts):
+                    packed = as_batch(policy, part, packing, prompts)
+                    if isinstance(packed, Packed):
+                        collected.tokens(packed.pieces, packed.tokens)
+                    else:
+                        collected.rows([row.at for row in part])
+                    logps, x = loss_input(policy, part, packed, cfg.loss, norm, support, teacher, next(known, None))
+                    own_logps.append(x.logp_old)
+                    output = policy_loss(x, cfg.loss)
+                    output.per_rollout.sum().backward()
+                    tally.add(part, packed, logps, x, output)
+                if prompts is not None and turn is not None:
+                    prompts.backward(turn)
         g += collected.flat
     for first, others in twins.items():
         g[[first, *others]] = g[first] / (1 + len(others))
@@ -173,24 +179,54 @@ def _merged(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[
     return merged, twins
 
 
-def micro_batches(rows: Sequence[UpdateRow], token_budget: int) -> list[list[UpdateRow]]:
-    """Rows of similar length together, each batch at most `token_budget` tokens with its padding (or one row)."""
-    return [[rows[i] for i in part] for part in padded_batches([row.tokens for row in rows], token_budget)]
+def prompts_apart(
+    policy: LanguageModel, rows: Sequence[UpdateRow], budget: int, packing: Packing
+) -> list[tuple[Sequence[UpdateRow], Prompts | None]]:
+    """Rows in parts with their prompts, which are read before them: at most half of the budget, or one prompt. None: no
+    prompt has two rows of g, so each is read with its answers."""
+    of: dict[tuple[int, ...], list[UpdateRow]] = {}
+    for row in rows:
+        of.setdefault(row.rollout.prompt_ids, []).append(row)
+    most = [*sorted(of, key=lambda prompt: -len({row.at for row in of[prompt]}))]
+    if packing != "shared" or len({row.at for row in of[most[0]]}) < 2 or not any(prompt[:-1] for prompt in of):
+        return [(rows, None)]
+    parts: list[list[tuple[int, ...]]] = []
+    left = 0
+    for prompt in most:
+        if not parts or len(prompt) > left:
+            parts.append([])
+            left = budget // 2
+        parts[-1].append(prompt)
+        left -= len(prompt)
+    whole = [[row for prompt in part for row in of[prompt]] for part in parts]
+    return [
+        (part, Prompts([r.at for r in part], [r.rollout.prompt_ids for r in part], policy.device, policy.model.dtype))
+        for part in whole
+    ]
 
 
-def packed_batches(rows: Sequence[UpdateRow], token_budget: int, packing: Packing) -> list[list[UpdateRow]]:
-    """Rows that share a prompt together, long ones first; each batch at most `token_budget` tokens (or one row)."""
+def micro_batches(
+    rows: Sequence[UpdateRow], budget: int, packing: Packing, read: Prompts | None = None
+) -> list[list[UpdateRow]]:
+    """Rows for one forward: of similar length with padding, or those that share a prompt together, long ones first; at
+    most `budget` tokens, those of the prompts that are read included, or one row."""
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
-    parts = batches([r.at for r in rows], prompts, completions, token_budget, packing == "shared")
+    if packing == "padded":
+        parts = padded_batches([row.tokens for row in rows], budget)
+    else:
+        left = budget if read is None else max(1, budget - len(read.ids))
+        parts = batches([r.at for r in rows], prompts, completions, left, packing == "shared", read is not None)
     return [[rows[i] for i in part] for part in parts]
 
 
-def as_batch(policy: LanguageModel, rows: Sequence[UpdateRow], packing: Packing) -> PaddedBatch | Packed:
+def as_batch(
+    policy: LanguageModel, rows: Sequence[UpdateRow], packing: Packing, read: Prompts | None = None
+) -> PaddedBatch | Packed:
     prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     if packing == "padded":
         return collate(prompts, completions, policy.device)
-    units = [r.at for r in rows]
-    return pack(units, prompts, completions, policy.device, policy.model.dtype, share=packing == "shared")
+    units, share = [r.at for r in rows], packing == "shared"
+    return pack(units, prompts, completions, policy.device, policy.model.dtype, share, read)
 
 
 def loss_input(
@@ -213,6 +249,9 @@ def loss_input(
     is_teacher = uploaded([r.source == "teacher" for r in rollouts], policy.device)[:, None]
     ref = logp_teacher = None
     with torch.no_grad():
+        if isinstance(batch, Packed) and batch.prompts is not None and (cfg.beta or cfg.teacher_tau):
+            # what was read of the prompts is this policy's; without a gradient the rows may share all that they can
+            batch = as_batch(policy, [replace(row, at=0) for row in rows], "shared")
         if cfg.beta:
             with policy.adapter.reference():
                 ref = completion_logprobs(policy.model, batch, support).of(cfg.ratio_support)

@@ -211,7 +211,7 @@ def nll_gradients(
                 batch: PaddedBatch | Packed
                 if policy.packs:
                     batch = pack(range(len(part)), *given, policy.device, policy.model.dtype)
-                    collected.tokens(batch.pieces)
+                    collected.tokens(batch.pieces, batch.tokens)
                 else:
                     batch = collate(*given, policy.device)
                 mean_nll(policy, batch).sum().backward()

@@ -44,7 +44,7 @@ class AdapterOnly:
         """Run `loss`, whose forward is on `batch`, and its backward; returns the loss."""
         with self.adapter.per_rollout_grads(1) as collected:
             if isinstance(batch, Packed):
-                collected.tokens(batch.pieces)
+                collected.tokens(batch.pieces, batch.tokens)
             else:
                 collected.rows([0] * len(batch.ids))
             value = loss()

@@ -105,11 +105,13 @@ def plan(
     rows, row, usual = group * prompts, prompt_tokens + max_new, USUAL[device]
     kept, token_kv = shapes.activation_bytes(size), shapes.kv_bytes(size)
     # A branch's copies of keys and values: on a CPU kept in every layer; on a GPU one layer's, then their gradients, by
-    # query head before they are added up.
+    # query head before they are added up. A rollout with a gradient of its own has one of its prompt's in every layer.
     q = shapes.heads * shapes.head_dim * size
     copied = token_kv if device == "cpu" else 2 * token_kv // shapes.layers + 2 * q
-    family = group * row if by_rollout else prompt_tokens + group * max_new
-    kept += 0 if by_rollout else int(copied * min(BRANCHES, (group - 1) * row / family))
+    family = prompt_tokens + group * max_new
+    branches = group if by_rollout else group - 1
+    kept += int(copied * min(BRANCHES, branches * row / family))
+    kept += int(token_kv * group * prompt_tokens / family) if by_rollout else 0
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
     weight_sets = 2 if routes else 1
     all_weights = shapes.parameters + (teacher.parameters if teacher else 0)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from vgrout.console import HEARTBEAT_S
 from vgrout.files import regular, write_atomic
-from vgrout.model.packing import uploaded
+from vgrout.model.packing import Pieces, uploaded
 from vgrout.model.source import TARGETS
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
@@ -440,26 +440,20 @@ class PerRolloutGrads:
         assert all(0 <= row < len(self.flat) for row in rows), (rows, len(self.flat))
         self._rows = uploaded(list(rows), self.flat.device)
         self._picks = [(row, _positions(rows, row)) for row in dict.fromkeys(rows)]
-        self._pieces: list[tuple[int, list[slice]]] | None = None
+        self._pieces: _Members | None = None
 
-    def tokens(self, pieces: Sequence[tuple[int, slice]]) -> None:
-        """From here on a batch is one packed row, whose tokens `slice` add to gradient row `row` for each piece."""
-        of_row: dict[int, list[slice]] = {}
-        for row, piece in pieces:
-            of_row.setdefault(row, []).append(piece)
-        assert all(0 <= row < len(self.flat) for row in of_row), (of_row.keys(), len(self.flat))
-        self._pieces = list(of_row.items())
-        n, dtype = max(piece.stop for _, piece in pieces), next(iter(self.adapter.sites.values())).W.dtype
-        members = torch.zeros(len(of_row), n, device=self.flat.device, dtype=dtype)  # 1: a token of the row
-        for member, parts in zip(members, of_row.values(), strict=True):
-            for part in parts:
-                member[part] = 1
-        self._members = uploaded(list(of_row), self.flat.device), members
+    def tokens(self, pieces: Pieces, n: int, again: bool = False) -> Callable[[Pieces], None]:
+        """From here on a batch is one packed row of n tokens, of which `slice` adds to gradient row `row` for each
+        piece. again: backward will go through that forward several times; returns what is told each time's pieces."""
+        self._pieces = _Members(len(self.flat), n, self.flat.device, next(iter(self.adapter.sites.values())).W.dtype)
+        self._pieces.kept = {} if again else None
+        self._pieces.are(pieces)
+        return self._pieces.are
 
     def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
         """The function that takes (x, ∂L/∂y) of one Linear, for the batch announced last."""
         if self._pieces is not None:
-            return partial(self.add_packed, site, self._pieces, *self._members)
+            return partial(self.add_packed, site, self._pieces)
         return partial(self.add, site, self._rows, self._picks)
 
     def hook(self, site: AdaptedLinear) -> Any:
@@ -495,25 +489,47 @@ class PerRolloutGrads:
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
 
     def add_packed(
-        self,
-        site: AdaptedLinear,
-        pieces: Sequence[tuple[int, Sequence[slice]]],
-        rows: Int[Tensor, " n"],
-        members: Float[Tensor, "n N"],
-        x: Float[Tensor, "1 N d_in"],
-        dy: Float[Tensor, "1 N d_out"],
+        self, site: AdaptedLinear, of: "_Members", x: Float[Tensor, "1 N d_in"], dy: Float[Tensor, "1 N d_out"]
     ) -> None:
-        """The same for a packed row. pieces: gradient row → its tokens, as slices; rows, members: the same as a matrix
-        of 0 and 1, since one product adds up all rows faster than a sum each."""
+        """The same for a packed row."""
         into, x, dy = self.flat[:, site.span], x[0], dy[0]
-        if len(x) <= len(pieces) * max(site.W.shape):
-            into.index_add_(0, rows, (members @ (x @ site.Vh.mT).mul_(dy @ site.U)).to(into.dtype))
+        if of.kept is not None or len(x) <= len(of.pieces) * max(site.W.shape):
+            into.index_add_(0, of.rows, (of.matrix @ (dy @ site.U).mul_(of.read(site, x))).to(into.dtype))
             return
-        for row, (first, *others) in pieces:
+        for row, (first, *others) in of.pieces.items():
             M = dy[first].mT @ x[first]
             for part in others:
                 M.addmm_(dy[part].mT, x[part])
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+
+
+class _Members:
+    """Which of a packed row's tokens add to which gradient row: as slices, and as a matrix of 0 and 1, since one
+    product adds up all rows faster than a sum each."""
+
+    def __init__(self, most: int, n: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.most, self.n, self.device, self.dtype = most, n, device, dtype
+        self.kept: dict[str, Tensor] | None = None  # module → Vh x, if it is asked for again
+
+    def are(self, pieces: Pieces) -> None:
+        self.pieces: dict[int, list[slice]] = {}
+        for row, piece in pieces:
+            self.pieces.setdefault(row, []).append(piece)
+        assert all(0 <= row < self.most for row in self.pieces), (self.pieces.keys(), self.most)
+        matrix = torch.zeros(len(self.pieces), self.n, dtype=self.dtype)  # 1: a token of the row
+        for member, parts in zip(matrix, self.pieces.values(), strict=True):
+            for part in parts:
+                member[part] = 1
+        self.matrix: Float[Tensor, "rows n"] = matrix.to(self.device)
+        self.rows = uploaded(list(self.pieces), self.device)
+
+    def read(self, site: AdaptedLinear, x: Float[Tensor, "n d_in"]) -> Float[Tensor, "n r"]:
+        """Vh x."""
+        if self.kept is None:
+            return x @ site.Vh.mT
+        if site.name not in self.kept:
+            self.kept[site.name] = x @ site.Vh.mT
+        return self.kept[site.name]
 
 
 def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
