@@ -89,18 +89,28 @@ class Progress(tqdm):
 
     def __init__(self, items: Sequence[Any], desc: str, unit: str) -> None:
         super().__init__(items, desc=desc, unit=unit, disable=None)
-        self._items, self._what, self._unit = items, desc, unit
+        self._items, self._what, self._unit, self._done = items, desc, unit, 0
         self.postfix: str | None = None  # which a bar that is off does not have
 
     def __iter__(self) -> Iterator[Any]:
         if not self.disable:
             yield from super().__iter__()
             return
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(ended,), daemon=True, name="heartbeat").start()
+        try:
+            for item in self._items:
+                yield item
+                self._done += 1
+        finally:
+            ended.set()
+
+    def _watch(self, ended: threading.Event) -> None:
         began = time.perf_counter()
-        for n, item in enumerate(self._items, 1):
-            yield item
+        while not ended.wait(HEARTBEAT_S / 120):
             if time.perf_counter() - max(began, Lines.last) >= HEARTBEAT_S:
-                logger.info(f"{self._what}: {self._unit} {n} of {len(self._items)} {self.postfix or ''}".rstrip())
+                of = f"{self._unit} {self._done + 1} of {len(self._items)}"
+                logger.info(f"{self._what}: {of} {self.postfix or ''}".rstrip())
 
 
 class Clock:

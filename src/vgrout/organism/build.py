@@ -64,7 +64,13 @@ def losses_of(
     torch.set_num_threads(start.threads)
     documents = draw(seed, shares, begun.pieces)
     stream = batches(documents, begun.tokenizer, begun.prompt, begun.end, begun.pad, start.recipe, seed)
-    return train(begun.model, stream, start.recipe, dtype=start.dtype, stop_after=stop_after, label=label)
+    before = begun.model.config._attn_implementation
+    if start.dtype == torch.bfloat16:  # the backward of SDPA's kernel for CPUs takes eight times as long as products
+        begun.model.set_attn_implementation("eager")
+    try:
+        return train(begun.model, stream, start.recipe, dtype=start.dtype, stop_after=stop_after, label=label)
+    finally:
+        begun.model.set_attn_implementation(before)
 
 
 def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple[PreTrainedModel, list[float]]:
