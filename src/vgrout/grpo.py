@@ -86,15 +86,16 @@ def policy_gradients(
     """The gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `at` n. All ranks have
     the same, and the metrics of all. None: a gradient, or what was measured with it, is not finite.
 
-    The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and rollouts of one row read their
-    prompt once. Without `old`, π_old is π detached, of demonstrations likewise, so both have ratio 1.
+    The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and backward goes through a prompt
+    once for every row of its rollouts. Without `old`, π_old is π detached, of demonstrations likewise, so both have
+    ratio 1.
 
     teacher: a model with the same vocabulary, needed for --teacher-tau.
     old: of several updates on one batch, the log-probs under π_old, a tensor a micro-batch. The first update is given
         an empty list and puts its own there; the others read it.
     token_budget: tokens in one forward, padding included (default: the policy's).
-    packing: of rollouts in a forward, where the model allows it: "shared" reads once what rollouts of one gradient row
-        begin with, prompt and answer, and makes equal students of equal advantage one row; "packed" only leaves out
+    packing: of rollouts in a forward, where the model allows it: "shared" reads a prompt once, and what rollouts of one
+        gradient row answer alike, and makes equal students of equal advantage one row; "packed" only leaves out
         padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
 
     Raises:

@@ -100,8 +100,8 @@ def plan(
 ) -> MemoryPlan:
     """Bytes of a training run. device: "cuda" or "cpu". size: bytes of a weight. prompt_tokens: of a typical prompt.
     routes: the method has a quarantine, so the model as trained and as deployed are two sets of weights. by_rollout: it
-    needs each rollout's own gradient, so that none shares its prompt. room: bytes that the run may have, to which its
-    budget is cut, or on a GPU stretched; None: the usual budget."""
+    needs each rollout's own gradient, and so a copy of its prompt's keys and values for each. room: bytes that the run
+    may have, to which its budget is cut, or on a GPU stretched; None: the usual budget."""
     rows, row, usual = group * prompts, prompt_tokens + max_new, USUAL[device]
     kept, token_kv = shapes.activation_bytes(size), shapes.kv_bytes(size)
     # A branch's copies of keys and values: on a CPU kept in every layer; on a GPU one layer's, then their gradients, by

@@ -294,13 +294,13 @@ class Prompts:
 
     def backward(self, turn: Callable[[Pieces], None]) -> None:
         """From the copies through the prompts' forward. turn: told which tokens are whose in each turn."""
+        # not all depend on δS: a first layer whose Linears are not adapted
+        learnt = [(x, c.grad) for x, c in zip(self._read, self.copies, strict=True) if c.grad is not None]
         for pieces, (start, end) in zip(self.turns, pairwise(self.ends), strict=True):
             turn(pieces)
-            grads = []
-            for x, copy in zip(self._read, self.copies, strict=True):
-                dx = torch.zeros_like(x) if copy.grad is None else copy.grad[start:end]
-                grads.append(dx if len(dx) == len(x) else pad(dx, (0, 0, 0, 0, 0, len(x) - len(dx))))
-            torch.autograd.backward(self._read, grads, retain_graph=end < self.ends[-1])
+            rest = 0, 0, 0, 0, 0, len(self.ids) - (end - start)  # of prompts with fewer units
+            grads = [pad(dx[start:end], rest) for _, dx in learnt]
+            torch.autograd.backward([x for x, _ in learnt], grads, retain_graph=end < self.ends[-1])
         self._read, self.copies = [], []
 
 
