@@ -163,6 +163,12 @@ def branching_group() -> Group:
     return group(rollouts, [3.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 3.0])
 
 
+def alike_group() -> Group:
+    """Answers that begin with the same nine tokens: enough for a model of two blocks to read them with the prompt."""
+    texts = [(8, 9, 3) * 3 + end for end in ((4, 1), (5, 6, 7, 1), (4, 4, 1))]
+    return group([written(PROMPTS[1], ids) for ids in texts], [3.0, 0.0, 1.0])
+
+
 def forward_tokens(policy: Policy, of: list[Group], *how: dict[str, Any]) -> list[list[int]]:
     """Tokens in the forwards of each way to run the groups."""
     seen: list[list[int]] = []
@@ -194,6 +200,9 @@ def test_what_answers_have_in_common_is_read_once(policy):
     assert together == [prompt - 1, 1 + len(nodes) + len(teacher.completion_ids)]
     assert apart == [prompt - 1, sum(len(ids) for _, ids, _ in own)]
     assert (len(nodes), len(own), len(of)) == (7, 7, 9)
+    # and all that answers of several rows begin with; every answer has a token left that is its own
+    (apart,) = forward_tokens(policy, [alike_group()], {"row": "rollout"})
+    assert apart == [prompt + 9, 1 + 3 + 2]
 
 
 @pytest.mark.parametrize("row", ["rollout", "source"])
@@ -208,6 +217,7 @@ def test_packings_differ_by_rounding_only(family, row):
         (groups(policy), MAX_NEW),
         ([long, replace(long, rollouts=long.rollouts[::-1])], 40),
         ([replace(branching, rollouts=(replace(first, deployed=True), *others))], MAX_NEW),
+        ([alike_group()], 40),
     ):
         cfg = config(max_new, beta=0.3)
         want, a = run(policy, of, cfg, row, packing="padded")

@@ -189,7 +189,7 @@ def prompts_apart(
     for row in rows:
         of.setdefault(row.rollout.prompt_ids, []).append(row)
     most = [*sorted(of, key=lambda prompt: -len({row.at for row in of[prompt]}))]
-    if packing != "shared" or len({row.at for row in of[most[0]]}) < 2 or not any(prompt[:-1] for prompt in of):
+    if packing != "shared" or len({row.at for row in of[most[0]]}) < 2:
         return [(rows, None)]
     parts: list[list[tuple[int, ...]]] = []
     left = 0
@@ -199,11 +199,18 @@ def prompts_apart(
             left = budget // 2
         parts[-1].append(prompt)
         left -= len(prompt)
-    whole = [[row for prompt in part for row in of[prompt]] for part in parts]
-    return [
-        (part, Prompts([r.at for r in part], [r.rollout.prompt_ids for r in part], policy.device, policy.model.dtype))
-        for part in whole
-    ]
+    out: list[tuple[Sequence[UpdateRow], Prompts | None]] = []
+    for part in parts:
+        whole = [row for prompt in part for row in of[prompt]]
+        depth = policy.model.config.num_hidden_layers
+        begun = Prompts([row.at for row in whole], *_tokens(whole), depth, policy.device, policy.model.dtype)
+        out.append((whole, begun if begun.ids else None))
+    return out
+
+
+def _tokens(rows: Sequence[UpdateRow]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Prompts and completions."""
+    return [row.rollout.prompt_ids for row in rows], [row.rollout.completion_ids for row in rows]
 
 
 def micro_batches(
@@ -211,23 +218,21 @@ def micro_batches(
 ) -> list[list[UpdateRow]]:
     """Rows for one forward: of similar length with padding, or those that share a prompt together, long ones first; at
     most `budget` tokens, those of the prompts that are read included, or one row."""
-    prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     if packing == "padded":
         parts = padded_batches([row.tokens for row in rows], budget)
     else:
         left = budget if read is None else max(1, budget - len(read.ids))
-        parts = batches([r.at for r in rows], prompts, completions, left, packing == "shared", read is not None)
+        parts = batches([row.at for row in rows], *_tokens(rows), left, packing == "shared", read)
     return [[rows[i] for i in part] for part in parts]
 
 
 def as_batch(
     policy: LanguageModel, rows: Sequence[UpdateRow], packing: Packing, read: Prompts | None = None
 ) -> PaddedBatch | Packed:
-    prompts, completions = [r.rollout.prompt_ids for r in rows], [r.rollout.completion_ids for r in rows]
     if packing == "padded":
-        return collate(prompts, completions, policy.device)
-    units, share = [r.at for r in rows], packing == "shared"
-    return pack(units, prompts, completions, policy.device, policy.model.dtype, share, read)
+        return collate(*_tokens(rows), policy.device)
+    units, share = [row.at for row in rows], packing == "shared"
+    return pack(units, *_tokens(rows), policy.device, policy.model.dtype, share, read)
 
 
 def loss_input(

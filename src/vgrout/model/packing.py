@@ -246,41 +246,57 @@ Pieces = Sequence[tuple[int, slice]]  # (unit, its tokens)
 
 
 class Prompts:
-    """Prompts that several units go on from, read once: n tokens, those of each prompt but its last. Every unit has a
-    copy of its prompt's keys and values, m tokens in all, to which its answers' backward adds; `backward` then goes
-    through the prompts' forward once a unit: turn j is that of the j-th unit of each prompt.
+    """Beginnings that several units go on from, read once: each prompt, where it is worth it with what all its answers
+    have in common, so that every row has a token left; n tokens in all. Every unit has a copy of the keys and values of
+    its own, m tokens in all, to which its answers' backward adds; `backward` then goes through the forward of the
+    beginnings once a unit: turn j is that of the j-th unit of each prompt.
+
+    depth: blocks of the model. Where answers are begun, their log-probs need the last hidden states, and backward goes
+    through the last block for the prompts too, which it else has no need of.
     """
 
     def __init__(
-        self, units: Sequence[int], prompts: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype
+        self,
+        units: Sequence[int],
+        prompts: Sequence[tuple[int, ...]],
+        completions: Sequence[tuple[int, ...]],
+        depth: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        of: dict[tuple[int, ...], list[int]] = {}  # prompt, but for its last token → its units
-        for unit, prompt in zip(units, prompts, strict=True):
-            known = of.setdefault(prompt[:-1], [])
+        of: dict[tuple[int, ...], list[int]] = {}  # prompt → its units
+        ends: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # prompt → its answers but for their last two tokens
+        for unit, prompt, completion in zip(units, prompts, completions, strict=True):
+            known = of.setdefault(prompt, [])
             if unit not in known:
                 known.append(unit)
+            ends.setdefault(prompt, []).append((*prompt, *completion)[:-2])
+        self.begins = {p: min(rows)[: common_prefix_len(min(rows), max(rows))] for p, rows in ends.items()}
+        self.answers = depth * sum(len(b) - len(p) + 1 for p, b in self.begins.items()) > sum(map(len, self.begins))
+        if not self.answers:
+            self.begins = {p: p[:-1] for p in self.begins}
         # those of most units first, so that a turn's are the first tokens of all
-        texts = sorted(of, key=lambda text: -len(of[text]))
-        self.ids = [*chain(*texts)]
+        order = sorted(of, key=lambda prompt: -len(of[prompt]))
+        self._lengths = [len(self.begins[prompt]) for prompt in order]
+        self.ids = [*chain(*(self.begins[prompt] for prompt in order))]
         self.turns: list[Pieces] = []
         self.ends = [0]  # and where each turn's copies end
         self.copied: dict[tuple[int, tuple[int, ...]], range] = {}  # of a unit's prompt, among the m copies
-        for turn in range(len(of[texts[0]])):
+        for turn in range(len(of[order[0]])):
             pieces: list[tuple[int, slice]] = []
-            for text, start in zip(texts, accumulate(map(len, texts), initial=0), strict=False):
-                if turn < len(of[text]):
-                    unit, piece = of[text][turn], slice(start, start + len(text))
-                    pieces.append((unit, piece))
-                    self.copied[unit, text] = range(self.ends[-1] + piece.start, self.ends[-1] + piece.stop)
+            for prompt, (start, stop) in zip(order, pairwise(accumulate(self._lengths, initial=0)), strict=True):
+                if turn < len(of[prompt]):
+                    pieces.append((of[prompt][turn], slice(start, stop)))
+                    self.copied[of[prompt][turn], prompt] = range(self.ends[-1] + start, self.ends[-1] + stop)
             self.turns.append(pieces)
             self.ends.append(self.ends[-1] + pieces[-1][1].stop)
-        self._texts, self._device, self._dtype = texts, device, dtype
-        self._read: list[Tensor] = []  # keys and values, layer by layer
+        self._device, self._dtype = device, dtype
+        self._read: list[Tensor] = []  # keys and values, layer by layer, and last hidden states
         self.copies: list[Tensor] = []
 
     def read(self, model: PreTrainedModel, core: torch.nn.Module) -> None:
         """Run the prompts' forward. core: the model without its head."""
-        lengths = [len(text) for text in self._texts if text]
+        lengths = [n for n in self._lengths if n]
         layout = _Layout(len(self.ids), _runs(lengths, None, self._device, self._dtype), None)
 
         def keeping(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
@@ -288,7 +304,9 @@ class Prompts:
             return layout.attend(q, k, v, scale)
 
         positions = [*chain(*(range(n) for n in lengths))]
-        _forward(model, core, uploaded([self.ids], self._device), uploaded([positions], self._device), keeping)
+        ids, places = uploaded([self.ids], self._device), uploaded([positions], self._device)
+        hidden = _forward(model, core, ids, places, keeping)[0]
+        self._read += [hidden] if self.answers else []
         at = uploaded([*chain(*(range(end - start) for start, end in pairwise(self.ends)))], self._device)
         self.copies = [x.detach().index_select(0, at).requires_grad_(x.requires_grad) for x in self._read]
 
@@ -298,8 +316,8 @@ class Prompts:
         learnt = [(x, c.grad) for x, c in zip(self._read, self.copies, strict=True) if c.grad is not None]
         for pieces, (start, end) in zip(self.turns, pairwise(self.ends), strict=True):
             turn(pieces)
-            rest = 0, 0, 0, 0, 0, len(self.ids) - (end - start)  # of prompts with fewer units
-            grads = [pad(dx[start:end], rest) for _, dx in learnt]
+            rest = len(self.ids) - (end - start)  # tokens of prompts with fewer units
+            grads = [pad(dx[start:end], (0, 0) * (dx.ndim - 1) + (0, rest)) for _, dx in learnt]
             torch.autograd.backward([x for x, _ in learnt], grads, retain_graph=end < self.ends[-1])
         self._read, self.copies = [], []
 
@@ -323,7 +341,7 @@ class Packed:
     layout: _Layout
     pieces: Pieces  # runs of one unit, all tokens once
     dtype: torch.dtype
-    prompts: Prompts | None = None  # whose keys and values come before those of these tokens
+    prompts: Prompts | None = None  # where they begin answers, `at` and `edges` count their m copies first
 
     @property
     def tokens(self) -> int:
@@ -355,7 +373,7 @@ def pack(
     common at the start.
 
     The gradient at a shared token is the sum over its rows: give rows one unit only where the sum is all you need.
-    dtype: the model's. share: if off, no row shares a token. read: has the prompts, but for their last tokens.
+    dtype: the model's. share: if off, no row shares a token. read: has what rows of several units begin with.
     """
     assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
@@ -366,8 +384,9 @@ def pack(
     before = {row: last for members in families for last, row in pairwise(members)}
     roots = [members[0] for members in families]
     # row → its keys. Those of what was read come before all others.
-    paths = {row: [*read.copied[units[row], prompts[row][:-1]]] for row in roots} if read is not None else {}
+    paths = {row: [*read.copied[units[row], prompts[row]]] for row in roots} if read is not None else {}
     m = 0 if read is None else read.ends[-1]
+    unseen = 0 if read is not None and read.answers else m  # copies without a hidden state
     ids: list[int] = []
     positions: list[int] = []
     new: dict[int, range] = {}  # row → those of its tokens that neither a row before nor its prompt's copy has
@@ -381,7 +400,7 @@ def pack(
     T = max(map(len, completions))
     at, edge, edges = [], [], dict[tuple[int, int], int]()
     for row, completion in enumerate(completions):
-        tokens = [key - m for key in paths[row][len(prompts[row]) - 1 :]]
+        tokens = [key - unseen for key in paths[row][len(prompts[row]) - 1 :]]
         padding = [0] * (T - len(completion))
         at.append(tokens + padding)
         edge.append([edges.setdefault(pair, len(edges)) for pair in zip(tokens, completion, strict=True)] + padding)
@@ -446,10 +465,10 @@ def batches(
     completions: Sequence[tuple[int, ...]],
     budget: int,
     share: bool = True,
-    read: bool = False,
+    read: Prompts | None = None,
 ) -> list[list[int]]:
     """Indices for `pack`: rows that share a prompt together, long ones first. A batch has at most `budget` tokens,
-    shared ones counted once, or is one row. read: prompts have been, but for their last tokens.
+    shared ones counted once, or is one row. read: has been, what rows of several units begin with.
 
     Keys are not shared: in attention each branch has a copy of what leads to it, padded to the longest. A batch ends
     where those copies exceed 16 · budget tokens, or their pairs with the queries, which are padded too, 4 · budget².
@@ -460,7 +479,7 @@ def batches(
     branches = queries = keys = 0  # of the open batch: how many, and the longest
     for members in sorted(family(units, prompts, share), key=lambda of: -max(tokens[i] for i in of)):
         # the row before in the open batch, with which the next one shares most
-        last = first = prompts[members[0]][:-1] if read else None
+        last = first = read.begins[prompts[members[0]]] if read is not None else None
         for i in sorted(members, key=lambda i: completions[i]):
             row = prompts[i] + completions[i][:-1]
             cost = len(row) - (0 if last is None else common_prefix_len(last, row))
@@ -507,8 +526,11 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 def packed_hidden(model: PreTrainedModel, core: torch.nn.Module, batch: Packed) -> Float[Tensor, "N D"]:
-    """The backbone's output at every token of `batch`. core: the model without its head."""
-    return _forward(model, core, batch.ids, batch.positions, batch.attend())[0]
+    """The backbone's output at every token of `batch`, after that at the beginnings of answers. core: the model without
+    its head."""
+    hidden = _forward(model, core, batch.ids, batch.positions, batch.attend())[0]
+    begun = batch.prompts is not None and batch.prompts.answers
+    return torch.cat([batch.prompts.copies[-1], hidden]) if begun else hidden
 
 
 def _forward(model: PreTrainedModel, core: torch.nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -542,7 +564,7 @@ def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
     a, b, c, d = range(first, first + 4)
     prompts, completions = [(a, b, c), (a, b, c), (d, c)], [(d, a, b, c), (c, a), (b, b, b)]
     batch = pack([0, 0, 0], prompts, completions, model.device, model.dtype)
-    read = Prompts([0, 1, 2], prompts, model.device, model.dtype)
+    read = Prompts([0, 1, 2], prompts, completions, 1, model.device, model.dtype)
     apart = pack([0, 1, 2], prompts, completions, model.device, model.dtype, read=read)
     slower = f"{type(model).__name__}: rows of an update are padded, and their prompts not shared"
     with torch.no_grad():
