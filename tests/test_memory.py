@@ -1,5 +1,6 @@
 """The plan from shapes: counted against what a small model of the same family really keeps."""
 
+import importlib
 from itertools import count
 from typing import Any
 
@@ -7,13 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tiny
 from benchmarks import rig
 from live import Live
 from pretended_gpu import varlen_on_cpu
+from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.run import Config, ScaleConfig
+from vgrout.data.organism import DATA_DIR
 from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.load import as_language_model
@@ -147,6 +150,9 @@ def test_qwen3_4b():
     assert 23 * 2**30 < full.kv <= 24 * 2**30
     assert full.rows == 106
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
+    sizes: dict[str, Any] = {"group": 8, "prompts": 4, "prompt_tokens": 500, "max_new": 512, "routes": False}
+    student = plan(s, device="cuda", size=4, beside=s.parameters, full=True, **sizes)
+    assert student.standing - student.context == 5 * 4 * s.parameters, "teacher, student, gradients, two moments"
 
 
 @given(room=st.integers(0, 200 * 10**9), routes=st.booleans(), prompts=st.integers(1, 43), max_new=st.integers(1, 2048))
@@ -176,3 +182,61 @@ def test_models_are_found_by_folder_and_by_name(tmp_path, monkeypatch):
     assert find_shapes("some/other") is None
     (tmp_path / "m" / "config.json").write_text("{")
     assert find_shapes(tmp_path / "m") is None
+
+
+def out_of_memory(*_: object, **__: object) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1.2 GiB free")
+
+
+SAID = "out of memory on the GPU: 2.50 GiB more were needed; "
+
+
+@pytest.mark.parametrize(
+    ("command", "lower"),
+    [
+        ("train smoke --intervention none", "lower --memory-gib"),
+        ("distill --teacher teacher.safetensors", "lower --max-new"),
+        ("iterative_dpo --base-model organism --output-dir o", "lower --max-new"),
+        ("tools.evaluate teacher.safetensors", "a smaller model"),
+        ("export.__main__ teacher.safetensors --out x", "a smaller model"),
+        ("direction.__main__ --model organism", "a smaller model"),
+        ("teacher.__main__ --model organism --out x", "a smaller model"),
+        (f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1", "a smaller model"),
+    ],
+)
+def test_a_model_too_large_for_the_gpu_is_one_line(command, lower, here, monkeypatch, capfd):
+    teach(here / "teacher.safetensors")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", out_of_memory)
+    module, *argv = command.split()
+    monkeypatch.setattr("sys.argv", ["vgrout", *argv])
+    assert importlib.import_module(f"vgrout.{module}").main() == 1
+    said = "".join(capfd.readouterr())
+    (line,) = (x for x in said.splitlines() if "E " in x)
+    assert SAID in line
+    assert lower in line
+    assert "Traceback" not in said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "full_at", "learnt"),
+    [
+        ("none", "vgrout.evaluate.evaluate_final", "train.safetensors"),
+        ("distill-minillm", "vgrout.imitation.distill_loop.plain", "ckpt_step0004.safetensors"),
+        ("dpo", "vgrout.imitation.dpo_rounds.measured", "round-*/adapter/train.safetensors"),
+    ],
+)
+def test_what_a_run_has_learnt_is_written_before_its_evaluation_fills_the_gpu(
+    name, full_at, learnt, tmp_path, monkeypatch, capfd
+):
+    module, _, function = full_at.rpartition(".")
+    usual = getattr(importlib.import_module(module), function)
+    of_first_round = name == "dpo"  # what is measured before it is none of its business
+    monkeypatch.setattr(
+        full_at, lambda *a, **k: usual(*a, **k) if of_first_round and k["step"] == 0 else out_of_memory()
+    )
+    made = run(tmp_path, *flags(name), code=1) if name == "none" else imitate(tmp_path, *IMITATIONS[name], code=1)
+    assert list(made.glob(learnt))
+    assert status(made)["state"] == "failed"
+    assert SAID.rstrip("; ") in status(made)["reason"]
+    assert "Traceback" not in "".join(capfd.readouterr())

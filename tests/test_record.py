@@ -260,7 +260,7 @@ ON_THE_HOST = (
         (
             RuntimeError(f"{ON_THE_HOST} 4096 bytes."),
             "distill",
-            "on the host: 4096 bytes more .* a larger machine",
+            "on the host: 4096 bytes more .* Go on with more memory: .* a lower --max-new",
         ),
         (MemoryError(), "train", "on the host; the last"),
     ],

@@ -406,9 +406,11 @@ class RunContext:
             self._storage_failed(e)
             return
         if said := out_of_memory(e):
-            less = "with a lower --memory-gib" if "vgrout train " in self.resume_command else "on a larger machine"
-            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
-            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
+            less, anew = "with more memory", ", or start again with a lower --max-new"
+            if "vgrout train " in self.resume_command:
+                less, anew = "with a lower --memory-gib", ""
+            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}{anew}")
+            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}{anew}")
             return
         self._try_status("failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command)
         logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
