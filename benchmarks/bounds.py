@@ -38,12 +38,11 @@ class Load:
 
 def timed(run: Callable[[], object]) -> float:
     """Seconds of one call, the device's work included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    wait()
     start = perf_counter()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return perf_counter() - start
 
 

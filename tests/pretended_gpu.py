@@ -118,7 +118,7 @@ class PretendedGpu:
             if device.type == "cpu":
                 x = self.to_host(x)
             else:
-                self.wait(not non_blocking)
+                self.wait(not non_blocking and x.numel() > 0)  # nothing is copied of an empty one
                 x = on_gpu(x.clone())
         return x if dtype in (None, x.dtype) else x.to(dtype=dtype)
 

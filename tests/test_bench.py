@@ -19,14 +19,8 @@ from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
 from vgrout.model import decoder
 
-SHAPE = {
-    "vocab_size": 600,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-SHAPE |= {"num_key_value_heads": 2, "head_dim": 16}
+SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def test_flops_are_torchs_own_count() -> None:
@@ -86,7 +80,7 @@ def test_bounds_on_a_tiny_shape() -> None:
     assert torch.allclose(U.mT @ U, torch.eye(5), atol=1e-5)
     assert torch.allclose(Vh @ Vh.mT, torch.eye(5), atol=1e-5)
     assert len(S) == 5
-    policy = gpu.random_policy(SHAPE, "cpu", torch.float32, "sdpa")
+    policy = gpu.random_policy(SHAPE, "cpu", torch.float32)
     generate = real.generating(policy, load)
     assert "generate" in real.of_bounds(policy, 1, load)[0].against
     assert generate() is None
@@ -99,21 +93,19 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)
     monkeypatch.setattr(rig, "random_model", lambda device, **how: made(**how).to(device))
     monkeypatch.setattr(decoder, "SMALL", 0)
-    monkeypatch.setattr(gpu, "decomposition", lambda _: 1 / 0)
+    monkeypatch.setattr(gpu, "svd", lambda _: 1 / 0)
     monkeypatch.setattr(gpu, "QWEN3_4B", SHAPE)
     monkeypatch.setattr(gpu, "QUICK", Load(group=3, prompts=2, prompt=10, answer=6))
     rows = [{"hack_s": [1, 8], "rew": 0.5, "gn": gn} for gn in (0.5, 0.25, None)]
     monkeypatch.setattr(gpu, "mini", lambda tag, **how: rows[: {"gpu": 3, "cpu": 2}[tag]])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
     with pretended_gpu():
-        said = gpu.run(quick=True)
+        gpu.run(quick=True)
     of = {f["what"]: f for f in map(json.loads, re.findall(r"^{.*}$", capfd.readouterr().err, re.MULTILINE))}
-    assert all(what in said for what in of)
     assert of["mini, fp32, rows"]["figure"] == "2 of 3 steps alike; norms within 0e+00"
     assert of["decomposition"]["figure"] == "failed: ZeroDivisionError: division by zero"
     assert "no graph captured" in of["logits, CUDA graphs"]["figure"]
-    rates = ("update, none, varlen_attn", "update, route2, varlen_attn", "sampling, sdpa", "sampling, CUDA graphs")
-    assert all("tokens / s" in of[what]["figure"] for what in rates)
+    assert sum("tokens / s" in f["figure"] for f in of.values()) == 4
     assert all(of[what]["reached"] for what in ("gradients, packed", "SDPA's kernels", "host waits, update"))
     assert [what for what, f in of.items() if "failed" in f["figure"]] == ["mini, killed", "decomposition"]
 

@@ -287,11 +287,10 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
 def usual_budget(device: torch.device) -> Budget:
     """Of a GPU at most half of what is free: an adapter's factors and merged weights may be yet to come."""
-    usual = USUAL.get(device.type, USUAL["cuda"])
     if device.type != "cuda":
-        return usual
+        return USUAL.get(device.type, USUAL["cuda"])
     half = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) // 2
-    return replace(usual, activations=min(usual.activations, half), kv=min(usual.kv, half))
+    return replace(USUAL["cuda"], activations=min(USUAL["cuda"].activations, half), kv=min(USUAL["cuda"].kv, half))
 
 
 # ── chat templates ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@ loaded, nothing fetched."""
 
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vgrout.config.run import Config
 from vgrout.model.source import FP32, Shapes, find_shapes
@@ -91,10 +92,10 @@ def plan(
     size: int,
     group: int,
     prompts: int,
-    prompt_tokens: int,
     max_new: int,
     routes: bool,
     by_rollout: bool = False,
+    prompt_tokens: int = PROMPT_TOKENS,
     room: int | None = None,
     beside: int = 0,
     full: bool = False,
@@ -141,32 +142,19 @@ def plan(
     return replace(made, activations=min(prompts * family, tokens) * kept, kv=at_once * of_row, rows=at_once)
 
 
-def plan_of(
-    cfg: Config,
-    shapes: Shapes,
-    *,
-    device: str,
-    size: int,
-    room: int | None,
-    prompt_tokens: int = PROMPT_TOKENS,
-    beside: int = 0,
-    full: bool = False,
-) -> MemoryPlan:
+def plan_of(cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any) -> MemoryPlan:
     """A run's plan. room: bytes that are free for it; --memory-gib may allow fewer. Others: as `plan`."""
     teacher = find_shapes(cfg.teacher_model_path) if cfg.loss.teacher_model else None
     if cfg.run.memory_gib:
         room = min(room or sys.maxsize, int(cfg.run.memory_gib * GIB))
     return plan(
         shapes,
-        device=device,
-        size=size,
         group=cfg.scale.group,
         prompts=cfg.scale.prompts_per_step,
-        prompt_tokens=prompt_tokens,
         max_new=cfg.scale.max_new,
         routes=cfg.method.routes,
         by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         room=room,
         beside=beside + (teacher.parameters if teacher else 0),
-        full=full,
+        **more,
     )

@@ -406,11 +406,10 @@ class RunContext:
             self._storage_failed(e)
             return
         if said := out_of_memory(e):
-            less, anew = "with more memory", ", or start again with a lower --max-new"
-            if "vgrout train " in self.resume_command:
-                less, anew = "with a lower --memory-gib", ""
-            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}{anew}")
-            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}{anew}")
+            train = "vgrout train " in self.resume_command
+            less = "with a lower --memory-gib" if train else "with more memory, or start again with a lower --max-new"
+            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
+            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
             return
         self._try_status("failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command)
         logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
