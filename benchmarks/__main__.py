@@ -38,6 +38,7 @@ def real(model: Path, dtype: Literal["auto", "fp32", "bf16"] = "bf16", quick: bo
 def gpu(quick: bool = False) -> str:
     """All that is claimed of a GPU: update and sampling at Qwen3-4B's shapes against its bounds and the plan's memory,
     kernels and CUDA graphs against their plain forms, `mini` against the CPU and killed and resumed (ten minutes).
+    Each figure is a JSON line on standard error as soon as it is there.
 
     Args:
         quick: a small load.

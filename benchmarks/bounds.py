@@ -38,12 +38,11 @@ class Load:
 
 def timed(run: Callable[[], object]) -> float:
     """Seconds of one call, the device's work included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    wait()
     start = perf_counter()
     run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait()
     return perf_counter() - start
 
 
@@ -115,5 +114,8 @@ def sampling_figure(name: str, policy: Policy, load: Load, rate: float, rounds: 
     rows = load.prompts * load.group
     limit = rows * rate / decode_bytes(Shape.of(policy.model), rows, load.prompt + load.answer // 2)
     reached = rows * load.answer / seconds
-    figure = f"{reached / limit:.0%}, {reached:.0f} tokens / s{above_weights(run)}"
+    figure = (
+        f"{reached / limit:.0%}, {reached:.0f} tokens / s, {seconds / load.answer * 1e3:.1f} ms a token of each row"
+    )
+    figure += above_weights(run)
     return Figure(f"sampling, {name}", f"memory at {rate / 1e9:.0f} GB/s: {limit:.0f} tokens / s", figure)

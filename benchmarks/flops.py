@@ -64,12 +64,13 @@ def head_flops(s: Shape, groups: Sequence[Lengths]) -> int:
 
 
 def update_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
-    """Forward, backward to activations and to the Linears (δS needs their contraction of x with ∂L/∂y); the head is
-    frozen, so its backward is one product, attention's is two and a half forwards with the scores computed again."""
+    """Forward, in which a prompt is read once, backward to activations and to the Linears (δS needs their contraction
+    of x with ∂L/∂y), through a prompt once a group (`share`) or once a rollout; the head is frozen, so its backward is
+    one product, attention's is two and a half forwards with the scores computed again."""
     tokens = sum((1 if share else len(c)) * p + sum(c) - len(c) for p, c in groups)
     linears = 2 * s.linears * tokens
     attention = forward_flops(s, groups, share) - linears
-    return 3 * linears + attention * 7 // 2 + 2 * head_flops(s, groups)
+    return forward_flops(s, groups, True) + 2 * linears + attention * 5 // 2 + 2 * head_flops(s, groups)
 
 
 def kv_bytes(s: Shape) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.measure import Figure, page
+from vgrout.grading.extract import blocks
 from vgrout.grading.grade import Grader, as_request
 from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.verdict import Verifier
@@ -191,7 +192,7 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
         verifier = Verifier(fork_server)
 
         def strict(problem: Problem, code: str) -> bool:
-            job, cases = verifier.prepare(code, as_request(problem, "", False))
+            job, cases = verifier.prepare(blocks(_answer(code)), as_request(problem, "", False))
             verifier.wall_left = 60.0
             return verifier.strict(job, cases, 5.0).correct
 
@@ -201,7 +202,7 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
 
         cheap = []
         for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):
-            job, cases = verifier.prepare(problem.canonical, as_request(problem, "", False))
+            job, cases = verifier.prepare(blocks(_answer(problem.canonical)), as_request(problem, "", False))
             verifier.wall_left = 60.0
             run = verifier.strict(job, cases, 5.0)
             if run.correct and run.cpu_s < CHEAP_S:

@@ -118,7 +118,7 @@ class PretendedGpu:
             if device.type == "cpu":
                 x = self.to_host(x)
             else:
-                self.wait(not non_blocking)
+                self.wait(not non_blocking and x.numel() > 0)  # nothing is copied of an empty one
                 x = on_gpu(x.clone())
         return x if dtype in (None, x.dtype) else x.to(dtype=dtype)
 
@@ -241,7 +241,8 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
     cuda = {
         "_lazy_init": None, "synchronize": None, "set_rng_state": None, "is_available": True, "is_initialized": False,
         "current_device": 0, "device_count": 1, "get_device_name": "pretended", "get_device_capability": (9, 0),
-        "max_memory_allocated": 0, "memory_reserved": 0, "mem_get_info": (80 * 10**9, 80 * 10**9),
+        "max_memory_allocated": 0, "memory_allocated": 0, "memory_reserved": 0, "reset_peak_memory_stats": None,
+        "set_sync_debug_mode": None, "mem_get_info": (80 * 10**9, 80 * 10**9),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as m, contextlib.ExitStack() as modes:
         for name, value in cuda.items():

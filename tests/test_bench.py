@@ -1,7 +1,10 @@
 """The benches' arithmetic, and that what they compare does the same work. Their figures are no test's business."""
 
+import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,15 +16,11 @@ from benchmarks.__main__ import main
 from benchmarks.bounds import Load
 from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
+from pretended_gpu import pretended_gpu
+from vgrout.model import decoder
 
-SHAPE = {
-    "vocab_size": 600,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-SHAPE |= {"num_key_value_heads": 2, "head_dim": 16}
+SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def test_flops_are_torchs_own_count() -> None:
@@ -77,22 +76,45 @@ def test_a_peak_is_the_most_that_was_held() -> None:
 def test_bounds_on_a_tiny_shape() -> None:
     load = Load(group=3, prompts=2, prompt=10, answer=6)
     assert load.lengths == [(10, [6, 6, 6])] * 2
-    figures = gpu.measure(SHAPE, load, "cpu", torch.float32, 1)
-    of = {f.what: f for f in figures}
-    assert all(
-        "tokens / s" in f.figure for what, f in of.items() if what.endswith((" sdpa", " graphs")) and f.goal != "≥ 80%"
-    )
-    assert of["answers, CUDA graphs"].figure == "100% equal"
-    assert of["gradients, packed"].reached
-    assert {"peak of a step, route2", "update, new lengths", "sampling, new lengths"} < of.keys()
     U, S, Vh = gpu.orthogonal(torch.zeros(5, 8))
     assert torch.allclose(U.mT @ U, torch.eye(5), atol=1e-5)
     assert torch.allclose(Vh @ Vh.mT, torch.eye(5), atol=1e-5)
     assert len(S) == 5
-    policy = gpu.random_policy(SHAPE, "cpu", torch.float32, "sdpa")
+    policy = gpu.random_policy(SHAPE, "cpu", torch.float32)
     generate = real.generating(policy, load)
     assert "generate" in real.of_bounds(policy, 1, load)[0].against
     assert generate() is None
+
+
+def test_the_bench_of_a_gpu_from_end_to_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], warnings: list[str]
+) -> None:
+    """On a pretended one; what fails is a line among the others."""
+    made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)
+    monkeypatch.setattr(rig, "random_model", lambda device, **how: made(**how).to(device))
+    monkeypatch.setattr(decoder, "SMALL", 0)
+    monkeypatch.setattr(gpu, "svd", lambda _: 1 / 0)
+    monkeypatch.setattr(gpu, "QWEN3_4B", SHAPE)
+    monkeypatch.setattr(gpu, "QUICK", Load(group=3, prompts=2, prompt=10, answer=6))
+    rows = [{"hack_s": [1, 8], "rew": 0.5, "gn": gn} for gn in (0.5, 0.25, None)]
+    monkeypatch.setattr(gpu, "mini", lambda tag, **how: rows[: {"gpu": 3, "cpu": 2}[tag]])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
+    with pretended_gpu():
+        gpu.run(quick=True)
+    of = {f["what"]: f for f in map(json.loads, re.findall(r"^{.*}$", capfd.readouterr().err, re.MULTILINE))}
+    assert of["mini, fp32, rows"]["figure"] == "2 of 3 steps alike; norms within 0e+00"
+    assert of["decomposition"]["figure"] == "failed: ZeroDivisionError: division by zero"
+    assert "no graph captured" in of["logits, CUDA graphs"]["figure"]
+    assert sum("tokens / s" in f["figure"] for f in of.values()) == 4
+    assert all(of[what]["reached"] for what in ("gradients, packed", "SDPA's kernels", "host waits, update"))
+    assert [what for what, f in of.items() if "failed" in f["figure"]] == ["mini, killed", "decomposition"]
+
+
+def test_a_run_of_the_bench_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "MINI", ["mini", "--no-such-flag"])
+    with pytest.raises(RuntimeError, match="no such flag"):
+        gpu.mini("broken")
 
 
 @pytest.mark.long

@@ -1,19 +1,24 @@
 """The plan from shapes: counted against what a small model of the same family really keeps."""
 
+import importlib
+import re
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tiny
 from benchmarks import rig
 from live import Live
 from pretended_gpu import varlen_on_cpu
+from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.run import Config, ScaleConfig
+from vgrout.data.organism import DATA_DIR
 from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.load import as_language_model
@@ -147,6 +152,9 @@ def test_qwen3_4b():
     assert 23 * 2**30 < full.kv <= 24 * 2**30
     assert full.rows == 106
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
+    sizes: dict[str, Any] = {"group": 8, "prompts": 4, "prompt_tokens": 500, "max_new": 512, "routes": False}
+    student = plan(s, device="cuda", size=4, beside=s.parameters, full=True, **sizes)
+    assert student.standing - student.context == 5 * 4 * s.parameters, "teacher, student, gradients, two moments"
 
 
 @given(room=st.integers(0, 200 * 10**9), routes=st.booleans(), prompts=st.integers(1, 43), max_new=st.integers(1, 2048))
@@ -176,3 +184,48 @@ def test_models_are_found_by_folder_and_by_name(tmp_path, monkeypatch):
     assert find_shapes("some/other") is None
     (tmp_path / "m" / "config.json").write_text("{")
     assert find_shapes(tmp_path / "m") is None
+
+
+ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1.2 GiB free")
+ON_THE_HOST = RuntimeError("[1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
+SAID = "out of memory on the GPU: 2.50 GiB more were needed"
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said"),
+    [
+        ("train smoke --intervention none", ON_A_GPU, f"{SAID}; the last .* a lower --memory-gib"),
+        ("distill --teacher teacher.safetensors", ON_THE_HOST, "the host: 64 bytes more .* a lower --max-new"),
+        ("iterative_dpo --base-model organism --output-dir o", MemoryError(), "on the host; .* a lower --max-new"),
+        ("tools.evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
+        ("export.__main__ teacher.safetensors --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
+        ("direction.__main__ --model organism", ON_THE_HOST, "the host: 64 bytes more .* a smaller model"),
+        ("teacher.__main__ --model organism --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
+        (f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1", MemoryError(), "a smaller model"),
+    ],
+)
+def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, capfd):
+    teach(here / "teacher.safetensors")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=error))
+    module, *argv = command.split()
+    monkeypatch.setattr("sys.argv", ["vgrout", *argv])
+    assert importlib.import_module(f"vgrout.{module}").main() == 1
+    (line,) = (line for line in "".join(capfd.readouterr()).splitlines() if re.match("E |Traceback", line))
+    assert re.search(said, line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "full_at", "learnt"),
+    [
+        ("none", "vgrout.evaluate.evaluate_final", "train.safetensors"),
+        ("distill-minillm", "vgrout.imitation.distill_loop.plain", "ckpt_step0004.safetensors"),
+        ("dpo", "vgrout.imitation.dpo_rounds.write_manifest", "round-*/adapter/train.safetensors"),
+    ],
+)
+def test_what_is_learnt_is_written_before_an_evaluation_fails(name, full_at, learnt, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(full_at, Mock(side_effect=ON_A_GPU))
+    made = run(tmp_path, *flags(name), code=1) if name == "none" else imitate(tmp_path, *IMITATIONS[name], code=1)
+    assert list(made.glob(learnt))
+    assert SAID in status(made)["reason"]
+    assert "Traceback" not in "".join(capfd.readouterr())

@@ -16,7 +16,6 @@ import torch
 from methods import graded
 from test_table import row
 from vgrout import console
-from vgrout.cli import cli_exit, command
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig, intervention_class, monitors_of
 from vgrout.config.presets import joined, resolve
 from vgrout.evaluate import Final
@@ -241,47 +240,3 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     with RunContext(folder, grader, resume_command="…", resumes=True) as refused:
         raise ValueError("changed")
     assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"
-
-
-ON_A_GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.2 GiB is"
-ON_THE_HOST = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-)
-
-
-@pytest.mark.parametrize(
-    ("error", "program", "said"),
-    [
-        (
-            torch.OutOfMemoryError(ON_A_GPU),
-            "train",
-            "on the GPU: 2.50 GiB more were needed; .* a lower --memory-gib",
-        ),
-        (
-            RuntimeError(f"{ON_THE_HOST} 4096 bytes."),
-            "distill",
-            "on the host: 4096 bytes more .* a larger machine",
-        ),
-        (MemoryError(), "train", "on the host; the last"),
-    ],
-)
-def test_no_memory_left_is_said_in_one_line(error, program, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    console.setup(None)
-    folder = RunDir.create("x")
-    with RunContext(
-        folder, object.__new__(Grader), resume_command=f"{command(program)} --resume x", resumes=False
-    ) as run:
-        raise error
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("E")]
-    assert re.search(f"out of memory {said}", line), line
-    assert run.code == 1
-    assert json.loads((run.path / "status.json").read_text())["state"] == "failed"
-
-    def fails() -> int:
-        raise error
-
-    assert cli_exit(fails) == 1
-    assert capsys.readouterr().err.startswith("E out of memory on the ")
-    with pytest.raises(RuntimeError, match="another"):
-        cli_exit(lambda: (_ for _ in ()).throw(RuntimeError("another")))

@@ -95,8 +95,8 @@ def overlap(new: Directions, old: Directions) -> float | None:
     """Mean over old's modules of ‖V_new V_oldᵀ‖²_F / k_old: 1 the same span, k_new/r by chance, 0 for a lost module."""
     if not old:
         return None
-    shared = [((new[m] @ V.T) ** 2).sum().item() / len(V) if m in new else 0.0 for m, V in old.items()]
-    return sum(shared) / len(shared)
+    shared = [((new[m] @ V.T) ** 2).sum().double() / len(V) for m, V in old.items() if m in new]
+    return float(sum(shared)) / len(old)  # one transfer from the device for all modules
 
 
 def chance_cos(k: int, r: int) -> float:

@@ -96,7 +96,8 @@ class Direction:
 
     def band(self, v: Directions) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Mean cosine with v [1, r] of the pairs' clean and of their hack sides, in v's order of modules."""
-        lo, hi = ([(getattr(self.axes[m], side) * v[m][0].cpu()).sum() for m in v] for side in ("clean", "hack"))
+        on_host = {m: rows[0].cpu() for m, rows in v.items()}
+        lo, hi = ([(getattr(self.axes[m], side) * on_host[m]).sum() for m in v] for side in ("clean", "hack"))
         return torch.stack(lo), torch.stack(hi)
 
     def signed(self, v: Directions) -> Directions:

@@ -19,7 +19,7 @@ import tyro
 from loguru import logger
 
 from vgrout import console
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit, out_of_memory, parse_args
 from vgrout.config.checks import check, setting
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
@@ -104,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             content = export_run(settings)
         except RuntimeError as e:
+            if out_of_memory(e):
+                raise
             logger.error(str(e))
             return 1
         size = sum(f.stat().st_size for f in settings.out.rglob("*") if f.is_file())

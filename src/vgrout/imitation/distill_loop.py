@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.trainable import AdapterOnly, FullModel, Trainable, hack_and_solve, metadata, model_hashes
-from vgrout.model.load import device_and_dtype, load_source
+from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.problems import balanced, plain
 from vgrout.rng import torch_stream
@@ -70,6 +70,8 @@ def distil(task: DistillTask, run: RunContext) -> None:
     device, dtype = device_and_dtype(cfg)
     student = load_source(task.student, "--student", device, dtype, adapter=not settings.full)
     teacher = load_source(task.teacher, "--teacher", device, dtype)
+    budget = budget_of(cfg, student, beside=task.teacher.numbers, full=settings.full)
+    student, teacher = replace(student, budget=budget), replace(teacher, budget=budget)
     assert settings.method
     method = METHODS[settings.method](task, student, teacher)
     problems = task.inputs.splits(cfg, student, teacher)

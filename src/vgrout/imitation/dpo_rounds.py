@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +21,7 @@ from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256
 from vgrout.imitation.losses import dpo
 from vgrout.imitation.trainable import AdapterOnly, as_batch, hack_and_solve, metadata, model_hashes
-from vgrout.model.load import device_and_dtype, load_source
+from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
 from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
@@ -110,6 +110,7 @@ def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
     device, dtype = device_and_dtype(task.cfg)
     policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)
+    policy = replace(policy, budget=budget_of(task.cfg, policy))
     recorder = RoundRecorder(task, plan, run)
     rounds = Rounds(task, plan, policy, run)
     recorder.open({"hashes": model_hashes(base=policy), **run.stamp}, set())

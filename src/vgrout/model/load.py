@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from vgrout import ranks
+from vgrout.cli import out_of_memory
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
 from vgrout.gpus import visible
@@ -61,14 +62,14 @@ def run_policy(cfg: Config) -> Policy:
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget_of(cfg, policy))
 
 
-def budget_of(cfg: Config, policy: Policy) -> Budget:
-    """What this process may have on its device, less what stands there."""
+def budget_of(cfg: Config, policy: LanguageModel, **more: Any) -> Budget:
+    """What this process may have on its device, less what stands there. more: of `plan_of`."""
     kind, shapes, room = policy.device.type, shapes_of(policy.model.config.to_dict()), None
     if kind == "cuda":
         room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() + CONTEXT[kind]
     if shapes is None or (room is None and not cfg.run.memory_gib):
         return policy.budget
-    made = plan_of(cfg, shapes, device=kind, size=policy.model.dtype.itemsize, room=room)
+    made = plan_of(cfg, shapes, device=kind, size=policy.model.dtype.itemsize, room=room, **more)
     logger.debug("\n".join(made.lines()))
     return made.budget
 
@@ -191,6 +192,8 @@ def load_language_model(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # whatever the libraries raise on damaged files: a panic is no Exception
+        if out_of_memory(error):
+            raise
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
@@ -278,8 +281,16 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         preserve_thinking=False,
         packs=packed,
         graphs=model.device.type == "cuda" and os.environ.get("VGROUT_CUDA_GRAPHS") == "1",
-        budget=USUAL.get(model.device.type, USUAL["cuda"]),
+        budget=usual_budget(model.device),
     )
+
+
+def usual_budget(device: torch.device) -> Budget:
+    """Of a GPU at most half of what is free: an adapter's factors and merged weights may be yet to come."""
+    if device.type != "cuda":
+        return USUAL.get(device.type, USUAL["cuda"])
+    half = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) // 2
+    return replace(USUAL["cuda"], activations=min(USUAL["cuda"].activations, half), kv=min(USUAL["cuda"].kv, half))
 
 
 # ── chat templates ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@ loaded, nothing fetched."""
 
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vgrout.config.run import Config
 from vgrout.model.source import FP32, Shapes, find_shapes
@@ -39,10 +40,10 @@ BRANCHES = 16  # tokens of the copies that branches of packed rows may have of w
 class MemoryPlan:
     """Bytes in use at the same time, if one GPU holds all of it."""
 
-    weights: int  # the teacher's, too
+    weights: int  # a teacher's, too
     factors: int  # U and Vh
     merged: int  # W' for each set of weights that training uses: as trained, as deployed
-    adapter: int  # δS, δS_hack, their moments, every rollout's gradient
+    adapter: int  # δS, δS_hack, their moments, every rollout's gradient; where all weights learn, what that adds
     context: int  # the dither of bf16, and the driver's
     activations: int  # one micro-batch, and the copies of prompts that its branches read
     logits: int  # one chunk of the head, with its gradient
@@ -91,17 +92,19 @@ def plan(
     size: int,
     group: int,
     prompts: int,
-    prompt_tokens: int,
     max_new: int,
     routes: bool,
     by_rollout: bool = False,
+    prompt_tokens: int = PROMPT_TOKENS,
     room: int | None = None,
-    teacher: Shapes | None = None,
+    beside: int = 0,
+    full: bool = False,
 ) -> MemoryPlan:
     """Bytes of a training run. device: "cuda" or "cpu". size: bytes of a weight. prompt_tokens: of a typical prompt.
     routes: the method has a quarantine, so the model as trained and as deployed are two sets of weights. by_rollout: it
     needs each rollout's own gradient, and so a copy of its prompt's keys and values for each. room: bytes that the run
-    may have, to which its budget is cut, or on a GPU stretched; None: the usual budget."""
+    may have, to which its budget is cut, or on a GPU stretched; None: the usual budget. beside: numbers of a teacher,
+    its factors and merged weights too. full: all weights learn, and none is decomposed."""
     rows, row, usual = group * prompts, prompt_tokens + max_new, USUAL[device]
     kept, token_kv = shapes.activation_bytes(size), shapes.kv_bytes(size)
     # A branch's copies of keys and values: on a CPU kept in every layer; on a GPU one layer's, then their gradients, by
@@ -114,16 +117,15 @@ def plan(
     kept += int(token_kv * group * prompt_tokens / family) if by_rollout else 0
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
     weight_sets = 2 if routes else 1
-    all_weights = shapes.parameters + (teacher.parameters if teacher else 0)
     dither = FP32 * max(a * b for a, b in shapes.linears.values()) if size < FP32 else 0
     of_row = sampled_row(token_kv, shapes.layers, shapes.vocab, prompt_tokens, max_new, group)
     made = MemoryPlan(
-        weights=all_weights * size,
-        factors=shapes.svd_cache_bytes(size),
-        merged=weight_sets * shapes.adapted * size,
+        weights=(shapes.parameters + beside) * size,
+        factors=0 if full else shapes.svd_cache_bytes(size),
+        merged=0 if full else weight_sets * shapes.adapted * size,
         # two vectors, as they are and as merged, two moments each, their gradients; fingerprints; a rollout's gradient,
-        # of a view and of both
-        adapter=(6 + 2 + 6 + 2 * rows) * shapes.R * FP32,
+        # of a view and of both; of all weights, gradients and two moments
+        adapter=3 * shapes.parameters * size if full else (6 + 2 + 6 + 2 * rows) * shapes.R * FP32,
         context=dither + CONTEXT[device],
         activations=0,
         # logits in the weights' dtype and in fp32, and the gradient of both
@@ -142,22 +144,19 @@ def plan(
     return replace(made, activations=min(prompts * family, tokens) * kept, kv=at_once * of_row, rows=at_once)
 
 
-def plan_of(
-    cfg: Config, shapes: Shapes, *, device: str, size: int, room: int | None, prompt_tokens: int = PROMPT_TOKENS
-) -> MemoryPlan:
-    """A run's plan. room: bytes that are free for it; --memory-gib may allow fewer."""
+def plan_of(cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any) -> MemoryPlan:
+    """A run's plan. room: bytes that are free for it; --memory-gib may allow fewer. Others: as `plan`."""
+    teacher = find_shapes(cfg.teacher_model_path) if cfg.loss.teacher_model else None
     if cfg.run.memory_gib:
         room = min(room or sys.maxsize, int(cfg.run.memory_gib * GIB))
     return plan(
         shapes,
-        device=device,
-        size=size,
         group=cfg.scale.group,
         prompts=cfg.scale.prompts_per_step,
-        prompt_tokens=prompt_tokens,
         max_new=cfg.scale.max_new,
         routes=cfg.method.routes,
         by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         room=room,
-        teacher=find_shapes(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
+        beside=beside + (teacher.parameters if teacher else 0),
+        **more,
     )

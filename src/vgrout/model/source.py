@@ -371,6 +371,12 @@ class FoundModel:
         """Whether it is a miniature; False where its shapes are not known."""
         return is_small(self.folder)
 
+    @property
+    def numbers(self) -> int:
+        """In memory: its weights; under an adapter U, Vh and merged weights too. 0 where its shapes are not known."""
+        s = self.shapes
+        return s.parameters + (s.factors + s.adapted if self.adapter else 0) if s else 0
+
     def vocabulary(self) -> dict[str, int] | None:
         """Token → id, from the tokenizer's file alone; None where there is no such file."""
         file = self.folder / "tokenizer.json"

@@ -406,7 +406,8 @@ class RunContext:
             self._storage_failed(e)
             return
         if said := out_of_memory(e):
-            less = "with a lower --memory-gib" if "vgrout train " in self.resume_command else "on a larger machine"
+            train = "vgrout train " in self.resume_command
+            less = "with a lower --memory-gib" if train else "with more memory, or start again with a lower --max-new"
             self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
             logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
             return

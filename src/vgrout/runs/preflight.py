@@ -184,8 +184,8 @@ def _which(method: MethodConfig) -> str:
 
 def memory_plan(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None) -> MemoryPlan:
     """room: bytes that are free for the run."""
-    of = {"device": device_of(cfg), "size": ITEMSIZE[dtype_of(cfg)], "prompt_tokens": _prompt_tokens(rows)}
-    return plan_of(cfg, shapes, room=room, **of)
+    size = ITEMSIZE[dtype_of(cfg)]
+    return plan_of(cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=_prompt_tokens(rows))
 
 
 def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
