@@ -581,6 +581,8 @@ def require_branching(model: PreTrainedModel) -> None:
             alone = torch.stack([model(input_ids=row, use_cache=False).logits[0, -3:] for row in ids], 1)
         want = torch.cat([alone[0, :2], *alone[1:]])  # by step: two branches are one row before the first
         fits = _near(got, want, 1e-2, 1e-1)  # recurrences add up in another order: 1e-3 of Nemotron-H
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:  # whatever a model's own code raises
         logger.debug(f"{type(model).__name__}: {type(e).__name__}: {e}")
         fits = False

@@ -571,6 +571,8 @@ def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
         try:
             read.read(model, core)
             hidden = [(of, packed_hidden(model, core, of)) for of in (batch, apart)]
+        except torch.OutOfMemoryError:
+            raise
         except (AssertionError, TypeError, RuntimeError) as error:  # the last of a kernel that this card has not
             logger.warning(f"{slower}: {str(error).partition(chr(10))[0]}")
             return False
