@@ -66,10 +66,9 @@ class FinishedRun:
     @property
     def method(self) -> str:
         """The method's name in tables: intervention, monitor where it is not the usual one, control."""
-        method, pairs = self.cfg.method, (self.record.get("direction") or {}).get("pairs")
+        method = self.cfg.method
         name = method.intervention + (f" ({method.monitor_title})" if method.monitor_title else "")
-        name += f" · {method.control_name}" if method.control_name != "none" else ""
-        return name + (" (pairs chosen by true labels)" if str(pairs).startswith("oracle:") else "")
+        return name + (f" · {method.control_name}" if method.control_name != "none" else "")
 
     @cached_property
     def trained_with(self) -> dict[str, Any]:
