@@ -32,8 +32,6 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
     for typed in (flag(name), f"--{name}"):
         assert translated(["mini", typed, "3"]) == ["mini", own, "3"]
         assert translated([f"{typed}=3"]) == [f"{own}=3"]
-    with pytest.raises(ValueError, match=f"{own}: given twice"):
-        resolve(["mini", f"{own}=3", f"{flag(name)}=3"])
 
 
 def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
@@ -124,7 +122,6 @@ REFUSED = {
     f"{GRADE} good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{GRADE} answers.jsonl": "--out answers.jsonl: exists; choose another name or delete it",
     f"{DPO} dir": "--output-dir dir: is no folder of rounds, it holds thesis.tex; name another folder",
-    "direction --model organism --out dir.safetensors --pairs-out good.jsonl": "--pairs-out",
     "direction --model organism --svd-cache good.jsonl": "--svd-cache good.jsonl: cannot be written (Not a directory)",
     "teacher --model organism --out dir": "--out dir: exists; choose another name or delete it",
     "substrate --model organism --out good.jsonl/x": "--out good.jsonl: cannot be written (Not a directory); choose",
@@ -143,8 +140,6 @@ REFUSED = {
     "substrate --model organism --modes sentinel,sentinel": "--modes: sentinel is there twice; legal: run_tests",
     "evaluate dir --seed -1": "--seed -1: should be at least 0",
     # in words that were typed
-    "train smoke --steps 3 --steps=4": "--steps: given twice; once is enough",
-    "train smoke --save-eval-ckpts --no-save-eval-ckpts": "--save-eval-ckpts: given twice; once is enough",
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",
     "train smoke --step 3": "--step: no such flag; did you mean --steps?",
