@@ -27,7 +27,7 @@ from vgrout.runs.context import RunContext, RunDir
 from vgrout.runs.expectation import expectation
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
-from vgrout.types import Eval, Mode, ModeEval, Rate, centred, half
+from vgrout.types import Eval, Mode, ModeEval, Rate, half
 
 
 def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
@@ -100,19 +100,15 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     assert found.last["problem_id"] == 2
 
 
-def test_sample_standard_deviation():
-    A, plain = centred([0.5, 3.5, 0.5, 0.5], unbiased=False), centred([0.5, 3.5, 0.5, 0.5])
-    assert pytest.approx([a / (1.5 + 1e-4) for a in plain]) == A  # deviations −0.75, 2.25, −0.75, −0.75: √(6.75 / 3)
-    assert centred([2.0], unbiased=False) == (0.0,)
-
-
 @pytest.mark.parametrize(
     ("argv", "run_id"),
     [
         (["route2", "--control=haar"], "route2_haar"),
-        (["route2"], "route2"),
         (["penalty", "--monitor=labels", "--penalty=2"], "penalty_labels_by2"),
         (["penalty", "--monitor=labels", "--penalty=2", "--random-flags"], "penalty_labels_by2_random_flags"),
+        (["screen", "--monitor=labels", "--known-modes=sentinel"], "screen_labels_knows-sentinel"),
+        (["penalty", "--monitor=online_probe"], "penalty_online_probe_detector"),
+        (["route2", "--vhack-refresh-every=2"], "route2"),
         (["erase", "--control=placebo", "--placebo-pairs=a b/ü \n.json"], "erase_placebo_---"),
     ],
 )
