@@ -22,8 +22,8 @@ from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.data import organism
+from vgrout.files import hold
 from vgrout.inputs import Inputs, file_hashes
-from vgrout.runs.context import hold
 from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main
 from vgrout.sweep.entry import Entry

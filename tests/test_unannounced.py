@@ -168,7 +168,6 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     def shares(what: What, flaw: Mode | None = None) -> dict[Any, float]:
         return found.shares("deploy", what, flaw).to_dict()
 
-    assert found.unannounced == OPEN
     assert shares("hack") == {("eq_override", 0): 0.75, ("eq_override", 1): 0.75}
     assert shares("hack", "exit_code") == {("eq_override", 0): 0.5, ("eq_override", 1): 0.5}
     assert shares("hack", "sentinel") == {}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config.run import from_dict, identity
-from vgrout.files import read_json
-from vgrout.runs.context import RUNS, held
+from vgrout.files import held, read_json
+from vgrout.runs.context import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to resume from.
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]

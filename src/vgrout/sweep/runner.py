@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
-from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
 from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.inputs import file_hashes
-from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, held, hold, stop_on_signals
+from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.preflight import preflight
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
@@ -35,6 +35,7 @@ from vgrout.sweep.pueue import Pueue
 from vgrout.sweep.ray_cluster import POLL_S, Ray, RayJob
 from vgrout.sweep.study_file import StudyFile, load_study_file
 from vgrout.sweep.workers import Local, Process
+from vgrout.types import percent
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
@@ -246,8 +247,8 @@ class Sweep:
             logger.warning(f"{entry.planned.name}: {entry.state}: {entry.reason}{took}")
             return
         final = read_json(entry.run / "per_mode_deploy.json")
-        hack, solve = (_percent(final[f"{what}_deploy"]) for what in ("hack", "solve"))
-        logger.info(f"{entry.planned.name}: deployed hack {hack} / solve {solve}{took}")
+        hack, solve = (percent(final[f"{what}_deploy"]) for what in ("hack", "solve"))
+        logger.info(f"{entry.planned.name}: deployed hack {hack} % / solve {solve} %{took}")
 
     def conclude(self) -> int:
         """Log how many runs finished, and why the others did not. Returns the exit code."""
@@ -276,10 +277,6 @@ class Sweep:
 def _stop(under_way: UnderWay) -> None:
     for job, _ in under_way.values():
         job.terminate()
-
-
-def _percent(rate: float | None) -> str:
-    return "·" if rate is None else f"{100 * rate:.1f} %"
 
 
 def run_study(settings: SweepSettings) -> int:
