@@ -81,7 +81,7 @@ def test_tau_gate_state_goes_round():
     two.load_state_dict(one.state_dict())
     assert torch.equal(one(cos + 0.1, live, known), two(cos + 0.1, live, known))
     assert torch.equal(one.tau, two.tau)
-    with pytest.raises(ValueError, match=r"\(2, 2\), this run has \(2, 3\)"):
+    with pytest.raises(RuntimeError, match="size of tensor"):
         TauGate(3).load_state_dict(one.state_dict())
 
 

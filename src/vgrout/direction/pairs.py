@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.files import from_json, read_text
-from vgrout.model.source import Shapes, safetensors_head
+from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file
@@ -195,23 +195,9 @@ class Meta:
             )
 
 
-def check_file(path: Path, flag: str, shapes: Shapes | None, pairs: PairSet | None) -> None:
-    """Check what a direction file's head shows: complete, of this schema, of these pairs, of a model of these shapes
-    (None: not known). Whether the weights are the same shows once they are loaded.
-
-    Raises:
-        ValueError: one line.
-    """
-    shaped, metadata = safetensors_head(path, flag)
-    meta = Meta.from_strings(metadata, f"{flag} {path}")
+def check_file(path: Path, flag: str, pairs: PairSet | None) -> None:
+    """Check what a direction file's head shows: complete, of this schema, of these pairs. Whether the model is the same
+    shows once it is loaded. Raises ValueError, one line."""
+    meta = Meta.from_strings(safetensors_head(path, flag)[1], f"{flag} {path}")
     if pairs is not None:
         meta.require_pairs(pairs, f"{flag} {path}")
-    if shapes is None:
-        return
-    known = {name: min(size) for name, size in shapes.linears.items()}
-    for name, shape in shaped.items():
-        module = name.rpartition("/")[2].rpartition(".")[2]
-        if name.startswith(("_sv/", "__")):
-            continue
-        if module not in known or shape[-1] != known[module]:
-            raise ValueError(f"{flag} {path}: direction of another model ({meta.model}), by {name} {shape}")
