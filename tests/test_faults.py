@@ -304,12 +304,6 @@ def test_resume_from_another_folder(tmp_path, monkeypatch, capsys):
     assert "MiB free" in capsys.readouterr().out
 
 
-def test_a_running_run_is_not_resumed(stopped, capsys):
-    with RunDir.reopen(stopped):
-        assert "another process is writing this run" in refused(capsys, "smoke", "--resume", str(stopped))
-        assert "running ones left out" in refused(capsys, "smoke", "--resume", "latest")
-
-
 # --- disks -----------------------------------------------------------------------------------------------------------
 
 

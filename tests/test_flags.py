@@ -343,6 +343,7 @@ def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     healthy = shared_run(*SMALL, *NONE, "--eval-ablate-every=1", "--eval-n-prompts=1")
     argv = [*SMALL, *NONE, "--eval-ablate-every=1"]
@@ -350,12 +351,14 @@ def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     assert len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl) > 0
 
 
+@pytest.mark.long
 def test_other_settings_are_refused_on_a_resumed_run(shared_run: SharedRuns) -> None:
     argv = [*SMALL, *NONE, "--lr=0.5", f"--resume={shared_run(*SMALL, *NONE, stop_after=0)}"]
     with pytest.raises(ValueError, match=r"--lr 0.5 .*; drop these flags"):
         find_resume(resolve(argv))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
 def test_a_resumed_run_goes_on_in_its_own_dtype(
     given: list[str], own: str, shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -374,6 +377,7 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     assert all(row["realised"] == pytest.approx(1, abs={"fp32": 1e-3, "bf16": 0.1}[own]) for row in rows(path))
 
 
+@pytest.mark.long
 def test_a_change_that_rounding_swallows_is_a_warning_once(
     tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +387,7 @@ def test_a_change_that_rounding_swallows_is_a_warning_once(
     assert capsys.readouterr().out.count("0.30 of the adapter's change is in the weights") == 1
 
 
+@pytest.mark.long
 def test_a_detector_of_reward_hacking_halts_by_its_flag(
     shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def test_nothing_is_left_of_an_interrupted_build(reached: str, home: Path, monke
     monkeypatch.setattr(build, reached, stop)
     there = sorted(home.iterdir())
     with pytest.raises(KeyboardInterrupt):
-        tune(model="m", out=Path("new"))
+        tune(model="m", out=Path("new"), **TWO_STEPS)
     assert sorted(home.iterdir()) == there
 
 
@@ -113,6 +113,7 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> Non
     assert losses[0] > 5  # a random model
 
 
+@pytest.mark.long
 def test_verify_repeats_the_first_steps_and_sees_another_base(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +135,7 @@ def test_verify_repeats_the_first_steps_and_sees_another_base(
         verify(Path("o"))
 
 
+@pytest.mark.long
 def test_small_goes_on_where_it_was_interrupted(home: Path) -> None:
     whole = run(home, *SMALL, "--out-tag=_whole")
     cut = run(home, *SMALL, stop_after=1)
