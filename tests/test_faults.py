@@ -382,19 +382,6 @@ def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
     assert "free some space, or move the run to another disk" in output
 
 
-def test_read_only_folder_is_refused(stopped, small_disk, monkeypatch, capsys):
-    folder, home = small_disk(64 * 1024), Path.cwd()
-    shutil.copytree(home / "out" / "runs", folder / "out" / "runs")
-    (folder / "logs").mkdir()
-    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-    monkeypatch.chdir(folder)
-    output = refused(capsys, "smoke", "--intervention", "none")
-    assert output.startswith("E out/runs: cannot be written (Read-only file system)")
-    monkeypatch.chdir(home)
-    again = refused(capsys, "smoke", "--resume", str(folder / "out" / "runs" / stopped.name))
-    assert "cannot be written (Read-only file system)" in again
-
-
 @pytest.mark.slow
 def test_vanished_folder(tmp_path):
     process = start(tmp_path, *bare("none", steps=300))

@@ -1,10 +1,9 @@
-"""What a run records: the tail's counts and expectation, rollouts.jsonl, run ids, JSON files."""
+"""What a run records: the tail's counts, rollouts.jsonl, run ids, JSON files."""
 
 import json
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,63 +16,15 @@ from methods import graded
 from test_table import row
 from vgrout import console
 from vgrout.cli import cli_exit, command
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig, intervention_class, monitors_of
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
-from vgrout.evaluate import Final
 from vgrout.files import existing, json_lines, numbered_lines, probe_writable
 from vgrout.grading.grade import Grader
 from vgrout.problems import ProblemRow, assigned, partition_decides
 from vgrout.runs.context import RunContext, RunDir
-from vgrout.runs.expectation import expectation
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
-from vgrout.types import Eval, Mode, ModeEval, Rate, half
-
-
-def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
-    """Percent of 100 answers a side."""
-
-    def side(hack: int, solve: int) -> Eval:
-        counts = ModeEval(hack=Rate(hack, 100), solve=Rate(solve, 100))
-        return Eval(counts, {"run_tests": counts}, Rate(100, 100))
-
-    trained_side = side(trained, solve)
-    return Final(side(base, 30), trained_side, side(deployed, solve), side(deployed, solve), {})
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_every_method_under_every_control_that_it_takes_has_an_expectation(control):
-    for intervention, monitor in ((i, m) for i in INTERVENTIONS for m in monitors_of(i)):
-        with suppress(ValueError):
-            cfg = MethodConfig(intervention=intervention, monitor=monitor, control=control)
-            line = expectation(cfg, final(1, 60, 5)).line
-            assert line.startswith("SHOULD: ")
-            assert "; ELSE " in line
-            if not intervention_class(intervention).routes:
-                assert "routing" not in line.replace("--intervention routing", ""), "no quarantine to speak of"
-                assert "quarantine" not in line
-
-
-@pytest.mark.parametrize(
-    ("intervention", "control", "numbers", "cue"),
-    [
-        ("none", "none", (1, 60, 60), "holds"),
-        ("none", "none", (1, 3, 3), "fails"),
-        ("route2", "none", (1, 60, 5), "holds"),
-        ("route2", "none", (1, 60, 55), "fails"),
-        ("route2", "none", (1, 3, 2), "open"),
-        ("route2", "haar", (1, 60, 55), "holds"),
-        ("route2", "haar", (1, 60, 5), "fails"),
-        ("route2", "labels", (1, 60, 2), "holds"),
-        ("none", "no_loophole", (1, 2, 2), "holds"),
-        ("none", "no_loophole", (1, 40, 40), "fails"),
-        ("erase", "none", (1, 30, 30), "open"),
-        ("penalty", "labels", (1, 1, 1), "holds"),
-    ],
-)
-def test_cue_of_an_expectation(intervention, control, numbers, cue):
-    given = {"monitor": "labels"} if control == "labels" else {"control": control}
-    assert expectation(MethodConfig(intervention=intervention, **given), final(*numbers)).cue == cue
+from vgrout.types import Mode, Rate, half
 
 
 def test_halves_of_the_hacks_and_tallies(tmp_path):

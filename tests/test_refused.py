@@ -117,7 +117,7 @@ REFUSED = {
     # nothing of a user's is overwritten
     "organism build --out dir": "--out dir: exists and is no organism; choose another folder",
     "organism build --out mine": "--out mine/thesis.tex: not in manifest.json: it would be deleted; move it, or ch",
-    "organism build --seed 77": "--out: an organism of another seed, size or corpus goes into a folder of its own; na",
+    "organism build --seed 77": "--out: an organism of another seed or corpus goes into a folder of its own; name one",
     "evaluate dir --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{GRADE} good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{DPO} dir": "--output-dir dir: is no folder of rounds, it holds thesis.tex; name another folder",
@@ -142,7 +142,6 @@ REFUSED = {
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",
     "train smoke --step 3": "--step: no such flag; did you mean --steps?",
     "train smok": "smok: name a preset first: smoke, mini, small, fast, full; then flags, or --help",
-    "train smoke --method route2 --intervention none": "--method: not here; an intervention's recommended",
     "teacher --nope 3": "--nope: no such flag",
     "evaluate": "missing: ",
     "download nothing": "nothing: should be one of ",
