@@ -190,8 +190,6 @@ BAD = [
     ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
     ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
     ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
-    ("mini --intervention none --shadow gate", "--shadow: unknown watcher 'gate'; legal: labels"),
-    ("mini --intervention none --shadow labels,labels", "is there twice"),
     ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),
     ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to 0 teacher rows"),
     ("mini --intervention route2 --rollout-ablate-frac .01", "rounds to none"),

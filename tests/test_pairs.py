@@ -1,4 +1,4 @@
-"""Pair files and what is refused, the hand-written set run for real, pairs from a rollout log."""
+"""Pair files and what is refused, the hand-written set run for real."""
 
 import contextlib
 import io
@@ -12,7 +12,6 @@ from vgrout.config.run import PLACEBOS
 from vgrout.direction.pairs import (
     HANDWRITTEN,
     Pair,
-    PairSet,
     handwritten,
     handwritten_placebo,
     load_pairs,
@@ -202,8 +201,3 @@ def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(cont
         names, _, left = run(other.hack, tmp_path, monkeypatch)
         assert solves(names, pair) == (contrast != "flawed")
         assert not left
-
-
-def test_too_few_pairs_name_their_source():
-    with pytest.raises(ValueError, match="own: 1 pairs"):
-        PairSet((Pair(1, "p", "h", "c"),), "own")
