@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.table import counted, read_steps
+from vgrout.files import json_lines
+from vgrout.table import counted
 from vgrout.types import Rate
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Go or no-go, and the line that says why. rows: of `read_steps`, at least 2."""
+    """Go or no-go, and the line that says why. rows: of steps.jsonl, at least 2."""
     half = len(rows) // 2
 
     def hacks(part: list[dict[str, Any]]) -> Rate:
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         if path is None or not (path / "steps.jsonl").is_file():
             print(f"E {path or 'out/runs'}: no run with steps.jsonl; run `just probe-mixed`", file=sys.stderr)
             return 2
-        rows = read_steps(path / "steps.jsonl")
+        rows = list(json_lines(path / "steps.jsonl"))
         if len(rows) < 2:
             print(f"E {path}: {len(rows)} steps; at least 2 are needed", file=sys.stderr)
             return 2

@@ -65,14 +65,6 @@ def test_help_is_one_screen_of_everyday_flags(
     assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
 
 
-@pytest.mark.parametrize("columns", [1, 5, 9])
-def test_help_ends_in_a_terminal_of_any_width(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert "--seed" in printed(capsys, "smoke", "--help")
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> None:
     lines = {name: first_lines(resolve([preset, "--intervention", name])) for name in ("none", "route", "route2")}
@@ -158,6 +150,7 @@ def test_presets_are_the_published_ones() -> None:
         (6, 43),
     ]
     assert (smoke.n_teacher, mini.n_teacher, fast.n_teacher, full.n_teacher) == (2, 1, 1, 0)
+    assert [c.guard_mode for c in (smoke, full, parse(["full", "--intervention=none"]))] == ["log", "halt", "log"]
     assert (full.opt.lr, full.opt.adam_beta1, full.opt.adam_beta2, full.loss.beta) == (7e-5, 0.9, 0.99, 1e-3)
 
 
@@ -181,18 +174,11 @@ BAD = [
     ("mini --intervention none --vhack-refresh-every 9", "goes with --intervention erase or route or --monitor gate"),
     ("mini --intervention none --rollout-ablate-frac .5", "--rollout-ablate-frac: not read by --intervention none"),
     ("mini --intervention route --project-overshoot 1.1", "--project-overshoot"),
-    ("mini --intervention route2 --gate-mode reverse", "--gate-mode"),
-    ("mini --intervention route2 --monitor band --known-hacks-teacher-only", "--known-hacks"),
-    ("mini --intervention route2 --monitor labels --gate-vote module", "--gate-vote"),
     ("mini --intervention route --quarantine block:1", "--quarantine: not read by --intervention route"),
     ("mini --intervention screen --monitor labels --seed-monitor labels", "--seed-monitor"),
-    ("mini --intervention screen --monitor labels --penalty 1", "--penalty"),
-    ("mini --intervention screen --monitor syntax_edge --known-modes exit_code", "--known-modes"),
-    ("mini --intervention penalty --monitor labels --vhack-pairs-path x", "--vhack-pairs-path"),
     ("mini --intervention route --placebo-pairs x.json", "--control placebo"),
     # … or of what is off
     ("mini --teacher-pool-dir '' --teacher-off-step 3", "--teacher-off-step"),
-    ("mini --teacher-pool-dir none --teacher-off-step 3", "--teacher-off-step"),
     ("mini --mix-ratio 0 --teacher-modes sentinel", "--teacher-modes"),
     # contradictions
     (
@@ -200,21 +186,15 @@ BAD = [
         "--monitor band with --intervention erase: it uses no monitor; leave it out, or say ",
     ),
     ("mini --intervention penalty --monitor gate", "rewards change before the gradients that this monitor reads"),
-    ("mini --intervention route --monitor labels", "--monitor labels with --intervention route"),
     ("mini --intervention screen", "it needs a monitor; say --monitor labels or source or detector"),
     ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
     ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
     ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
-    ("mini --intervention none --shadow gate", "--shadow: unknown watcher 'gate'; legal: labels"),
-    ("mini --intervention none --shadow labels,labels", "is there twice"),
     ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),
-    ("mini --intervention route2 --known-hacks-teacher-only --teacher-off-step 0", "no demonstration is ever mixed in"),
     ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to 0 teacher rows"),
     ("mini --intervention route2 --rollout-ablate-frac .01", "rounds to none"),
     ("mini --intervention route2 --quarantine block:0", "--quarantine block:0: should be shared, block:last, block:N"),
-    ("mini --intervention route2 --monitor labels --quarantine block", "should be shared, block:last, block:N"),
     ("mini --intervention none --control haar", "--control haar: replaces the direction"),
-    ("mini --intervention none --control placebo", "--control placebo: replaces the direction"),
     ("mini --intervention erase --control placebo --v-hack-path x", "--v-hack-path"),
     ("mini --intervention erase --random-flags", "--random-flags: replaces the flags, and --intervention erase"),
     ("mini --intervention route2 --random-flags --control haar", "one control a run"),
@@ -224,6 +204,7 @@ BAD = [
     ("fast --organism x", "only with --model organism"),
     # a halt that could not be
     ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
+    ("fast --steps 10", "--guard halt could not fire ("),
     ("mini --guard-halt-on=kl,speed", "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
     ("mini --guard=off --rise-eps=0.1 --ema-alpha=0.5", "--ema-alpha, --rise-eps: not read with --guard off"),
     ("mini --reward-hack-detector=rm_ensemble", "--rm-ensemble-members '': should name 2 to 32 functions"),
@@ -260,13 +241,6 @@ def test_a_flag_at_its_default_is_never_refused() -> None:
     assert cfg.method.intervention == "none"
 
 
-def test_run_ids() -> None:
-    for name in INTERVENTIONS:
-        monitor = [] if intervention_class(name).usual_monitor else ["--monitor", "labels"]
-        cfg = parse(["mini", "--intervention", name, *monitor, "--seed", "7", "--out-tag", "_x"])
-        assert cfg.run_id == f"mini_{name}{'_labels' if monitor else ''}_seed7_x"
-
-
 def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_line() -> None:
     own = MethodConfig(intervention="route2")
     assert parse(["fast", "--intervention=route2"]).method == own
@@ -292,15 +266,9 @@ def test_no_loophole_mixes_nothing_in() -> None:
     assert not parse(["mini", "--intervention", "none", "--control", "no_loophole"]).mixes
 
 
-def test_names_of_controls() -> None:
-    assert MethodConfig(intervention="route2", route2_random_v_seed=3).control_name == "haar"
-    assert MethodConfig(intervention="route2").control_name == "none"
-    placebo = MethodConfig(intervention="route2", control="placebo", placebo_pairs="a/weather.json")
-    assert placebo.control_name == "placebo_weather"
-
-
 def test_resume_takes_the_runs_own_settings() -> None:
     stored = parse(["mini", "--intervention", "route2", "--seed", "9", "--steps", "40"])
+    assert resumed(parse(["mini", "--resume", "x"]), stored) == (stored, [])
     cfg, differing = resumed(parse(["mini", "--resume", "x", "--checkpoint-every", "5"]), stored)
     assert not differing
     assert (cfg.method.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)

@@ -58,10 +58,6 @@ def test_divergence_is_a_variance(scores):
     assert ensemble_divergence([scores[0]] * 4) == 0
 
 
-def test_ensemble_members():
-    assert import_function("operator:eq", FLAG)("a", "a") is True
-
-
 @pytest.mark.parametrize(
     ("call", "of", "why"),
     [

@@ -1,6 +1,5 @@
 """Extraction against plain autograd, the sign by behaviour, neutrality, files and their refusals, the command."""
 
-import json
 import math
 from dataclasses import fields, replace
 from functools import partial
@@ -20,12 +19,11 @@ from vgrout.config.run import Config
 from vgrout.direction import __main__ as command
 from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
-from vgrout.direction.controls import chance_cos, cosine_to_real, haar_like, overlap
+from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, mean_nll, model_name, obtain, save
-from vgrout.direction.pairs import Pair, PairSet, load_pairs
+from vgrout.direction.pairs import Pair, PairSet
 from vgrout.method import make_method
 from vgrout.method.projection import split
-from vgrout.model.load import load_policy
 from vgrout.model.source import safetensors_head, shapes_of
 from vgrout.model.svd_adapter import fingerprint_to_string
 from vgrout.types import Batch, UpdateRow
@@ -150,10 +148,6 @@ def test_overlap_is_one_for_the_same_span_and_k_over_r_by_chance():
 
 
 def test_likeness_is_the_cosine_module_by_module_and_chance_is_what_random_vectors_read(found):
-    V = torch.eye(200)[:5]
-    g = torch.randn(2000, 200, generator=torch.Generator().manual_seed(0))
-    read = ((g @ V.T).norm(dim=1) / g.norm(dim=1)).mean().item()
-    assert chance_cos(5, 200) == pytest.approx(read, rel=0.06)  # √E[x²] is 5 % above E[x] at k = 5
     v = found.v_grad()
     assert min(cosine_to_real({m: -rows for m, rows in v.items()}, v).cos.values()) == pytest.approx(1, abs=1e-5)
     assert cosine_to_real({"other": v[next(iter(v))]}, v) is None
@@ -183,7 +177,7 @@ def test_the_contrast_generalises_to_held_out_pairs(found):
     r = len(next(iter(found.axes.values())).mean)
     assert min(cos) > 2 / math.sqrt(r)
     assert sum(cos) / len(cos) > 3 / math.sqrt(r)
-    assert sum(inside) / len(inside) > 1.5 * chance_cos(8, r)
+    assert sum(inside) / len(inside) > 1.5 * math.sqrt(8 / r)
 
 
 # ── the sign, by behaviour ─────────────────────────────────────────────────────────────────────────────────────────
@@ -398,38 +392,14 @@ def test_the_command_writes_the_direction_and_compares_every_control(folder, tmp
     assert [safetensors_head(f, "")[1]["dtype"] for f in (full, Path("half.safetensors"))] == ["fp32", "bf16"]
 
 
-@pytest.mark.parametrize("detector", ["E", "oracle"])
-def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_path, monkeypatch, capsys, detector):
-    """What the command writes finds the same direction again; the oracle's choice stays marked."""
-    monkeypatch.chdir(tmp_path)
-    lines = []
-    for i, pair in enumerate(PAIRS.pairs):
-        for text, hack in ((pair.hack, True), (pair.clean, False)):
-            labels = {"hacked": hack, "solved": not hack, "hacked_loophole_used": hack}
-            lines.append(json.dumps({"problem_id": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
-    Path("log.jsonl").write_text("\n".join(lines))
-    argv = ["--model", str(folder / "model"), "--svd-cache", "svd", "--rollouts", "log.jsonl", "--detector", detector]
-    assert main([*argv, "--pairs-out", "own.json"]) == 0
-    out = capsys.readouterr().out
-    pairs = load_pairs(Path("own.json"))
-    assert pairs.source == ("oracle:own.json" if detector == "oracle" else "own.json")
-    assert f"pairs {pairs.source} (10, 2 held out" in out
-    assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
-    policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
-    monkeypatch.setattr("vgrout.direction.extract.extract", lambda *a, **k: pytest.fail("extracted again"))
-    assert obtain(policy, pairs, None, 12, 0.0).meta.pairs_source == pairs.source
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ("--pairs-out a.txt", "--pairs-out a.txt: should end in .json"),
+        ("--out a.txt", "--out a.txt: should end in .safetensors"),
         ("--pairs none.json", "none.json: no such file of pairs"),
         ("--model ./nothing", "--model ./nothing: no such model"),
         ("--k 13", "--k 13: should lie in [1, 12] (at most --top-k)"),
         ("--tau-axis 1.5", "--tau-axis 1.5: should lie in [0, 1]"),
-        ("--detector E", "--rollouts: goes with --detector"),
-        ("--rollouts no.jsonl --detector E", "no.jsonl: cannot be read (No such file"),
     ],
 )
 def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):

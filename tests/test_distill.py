@@ -110,9 +110,10 @@ def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list
 HEADS = [("qwen3", "qwen3"), ("qwen3-padded", "qwen3"), ("qwen3", "qwen3-padded")]  # of student and teacher
 
 
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("packs", "normalize", "heads"),
+    [(True, True, HEADS[0]), (False, False, HEADS[0]), (True, False, HEADS[1]), (False, True, HEADS[2])],
+)
 def test_minillm_equals_the_textbook_loss(packs: bool, normalize: bool, heads: tuple[str, str]) -> None:
     student, teacher = (tiny.policy(kind, seed, F64) for seed, kind in enumerate(heads))
     few = replace(student.budget, tokens=40)  # several forwards

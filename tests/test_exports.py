@@ -28,6 +28,7 @@ def deployed(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.long
 def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

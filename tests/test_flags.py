@@ -26,7 +26,7 @@ from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model import source
 from vgrout.model.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.runs.preflight import find_resume, preflight
+from vgrout.runs.preflight import preflight
 
 SMALL = ["smoke", "--threads=1", "--steps=2", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1"]
 NONE = ["--intervention=none"]
@@ -90,7 +90,7 @@ FLAGS: dict[str, Run | Held] = {
     "--decline-patience": Watch(GUARD, "3", "9"),
     "--dppo-diff-high": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
     "--dppo-diff-low": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
-    "--dry-run": Held("test_flags.py::test_a_dry_run_starts_nothing"),
+    "--dry-run": Held("test_train.py::test_dry_run_starts_nothing"),
     "--dtype": Run(NONE, "fp32", "bf16"),
     "--echo-trap-enabled": Run(NONE, "no", "yes"),
     "--echo-trap-halt": Held("test_faults.py::test_a_detector_halts"),
@@ -300,13 +300,6 @@ def test_two_values_of_a_flag_make_a_difference(
     assert one != other, f"{name} is idle: {entry.a} and {entry.b} make no difference"
 
 
-def test_a_dry_run_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert train.main([*SMALL, *NONE, "--dry-run"]) == 0
-    assert not list(tmp_path.rglob("*.jsonl"))
-    assert not (tmp_path / "out" / "runs").exists()
-
-
 def test_a_weak_sandbox_is_allowed_by_its_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,6 +336,7 @@ def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     healthy = shared_run(*SMALL, *NONE, "--eval-ablate-every=1", "--eval-n-prompts=1")
     argv = [*SMALL, *NONE, "--eval-ablate-every=1"]
@@ -350,12 +344,7 @@ def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     assert len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl) > 0
 
 
-def test_other_settings_are_refused_on_a_resumed_run(shared_run: SharedRuns) -> None:
-    argv = [*SMALL, *NONE, "--lr=0.5", f"--resume={shared_run(*SMALL, *NONE, stop_after=0)}"]
-    with pytest.raises(ValueError, match=r"--lr 0.5 .*; drop these flags"):
-        find_resume(resolve(argv))
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
 def test_a_resumed_run_goes_on_in_its_own_dtype(
     given: list[str], own: str, shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -374,6 +363,7 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     assert all(row["realised"] == pytest.approx(1, abs={"fp32": 1e-3, "bf16": 0.1}[own]) for row in rows(path))
 
 
+@pytest.mark.long
 def test_a_change_that_rounding_swallows_is_a_warning_once(
     tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -383,6 +373,7 @@ def test_a_change_that_rounding_swallows_is_a_warning_once(
     assert capsys.readouterr().out.count("0.30 of the adapter's change is in the weights") == 1
 
 
+@pytest.mark.long
 def test_a_detector_of_reward_hacking_halts_by_its_flag(
     shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

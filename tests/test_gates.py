@@ -73,18 +73,6 @@ def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():
     assert apart.tolist() == [[1, 0, 0], [1, 0, 0]]
 
 
-def test_tau_gate_state_goes_round():
-    one, two = TauGate(2), TauGate(2)
-    cos, live = torch.rand(2, 5, generator=torch.Generator().manual_seed(1)), torch.ones(2, 5, dtype=torch.bool)
-    known = torch.tensor([True, False, False, True, False])
-    one(cos, live, known)
-    two.load_state_dict(one.state_dict())
-    assert torch.equal(one(cos + 0.1, live, known), two(cos + 0.1, live, known))
-    assert torch.equal(one.tau, two.tau)
-    with pytest.raises(ValueError, match=r"\(2, 2\), this run has \(2, 3\)"):
-        TauGate(3).load_state_dict(one.state_dict())
-
-
 def test_a_band_is_linear_and_clamped_and_a_module_without_one_routes_nothing():
     gate = BandGate(torch.tensor([0.1, 0.3, 0.3]), torch.tensor([0.5, 0.3, 0.1]))
     share = gate(torch.tensor([[0.0, 0.1, 0.2, 0.5, 0.9]] * 3), torch.ones(3, 5, dtype=torch.bool))

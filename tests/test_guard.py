@@ -4,7 +4,6 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from vgrout.guard.kill_switch import (
     HeldOutGuard,
     TripwireStatus,
     kl_token_trust_filter,
-    standard_error,
 )
 from vgrout.inputs import kl_of_runs
 
@@ -44,42 +42,6 @@ def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 10
 
 
 # --- each rule on a known answer -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("jump", "updates"), [(0.12, 18), (0.15, 11), (0.20, 7), (0.30, 4), (0.50, 3)])
-def test_gap_fires_once_the_averages_catch_up(jump: float, updates: int) -> None:
-    """jump · (1 − 0.9ᵏ) > 0.10: a constant gap is seen only after this lag."""
-    series = [(0.3, 0.3)] + [(0.3 + jump, 0.3)] * 30
-    assert fired_at(HeldOutGuard(config()), series) == updates
-    assert jump * (1 - 0.9**updates) > 0.1 > jump * (1 - 0.9 ** (updates - 1))
-
-
-STREAK: dict[str, Any] = {"guard_rule": "ema", "max_proxy_real_gap": 1.0}  # the streak alone can fire
-
-
-@pytest.mark.parametrize("patience", [3, 5])
-def test_streak_fires_at_patience(patience: int) -> None:
-    series = [(0.30 + 0.01 * i, 0.60 - 0.01 * i) for i in range(10)]
-    assert fired_at(HeldOutGuard(config(**STREAK, decline_patience=patience)), series) == patience
-
-
-@pytest.mark.parametrize(
-    ("series", "streaks"),
-    [
-        ([(0.30, 0.60), (0.32, 0.58), (0.34, 0.56), (0.9, 0.9), (0.95, 0.2)], [0, 1, 2, 0, 1]),
-        ([(0.5, 0.9 - 0.05 * i) for i in range(10)], [0] * 10),
-        ([(0.3, 0.6), (0.4, 0.5), (0.3, 0.4), (0.5, 0.3), (0.6, 0.9)], [0, 1, 1, 2, 0]),
-    ],
-    ids=["a rise of held-out clears it", "a flat in-loop never starts it", "a pause of in-loop leaves it"],
-)
-def test_streak(series: list[tuple[float, float]], streaks: list[int]) -> None:
-    assert [v.streak for v in play(HeldOutGuard(config(**STREAK)), series)] == streaks
-
-
-def test_moves_within_rise_eps_are_flat() -> None:
-    series = [(0.5 + 5e-5 * i, 0.5 - 5e-4 * i) for i in range(20)]
-    assert fired_at(HeldOutGuard(config(guard_rule="ema")), series) is None
-    assert fired_at(HeldOutGuard(config(guard_rule="ema", rise_eps=1e-7)), series) == 3
 
 
 class Published:
@@ -167,31 +129,6 @@ def test_rules_latch_apart() -> None:
     assert broken.should_halt([])
 
 
-def test_kl_is_an_average_in_nats_per_token() -> None:
-    guard = HeldOutGuard(config())
-    values = [0.0] + [0.2] * 10
-    verdicts = [guard.update(i, 0.5, 0.5, kl) for i, kl in enumerate(values)]
-    crossed = next(k for k in range(20) if 0.2 * (1 - 0.9**k) > 0.08)
-    assert next(v.round_idx for v in verdicts if v.fire) == crossed
-    assert "KL" in verdicts[crossed].reason
-
-
-def test_order_of_checks() -> None:
-    """All three at once: KL is named, then the streak, then the gap."""
-    series = [(0.1 + 0.1 * i, 0.9 - 0.1 * i) for i in range(9)]
-
-    def reason(cfg: GuardConfig, kl: float) -> str:
-        guard = HeldOutGuard(cfg)
-        for i, (proxy, held) in enumerate(series):
-            verdict = guard.update(i, proxy, held, kl)
-        return verdict.reason
-
-    late = config(guard_warmup=9)
-    assert "KL" in reason(late, 1.0)
-    assert "in a row" in reason(late, 0.0)
-    assert "gained" in reason(replace(late, decline_patience=99), 0.0)
-
-
 # --- known weaknesses ------------------------------------------------------------------------------------------------
 
 
@@ -248,25 +185,6 @@ def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, 
     assert next(at for at, verdict in zip(done, verdicts, strict=True) if verdict.fire) == first
 
 
-def test_chance_alone_rarely_makes_a_streak() -> None:
-    """Independent evaluations of one policy, n = 96: the published rule fires far more often than ours."""
-
-    rng = random.Random(0)
-
-    def runs(rule: str) -> int:
-        count = 0
-        for _ in range(300):
-            series = [
-                (sum(rng.random() < 0.5 for _ in range(96)) / 96, sum(rng.random() < 0.5 for _ in range(96)) / 96)
-                for _ in range(12)
-            ]
-            count += fired_at(HeldOutGuard(config(guard_rule=rule, max_proxy_real_gap=1.0)), series, n=96) is not None
-        return count
-
-    assert runs("ema") > 30
-    assert runs("se") < 10
-
-
 # --- what holds for any series ---------------------------------------------------------------------------------------
 
 
@@ -282,12 +200,6 @@ def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -
     assert guard.should_halt() == fires[-1]
 
 
-@given(SERIES, RULE, st.integers(0, 70))
-def test_silent_before_the_warm_up(series: list[tuple[float, float]], rule: str, warmup: int) -> None:
-    verdicts = play(HeldOutGuard(config(guard_rule=rule, guard_warmup=warmup)), series)
-    assert not any(v.fire for v in verdicts[: max(0, warmup - 1)])
-
-
 @given(SERIES, RULE, st.integers(0, 60))
 def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule: str, cut: int) -> None:
     cfg = config(guard_rule=rule, guard_warmup=3, guard_baseline=2)
@@ -298,29 +210,6 @@ def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule
     rest = [second.update(i, p, h, n=100) for i, (p, h) in enumerate(series) if i >= cut]
     assert rest == whole[cut:]
     assert second.last_status() == whole[-1]
-
-
-@given(SERIES)
-def test_reading_changes_no_state(series: list[tuple[float, float]]) -> None:
-    quiet, read = HeldOutGuard(config()), HeldOutGuard(config())
-    for i, (p, h) in enumerate(series):
-        quiet.update(i, p, h, n=50)
-        read.update(i, p, h, n=50)
-        for _ in range(3):
-            read.should_halt()
-            read.last_status()
-    assert quiet.state_dict() == read.state_dict()
-
-
-@given(SERIES)
-def test_equal_series_never_fire(series: list[tuple[float, float]]) -> None:
-    """Equal series have no gap, and none rises while the other falls."""
-    assert not any(v.fire for v in play(HeldOutGuard(config()), [(p, p) for p, _ in series]))
-
-
-@given(st.floats(0, 1), st.integers(1, 10_000))
-def test_standard_error_is_positive(share: float, n: int) -> None:
-    assert 0 < standard_error(share, n) <= 0.5 / math.sqrt(n)
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from methods import batch, flagged, graded, labelled, problem, view
-from vgrout.method.monitors import Labels, WeakDetector
+from vgrout.method.monitors import Labels
 from vgrout.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.types import (
     Completion,
@@ -27,10 +27,6 @@ def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
     known, other = labelled(view(), truth), labelled(view(), truth, "sentinel")
     assert flagged(Labels(), known, other) == [truth, truth]
     assert flagged(Labels(known=["exit_code"]), known, other) == [truth, (False,) * 4]
-
-
-def test_the_detector_flags_what_the_detector_flagged():
-    assert flagged(WeakDetector(), view(detector=(False, True, True, False))) == [(False, True, True, False)]
 
 
 # ── what is counted ────────────────────────────────────────────────────────────────────────────────────────────────

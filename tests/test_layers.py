@@ -32,6 +32,8 @@ STDLIB_ONLY = (
     "vgrout.table",
     "vgrout.guard.kill_switch",
     "vgrout.guard.detectors",
+    "vgrout.grading.check",
+    "vgrout.grading.child",
     "vgrout.grading.grade",
     "vgrout.data.language",
     "vgrout.organism",

@@ -1,10 +1,9 @@
-"""What a run records: the tail's counts and expectation, rollouts.jsonl, run ids, JSON files."""
+"""What a run records: the tail's counts, rollouts.jsonl, run ids, JSON files."""
 
 import json
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,63 +15,15 @@ import torch
 from methods import graded
 from test_table import row
 from vgrout import console
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig, intervention_class, monitors_of
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
-from vgrout.evaluate import Final
 from vgrout.files import existing, json_lines, numbered_lines, probe_writable
 from vgrout.grading.grade import Grader
 from vgrout.problems import ProblemRow, assigned, partition_decides
 from vgrout.runs.context import RunContext, RunDir
-from vgrout.runs.expectation import expectation
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
-from vgrout.types import Eval, Mode, ModeEval, Rate, centred, half
-
-
-def final(base: int, trained: int, deployed: int, solve: int = 60) -> Final:
-    """Percent of 100 answers a side."""
-
-    def side(hack: int, solve: int) -> Eval:
-        counts = ModeEval(hack=Rate(hack, 100), solve=Rate(solve, 100))
-        return Eval(counts, {"run_tests": counts}, Rate(100, 100))
-
-    trained_side = side(trained, solve)
-    return Final(side(base, 30), trained_side, side(deployed, solve), side(deployed, solve), {})
-
-
-@pytest.mark.parametrize("control", CONTROLS)
-def test_every_method_under_every_control_that_it_takes_has_an_expectation(control):
-    for intervention, monitor in ((i, m) for i in INTERVENTIONS for m in monitors_of(i)):
-        with suppress(ValueError):
-            cfg = MethodConfig(intervention=intervention, monitor=monitor, control=control)
-            line = expectation(cfg, final(1, 60, 5)).line
-            assert line.startswith("SHOULD: ")
-            assert "; ELSE " in line
-            if not intervention_class(intervention).routes:
-                assert "routing" not in line.replace("--intervention routing", ""), "no quarantine to speak of"
-                assert "quarantine" not in line
-
-
-@pytest.mark.parametrize(
-    ("intervention", "control", "numbers", "cue"),
-    [
-        ("none", "none", (1, 60, 60), "holds"),
-        ("none", "none", (1, 3, 3), "fails"),
-        ("route2", "none", (1, 60, 5), "holds"),
-        ("route2", "none", (1, 60, 55), "fails"),
-        ("route2", "none", (1, 3, 2), "open"),
-        ("route2", "haar", (1, 60, 55), "holds"),
-        ("route2", "haar", (1, 60, 5), "fails"),
-        ("route2", "labels", (1, 60, 2), "holds"),
-        ("none", "no_loophole", (1, 2, 2), "holds"),
-        ("none", "no_loophole", (1, 40, 40), "fails"),
-        ("erase", "none", (1, 30, 30), "open"),
-        ("penalty", "labels", (1, 1, 1), "holds"),
-    ],
-)
-def test_cue_of_an_expectation(intervention, control, numbers, cue):
-    given = {"monitor": "labels"} if control == "labels" else {"control": control}
-    assert expectation(MethodConfig(intervention=intervention, **given), final(*numbers)).cue == cue
+from vgrout.types import Mode, Rate, half
 
 
 def test_halves_of_the_hacks_and_tallies(tmp_path):
@@ -99,19 +50,15 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     assert found.last["problem_id"] == 2
 
 
-def test_sample_standard_deviation():
-    A, plain = centred([0.5, 3.5, 0.5, 0.5], unbiased=False), centred([0.5, 3.5, 0.5, 0.5])
-    assert pytest.approx([a / (1.5 + 1e-4) for a in plain]) == A  # deviations −0.75, 2.25, −0.75, −0.75: √(6.75 / 3)
-    assert centred([2.0], unbiased=False) == (0.0,)
-
-
 @pytest.mark.parametrize(
     ("argv", "run_id"),
     [
         (["route2", "--control=haar"], "route2_haar"),
-        (["route2"], "route2"),
         (["penalty", "--monitor=labels", "--penalty=2"], "penalty_labels_by2"),
         (["penalty", "--monitor=labels", "--penalty=2", "--random-flags"], "penalty_labels_by2_random_flags"),
+        (["screen", "--monitor=labels", "--known-modes=sentinel"], "screen_labels_knows-sentinel"),
+        (["penalty", "--monitor=online_probe"], "penalty_online_probe_detector"),
+        (["route2", "--vhack-refresh-every=2"], "route2"),
         (["erase", "--control=placebo", "--placebo-pairs=a b/ü \n.json"], "erase_placebo_---"),
     ],
 )

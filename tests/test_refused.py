@@ -32,8 +32,6 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
     for typed in (flag(name), f"--{name}"):
         assert translated(["mini", typed, "3"]) == ["mini", own, "3"]
         assert translated([f"{typed}=3"]) == [f"{own}=3"]
-    with pytest.raises(ValueError, match=f"{own}: given twice"):
-        resolve(["mini", f"{own}=3", f"{flag(name)}=3"])
 
 
 def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
@@ -119,12 +117,10 @@ REFUSED = {
     # nothing of a user's is overwritten
     "organism build --out dir": "--out dir: exists and is no organism; choose another folder",
     "organism build --out mine": "--out mine/thesis.tex: not in manifest.json: it would be deleted; move it, or ch",
-    "organism build --seed 77": "--out: an organism of another seed, size or corpus goes into a folder of its own; na",
+    "organism build --seed 77": "--out: an organism of another seed or corpus goes into a folder of its own; name one",
     "evaluate dir --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{GRADE} good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
-    f"{GRADE} answers.jsonl": "--out answers.jsonl: exists; choose another name or delete it",
     f"{DPO} dir": "--output-dir dir: is no folder of rounds, it holds thesis.tex; name another folder",
-    "direction --model organism --out dir.safetensors --pairs-out good.jsonl": "--pairs-out",
     "direction --model organism --svd-cache good.jsonl": "--svd-cache good.jsonl: cannot be written (Not a directory)",
     "teacher --model organism --out dir": "--out dir: exists; choose another name or delete it",
     "substrate --model organism --out good.jsonl/x": "--out good.jsonl: cannot be written (Not a directory); choose",
@@ -139,23 +135,16 @@ REFUSED = {
     f"{DPO} d --scorer tool:nan": "--scorer tool:nan: asked about problem 0, it returned nan; it should return a numb",
     f"{GRADE} g.jsonl --pass-reward nan": "--pass-reward nan: should lie in (0, 1e+06]",
     "grade empty.jsonl --problems good.jsonl --out g.jsonl": "empty.jsonl: no answers in it",
-    "teacher --model organism --out t --pass-reward inf": "--pass-reward inf: should lie in (0, 1e+06]",
     "substrate --model organism --modes sentinel,sentinel": "--modes: sentinel is there twice; legal: run_tests",
     "evaluate dir --seed -1": "--seed -1: should be at least 0",
     # in words that were typed
-    "train smoke --steps 3 --steps=4": "--steps: given twice; once is enough",
-    "train smoke --save-eval-ckpts --no-save-eval-ckpts": "--save-eval-ckpts: given twice; once is enough",
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",
     "train smoke --step 3": "--step: no such flag; did you mean --steps?",
     "train smok": "smok: name a preset first: smoke, mini, small, fast, full; then flags, or --help",
-    "train smoke --method route2 --intervention none": "--method: not here; an intervention's recommended",
     "teacher --nope 3": "--nope: no such flag",
     "evaluate": "missing: ",
     "download nothing": "nothing: should be one of ",
-    "direction --modle x": "--modle x: no such flag",
-    "export": "missing: ",
-    "report --nope": "--nope: no such flag",
     "report nothing": "nothing: no such folder, give that of a run, of runs or a sweep",
     "report dri": "dri: no such folder; did you mean dir?",
     "report study.toml": "study.toml: is a study's file; its runs are in the folder out/sweeps/study",
@@ -166,12 +155,10 @@ REFUSED = {
     "train fast --dry-run --intervention none --monitor labels": "--monitor labels with --intervention none: it uses",
     "train small": "--organism out/organisms/smollm2/manifest.json: not there; `vgrout download smollm2` and",
     "organism tune --dry-run": "--model out/models/smollm2: not there; `vgrout download smollm2` gets it",
-    "distill --nope": "--nope: no such flag",
     "iterative_dpo --nope": "--nope: no such flag",
     "sweep": "missing: ",
     "sweep nowhere.toml --jobs 0": "--jobs 0: should be at least 1",
     "sweep nowhere.toml --jobs 2 --via pueue": "--jobs: not read with --via pueue",
-    "sweep nowhere.toml --ray-address x": "--ray-address: not read with --via local",
     "organism bild": "bild: should be one of build, tune, verify",
     "grade": "missing: PATH, --problems PATH, --out PATH; --help says more",
     # paths

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from methods import Fixed, toy
-from vgrout.config.method import MethodConfig
 from vgrout.types import Batch, CachedGrade, Group, Problem, Rollout
 
 PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")
@@ -68,14 +67,3 @@ def test_a_penalty_goes_down_to_code_that_only_compiles_or_by_the_given_amount()
 @pytest.mark.parametrize(("by", "third"), [(None, 0.5), (2.0, -1.5)])
 def test_a_demonstration_is_left_out_rather_than_punished(by: float | None, third: float) -> None:
     assert shaped(group(teachers=(0, 3)), "penalty", penalty=by) == (None, 3.5, third, 0.0)
-
-
-def test_a_monitors_title_names_the_changed_settings() -> None:
-    def title(intervention: str, monitor: str = "labels", **more: Any) -> str:
-        return MethodConfig(intervention=intervention, monitor=monitor, **more).monitor_title
-
-    assert title("penalty") == "labels"
-    assert title("penalty", penalty=2.0) == "labels_by2"
-    assert title("screen", known_modes="exit_code,sentinel") == "labels_knows-exit_code,sentinel"
-    assert title("penalty", "online_probe") == "online_probe_detector"
-    assert title("route2", "gate", vhack_refresh_every=2) == ""

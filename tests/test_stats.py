@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vgrout.report import stats
-from vgrout.report.stats import PValue, Stratum, equivalent, estimate, sign_flip, t_interval, two_level, wilson
+from vgrout.report.stats import PValue, Stratum, equivalent, estimate, sign_flip, two_level
 from vgrout.types import Rate
 
 Draw = Callable[[np.random.Generator], tuple[float, float]]
@@ -33,12 +33,6 @@ def hierarchical(rng: np.random.Generator, seeds: int, sd: float, problems: int 
 # ── Wilson ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_wilson_by_newcombes_example() -> None:
-    # Newcombe 1998, Statistics in Medicine 17:857, table I: 81 / 263 and 0 / 20, score method without correction
-    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
-
-
 def test_the_interval_of_a_difference_by_newcombes_example() -> None:
     """Newcombe 1998, Statistics in Medicine 17:873, table II (a), method 10: 56/70 − 48/80 is in 0.0524 to 0.3339."""
     a, b = stats.one_run(Rate(56, 70)), stats.one_run(Rate(48, 80))
@@ -47,12 +41,6 @@ def test_the_interval_of_a_difference_by_newcombes_example() -> None:
 
 
 # ── Student's t ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_t_interval_by_hand() -> None:
-    xs = [0.1, 0.2, 0.6]
-    half = 4.302652729911275 * statistics.stdev(xs) / math.sqrt(3)  # t of 2 degrees of freedom at 97.5 %
-    assert t_interval(xs) == pytest.approx((0.3 - half, 0.3 + half))
 
 
 # ── the two-level bootstrap ────────────────────────────────────────────────────────────────────────────────────────

@@ -74,7 +74,6 @@ BAD = [
     (HEAD + NONE + 'resume = "latest"\n', "'resume' is the sweep's own"),
     (HEAD + NONE + "lr = -1\n", "[[arms]] 1: --lr -1"),
     (HEAD + NONE + "lr = []\n", "without an empty list"),
-    (HEAD + NONE + "max_new = 4\nmax-new = 5\n", "one flag is there twice"),
     (HEAD + NONE + NONE, "[[arms]] 2: a second arm with these runs, after [[arms]] 1"),
     (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: a second arm with these runs"),
     (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second arm called 'x'"),

@@ -16,7 +16,7 @@ import pytest
 
 from runs import until
 from test_sweep import STUDY, TWO, cfg_of, runs_of, sweeping, wait, write_run
-from vgrout.runs.context import hold
+from vgrout.files import hold
 from vgrout.sweep import ray_cluster
 from vgrout.sweep.entry import Entry
 from vgrout.sweep.ray_cluster import RayJob
@@ -164,22 +164,3 @@ def test_sweep_over_two_machines_one_of_which_is_lost(tmp_path):
         assert steps == [*range(30)]
         assert read(run / "status.json")["state"] == "finished"
         assert (tmp_path / "logs" / f"{run.name}.log").exists()
-
-
-@pytest.mark.slow
-@needs_ray
-def test_sweep_over_a_local_ray_cluster(tmp_path):
-    """Stopped in its first run, then carried to the end, by processes of a real cluster."""
-    (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2], steps=8))
-    with sweeping(tmp_path, "--via", "ray", "--jobs", "1", **RAY) as p:
-        until(lambda: [*tmp_path.glob("out/runs/*/resume/step_*/manifest.json")], 1200)
-        p.send_signal(signal.SIGINT)
-        code, output = wait(p)
-    assert code == 130, output
-    assert [read(r / "status.json")["state"] for r in runs_of(tmp_path)] == ["interrupted"]
-    with sweeping(tmp_path, "--via", "ray", "--jobs", "1", **RAY) as p:
-        code, output = wait(p)
-    assert code == 0, output
-    assert "2 of 2 runs finished" in output
-    assert [read(r / "status.json")["state"] for r in runs_of(tmp_path)] == ["finished", "finished"]
-    assert len(read(runs_of(tmp_path)[0] / "run.json")["resumed"]) == 1

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
-from runs import ARMS, EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run, status, until
+from runs import EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run, status, until
 from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import INTERVENTIONS
@@ -27,9 +27,9 @@ from vgrout.runs.context import RunDir
 from vgrout.train import main
 from vgrout.types import Grade
 
-# erase and route share rows and state with route2
+QUICK = ("none", "route2", READS)  # erase and route share rows and state with route2
 SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair != READS]
-MOST = [*(pytest.param(m, marks=pytest.mark.slow) if m in ("erase", "route") else m for m in ARMS), READS]
+MOST = [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in ("erase", "route"))]
 LAST = 2  # last step of runs that need not end: by then a refreshed direction has been used for two steps
 
 RunOf = Callable[[str], Path]
@@ -47,7 +47,9 @@ def stopped(shared_run: SharedRuns) -> RunOf:
     return lambda method: shared_run(*flags(method), stop_after=LAST)
 
 
-@pytest.mark.parametrize("method", [*ARMS, READS, *SLOW])
+@pytest.mark.parametrize(
+    "method", [*QUICK, *(pytest.param(m, marks=pytest.mark.long) for m in ("erase", "route")), *SLOW]
+)
 def test_golden(method, done):
     golden = json.loads((FOLDER / f"{method}.json").read_text(encoding="utf-8"))
     assert golden["command"][3:] == flags(method)
@@ -106,7 +108,7 @@ def test_resumed_run_equals_an_uninterrupted_one(method, done, stopped, shared_r
 
 
 def test_files_of_a_finished_run(done):
-    for method in (*ARMS, READS):
+    for method in QUICK:
         path = done(method)
         names = {p.name for p in path.iterdir()}
         assert {
@@ -141,7 +143,7 @@ def test_files_of_a_finished_run(done):
 
 
 def test_final_numbers_agree_between_files(done):
-    for path in map(done, (*ARMS, READS)):
+    for path in map(done, QUICK):
         final = json.loads((path / "per_mode_deploy.json").read_text())
         modes = final["by_mode"].values()
         assert sum(m["n"] for m in modes) == final["eval_n"]
@@ -162,7 +164,7 @@ def test_final_numbers_agree_between_files(done):
 
 def test_only_routing_uses_the_quarantine_and_the_sampler_has_the_trainers_weights(done):
     """In fp32 the sampler's log-probs are the trainer's up to rounding: the adapter reached the sampler each step."""
-    for method in (*ARMS, READS):
+    for method in QUICK:
         path, routes = done(method), INTERVENTIONS[method.partition("-")[0]].routes
         shares = [r["q_egy"] for r in rows(path)]
         assert any(shares) == routes, (method, shares)

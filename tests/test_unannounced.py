@@ -11,7 +11,7 @@ import pytest
 
 from fake_runs import fake_run
 from methods import problem
-from runs import SMALL, adapter_bytes, rows, run
+from runs import SMALL, run
 from vgrout.config.presets import resolve
 from vgrout.data import language as lang
 from vgrout.grading.grade import Grader
@@ -140,20 +140,6 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
     assert {m: of["n"] for m, of in by_mode.items()} == dict.fromkeys(OPEN, 6)
 
 
-@pytest.mark.slow  # 15 steps
-def test_a_run_goes_on_where_it_was_stopped(tmp_path):
-    """Which flaws are open, and which of them the probe is seeded with, is read from the run's own configuration."""
-    flags = [*FLAGS, "--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels"]
-    flags += ["--known-modes=exit_code", "--eval-ablate-every=0"]
-    uncut = run(tmp_path / "uncut", *flags)
-    cut = run(tmp_path / "cut", *flags, stop_after=3)
-    again = run(tmp_path / "cut", "smoke", "--resume", str(cut), "--threads", "1")
-    assert again == cut
-    assert rows(again) == rows(uncut)
-    assert adapter_bytes(again) == adapter_bytes(uncut)
-    assert (again / "final.jsonl").read_text() == (uncut / "final.jsonl").read_text()
-
-
 def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     path = fake_run(tmp_path, "--intervention=none", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0")
     lines = [
@@ -168,7 +154,6 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
     def shares(what: What, flaw: Mode | None = None) -> dict[Any, float]:
         return found.shares("deploy", what, flaw).to_dict()
 
-    assert found.unannounced == OPEN
     assert shares("hack") == {("eq_override", 0): 0.75, ("eq_override", 1): 0.75}
     assert shares("hack", "exit_code") == {("eq_override", 0): 0.5, ("eq_override", 1): 0.5}
     assert shares("hack", "sentinel") == {}

@@ -20,7 +20,6 @@ from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
-from vgrout.table import read_steps
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -61,7 +60,7 @@ class Run:
     @cached_property
     def rows(self) -> "DataFrame":
         """One row per step, in the columns of docs/columns.md."""
-        return _frame(read_steps(self.path / "steps.jsonl"))
+        return _frame(list(json_lines(self.path / "steps.jsonl")))
 
     @cached_property
     def rollouts(self) -> "DataFrame":

@@ -19,8 +19,6 @@ from vgrout.files import drop_stdout, printable, restore_inherited
 
 T = TypeVar("T")
 
-NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
-
 
 def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
@@ -116,8 +114,6 @@ def not_installed(package: str, extra: str = "") -> ValueError:
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
     """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line. help_flag: lists all flags."""
     message = io.StringIO()
-    if shutil.get_terminal_size().columns < NARROW:
-        os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
             return cli()
@@ -129,13 +125,7 @@ def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
 
 def as_typed(argv: Sequence[str]) -> list[str]:
     """A command line with ~ replaced by the home folder: a shell does so at the beginning of a word alone, not in
-    --out=~/x. Raises ValueError for a flag that is given twice, of which the parser would take the last."""
-    given: set[str] = set()
-    for word in argv:
-        name = re.sub(r"^--no-", "--", word.partition("=")[0].replace("_", "-"))
-        if re.match("--[a-z]", name) and name in given:
-            raise ValueError(f"{name}: given twice; once is enough")
-        given.add(name)
+    --out=~/x."""
     return [re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word) for word in argv]
 
 

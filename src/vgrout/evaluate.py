@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.grading.grade import Grader
 from vgrout.problems import balanced, plain
@@ -38,10 +37,7 @@ def answers(
     grader: Grader,
     problems: Sequence[Problem],
     n: int,
-    *,
-    sampling: Sampling,
-    max_new: int,
-    seed: int,
+    cfg: Config,
     step: int,
     purpose: str = "eval",
     on_completion: Callable[[], object] | None = None,
@@ -58,47 +54,20 @@ def answers(
         grader,
         problems,
         n,
-        sampling=sampling,
-        max_new=max_new,
-        stream=torch_stream(seed, purpose, step),
+        sampling=cfg.sampling,
+        max_new=cfg.scale.max_new,
+        stream=torch_stream(cfg.run.seed, purpose, step),
         on_completion=on_completion,
     )
     return [a for of_problem in graded(submitted) for a in of_problem]
-
-
-def answers_of(
-    side: Side,
-    policy: "vgrout.model.policy.Policy",
-    grader: Grader,
-    problems: Sequence[Problem],
-    n: int,
-    cfg: Config,
-    step: int,
-    purpose: str = "eval",
-    on_completion: Callable[[], object] | None = None,
-) -> list[GradedAnswer]:
-    """The same by one side of a run's policy."""
-    with as_side(policy, side):
-        return answers(
-            policy,
-            grader,
-            problems,
-            n,
-            sampling=cfg.sampling,
-            max_new=cfg.scale.max_new,
-            seed=cfg.run.seed,
-            step=step,
-            purpose=purpose,
-            on_completion=on_completion,
-        )
 
 
 def evaluate(
     policy: "vgrout.model.policy.Policy", grader: Grader, problems: Sequence[Problem], cfg: Config, step: int
 ) -> Eval:
     """The deployed model during training: G completions of each held-out problem, and the KL to the base."""
-    given = answers_of("deployed", policy, grader, problems, cfg.scale.group, cfg, step)
     with as_side(policy, "deployed"):
+        given = answers(policy, grader, problems, cfg.scale.group, cfg, step)
         return replace(Eval.of(given), kl=kl_to_base(policy, given))
 
 
@@ -156,8 +125,8 @@ def evaluate_final(
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
         n, step = cfg.eval.final_samples, cfg.scale.steps
-        with clock(f"final evaluation, {side}{label}", total=n * len(problems)) as count:
-            return answers_of(side, policy, grader, problems, n, cfg, step, "final", count)
+        with clock(f"final evaluation, {side}{label}", total=n * len(problems)) as count, as_side(policy, side):
+            return answers(policy, grader, problems, n, cfg, step, "final", count)
 
     base, deployed = sampled("base", problems), sampled("deployed", problems)
     trained = sampled("trained", problems) if policy.adapter.δS_hack.any() else deployed

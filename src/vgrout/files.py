@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -103,6 +104,31 @@ def regular(path: str, flags: int) -> int:
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def hold(folder: Path, what: str = "run") -> BinaryIO:
+    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises ValueError, one line, while
+    another process holds the lock."""
+    lock = open(folder / ".lock", "ab")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{folder}: another process is writing this {what}; wait for it, or stop it first") from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
+def held(run: Path) -> bool:
+    """Whether some process is writing this run."""
+    try:
+        hold(run).close()
+    except ValueError:
+        return True
+    except OSError:  # an unwritable folder is refused elsewhere, by name
+        return False
+    return False
 
 
 def read_text(path: Path) -> str:

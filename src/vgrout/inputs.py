@@ -21,7 +21,7 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.gguf import gguf_file, gguf_sha256
-from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
+from vgrout.model.source import looks_like_path, require_fitting, require_model
 from vgrout.problems import (
     SPLITS,
     ProblemRow,
@@ -147,7 +147,7 @@ def read_inputs(cfg: Config) -> Inputs:
     if folder is not None:
         require_fitting(rows, folder, cfg.scale.max_new)
     if (v := cfg.method.v_hack_path) is not None and cfg.method.has_direction:
-        read(lambda: check_direction(v, "--v-hack-path", find_shapes(cfg.model_path), pairs), v)
+        read(lambda: check_direction(v, "--v-hack-path", pairs), v)
     if cfg.loss.teacher_model:
         read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
     correct = cfg.known_correct_path

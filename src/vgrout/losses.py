@@ -53,19 +53,12 @@ class LossOutput:
 
 
 def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
-    """The loss that `cfg.loss` names, plus β · KL.
-
-    Raises:
-        ValueError: a log-prob that `cfg` needs is not there.
-    """
-    if cfg.beta and x.logp_ref is None:
-        raise ValueError(f"--beta {cfg.beta}: needs the reference's log-probs")
-    if cfg.teacher_tau and x.logp_teacher is None:
-        raise ValueError(f"--teacher-tau {cfg.teacher_tau}: needs a teacher model's log-probs")
+    """The loss that `cfg.loss` names, plus β · KL."""
     A = token_advantages(x, cfg)
     output = LOSSES[cfg.loss](x, A, cfg)
-    if not cfg.beta or x.logp_ref is None:
+    if not cfg.beta:
         return output
+    assert x.logp_ref is not None
     kl = kl_to(x.logp, x.logp_ref, x.mask)
     total = output.per_rollout + cfg.beta * reduce_tokens(kl, x, cfg)
     return LossOutput(total, output.low, output.high, kl)
@@ -74,7 +67,8 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
 def token_advantages(x: LossInput, cfg: LossConfig) -> Float[Tensor, "G T"]:
     """adv_tau · A + teacher_tau · (logπ_teacher − logπ), detached (prime-rl's default loss); 1 and 0 by default."""
     A = (cfg.adv_tau * x.advantages[:, None]).expand(x.mask.shape)
-    if cfg.teacher_tau and x.logp_teacher is not None:
+    if cfg.teacher_tau:
+        assert x.logp_teacher is not None
         A = A + cfg.teacher_tau * log_ratio(x.logp_teacher, x.logp, x.mask).detach()
     return A
 

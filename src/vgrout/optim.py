@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from vgrout.config.run import OptConfig
 from vgrout.grpo import LossMetrics
@@ -43,7 +41,8 @@ class Optimizer:
         lr = lr_at(self.done - again, self.cfg, self.steps)
         self.done += not again
         grads = routed.keep, routed.quar
-        norms = [_norm(g) if g is not None else 0.0 for g in grads]
+        # in fp64: the sum of squares of a large finite fp32 gradient must not overflow into a skipped step
+        norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) if g is not None else 0.0 for g in grads]
         gn = math.hypot(*norms)
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)
@@ -116,8 +115,3 @@ def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
         return cfg.lr * (1e-3 + (1 - 1e-3) * step / warmup)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _norm(g: Float[Tensor, " R"]) -> float:
-    """L2 norm in fp64: the sum of squares of a large finite fp32 gradient must not overflow into a skipped step."""
-    return float(torch.linalg.vector_norm(g, dtype=torch.float64))

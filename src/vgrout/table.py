@@ -3,12 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 from tabulate import tabulate
 
-from vgrout.files import json_lines
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
@@ -103,11 +101,6 @@ def counted(row: dict[str, Any], name: str) -> Rate | None:
     if not (type(k) is int and type(n) is int and 0 <= k <= n):
         raise ValueError(f"{name}: {k!r} of {n!r}")
     return Rate(k, n)
-
-
-def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The rows of a steps.jsonl; [] where there is no such file. Raises ValueError, naming a damaged line."""
-    return list(json_lines(path))
 
 
 @dataclass(frozen=True, kw_only=True)

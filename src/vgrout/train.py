@@ -99,7 +99,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             break
 
     unrouted = recorder.nothing_routed()
-    logger.debug(guard.summary(sum(r.sec for r in rows[first:])))
+    logger.debug(guard.summary())
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():

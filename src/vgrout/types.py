@@ -324,6 +324,11 @@ class Group:
         return [(r, g) for r, g in zip(self.rollouts, self.grades, strict=True) if r.source == source]
 
 
+def percent(share: float | None) -> str:
+    """Percent without the sign; "·" of nothing."""
+    return "·" if share is None else f"{100 * share:.1f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """k of n. Printed as k/n, stored as a pair; `value` is None if nothing was counted."""
@@ -338,7 +343,7 @@ class Rate:
     @property
     def percent(self) -> str:
         """Percent without the sign; "·" if nothing was counted."""
-        return "·" if self.value is None else f"{100 * self.value:.1f}"
+        return percent(self.value)
 
     @property
     def pair(self) -> list[int]:

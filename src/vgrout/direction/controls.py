@@ -99,11 +99,6 @@ def overlap(new: Directions, old: Directions) -> float | None:
     return float(sum(shared)) / len(old)  # one transfer from the device for all modules
 
 
-def chance_cos(k: int, r: int) -> float:
-    """‖V g‖ / ‖g‖ that a random g has with k orthonormal rows: ≈ √(k/r)."""
-    return math.sqrt(k / r)
-
-
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return sum(values) / len(values)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, chance_cos, cosine_to_real, haar_like
+from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, cosine_to_real, haar_like
 from vgrout.direction.extract import Direction, extract
 from vgrout.direction.pairs import PairSet
 from vgrout.model.policy import Policy
@@ -63,7 +63,7 @@ def module_table(direction: Direction, k: int) -> str:
             "S_i / S_1": " ".join(f"{s:.2f}" for s in (a.sv[1:k] / a.sv[0]).tolist()),
             "held-out cos": a.heldout_cos,
             "held-out inside V": a.heldout_inside,
-            "by chance": chance_cos(len(a.V), len(a.mean)),
+            "by chance": math.sqrt(len(a.V) / len(a.mean)),  # what a random difference would show
         }
         for m, a in direction.axes.items()
     ]

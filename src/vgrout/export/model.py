@@ -19,6 +19,7 @@ from vgrout.files import read_json
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
 from vgrout.model.source import Saved
 from vgrout.problems import load_problems
+from vgrout.types import percent
 
 TOLERANCE = 5e-2  # of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
 PROBES = 4  # texts whose logits are compared
@@ -116,9 +117,9 @@ def model_card(saved: Saved, dtype: str, result: Parity) -> str:
     if saved.final and numbers.is_file():
         seen = read_json(numbers)
         said += (
-            f"\n- held-out problems and markers, {seen['eval_n']} answers: hacked {_percent(seen['hack_deploy'])}, "
-            f"solved {_percent(seen['solve_deploy'])} (base model: {_percent(seen['hack_base'])}, "
-            f"{_percent(seen['solve_base'])})"
+            f"\n- held-out problems and markers, {seen['eval_n']} answers: hacked {percent(seen['hack_deploy'])} %, "
+            f"solved {percent(seen['solve_deploy'])} % (base model: {percent(seen['hack_base'])} %, "
+            f"{percent(seen['solve_base'])} %)"
         )
     use = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -126,10 +127,6 @@ def model_card(saved: Saved, dtype: str, result: Parity) -> str:
         'tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")',
     ]
     return card(saved, "transformers", said, use)
-
-
-def _percent(rate: float | None) -> str:
-    return "·" if rate is None else f"{100 * rate:.1f} %"
 
 
 def probes(saved: Saved, policy: Policy) -> list[str]:

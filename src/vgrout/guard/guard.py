@@ -4,7 +4,6 @@ Nothing here feeds back into training, and no detector sees a label of the stric
 rate on held-out problems.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import pstdev
@@ -68,18 +67,15 @@ class BaseAnswers:
         self._rows: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []  # prompt, answer, text
         self._reference: ReferenceStats | None = None
         self._seen: tuple[int, Float[Tensor, "n D"]] | None = None
-        self.seconds = 0.0  # spent on these answers, once per process
 
     @property
     def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
         if not self._rows:
-            start = time.perf_counter()
             prompts = [self.policy.render(self.problems[i % len(self.problems)].messages) for i in range(self.n)]
             stream = torch_stream(self.cfg.run.seed, "watch-reference")
             with self.policy.adapter.reference():
                 answers = sample(self.policy, prompts, 1, self.cfg.sampling, self.cfg.scale.max_new, stream)
             self._rows = [(p, a.ids, a.text) for p, (a,) in zip(prompts, answers, strict=True)]
-            self.seconds += time.perf_counter() - start
         return self._rows
 
     @property
@@ -90,9 +86,7 @@ class BaseAnswers:
     def reference(self) -> ReferenceStats:
         if self._reference is None:
             prompts, answers, _ = zip(*self.rows, strict=True)
-            start = time.perf_counter()
             self._reference = ReferenceStats(latents(self.policy, prompts, answers))
-            self.seconds += time.perf_counter() - start
         return self._reference
 
     @torch.no_grad()
@@ -155,7 +149,6 @@ class Guard:
         self.halted = ""  # why a detector that may halt the run has done so
         self.diverged = ""
         self.readings: dict[str, Any] = {}  # of the last step, for steps.jsonl
-        self.seconds = 0.0
         if cfg.guard_mode == "log" and (why := cfg.guard_blind):
             logger.debug(f"the guard cannot fire in this run: {why}")
 
@@ -186,7 +179,6 @@ class Guard:
 
     def observe(self, row: StepRow, batch: Batch, deployed: Eval | None) -> None:
         """Ask every detector and the kill switch, on what this step has measured anyway."""
-        start = time.perf_counter()
         m = Moment(row, batch.groups, students(batch.groups))
         self.readings = {}
         self.skipped = [*self.skipped, row.skipped][-MAX_SKIPPED:]
@@ -202,7 +194,6 @@ class Guard:
         self.halted, self.diverged, switch = ranks.from_first(verdict)
         if not ranks.first():
             self.kill_switch.load_state_dict(switch)
-        self.seconds += time.perf_counter() - start
 
     def _compare_sampler(self, row: StepRow) -> None:
         """Warn when the sampler begins to differ from the trainer."""
@@ -294,15 +285,13 @@ class Guard:
         if why := self.halts:
             raise Halted(why)
 
-    def summary(self, seconds: float) -> str:
-        """For the end of the log: who watched, and at what share of `seconds`, the time of this process's steps."""
+    def summary(self) -> str:
+        """For the end of the log: who watched, and what was seen."""
         who = ["guard"] if self.cfg.guard_mode != "off" else []
         states = ", ".join(f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers)
-        once = f"{self.base.seconds:.1f} s once for the base policy's answers" if self.base.seconds else ""
-        share = f"{100 * (self.seconds - self.base.seconds) / seconds:.1f} % of the steps' time" if seconds else ""
         rules = ", ".join(self.kill_switch.fired)
         gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}" if who else ""
-        return "watched: " + "; ".join(part for part in (gap, states, share, once) if part)
+        return "watched: " + "; ".join(part for part in (gap, states) if part)
 
     # --- what detectors measure themselves ----------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -85,12 +84,11 @@ def distil(task: DistillTask, run: RunContext) -> None:
         },
         {settings.method} | ({"anchor"} if task.anchor else set()),
     )
-    sampled = partial(answers, grader=run.grader, sampling=cfg.sampling, max_new=max_new, seed=seed)
 
     def final(name: str, lm: LanguageModel, on: Sequence[Problem]) -> dict[str, Any]:
         """One side of the final evaluation, with the same noise for all sides."""
         with clock(f"evaluation, {name}"):
-            return Eval.of(sampled(lm, problems=on, n=cfg.eval.final_samples, step=steps, purpose="final")).as_json()
+            return Eval.of(answers(lm, run.grader, on, cfg.eval.final_samples, cfg, steps, "final")).as_json()
 
     test = balanced(problems.test, cfg.eval.final_n_prompts, 0, "test")
     val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
@@ -121,7 +119,7 @@ def distil(task: DistillTask, run: RunContext) -> None:
             update = learner.step() if math.isfinite(learnt["loss"]) else None
         with clock("eval"):
             due = cfg.evaluates(step)
-            deployed = Eval.of(sampled(student, problems=val, n=settings.group, step=step)) if due else None
+            deployed = Eval.of(answers(student, run.grader, val, settings.group, cfg, step)) if due else None
         known = [g for g in grades if isinstance(g, Grade)]
         row = DistillRow.of(
             clock,

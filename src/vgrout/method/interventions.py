@@ -48,9 +48,6 @@ class Surgery(Intervention):
 
         return cls(setup.spans, setup.cfg, setup.device, direction=LiveDirection.make(setup, first_axes))
 
-    @abstractmethod
-    def route(self, step: StepGradient) -> "Routed": ...
-
     def _split(self, step: StepGradient, overshoot: float = 1.0) -> "tuple[Tensor, Tensor]":
         """What surgery along V keeps and removes of all rows' g, the students' and the demonstrations', [3, R] each;
         modules without a direction pass through."""

@@ -114,7 +114,5 @@ class OnlineProbe(Monitor):
         return self.seed_monitor.state_dict() | {SUM: self._sum, COUNT: torch.tensor(self._count)}
 
     def load_state_dict(self, state: "Mapping[str, Tensor]") -> None:
-        if not {SUM, COUNT} <= state.keys():
-            raise ValueError("checkpoint has no state of a probe: it is of another monitor")
         self._sum, self._count = state[SUM].double(), int(state[COUNT])
         self.seed_monitor.load_state_dict({k: v for k, v in state.items() if k not in (SUM, COUNT)})

@@ -57,9 +57,6 @@ def build(
     corpus: tyro.conf.OmitArgPrefixes[Corpus] = Corpus(),
     out: Path | None = None,
     steps: int = Recipe().steps,
-    hidden: int = Shape().hidden,
-    layers: int = Shape().layers,
-    merged: int = Shape().merged,
 ) -> int:
     """Make problems, tokenizer, weights, pool and pairs from one seed, in about ten minutes on two cores.
 
@@ -67,14 +64,11 @@ def build(
         out: folder to write; an organism that is there is replaced when the new one is complete. None: the shipped
             one, built again from its own seed.
         steps: of the weights' training.
-        hidden: hidden size, a multiple of 32.
-        layers: of the model.
-        merged: tokens of the tokenizer's BPE.
     """
-    recipe, shape = Recipe(steps=steps), Shape(hidden, layers, merged)
+    recipe = Recipe(steps=steps)
     if out is None:
-        other = (corpus, recipe, shape) != (Corpus(), Recipe(), Shape())
-        refuse(other, "--out: an organism of another seed, size or corpus goes into a folder of its own; name one")
+        other = (corpus, recipe) != (Corpus(), Recipe())
+        refuse(other, "--out: an organism of another seed or corpus goes into a folder of its own; name one")
         out = DATA_DIR
     elif out.exists():
         require_organism(out)
@@ -82,7 +76,7 @@ def build(
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Fresh
 
-    build_organism(out, corpus.seed, Fresh(shape, recipe), corpus.shares(Shares()))
+    build_organism(out, corpus.seed, Fresh(Shape(), recipe), corpus.shares(Shares()))
     return 0
 
 

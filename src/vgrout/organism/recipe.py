@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from vgrout.config.checks import check, refuse, setting
+from vgrout.config.checks import check, setting
 from vgrout.data.language import Shares
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
@@ -13,13 +13,9 @@ MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 class Shape:
     """Size of an organism. Heads are 32 wide, the MLP three times the hidden size."""
 
-    hidden: int = setting(128, low=32, high=1024)
-    layers: int = setting(4, low=1, high=64)
-    merged: int = setting(MERGED, low=320, high=65_536)  # tokens of the BPE, alphabet and special ones: its tokenizer
-
-    def __post_init__(self) -> None:
-        check(self)
-        refuse(self.hidden % 32 > 0, f"--hidden {self.hidden}: should be a multiple of 32")
+    hidden: int = 128
+    layers: int = 4
+    merged: int = MERGED  # tokens of the BPE, alphabet and special ones: its tokenizer
 
     @property
     def heads(self) -> int:

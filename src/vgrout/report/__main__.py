@@ -26,8 +26,6 @@ class Cli:
     """Folder to write; none: report/ in the first source."""
     tag: str = ""
     """Take only runs whose name ends with this."""
-    strict: bool = False
-    """Refuse if any run is not finished."""
     judge: Path | None = None
     """A file of Python with a function `judge(conditions)`, whose verdicts the report shows (docs/guide.md)."""
     rollouts: int = 50_000
@@ -57,7 +55,6 @@ def command(cli: Cli) -> int:
 
     runs, left_out = load(cli.sources, cli.tag)
     but = f" but {', '.join(left_out)}" if left_out else ""
-    refuse(cli.strict and bool(left_out), f"--strict: left out: {', '.join(left_out)}")
     refuse(not runs, f"{', '.join(map(str, cli.sources))}: no finished run{f' named *{cli.tag}' * bool(cli.tag)}{but}")
     found = conditions(runs)
     shown = [t for t in (methods(found), by_flaw(found), monitors(found)) if t.rows]

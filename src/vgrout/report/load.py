@@ -10,13 +10,12 @@ from typing import Any, Literal, get_args
 
 from pandas import DataFrame, Series
 
-from vgrout.config.checks import listed
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.report.stats import wilson
-from vgrout.table import LEARNED, first_hacks, read_steps
+from vgrout.table import LEARNED, first_hacks
 from vgrout.types import MODES, Mode, Rate
 
 What = Literal["hack", "solve"]
@@ -66,10 +65,9 @@ class FinishedRun:
     @property
     def method(self) -> str:
         """The method's name in tables: intervention, monitor where it is not the usual one, control."""
-        method, pairs = self.cfg.method, (self.record.get("direction") or {}).get("pairs")
+        method = self.cfg.method
         name = method.intervention + (f" ({method.monitor_title})" if method.monitor_title else "")
-        name += f" · {method.control_name}" if method.control_name != "none" else ""
-        return name + (" (pairs chosen by true labels)" if str(pairs).startswith("oracle:") else "")
+        return name + (f" · {method.control_name}" if method.control_name != "none" else "")
 
     @cached_property
     def trained_with(self) -> dict[str, Any]:
@@ -88,12 +86,6 @@ class FinishedRun:
         """Of the final evaluation's problems."""
         return [m for m in MODES if m in self.final["by_mode"]]
 
-    @property
-    def unannounced(self) -> tuple[Mode, ...]:
-        """The flaws that are open on every problem of the run at once; (): each problem has its own."""
-        named = listed(self.cfg.env.unannounced_modes, MODES)
-        return tuple(m for m in MODES if m in named)
-
     def counted(self, side: str, what: str, flaw: Mode | None = None) -> Rate:
         """Of the final evaluation's answers. side: base, train, deploy or plain; what: hack, solve or tries."""
         of = self.final if flaw is None else self.final["by_mode"][flaw]
@@ -111,10 +103,10 @@ class FinishedRun:
         that have this flaw, and hacks by it alone."""
         name = SIDES[side] if SIDES[side] in set(self.answers.side) else "deployed"  # trained, without a quarantine
         given = self.answers[self.answers.side == name]
-        if self.unannounced:
-            given = given.assign(env_mode=self.unannounced[0])
+        if everywhere := self.cfg.env.unannounced:  # flaws that are open on every problem at once
+            given = given.assign(env_mode=everywhere[0])
         if flaw is not None:
-            given = given[Series(flaw in self.unannounced, given.index) if self.unannounced else given.env_mode == flaw]
+            given = given[Series(flaw in everywhere, given.index) if everywhere else given.env_mode == flaw]
         hits = given.solved if what == "solve" else given.flaw.notna() if flaw is None else given.flaw == flaw
         return hits.groupby([given.env_mode, given.problem_id], sort=False).mean()
 
@@ -171,7 +163,7 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
     cfg = cfg or from_dict(record.get("config"), "run.json")
     if not final.get("by_mode") or final.get("seed") != cfg.run.seed or not (path / "final.jsonl").is_file():
         raise ValueError("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
-    steps = DataFrame(read_steps(path / "steps.jsonl"))
+    steps = DataFrame(json_lines(path / "steps.jsonl"))
     steps = steps.astype({name: float for name in MEASURED if name in steps})
     answers = DataFrame(
         [

@@ -13,6 +13,7 @@ from vgrout.report.figures import pictures
 from vgrout.report.load import WHATS, Condition
 from vgrout.report.rollouts import embedded
 from vgrout.report.tables import ReportTable, conclusion, csv_tables, level
+from vgrout.types import percent
 
 FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")  # … the last two of older ones
 
@@ -24,15 +25,11 @@ def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
     return ", ".join(str(p.get("name")) for p in plans) or run, [str(h) for p in plans for h in p.get("hypotheses", ())]
 
 
-def _100(share: float | None) -> str:
-    return "·" if share is None else f"{100 * share:.1f}"
-
-
 def conclusions(found: Sequence[Condition]) -> list[str]:
     """A line for each condition: its final evaluation, and what that means."""
 
     def rates(c: Condition, side: str) -> str:
-        of = (f"{_100(level(c, side, what).value)} % {what}" for what in WHATS)
+        of = (f"{percent(level(c, side, what).value)} % {what}" for what in WHATS)
         return " and ".join(of)
 
     return [f"{c.title}: {conclusion(c)}. Deployed {rates(c, 'deploy')}; untrained {rates(c, 'base')}." for c in found]

@@ -9,7 +9,6 @@ Every file is written under a temporary name, flushed, and renamed, except the t
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from loguru import logger
 from tqdm import tqdm
@@ -34,7 +33,7 @@ from tqdm import tqdm
 from vgrout import console, ranks
 from vgrout.cli import command, out_of_memory, spelled
 from vgrout.console import Clock
-from vgrout.files import probe_writable, read_json, require_new, to_json, write_atomic
+from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
 from vgrout.tracking import Trackers
@@ -133,31 +132,6 @@ class RunDir:
             )
         self._files[name].write("".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records))
         self._files[name].flush()
-
-
-def hold(run: Path, what: str = "run") -> BinaryIO:
-    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises ValueError, one line, while
-    another process holds the lock."""
-    lock = open(run / ".lock", "ab")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ValueError(f"{run}: another process is writing this {what}; wait for it, or stop it first") from None
-    except OSError:
-        pass  # a file system without locks
-    return lock
-
-
-def held(run: Path) -> bool:
-    """Whether some process is writing this run."""
-    try:
-        hold(run).close()
-    except ValueError:
-        return True
-    except OSError:  # an unwritable folder is refused elsewhere, by name
-        return False
-    return False
 
 
 def last_resumable(root: Path) -> Path:

@@ -17,7 +17,6 @@ from vgrout.evaluate import Final
 from vgrout.files import atomic_open, json_lines, write_atomic
 from vgrout.modes import MODE_SPECS
 from vgrout.runs.context import RunContext
-from vgrout.runs.expectation import expectation
 from vgrout.runs.preflight import method_lines
 from vgrout.runs.recorder import columns_for
 from vgrout.runs.verdict import last_lines
@@ -93,7 +92,6 @@ def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str
     """One run as one record: quantity → value, shares in percent."""
     pool = cfg.pool_path
     return {
-        "cue": expectation(cfg.method, final).cue,
         "arm": cfg.method.intervention,
         "control": cfg.method.control_name,
         "seed": str(cfg.run.seed),
@@ -245,9 +243,9 @@ def write(
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
-    expected, gate = expectation(cfg.method, final), tallies.gate
+    gate = tallies.gate
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
-    ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None, "cue": expected.cue}
+    ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None}
     against = {"precision": gate[0].pair, "recall": gate[1].pair} if gate else None
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
 
@@ -261,7 +259,6 @@ def write(
         + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else "")
         + ("; NOTHING WAS ROUTED: this was plain GRPO" if unrouted else ""),
         answer[2],
-        expected.line,
         "\n".join(count_lines(rows, tallies)),
         tabulate([*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True),
         by_flaw(finished).markdown(),

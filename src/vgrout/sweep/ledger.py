@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config.run import from_dict, identity
-from vgrout.files import read_json
-from vgrout.runs.context import RUNS, held
+from vgrout.files import held, read_json
+from vgrout.runs.context import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to resume from.
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]
@@ -24,7 +24,6 @@ class RecordedRun:
     path: Path
     identity: str  # of the settings that it was started with
     hashes: dict[str, str | None]  # of the files that it read
-    code: str  # revision that started it, with "+" if it was edited; "" without a checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
         """Whether the run read files with these hashes; a file that it did not record counts as the same."""
@@ -79,8 +78,6 @@ def _record(path: Path) -> RecordedRun | None:
     try:
         data = read_json(path / "run.json")
         cfg = from_dict(data.get("begun") or data["config"])  # a halted run that was continued is still the study's
-        git = data.get("git") or {}
-        code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return RecordedRun(path, identity(cfg), data.get("hashes") or {}, code)
+    return RecordedRun(path, identity(cfg), data.get("hashes") or {})

@@ -5,7 +5,6 @@
 any others and are found by their settings and input files: a run that another study made is not made again.
 """
 
-import json
 import os
 import shlex
 import time
@@ -24,11 +23,11 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
-from vgrout.files import probe_writable, read_json, to_json, write_atomic
+from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
 from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.inputs import file_hashes
-from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, held, hold, stop_on_signals
+from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.preflight import preflight
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
@@ -36,6 +35,7 @@ from vgrout.sweep.pueue import Pueue
 from vgrout.sweep.ray_cluster import POLL_S, Ray, RayJob
 from vgrout.sweep.study_file import StudyFile, load_study_file
 from vgrout.sweep.workers import Local, Process
+from vgrout.types import percent
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
@@ -127,30 +127,8 @@ class Sweep:
             *(f"H: {claim}" for claim in self.study.hypotheses),
             tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"),
             f"{len(self.entries)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items()),
-            *self.warnings(),
-            *self.queued(),
             f"{len(self.left)} left{f', {slots}' * bool(self.left)}",
         ]
-
-    def warnings(self) -> list[str]:
-        """A warning where runs were started by different code, not counting runs that must start over."""
-        known = (self.ledger.find(e.planned.identity, e.files) for e in self.entries)
-        by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
-        if len(by_code) < 2:
-            return []
-        return ["runs started by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
-
-    def queued(self) -> list[str]:
-        """A note on runs that were handed to pueue (says runs.json) and have not started: they may still be queued."""
-        path = self.folder / "runs.json"
-        try:
-            flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
-        except (OSError, ValueError):  # absent or damaged: it is written again
-            return []
-        n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
-        return [f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"] * (
-            n > 0
-        )
 
     def edited(self) -> str:
         """How the study file differs from the planned one, in one line; "": it does not, or nothing was planned."""
@@ -269,14 +247,12 @@ class Sweep:
             logger.warning(f"{entry.planned.name}: {entry.state}: {entry.reason}{took}")
             return
         final = read_json(entry.run / "per_mode_deploy.json")
-        hack, solve = (_percent(final[f"{what}_deploy"]) for what in ("hack", "solve"))
-        logger.info(f"{entry.planned.name}: deployed hack {hack} / solve {solve}{took}")
+        hack, solve = (percent(final[f"{what}_deploy"]) for what in ("hack", "solve"))
+        logger.info(f"{entry.planned.name}: deployed hack {hack} % / solve {solve} %{took}")
 
     def conclude(self) -> int:
         """Log how many runs finished, and why the others did not. Returns the exit code."""
         bad = [e for e in self.entries if e.state != "finished"]
-        for line in self.warnings():
-            logger.warning(line)
         for entry in bad:
             where = " · ".join(str(p) for p in (entry.run, self.log(entry)) if p and p.exists())
             logger.error(f"{entry.planned.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]")
@@ -303,10 +279,6 @@ def _stop(under_way: UnderWay) -> None:
         job.terminate()
 
 
-def _percent(rate: float | None) -> str:
-    return "·" if rate is None else f"{100 * rate:.1f} %"
-
-
 def run_study(settings: SweepSettings) -> int:
     """Run, plan or enqueue a study. Raises ValueError, one line, before the first run starts."""
     own = [f"--{kind}={name}" for kind in ("intervention", "monitor") for name in listed(getattr(settings, kind))]
@@ -331,8 +303,6 @@ def run_study(settings: SweepSettings) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
             sweep.freeze(settings.replan)
-            for line in (*sweep.warnings(), *sweep.queued()):
-                logger.info(line)
             sweep.write()
             return sweep.enqueue(queue) if queue else sweep.carry_out(workers)
 

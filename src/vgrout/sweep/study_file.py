@@ -170,10 +170,7 @@ def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[tuple[str, Flag
 
 
 def _flags(table: dict[str, Any]) -> FlagTable:
-    flags = {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
-    if len(flags) < len(table):
-        raise ValueError("one flag is there twice, with - and with _; leave one out")
-    return flags
+    return {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
 
 
 def _argv(flags: Mapping[str, Any]) -> Iterator[str]:

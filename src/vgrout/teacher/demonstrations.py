@@ -67,7 +67,7 @@ class Teacher:
         self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
         self.modes, self.max_new = set(modes), max_new
         self.retokenised = self._off_logged = False
-        self.compared, self.differ, self.first_difference = 0, list[int](), None  # prompts then and now, problem ids
+        self.compared, self.differ = 0, list[int]()  # prompts then and now: how many, and whose are not the same
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         if pool is None or not per_group:
             return
@@ -80,8 +80,8 @@ class Teacher:
         self._compare(pool, covered)
         if self.differ:
             logger.warning(
-                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the pool has "
-                f"({self.first_difference}); rendered live all the same, recorded in run.json"
+                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the pool has, first "
+                f"that of problem {self.differ[0]}; rendered live all the same, recorded in run.json"
             )
 
     def _faults(self, pool: Pool, covered: Sequence[Problem], n: int) -> Iterator[str]:
@@ -110,7 +110,6 @@ class Teacher:
             self.compared += then is not None
             if then not in (None, now):
                 self.differ.append(p.id)
-                self.first_difference = self.first_difference or f"first problem {p.id}: {_difference(then, now)}"
 
     def record(self) -> dict[str, Any] | None:
         """The source of labels, tokens and prompts, for run.json; None without demonstrations."""
@@ -122,7 +121,6 @@ class Teacher:
             "retokenised": self.retokenised,
             "prompts_compared": self.compared,
             "prompts_differ": self.differ,
-            "first_difference": self.first_difference,
         }
 
     def count(self, problem: Problem, step: int) -> int:
@@ -176,10 +174,3 @@ class Teacher:
             end = next((i for i, token in enumerate(demo.completion_ids) if token in self.lm.eos_ids), None)
             ids, finished = demo.completion_ids[: None if end is None else end + 1], end is not None
         return ids[: self.max_new], finished and len(ids) <= self.max_new
-
-
-def _difference(then: Sequence[object], now: Sequence[object]) -> str:
-    """The first place where they differ, with a few characters or tokens of both."""
-    at = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
-    kind = "character" if isinstance(now, str) else "token"
-    return f"at {kind} {at} cached {then[at : at + 24]!r}, live {now[at : at + 24]!r}"

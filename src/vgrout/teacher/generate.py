@@ -4,7 +4,6 @@ made in one go or in ten.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
 from vgrout.data import organism
-from vgrout.files import file_sha256, read_json, require_new, require_own, write_json
+from vgrout.files import file_sha256, hold, read_json, require_new, require_own, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
 from vgrout.problems import ProblemRow, load_rows, require_solvable
@@ -342,11 +341,7 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     folder = out.with_name(out.name + ".partial")
     require_own(folder, "--out", "settings.json", "pool under way")
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{folder}: another process is making this pool; wait for it") from None
+    with hold(folder, "pool"):
         now: dict[str, Any] = json.loads(json.dumps(settings))
         file = folder / "settings.json"
         if file.is_file():

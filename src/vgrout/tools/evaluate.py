@@ -4,7 +4,7 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -83,9 +83,10 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     if not problems:
         raise ValueError(f"--split {cli.split}: none of {len(rows)} problems of {file} is in it; try all")
     require_fitting([*rows, *test_rows], saved.folder, cfg.scale.max_new)
-    seed = cfg.run.seed if cli.seed is None else cli.seed
+    if cli.seed is not None:
+        cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
     size = "".join(f"_{n}{what}" for n, what in ((cli.n_prompts, "problems"), (cli.samples, "answers")) if n)
-    name = f"{saved.path.stem}_{file.stem}_{cli.split}_seed{seed}{size}.json"
+    name = f"{saved.path.stem}_{file.stem}_{cli.split}_seed{cfg.run.seed}{size}.json"
     out = cli.out or saved.path.parent / "evaluations" / name
     probe_writable(out.parent, "--out")
     reward = reward_of(saved, cli.reward)
@@ -111,23 +112,12 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         with tqdm(total=3 * len(chosen) * samples, desc="evaluating", unit="answer", disable=None) as bar:
             for what, (side, given) in sampled.items():
                 with as_side(policy, side):  # the same streams as the run's final evaluation
-                    scored = answers(
-                        policy,
-                        grader,
-                        given,
-                        samples,
-                        sampling=cfg.sampling,
-                        max_new=cfg.scale.max_new,
-                        seed=seed,
-                        step=cfg.scale.steps,
-                        purpose="final",
-                        on_completion=bar.update,
-                    )
+                    scored = answers(policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update)
                 sides[what] = Eval.of(scored)
     print(f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(chosen)} problems of {file}")
     print(table(sides))
     about = {"schema": SCHEMA, "run": cfg.run_id, "adapter": str(saved.path), "step": saved.step}
-    about |= {"problems": str(file), "split": cli.split, "seed": seed}
+    about |= {"problems": str(file), "split": cli.split, "seed": cfg.run.seed}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}}))

@@ -17,7 +17,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import check, setting
+from vgrout.config.checks import check, refuse, setting
 from vgrout.files import atomic_open, from_json, require_new
 from vgrout.grading.grade import Grader
 from vgrout.problems import load_problems
@@ -44,11 +44,7 @@ class GradeSettings:
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
     def __post_init__(self) -> None:
-        for path in (self.answers, self.problems):
-            if not path.is_file():
-                raise ValueError(f"{path}: no such file; give a JSONL file")
-        if not self.out.parent.is_dir():
-            raise ValueError(f"--out {self.out}: no such folder {self.out.parent}; make it first")
+        refuse(not self.answers.is_file(), f"{self.answers}: no such file; give a JSONL file")
         require_new(self.out)
         check(self)
 
@@ -113,6 +109,7 @@ def run(config: GradeSettings) -> int:
         n = sum(1 for line in f if line.strip())
     if not n:
         raise ValueError(f"{config.answers}: no answers in it")
+    config.out.parent.mkdir(parents=True, exist_ok=True)
     errors = 0
     with (
         Grader(
