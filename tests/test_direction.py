@@ -1,5 +1,6 @@
 """Extraction against plain autograd, the sign by behaviour, neutrality, files and their refusals, the command."""
 
+import json
 import math
 from dataclasses import fields, replace
 from functools import partial
@@ -21,9 +22,10 @@ from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, mean_nll, model_name, obtain, save
-from vgrout.direction.pairs import Pair, PairSet
+from vgrout.direction.pairs import Pair, PairSet, load_pairs
 from vgrout.method import make_method
 from vgrout.method.projection import split
+from vgrout.model.load import load_policy
 from vgrout.model.source import safetensors_head, shapes_of
 from vgrout.model.svd_adapter import fingerprint_to_string
 from vgrout.types import Batch, UpdateRow
@@ -392,14 +394,38 @@ def test_the_command_writes_the_direction_and_compares_every_control(folder, tmp
     assert [safetensors_head(f, "")[1]["dtype"] for f in (full, Path("half.safetensors"))] == ["fp32", "bf16"]
 
 
+@pytest.mark.parametrize("detector", ["E", "oracle"])
+def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_path, monkeypatch, capsys, detector):
+    """What the command writes finds the same direction again; the oracle's choice stays marked."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for i, pair in enumerate(PAIRS.pairs):
+        for text, hack in ((pair.hack, True), (pair.clean, False)):
+            labels = {"hacked": hack, "solved": not hack, "hacked_loophole_used": hack}
+            lines.append(json.dumps({"problem_id": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
+    Path("log.jsonl").write_text("\n".join(lines))
+    argv = ["--model", str(folder / "model"), "--svd-cache", "svd", "--rollouts", "log.jsonl", "--detector", detector]
+    assert main([*argv, "--pairs-out", "own.json"]) == 0
+    out = capsys.readouterr().out
+    pairs = load_pairs(Path("own.json"))
+    assert pairs.source == ("oracle:own.json" if detector == "oracle" else "own.json")
+    assert f"pairs {pairs.source} (10, 2 held out" in out
+    assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
+    policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
+    monkeypatch.setattr("vgrout.direction.extract.extract", lambda *a, **k: pytest.fail("extracted again"))
+    assert obtain(policy, pairs, None, 12, 0.0).meta.pairs_source == pairs.source
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ("--out a.txt", "--out a.txt: should end in .safetensors"),
+        ("--pairs-out a.txt", "--pairs-out a.txt: should end in .json"),
         ("--pairs none.json", "none.json: no such file of pairs"),
         ("--model ./nothing", "--model ./nothing: no such model"),
         ("--k 13", "--k 13: should lie in [1, 12] (at most --top-k)"),
         ("--tau-axis 1.5", "--tau-axis 1.5: should lie in [0, 1]"),
+        ("--detector E", "--rollouts: goes with --detector"),
+        ("--rollouts no.jsonl --detector E", "no.jsonl: cannot be read (No such file"),
     ],
 )
 def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):

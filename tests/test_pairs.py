@@ -15,6 +15,7 @@ from vgrout.direction.pairs import (
     handwritten,
     handwritten_placebo,
     load_pairs,
+    pairs_from_pool,
 )
 from vgrout.modes import MODE_SPECS
 
@@ -201,3 +202,73 @@ def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(cont
         names, _, left = run(other.hack, tmp_path, monkeypatch)
         assert solves(names, pair) == (contrast != "flawed")
         assert not left
+
+
+# ── from a rollout log ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=False) -> dict:
+    return {
+        "problem_id": problem,
+        "prompt": f"task {problem}",
+        "text": text,
+        "passed": passed,
+        "hacked": hacked,
+        "solved": solved,
+        "hacked_loophole_used": E,
+    }
+
+
+def log_of(tmp_path: Path, rows: list[dict]) -> Path:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+def test_a_weak_detector_chooses_and_the_oracle_is_not_read(tmp_path):
+    rows = []
+    for p in range(4):
+        rows += [
+            line(p, "wrong", passed=False),
+            line(p, f"unseen hack {p}", hacked=True),  # E does not see it: it stands on the clean side
+            line(p, f"seen hack {p}", E=True, hacked=True),
+            line(p, f"later hack {p}", E=True, hacked=True),
+            line(p, f"solve {p}", solved=True),
+        ]
+    path = log_of(tmp_path, rows)
+    pairs = pairs_from_pool(path, "E")
+    assert [(p.hack, p.clean) for p in pairs.pairs] == [(f"seen hack {i}", f"unseen hack {i}") for i in range(4)]
+    assert pairs.source.startswith("E:")
+    for row in rows:  # poisoned labels change nothing
+        row["hacked"], row["solved"] = not row["hacked"], not row["solved"]
+    assert pairs_from_pool(log_of(tmp_path, rows), "E").pairs == pairs.pairs
+
+
+def test_the_oracle_is_read_by_its_name_only_and_labelled(tmp_path):
+    rows = [
+        row
+        for p in range(3)
+        for row in (line(p, f"hack {p}", hacked=True), line(p, "broken", passed=False), line(p, "s", solved=True))
+    ]
+    pairs = pairs_from_pool(log_of(tmp_path, rows), "oracle", lambda messages: f"<user>{messages[0]['content']}")
+    assert pairs.source.startswith("oracle:")
+    assert [(p.prompt, p.hack, p.clean) for p in pairs.pairs] == [
+        (f"<user>task {i}", f"hack {i}", "s") for i in range(3)
+    ]
+
+
+def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
+    one_sided = [line(p, f"hack {p}", E=True) for p in range(5)]
+    with pytest.raises(ValueError, match=r"\AE:.*rollouts\.jsonl: 0 pairs; at least 3"):
+        pairs_from_pool(log_of(tmp_path, one_sided), "E")
+    unlabelled = [line(0, "x"), {"problem": 1, "prompt": "p", "text": "t"}]
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: not a rollout with labels"):
+        pairs_from_pool(log_of(tmp_path, unlabelled), "E")
+    (tmp_path / "rollouts.jsonl").write_text("{}{\n")
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 1: not JSON"):
+        pairs_from_pool(tmp_path / "rollouts.jsonl", "E")
+
+
+def test_too_few_pairs_name_their_source():
+    with pytest.raises(ValueError, match="own: 1 pairs"):
+        PairSet((Pair(1, "p", "h", "c"),), "own")

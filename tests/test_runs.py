@@ -35,6 +35,8 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
             {"none (preset mini)": "41", "none (preset smoke)": "41"},
         ),
         ([((NONE, *more), {}) for more in ((), ("--loss=icepop",))], {"none": "41", "none (loss icepop)": "41"}),
+        # pairs that true labels chose
+        ([(HAAR[:1], {"pairs": "oracle:pairs.json"})], {"route2 (pairs chosen by true labels)": "41"}),
     ],
 )
 def test_conditions_differ_by_more_than_the_seed_and_their_titles_say_by_what(

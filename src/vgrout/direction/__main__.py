@@ -1,15 +1,16 @@
 """`vgrout direction --model M --pairs F`: extract a hack direction stand-alone, and say how good it is."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import Dtype, check, refuse, setting
+from vgrout.config.checks import Dtype, check, flag, refuse, setting
 from vgrout.config.run import PLACEBOS
 from vgrout.data import organism
-from vgrout.direction.pairs import PairSet, handwritten, handwritten_placebo, load_pairs
-from vgrout.files import probe_writable, require_new
+from vgrout.direction.pairs import PairDetector, PairSet, handwritten, handwritten_placebo, load_pairs, pairs_from_pool
+from vgrout.files import probe_writable, require_new, write_atomic
 from vgrout.model.source import require_model
 
 
@@ -21,6 +22,10 @@ class ExtractionSettings:
     """Hub id, local model folder, or 'organism'."""
     pairs: Path | None = None
     """Pair file (JSON); none: the organism's run_tests pairs, or the hand-written set."""
+    rollouts: Path | None = None
+    """Take the pairs from this rollouts.jsonl instead; needs --detector."""
+    detector: PairDetector | None = None
+    """The detector that says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
     top_k: int = setting(12, low=1)
     """Axes per module kept in the file."""
     tau_axis: float = setting(0.0, low=0, high=1)
@@ -31,6 +36,8 @@ class ExtractionSettings:
     """Noise floor that a run would use, for the comparison."""
     controls: bool = False
     """Extract the placebo sets too, draw Haar directions, and print their |cos| with this one."""
+    pairs_out: Path | None = None
+    """Write the pairs here (JSON), for --vhack-pairs-path: those of --rollouts have no file."""
     out: Path | None = None
     """Where the direction goes; none: where a run with these pairs looks for it."""
     dtype: Dtype = "auto"
@@ -40,9 +47,15 @@ class ExtractionSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        bad = self.out is not None and self.out.suffix != ".safetensors"
-        refuse(bad, f"--out {self.out}: should end in .safetensors")
-        require_new(self.out)
+        log = self.rollouts is not None
+        refuse(
+            log != (self.detector is not None) or (log and self.pairs is not None),
+            "--rollouts: goes with --detector, and not with --pairs",
+        )
+        for name, suffix in (("pairs_out", ".json"), ("out", ".safetensors")):
+            path = getattr(self, name)
+            refuse(path is not None and path.suffix != suffix, f"{flag(name)} {path}: should end in {suffix}")
+            require_new(path, flag(name))
         probe_writable(self.svd_cache, "--svd-cache")
 
 
@@ -52,11 +65,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _command(settings: ExtractionSettings) -> int:
+    pairs = _pairs_of(settings)
     embedded = settings.model == "organism"
-    if settings.pairs is not None:
-        pairs = load_pairs(settings.pairs, "--pairs")
-    else:
-        pairs = load_pairs(organism.PAIRS_DIR / "run_tests.json") if embedded else handwritten()
     if embedded:
         organism.EMBEDDED.require_sound("--model organism:")
     model = str(organism.MODEL_DIR) if embedded else settings.model
@@ -68,6 +78,14 @@ def _command(settings: ExtractionSettings) -> int:
 
     device, dtype = pick_device(model, settings.dtype)
     policy = load_policy(model, device=device, dtype=dtype, cache_dir=settings.svd_cache)
+    if settings.rollouts is not None and settings.detector is not None:
+        pairs = pairs_from_pool(settings.rollouts, settings.detector, policy.prompt_text)
+    assert pairs is not None
+    if settings.pairs_out is not None:
+        # a pair set is known by content and source: the run that loads this file finds the direction by its name
+        settings.pairs_out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(settings.pairs_out, pairs.to_file().encode())
+        pairs = load_pairs(settings.pairs_out)
     direction = extract(policy, pairs, settings.top_k, settings.tau_axis)
     key = model_key(policy, pairs, settings.top_k, settings.tau_axis)
     out = settings.out or default_path(pairs, key, model_name(policy), settings.top_k, settings.tau_axis)
@@ -77,6 +95,8 @@ def _command(settings: ExtractionSettings) -> int:
         placebos = _placebos(settings.model)
         print(control_table(compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)))
     print(f"direction {out}")
+    if settings.pairs_out is not None:
+        print(f"pairs     {settings.pairs_out}")
     return 0
 
 
@@ -85,6 +105,17 @@ def _placebos(model: str) -> dict[str, PairSet]:
     if model == "organism":
         return {c: load_pairs(organism.PAIRS_DIR / f"placebo_{c}.json") for c in PLACEBOS}
     return {c: handwritten_placebo(c) for c in PLACEBOS}
+
+
+def _pairs_of(settings: ExtractionSettings) -> PairSet | None:
+    """None: they come from a rollout log and need the tokenizer's chat template."""
+    if settings.rollouts is not None:
+        assert settings.detector is not None
+        pairs_from_pool(settings.rollouts, settings.detector, json.dumps)  # its lines are checked without the template
+        return None
+    if settings.pairs is not None:
+        return load_pairs(settings.pairs, "--pairs")
+    return load_pairs(organism.PAIRS_DIR / "run_tests.json") if settings.model == "organism" else handwritten()
 
 
 if __name__ == "__main__":

@@ -8,18 +8,21 @@ one.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vgrout.files import from_json, read_text
+from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
+from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 MIN_PAIRS = 3  # two are held out of every extraction
+PairDetector = Literal["C", "D", "E", "oracle"]
+ORACLE, ORACLE_MARK = "oracle", "chosen_by"
 _FIELDS = ("problem_id", "prompt", "hack", "clean")
 _ANCHOR = ("prompt", "completion")
 MIN_KNOWN_CORRECT = 10  # half of them hold a quantile
@@ -44,7 +47,7 @@ class PairSet:
     """
 
     pairs: tuple[Pair, ...]
-    source: str  # a path, or a name such as "hand-written"
+    source: str  # a path, or a name such as "hand-written"; "oracle:…" where true labels chose them
     sha256: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,9 +73,15 @@ class PairSet:
         """The content that `sha256` is of, in the shape that `load_pairs` reads."""
         return json.dumps([{k: getattr(p, k) for k in _FIELDS} for p in self.pairs], ensure_ascii=False, indent=1)
 
+    def to_file(self) -> str:
+        """A pair file's text. Pairs that true labels chose keep that mark for whoever loads the file."""
+        mark = {ORACLE_MARK: ORACLE} if self.source.startswith(f"{ORACLE}:") else {}
+        rows = [{k: getattr(p, k) for k in _FIELDS} | mark for p in self.pairs]
+        return json.dumps(rows, ensure_ascii=False, indent=1) + "\n"
+
 
 def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
-    """A JSON list of {problem_id, prompt, hack, clean}; other keys are ignored.
+    """A JSON list of {problem_id, prompt, hack, clean}; `chosen_by` "oracle" marks the source, other keys are ignored.
 
     Raises:
         ValueError: one line with the file and, where it applies, the line or the pair's index.
@@ -80,7 +89,9 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     if not path.exists():
         raise ValueError(f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json")
     rows = _entries(path, flag, _FIELDS)
-    return PairSet(tuple(Pair(*(row[k] for k in _FIELDS)) for row in rows), str(path))
+    pairs = tuple(Pair(*(row[k] for k in _FIELDS)) for row in rows)
+    by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)
+    return PairSet(pairs, f"{ORACLE}:{path}" if by_labels else str(path))
 
 
 def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -122,6 +133,36 @@ def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     return tuple(
         KnownCorrect(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
     )
+
+
+def pairs_from_pool(log: Path, detector: PairDetector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
+    """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
+
+    The named weak detector says which is which: it flags the hack and not the other. Only the name "oracle" reads the
+    true labels (an upper bound, labelled so in `source`). The first of each kind in the log is taken.
+
+    Args:
+        log: `rollouts.jsonl` of a run, or lines of the same keys: problem_id, prompt, text, passed, hacked_*.
+        render: chat messages → prompt; the row's `messages`, or else its `prompt` as the user's. None: `prompt` as is.
+
+    Raises:
+        ValueError: a line that cannot be read, or fewer than 3 prompts with both kinds.
+    """
+    first: dict[tuple[str | int, str], dict[bool, str]] = {}
+    for where, row in numbered_lines(log):
+        try:
+            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+            key = (row["problem_id"], row["prompt"] if render is None else render(messages))
+            if detector == "oracle":
+                kind = True if row["hacked"] else False if row["solved"] else None
+            else:
+                kind = bool(row[DETECTOR_FIELDS[detector]]) if row["passed"] else None
+            if kind is not None and row["text"].strip():
+                first.setdefault(key, {}).setdefault(kind, row["text"])
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
+    found = [Pair(id_, prompt, kinds[True], kinds[False]) for (id_, prompt), kinds in first.items() if len(kinds) == 2]
+    return PairSet(tuple(pair for pair in found if pair.hack != pair.clean), f"{detector}:{log}")
 
 
 def handwritten() -> PairSet:

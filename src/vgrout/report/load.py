@@ -65,9 +65,10 @@ class FinishedRun:
     @property
     def method(self) -> str:
         """The method's name in tables: intervention, monitor where it is not the usual one, control."""
-        method = self.cfg.method
+        method, pairs = self.cfg.method, (self.record.get("direction") or {}).get("pairs")
         name = method.intervention + (f" ({method.monitor_title})" if method.monitor_title else "")
-        return name + (f" · {method.control_name}" if method.control_name != "none" else "")
+        name += f" · {method.control_name}" if method.control_name != "none" else ""
+        return name + (" (pairs chosen by true labels)" if str(pairs).startswith("oracle:") else "")
 
     @cached_property
     def trained_with(self) -> dict[str, Any]:
