@@ -267,8 +267,3 @@ def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text("{}{\n")
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 1: not JSON"):
         pairs_from_pool(tmp_path / "rollouts.jsonl", "E")
-
-
-def test_too_few_pairs_name_their_source():
-    with pytest.raises(ValueError, match="own: 1 pairs"):
-        PairSet((Pair(1, "p", "h", "c"),), "own")
