@@ -9,7 +9,7 @@ from statistics import mean
 
 from benchmarks import rig, trl_peer
 from benchmarks.measure import Figure, Ratio, page
-from vgrout.table import read_steps
+from vgrout.files import json_lines
 
 GOALS: dict[str, float] = {"none": 3, "route2": 2.5}
 WARM_UP = 2  # steps; the guard samples its references in the first one
@@ -43,7 +43,7 @@ def run(quick: bool = False) -> str:
 
 def parts(name: str, run: Path, seconds: list[float]) -> Figure:
     """Where our step's time goes. seconds: of its steps, by block; the rows' own have the peer's turns in them."""
-    steps = read_steps(run / "steps.jsonl")[1:]
+    steps = [*json_lines(run / "steps.jsonl")][1:]
     whole = mean(seconds)
     share = {part: mean(r[part] for r in steps) / whole for part in ("gen", "grade", "fb")}
     signal = sum(r["signal_k"] for r in steps) / max(1, sum(r["signal_n"] for r in steps))

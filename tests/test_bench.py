@@ -1,7 +1,9 @@
 """The benches' arithmetic, and that what they compare does the same work. Their figures are no test's business."""
 
+import importlib
 import json
 import os
+import pkgutil
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import benchmarks
 import tiny
 from benchmarks import gpu, real, rig, trl_peer
 from benchmarks.__main__ import main
@@ -164,3 +167,8 @@ def test_what_is_missing_is_refused_in_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("E ")
     assert said in line
+
+
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(benchmarks.__path__)])
+def test_every_bench_can_be_imported(name: str) -> None:
+    importlib.import_module(f"benchmarks.{name}")
