@@ -65,6 +65,14 @@ def test_help_is_one_screen_of_everyday_flags(
     assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
 
 
+@pytest.mark.parametrize("columns", [1, 5, 9])
+def test_help_ends_in_a_terminal_of_any_width(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert "--seed" in printed(capsys, "smoke", "--help")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> None:
     lines = {name: first_lines(resolve([preset, "--intervention", name])) for name in ("none", "route", "route2")}

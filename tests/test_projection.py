@@ -91,6 +91,17 @@ def test_a_wrong_shape_is_caught_in_tests():
 # ── in a method, on plain tensors ──────────────────────────────────────────────────────────────────────────────────
 
 
+@given(st.integers(0, 10_000), st.sampled_from(["one_sided", "no_gate", "reverse"]))
+@settings(deadline=None, max_examples=40)
+def test_route_puts_nothing_but_span_V_into_the_quarantine_and_loses_nothing(seed, mode):
+    method, of = toy("route", gate_mode=mode), (rows(6, seed, (0,)), group(6))
+    got = routed(method, of)
+    assert torch.allclose(got.keep + got.quar, total(of), atol=1e-5)
+    for m, V in method.direction.V.items():
+        quar = got.quar[SPANS[m]]
+        assert (quar - V.T @ (V @ quar)).norm() < 1e-4 * quar.norm() + 1e-9
+
+
 @given(st.integers(0, 10_000), st.sampled_from(["erase", "route"]), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_what_is_kept_has_no_hackward_part(seed, intervention, preserve):

@@ -19,6 +19,8 @@ from vgrout.files import drop_stdout, printable, restore_inherited
 
 T = TypeVar("T")
 
+NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
+
 
 def parse_args(
     what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
@@ -114,6 +116,8 @@ def not_installed(package: str, extra: str = "") -> ValueError:
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
     """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line. help_flag: lists all flags."""
     message = io.StringIO()
+    if shutil.get_terminal_size().columns < NARROW:
+        os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
             return cli()

@@ -629,6 +629,18 @@ def test_a_level_is_what_was_probed(without, level):
         assert (f"level {p.level} as uid 0" in p.line()) == p.as_root
 
 
+def test_grading_needs_the_standard_library_only():
+    code = (
+        "import sys\nfrom vgrout.grading import check, child, extract, fork_server, grade\n"
+        "from vgrout.grading import isolation, messages, probe, values, verdict, verifier, watch\n"
+        "files = [getattr(m, '__file__', None) or '' for m in sys.modules.values()]\n"
+        "print([f for f in files if 'site-packages' in f], 'torch' in sys.modules)"
+    )
+    env = {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "[] False", done.stderr
+
+
 # --- checking problems -----------------------------------------------------------------------------------------------
 
 
