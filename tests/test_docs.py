@@ -243,14 +243,12 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
     methods = {
         "`none` ": ("none", "none", ""),
         "`none`, nothing": ("none", "none", "mix_ratio=0.0"),
-        "`erase`": ("erase", "none", ""),
-        "`screen`, weak": ("screen", "none", "monitor=detector"),
         "`screen`, of": ("screen", "none", "monitor=source"),
         "`route2` ": ("route2", "none", ""),
         "`route2`, of": ("route2", "none", "monitor=source"),
         "`route2`, random": ("route2", "haar", ""),
-        "`route2`, quarantine in": ("route2", "none", "quarantine=shared"),
-        "the same, half": ("route2", "none", routes),
+        "`route2`, `--quarantine": ("route2", "none", "quarantine=shared"),
+        "the same": ("route2", "none", routes),
         "`route2`, as": ("route2", "none", documents),
         "the ceiling": ("none", "no_loophole", ""),
     }

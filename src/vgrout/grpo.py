@@ -126,10 +126,8 @@ def policy_gradients(
         view = policy.adapter.deployed() if deployed else nullcontext()
         with view, policy.adapter.per_rollout_grads(n) as collected:
             for together, prompts in prompts_apart(policy, chosen, budget, packing):
-                turn = None
                 if prompts is not None:
-                    turn = collected.tokens(prompts.turns[0], len(prompts.ids), again=True)
-                    prompts.read(policy.model, backbone(policy.model))
+                    prompts.read(policy.model, backbone(policy.model), collected.tokens)
                 for part in micro_batches(together, budget, packing, prompts):
                     packed = as_batch(policy, part, packing, prompts)
                     if isinstance(packed, Packed):
@@ -141,8 +139,8 @@ def policy_gradients(
                     output = policy_loss(x, cfg.loss)
                     output.per_rollout.sum().backward()
                     tally.add(part, packed, logps, x, output)
-                if prompts is not None and turn is not None:
-                    prompts.backward(turn)
+                if prompts is not None:
+                    prompts.backward()
         g += collected.flat
     for first, others in twins.items():
         g[[first, *others]] = g[first] / (1 + len(others))

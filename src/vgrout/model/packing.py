@@ -243,6 +243,9 @@ class _Layout:
 
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # q, k, v, scale, as `_Layout.attend`
 Pieces = Sequence[tuple[int, slice]]  # (unit, its tokens)
+# Told of a forward's n tokens whose they are, and whether backward goes through it several times; returns what is told
+# whose they are each time.
+Announce = Callable[[Pieces, int, bool], Callable[[Pieces], None]]
 
 
 class Prompts:
@@ -291,11 +294,13 @@ class Prompts:
             self.turns.append(pieces)
             self.ends.append(self.ends[-1] + pieces[-1][1].stop)
         self._device, self._dtype = device, dtype
+        self._turn: Callable[[Pieces], None] | None = None
         self._read: list[Tensor] = []  # keys and values, layer by layer, and last hidden states
         self.copies: list[Tensor] = []
 
-    def read(self, model: PreTrainedModel, core: torch.nn.Module) -> None:
+    def read(self, model: PreTrainedModel, core: torch.nn.Module, announce: Announce | None = None) -> None:
         """Run the prompts' forward. core: the model without its head."""
+        self._turn = announce(self.turns[0], len(self.ids), True) if announce else None
         lengths = [n for n in self._lengths if n]
         layout = _Layout(len(self.ids), _runs(lengths, None, self._device, self._dtype), None)
 
@@ -310,12 +315,13 @@ class Prompts:
         at = uploaded([*chain(*(range(end - start) for start, end in pairwise(self.ends)))], self._device)
         self.copies = [x.detach().index_select(0, at).requires_grad_(x.requires_grad) for x in self._read]
 
-    def backward(self, turn: Callable[[Pieces], None]) -> None:
-        """From the copies through the prompts' forward. turn: told which tokens are whose in each turn."""
+    def backward(self) -> None:
+        """From the copies through the prompts' forward."""
         # not all depend on δS: a first layer whose Linears are not adapted
         learnt = [(x, c.grad) for x, c in zip(self._read, self.copies, strict=True) if c.grad is not None]
         for pieces, (start, end) in zip(self.turns, pairwise(self.ends), strict=True):
-            turn(pieces)
+            if self._turn is not None:
+                self._turn(pieces)
             rest = len(self.ids) - (end - start)  # tokens of prompts with fewer units
             grads = [pad(dx[start:end], (0, 0) * (dx.ndim - 1) + (0, rest)) for _, dx in learnt]
             torch.autograd.backward([x for x, _ in learnt], grads, retain_graph=end < self.ends[-1])
