@@ -516,11 +516,12 @@ class _Members:
         for row, piece in pieces:
             self.pieces.setdefault(row, []).append(piece)
         assert all(0 <= row < self.most for row in self.pieces), (self.pieces.keys(), self.most)
-        matrix = torch.zeros(len(self.pieces), self.n, dtype=self.dtype)  # 1: a token of the row
-        for member, parts in zip(matrix, self.pieces.values(), strict=True):
+        self.matrix: Float[Tensor, "rows n"] = torch.zeros(
+            len(self.pieces), self.n, device=self.device, dtype=self.dtype
+        )
+        for member, parts in zip(self.matrix, self.pieces.values(), strict=True):
             for part in parts:
-                member[part] = 1
-        self.matrix: Float[Tensor, "rows n"] = matrix.to(self.device)
+                member[part] = 1  # a token of the row
         self.rows = uploaded(list(self.pieces), self.device)
 
     def read(self, site: AdaptedLinear, x: Float[Tensor, "n d_in"]) -> Float[Tensor, "n r"]:
