@@ -341,6 +341,23 @@ def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
+@pytest.mark.long
+def test_warning_on_runs_by_different_code(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before and after; a run that died without a checkpoint starts over with the current code."""
+    study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
+    for seed, state in (1, "finished"), (2, "finished"), (3, "failed"):
+        write_run(cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2})
+    output = f"runs started by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
+    assert Sweep.of(load_study_file(study)).warnings() == [output]
+    by_hand(monkeypatch, {3: (0, "finished")})
+    assert main([str(study)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert output in lines
+    assert f"W {output}, 1 by no checkout" in lines
+
+
 def test_missing_input_is_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study.write_text(TWO + 'teacher-pool-dir = "no/such/pool"\n')
     assert main([str(study)]) == 2
@@ -385,7 +402,9 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
-def test_via_pueue(study: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_via_pueue(
+    study: Path, book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sweeps, "visible", lambda: ())
     labels = [f"two: none seed {r.seed} ({r.identity[:8]})" for r in load_study_file(study).runs]
     done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(study.parent), "group": "a"}
@@ -399,6 +418,12 @@ def test_via_pueue(study: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {e["state"] for e in index().values()} == {"queued"}
     assert main([str(study), "--via", "pueue"]) == 0
     assert len(json.loads(book.read_text())) == 5  # none twice
+    by_hand(monkeypatch, dict.fromkeys((1, 2), (0, "finished")))
+    for flags in (["--dry-run"], []):
+        assert main([str(study), *flags]) == 0
+        assert "2 of these were handed to pueue" in capsys.readouterr().out
+    assert main([str(study)]) == 0
+    assert "handed to pueue" not in capsys.readouterr().out
 
 
 def test_each_gpu_has_a_group_of_the_queue(study: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

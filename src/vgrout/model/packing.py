@@ -268,13 +268,13 @@ class Prompts:
         dtype: torch.dtype,
     ) -> None:
         of: dict[tuple[int, ...], list[int]] = {}  # prompt → its units
-        ends: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # prompt → its answers but for their last two tokens
+        rows: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # prompt → its rows, the last two tokens left out
         for unit, prompt, completion in zip(units, prompts, completions, strict=True):
             known = of.setdefault(prompt, [])
             if unit not in known:
                 known.append(unit)
-            ends.setdefault(prompt, []).append((*prompt, *completion)[:-2])
-        self.begins = {p: min(rows)[: common_prefix_len(min(rows), max(rows))] for p, rows in ends.items()}
+            rows.setdefault(prompt, []).append((*prompt, *completion)[:-2])
+        self.begins = {p: min(own)[: common_prefix_len(min(own), max(own))] for p, own in rows.items()}
         self.answers = depth * sum(len(b) - len(p) + 1 for p, b in self.begins.items()) > sum(map(len, self.begins))
         if not self.answers:
             self.begins = {p: p[:-1] for p in self.begins}

@@ -24,6 +24,7 @@ class RecordedRun:
     path: Path
     identity: str  # of the settings that it was started with
     hashes: dict[str, str | None]  # of the files that it read
+    code: str  # revision that started it, with "+" if it was edited; "" without a checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
         """Whether the run read files with these hashes; a file that it did not record counts as the same."""
@@ -78,6 +79,8 @@ def _record(path: Path) -> RecordedRun | None:
     try:
         data = read_json(path / "run.json")
         cfg = from_dict(data.get("begun") or data["config"])  # a halted run that was continued is still the study's
+        git = data.get("git") or {}
+        code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return RecordedRun(path, identity(cfg), data.get("hashes") or {})
+    return RecordedRun(path, identity(cfg), data.get("hashes") or {}, code)

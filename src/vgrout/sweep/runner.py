@@ -5,6 +5,7 @@
 any others and are found by their settings and input files: a run that another study made is not made again.
 """
 
+import json
 import os
 import shlex
 import time
@@ -127,8 +128,30 @@ class Sweep:
             *(f"H: {claim}" for claim in self.study.hypotheses),
             tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"),
             f"{len(self.entries)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items()),
+            *self.warnings(),
+            *self.queued(),
             f"{len(self.left)} left{f', {slots}' * bool(self.left)}",
         ]
+
+    def warnings(self) -> list[str]:
+        """A warning where runs were started by different code, not counting runs that must start over."""
+        known = (self.ledger.find(e.planned.identity, e.files) for e in self.entries)
+        by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
+        if len(by_code) < 2:
+            return []
+        return ["runs started by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
+
+    def queued(self) -> list[str]:
+        """A note on runs that were handed to pueue (says runs.json) and have not started: they may still be queued."""
+        path = self.folder / "runs.json"
+        try:
+            flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
+        except (OSError, ValueError):  # absent or damaged: it is written again
+            return []
+        n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
+        return [f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"] * (
+            n > 0
+        )
 
     def edited(self) -> str:
         """How the study file differs from the planned one, in one line; "": it does not, or nothing was planned."""
@@ -253,6 +276,8 @@ class Sweep:
     def conclude(self) -> int:
         """Log how many runs finished, and why the others did not. Returns the exit code."""
         bad = [e for e in self.entries if e.state != "finished"]
+        for line in self.warnings():
+            logger.warning(line)
         for entry in bad:
             where = " · ".join(str(p) for p in (entry.run, self.log(entry)) if p and p.exists())
             logger.error(f"{entry.planned.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]")
@@ -303,6 +328,8 @@ def run_study(settings: SweepSettings) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
             sweep.freeze(settings.replan)
+            for line in (*sweep.warnings(), *sweep.queued()):
+                logger.info(line)
             sweep.write()
             return sweep.enqueue(queue) if queue else sweep.carry_out(workers)
 
