@@ -9,7 +9,7 @@ default:
 check:
     uv run ruff check .
     uv run ruff format --check .
-    uv run ty check src studies
+    uv run ty check src studies benchmarks
     uv run pytest
 
 # the tests of whole runs and programs, up to a minute each (a quarter of an hour)

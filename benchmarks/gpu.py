@@ -110,7 +110,12 @@ def fits_plan(policy: Policy, load: Load) -> Figure:
     """The most that the GPU holds in two steps of route2 on both sets of weights, against the plan."""
     shapes = shapes_of(policy.model.config.to_dict())
     assert shapes is not None
-    of = {"group": load.group, "prompts": load.prompts, "prompt_tokens": load.prompt, "max_new": load.answer}
+    of: dict[str, Any] = {
+        "group": load.group,
+        "prompts": load.prompts,
+        "prompt_tokens": load.prompt,
+        "max_new": load.answer,
+    }
     made = plan(shapes, device="cuda", size=policy.model.dtype.itemsize, routes=True, by_rollout=True, **of)
     update, draw = rig.update(policy, noise(policy, load), True), sampler(policy, load)
     optim = Optimizer(policy.adapter, OptConfig(), 2)
@@ -204,7 +209,11 @@ def kernels(policy: Policy, load: Load) -> Figure:
     H, K, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
     sizes = (n, K, H // K, D), (n, K, t, D), (n, 1, 1, t), (1, H, t, D), (1, 1, t, t)
     q, k, mask, x, square = (torch.zeros(s, device=policy.device, dtype=policy.model.dtype) for s in sizes)
-    calls = {"decoding": (q, k, k), "decoding, padded": (q, k, k, mask), "prompts, update": (x, x, x, square)}
+    calls: dict[str, tuple[Any, ...]] = {
+        "decoding": (q, k, k),
+        "decoding, padded": (q, k, k, mask),
+        "prompts, update": (x, x, x, square),
+    }
     taken = {what: KERNELS[torch._fused_sdp_choice(*call)] for what, call in calls.items()}
     figure = "; ".join(f"{what}: {kernel}" for what, kernel in taken.items())
     return Figure("SDPA's kernels", "", figure, "not math", "math" not in taken.values())
@@ -212,7 +221,8 @@ def kernels(policy: Policy, load: Load) -> Figure:
 
 def nan_under_a_mask(policy: Policy, load: Load) -> Figure:
     """Of cuDNN's backward where a length is 64 more than a multiple of 128, and every logit far below zero."""
-    D, like = policy.model.config.head_dim, {"device": policy.device, "dtype": policy.model.dtype}
+    D = policy.model.config.head_dim
+    like: dict[str, Any] = {"device": policy.device, "dtype": policy.model.dtype}
     q, k, v = torch.randn(3, 1, 1, 704, D, **like).mul_(0.1)
     q[..., 0], k[..., 0] = 1, -120 * D**0.5
     q.requires_grad_()

@@ -99,5 +99,5 @@ def test_blocks_count_from_one(policy):
     blocks = [modules_of_block(policy, names, n) for n in range(1, depth + 1)]
     assert sorted(m for b in blocks for m in b) == sorted(names)
     assert all(".layers.0." in m for m in blocks[0])
-    with pytest.raises(ValueError, match=f"--quarantine block:{depth + 1}: the model has {depth} blocks"):
+    with pytest.raises(ValueError, match=f"block:{depth + 1}: nothing is adapted there; the model has {depth} blocks"):
         modules_of_block(policy, names, depth + 1)

@@ -21,7 +21,7 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.gguf import gguf_file, gguf_sha256
-from vgrout.model.source import looks_like_path, require_fitting, require_model
+from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
 from vgrout.problems import (
     SPLITS,
     ProblemRow,
@@ -146,6 +146,9 @@ def read_inputs(cfg: Config) -> Inputs:
     folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         require_fitting(rows, folder, cfg.scale.max_new)
+    shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
+    if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
+        raise ValueError(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
     if (v := cfg.method.v_hack_path) is not None and cfg.method.has_direction:
         read(lambda: check_direction(v, "--v-hack-path", pairs), v)
     if cfg.loss.teacher_model:

@@ -270,5 +270,5 @@ def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str
     depth = policy.model.config.num_hidden_layers
     inside = [m for m in modules if f".layers.{n - 1 if n > 0 else depth + n}." in f".{m}"]
     if not inside:
-        raise ValueError(f"--quarantine block:{n}: the model has {depth} blocks")
+        raise ValueError(f"--quarantine block:{n}: nothing is adapted there; the model has {depth} blocks")
     return inside
