@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 from vgrout.data.organism import DATA_DIR
-from vgrout.model import packing
+from vgrout.model import attention
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 COPIES = {"aten::copy_", "aten::_to_copy"}  # may read one device and write another
@@ -200,7 +200,7 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             )
         return torch.cat(out)
 
-    monkeypatch.setattr(packing, "kernel_name", lambda *_: "varlen_attn")
+    monkeypatch.setattr(attention, "kernel_name", lambda *_: "varlen_attn")
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     return queries
 

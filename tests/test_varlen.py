@@ -11,9 +11,10 @@ import tiny
 from live import Live
 from pretended_gpu import varlen_on_cpu
 from runs import flags, rows, run
-from vgrout.model import packing
+from vgrout.model import attention, packing
+from vgrout.model.attention import _PaddedRuns, kernel_name
 from vgrout.model.logprobs import backbone, collate, completion_logprobs
-from vgrout.model.packing import _PaddedRuns, batches, kernel_name, pack
+from vgrout.model.packing import batches, pack
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
@@ -74,7 +75,7 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
 
     policy.model.requires_grad_(True)
     few = kept()
-    monkeypatch.setattr(packing, "_copied_again", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(attention, "_copied_again", lambda *_: contextlib.nullcontext())
     c = policy.model.config
     copies = c.num_hidden_layers * 8 * 242 * 2 * c.num_key_value_heads * c.head_dim * 4
     assert len(queries) == 2 * c.num_hidden_layers

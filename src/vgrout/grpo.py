@@ -25,8 +25,9 @@ from vgrout import ranks
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import Config
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss
+from vgrout.model.attention import uploaded
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, collate, completion_logprobs
-from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches, uploaded
+from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.types import Batch, Rollout, UpdateRow, mean

@@ -15,6 +15,7 @@ from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserst
 from vgrout.imitation.mixed_sampling import mixed_model
 from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
 from vgrout.imitation.trainable import Trainable, as_batch, in_forwards
+from vgrout.model.attention import uploaded
 from vgrout.model.logprobs import (
     PaddedBatch,
     collate,
@@ -26,7 +27,7 @@ from vgrout.model.logprobs import (
     tokens,
     vocabulary,
 )
-from vgrout.model.packing import Packed, uploaded
+from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 from vgrout.types import Rollout, Source

@@ -13,8 +13,8 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from vgrout.model.attention import uploaded
 from vgrout.model.logprobs import backbone, masked, vocabulary
-from vgrout.model.packing import uploaded
 from vgrout.model.source import LLAMAS
 
 # Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one product, for

@@ -33,10 +33,11 @@ from vgrout.config.run import Config
 from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.model import template_probe
+from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import lean_fits, require_branching
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
-from vgrout.model.packing import kernel_name, packs
+from vgrout.model.packing import packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
 from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets

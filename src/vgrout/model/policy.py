@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.logprobs import (
     PaddedBatch,
@@ -25,7 +26,7 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import Budget
-from vgrout.model.packing import Packed, batches, kernel_name, pack, packed_hidden, padded_batches
+from vgrout.model.packing import Packed, batches, pack, packed_hidden, padded_batches
 from vgrout.model.source import tokenizing
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import SECONDS

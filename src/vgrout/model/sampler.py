@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vgrout import ranks
+from vgrout.model.attention import uploaded
 from vgrout.model.decoder import Decoder
 from vgrout.model.memory import sampled_row
-from vgrout.model.packing import uploaded
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates
 from vgrout.types import Completion, Diverged

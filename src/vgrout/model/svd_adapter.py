@@ -29,7 +29,8 @@ from tqdm import tqdm
 
 from vgrout.console import HEARTBEAT_S
 from vgrout.files import regular, write_atomic
-from vgrout.model.packing import Pieces, uploaded
+from vgrout.model.attention import uploaded
+from vgrout.model.packing import Pieces
 from vgrout.model.source import TARGETS
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
@@ -431,6 +432,7 @@ class PerRolloutGrads:
         self.adapter = adapter
         self.flat: Float[Tensor, "n R"] = torch.zeros(n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype)
         self._active, self._late = adapter._active, adapter.unmerged()
+        self._singular: dict[Active, Float[Tensor, " R"]] = {}
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
         self._root = torch.zeros((), device=adapter.δS.device, requires_grad=True)
         self.rows(range(n))
@@ -450,8 +452,9 @@ class PerRolloutGrads:
         self._pieces.are(pieces)
         return self._pieces.are
 
-    def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], None]:
-        """The function that takes (x, ∂L/∂y) of one Linear, for the batch announced last."""
+    def adder(self, site: AdaptedLinear) -> Callable[[Tensor, Tensor], Tensor | None]:
+        """The function that takes (x, ∂L/∂y) of one Linear, for the batch announced last; it returns Uᵀ ∂L/∂y where it
+        has computed it."""
         if self._pieces is not None:
             return partial(self.add_packed, site, self._pieces)
         return partial(self.add, site, self._rows, self._picks)
@@ -464,7 +467,19 @@ class PerRolloutGrads:
         if self._late is not None and self.adapter._active == self._active:
             y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
         # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
-        return _Tap.apply(y, args[0], self._root, self, site) if torch.is_grad_enabled() else y
+        return _Tap.apply(y.detach(), args[0], self._root, self, site) if torch.is_grad_enabled() else y
+
+    @torch.no_grad()
+    def to_input(self, site: AdaptedLinear, dy: Tensor, turned: Tensor | None) -> Tensor:
+        """∂L/∂x = W'ᵀ ∂L/∂y. turned: Uᵀ ∂L/∂y, from which Vhᵀ diag(S + δ) is the shorter way where d_out > d_in."""
+        active = self.adapter._active
+        if self._late is None and (turned is None or site.W.shape[0] <= site.W.shape[1]):
+            return dy @ site.linear.weight
+        if active not in self._singular:
+            S = torch.cat([site.S for site in self.adapter.sites.values()])
+            self._singular[active] = S + self.adapter.δS * active[0] + self.adapter.δS_hack * active[1]
+        turned = dy @ site.U if turned is None else turned
+        return (turned * self._singular[active][site.span].to(dy.dtype)) @ site.Vh
 
     def add(
         self,
@@ -473,7 +488,7 @@ class PerRolloutGrads:
         picks: Sequence[tuple[int, slice | list[int]]],
         x: Float[Tensor, "B s d_in"],
         dy: Float[Tensor, "B s d_out"],
-    ) -> None:
+    ) -> Tensor | None:
         """Add one Linear's share, by the cheaper of two orders of the same product. picks: row → its batch rows.
 
         Tokens first costs 2·T·r·(d_in + d_out); per wanted row the weight's gradient M = Σ_t dy_t x_tᵀ first and
@@ -481,26 +496,30 @@ class PerRolloutGrads:
         """
         into = self.flat[:, site.span]
         if x.shape[0] * x.shape[1] <= len(picks) * max(site.W.shape):
-            g = torch.einsum("bsr,bsr->br", (x @ site.Vh.mT).to(into.dtype), (dy @ site.U).to(into.dtype))
+            turned = dy @ site.U
+            g = torch.einsum("bsr,bsr->br", (x @ site.Vh.mT).to(into.dtype), turned.to(into.dtype))
             into.index_add_(0, rows, g)
-            return
+            return turned
         for row, pick in picks:
             M = dy[pick].flatten(0, 1).mT @ x[pick].flatten(0, 1)
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+        return None
 
     def add_packed(
         self, site: AdaptedLinear, of: "_Members", x: Float[Tensor, "1 N d_in"], dy: Float[Tensor, "1 N d_out"]
-    ) -> None:
+    ) -> Tensor | None:
         """The same for a packed row."""
         into, x, dy = self.flat[:, site.span], x[0], dy[0]
         if of.kept is not None or len(x) <= len(of.pieces) * max(site.W.shape):
-            into.index_add_(0, of.rows, (of.matrix @ (dy @ site.U).mul_(of.read(site, x))).to(into.dtype))
-            return
+            turned = dy @ site.U
+            into.index_add_(0, of.rows, (of.matrix @ (turned * of.read(site, x))).to(into.dtype))
+            return turned[None]
         for row, (first, *others) in of.pieces.items():
             M = dy[first].mT @ x[first]
             for part in others:
                 M.addmm_(dy[part].mT, x[part])
             into[row] += ((M @ site.Vh.mT).to(into.dtype) * site.U).sum(0)
+        return None
 
 
 class _Members:
@@ -540,7 +559,8 @@ def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on y whose backward hands x and ∂L/∂y to `into`; x is saved by autograd, so checkpointing frees it."""
+    """A Linear, whose output is y, with its own backward, which hands x and ∂L/∂y to `into`; x is saved by autograd, so
+    checkpointing frees it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, into: PerRolloutGrads, site: AdaptedLinear) -> Tensor:
@@ -554,12 +574,13 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        # The Linear's own backward reads the weight as it is *now*: after a change it would be the wrong one.
+        # The weight is read as it is *now*: after a change it would be the wrong one.
         now = (ctx.into.adapter._active, ctx.into.adapter._merges)
         assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
         (x,) = ctx.saved_tensors
-        ctx.add(x, dys[0])
-        return dys[0], None, None, None, None
+        turned = ctx.add(x, dys[0])
+        dx = ctx.into.to_input(ctx.site, dys[0], turned) if ctx.needs_input_grad[1] else None
+        return None, dx, None, None, None
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
