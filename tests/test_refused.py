@@ -139,6 +139,7 @@ REFUSED = {
     "evaluate dir --seed -1": "--seed -1: should be at least 0",
     "train smoke --intervention route2 --quarantine block:-5": "--quarantine block:-5: the model has 4 blocks",
     "train fast --intervention route2 --quarantine block:37": "--quarantine block:37: the model has 36 blocks",
+    "train smoke --teacher-modes shown_test": f"--teacher-modes shown_test: {DATA_DIR / 'pool'} demonstrates no",
     # in words that were typed
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",

@@ -165,7 +165,8 @@ def read_inputs(cfg: Config) -> Inputs:
 
 
 def check_held_out(cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], pool: Pool | None) -> None:
-    """Raises ValueError, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged."""
+    """Raises ValueError, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged, or
+    one that is to be demonstrated."""
     parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
     for name, needed in (("test", True), ("val", cfg.eval.eval_ablate_every > 0)):
         if needed and not parts[name]:
@@ -174,6 +175,9 @@ def check_held_out(cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[
                 f'problem is held out for evaluations; mark some with "split": "{name}", give more than ten, or name a '
                 f"file with --test-problems{', or --eval-ablate-every 0' if name == 'val' else ''}"
             )
+    shown = {p.mode for p in parts["train"] if pool is not None and p.id in pool.demos}
+    if pool is not None and cfg.mixes and (absent := [m for m in cfg.env.demo_modes if m not in shown]):
+        raise ValueError(f"--teacher-modes {absent[0]}: {pool.folder} demonstrates no training problem of it")
     known, there = {*cfg.method.modes_known}, {*(cfg.env.unannounced or (p.mode for p in parts["train"]))}
     if known and not known & there:
         raise ValueError(
