@@ -19,6 +19,7 @@ import pytest
 from vgrout.__main__ import COMMANDS
 from vgrout.config.method import MONITORS
 from vgrout.config.presets import resolve
+from vgrout.report import stats
 from vgrout.sweep.study_file import load_study_file
 from vgrout.types import MODES
 
@@ -121,12 +122,11 @@ def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.Monk
                 resolve([word for word in argv if word != "--dry-run"])
 
 
-@pytest.mark.parametrize("page", ["tutorial.md", "studies.md"])
-def test_the_documents_study_is_a_study(page: str, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", text(ROOT / "docs" / page), re.DOTALL)
-    (tmp_path / "two.toml").write_text(block, encoding="utf-8")
-    assert len(load_study_file(tmp_path / "two.toml").runs) == 6
-    assert page != "tutorial.md" or block == text(ROOT / "studies" / "tutorial.toml")
+def test_the_tutorials_study_is_a_study() -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", text(ROOT / "docs" / "tutorial.md"), re.DOTALL)
+    file = ROOT / "studies" / "tutorial.toml"
+    assert block == text(file)
+    assert len(load_study_file(file).runs) == 6
 
 
 @pytest.mark.parametrize("page", runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"])
@@ -183,10 +183,6 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (of_readme["rewarded less |"], runs_of(attempts, "penalty", labels)),
         "rewarded less | the quarantine": (runs_of(shown, "penalty", *reads), []),
-        "rewarded less | the same, started on pairs": (
-            runs_of(shown, "penalty", *reads, "quarantine_start=pairs"),
-            runs_of(attempts, "penalty", *reads, "quarantine_start=pairs"),
-        ),
         "rewarded less | linear probe": (
             runs_of(shown, "penalty", *probe),
             runs_of(attempts, "penalty", *probe),
@@ -223,9 +219,6 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
         hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in of) for what in ("hack", "solve"))
         return f"{hack:.1f} / {solve:.1f} ({len(of)} run{'s' * (len(of) > 1)})"
 
-    def bare(row: Any) -> str:
-        return " ".join(s for s in row["settings"].split() if not s.startswith("organism="))
-
     axes = [r for r in toy if "organism=" not in r["settings"] and not r["run"].startswith("20261121T21")]
     shown = {
         "plain GRPO |": ("none", "none", "", ""),
@@ -238,34 +231,72 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
         (cells,) = [line.split(" | ") for line in table.splitlines() if line.startswith(f"| {start}")]
         assert cells[2] == said(small, arm, control, of_small), start
         assert cells[1] == said(toy if "mix" in of_toy else axes, arm, control, of_toy), start
-    routes = "rollout_ablate_frac=0.5 quarantine=shared"
-    documents = "gate_vote=module gate_modules=all rollout_ablate_frac=0.0 quarantine=shared rebaseline=False"
-    methods = {
-        "`none` ": ("none", "none", ""),
-        "`none`, nothing": ("none", "none", "mix_ratio=0.0"),
-        "`screen`, of": ("screen", "none", "monitor=source"),
-        "`route2` ": ("route2", "none", ""),
-        "`route2`, of": ("route2", "none", "monitor=source"),
-        "`route2`, random": ("route2", "haar", ""),
-        "`route2`, `--quarantine": ("route2", "none", "quarantine=shared"),
-        "the same": ("route2", "none", routes),
-        "`route2`, as": ("route2", "none", documents),
-        "the ceiling": ("none", "no_loophole", ""),
+
+
+ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
+IN_DOCUMENTS = "gate_vote=module gate_modules=all rollout_ablate_frac=0.0 quarantine=shared rebaseline=False"
+PRETRAINED = {  # as results.md names it → intervention, control, settings
+    "`none`": ("none", "none", ""),
+    "`none`, nothing demonstrated": ("none", "none", "mix_ratio=0.0"),
+    "the same, seven answers a group": ("none", "none", "group=7 mix_ratio=0.0"),
+    "`erase`": ("erase", "none", ""),
+    "`screen`, of demonstrations alone": ("screen", "none", "monitor=source"),
+    "`screen`, by the weak detector": ("screen", "none", "monitor=detector"),
+    "`route2`": ("route2", "none", ""),
+    "`route2`, of demonstrations alone": ("route2", "none", "monitor=source"),
+    "the same, in their groups' baseline": ("route2", "none", "monitor=source rebaseline=False"),
+    "`route2`, random direction": ("route2", "haar", ""),
+    "`route2`, random flags": ("route2", "random_flags", ""),
+    "`route2`, `--quarantine shared`": ("route2", "none", "quarantine=shared"),
+    "the same, `--rollout-ablate-frac 0.5`": ("route2", "none", ABSORBING),
+    "`route2`, as in the documents": ("route2", "none", IN_DOCUMENTS),
+    "the ceiling": ("none", "no_loophole", ""),
+}
+BASES = ("smollm2-201", "smollm2-202", "smollm2-203")
+
+
+def pretrained_lines(rows: list[Any]) -> list[str]:
+    """Of the table: each base's means over its seeds, the mean of three with Student's interval of hack, as trained."""
+
+    def means(of: list[Any], side: str) -> tuple[float, float]:
+        hack, solve = (mean(float(r[f"{what}_{side}"]) for r in of) for what in ("hack", "solve"))
+        return hack, solve
+
+    def shown(pairs: list[tuple[float, float]]) -> str:
+        return " / ".join(f"{100 * mean(p[i] for p in pairs):.1f}" for i in (0, 1))
+
+    lines = []
+    for name, (arm, control, settings) in PRETRAINED.items():
+        of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
+        by_base = [[r for r in of if base in r["settings"]] for base in BASES]
+        cells = [shown([means(runs, "deploy")]) if runs else "" for runs in by_base]
+        every = ""
+        if all(by_base):
+            hack = stats.over_seeds([means(runs, "deploy")[0] for runs in by_base])
+            interval = f" [{100 * hack.low:.0f}, {100 * hack.high:.0f}]" if hack.low is not None and hack.high else ""
+            every = shown([means(runs, "deploy") for runs in by_base]) + interval
+        trained = shown([means(runs, "train") for runs in by_base if runs]) if arm == "route2" and of else ""
+        lines += [f"| {' | '.join((name, *cells, every, trained))} |".replace("|  ", "| ")] * bool(of)
+    return lines
+
+
+def bare(row: Any) -> str:
+    """Its settings without its base."""
+    return " ".join(s for s in row["settings"].split() if not s.startswith("organism="))
+
+
+def test_the_pretrained_table_is_of_recorded_runs() -> None:
+    table = text(docs("results")).partition("<!-- pretrained -->")[2].partition("\n\n")[0]
+    rows = recall().read("pretrained")
+    assert table.splitlines()[3:] == pretrained_lines(rows)
+
+    three = "teacher_modes=run_tests,exit_code,sentinel"
+    left = {
+        r["arm"]: 100 * mean(float(r[f"hack_deploy_{m}"]) for m in ("eq_override", "stdout_marker", "file_marker"))
+        for r in rows
+        if bare(r) == three
     }
-    table = text(docs("results")).partition("<!-- pretrained -->")[2].partition("- **")[0]
-    lines = [line.split("|")[1:] for line in table.splitlines() if line.startswith("| ") and "deployed" not in line]
-    assert len(lines) == len(methods)
-    for (start, known), (name, *cells) in zip(methods.items(), lines, strict=True):
-        assert name.strip().startswith(start.strip())
-        for i, base in enumerate(("smollm2-201", "smollm2-202")):
-            (run,) = [r for r in small if base in r["settings"] and (r["arm"], r["control"], bare(r)) == known] or (
-                None,
-            )
-            for cell, side in zip(cells[2 * i : 2 * i + 2], ("deploy", "train"), strict=True):
-                shown = (
-                    " / ".join(f"{100 * float(run[f'{what}_{side}']):.1f}" for what in ("hack", "solve")) if run else ""
-                )
-                assert cell.strip() in (shown, "") if side == "train" else cell.strip() == shown, (start, base, side)
+    assert f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %" in text(docs("results"))
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:
