@@ -469,7 +469,6 @@ class PerRolloutGrads:
         # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
         return _Tap.apply(y.detach(), args[0], self._root, self, site) if torch.is_grad_enabled() else y
 
-    @torch.no_grad()
     def to_input(self, site: AdaptedLinear, dy: Tensor, turned: Tensor | None) -> Tensor:
         """∂L/∂x = W'ᵀ ∂L/∂y. turned: Uᵀ ∂L/∂y, from which Vhᵀ diag(S + δ) is the shorter way where d_out > d_in."""
         active = self.adapter._active
