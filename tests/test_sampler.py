@@ -1,6 +1,7 @@
 """Sampling: the distribution, the bookkeeping, and that no lever (dropping, sharing, the lean decoder) changes it."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,8 +24,10 @@ import tiny
 from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, logprobs, sampler, sampling
-from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits
+from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits, require_branching
 from vgrout.model.load import as_language_model, load_policy, try_template
+from vgrout.model.logprobs import backbone
+from vgrout.model.packing import packs, trial_tokens
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
@@ -67,6 +70,16 @@ def test_sampling_in_turns_changes_no_token():
     few = replace(policy, budget=replace(policy.budget, kv=2 * row + 1))
     assert sampler.rows_at_once(few, 10, 30, 4) == 2
     assert tokens(run(few, [4, 0, 5])) == tokens(run(policy, [4, 0, 5]))
+
+
+def test_prompts_that_are_read_at_once_fit_what_may_be(monkeypatch):
+    policy = tiny.policy("gemma2")
+    want = tokens(run(policy, [4, 0, 5]))
+    assert sampler.rows_at_once(policy, 10, 30, 4) > 9
+    monkeypatch.setattr(sampler, "READ", 19)  # one of the longest
+    assert sampler.rows_at_once(policy, 10, 30, 4) == 4
+    assert sampler.rows_at_once(tiny.policy(), 10, 30, 4) > 9, "reads them in parts"
+    assert tokens(run(policy, [4, 0, 5])) == want
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,10 +196,40 @@ def test_rounding_over_many_blocks_is_no_disagreement(dtype):
     assert made.packs
 
 
+@pytest.mark.parametrize("noisy", [0, 1, 2, 3])
+def test_rounding_that_a_model_amplifies_on_some_tokens_is_no_disagreement(noisy, warnings):
+    """noisy: of the three trials those whose tokens are never computed alike twice."""
+    model = tiny.tiny("qwen3")
+    begin = trial_tokens(model)[:noisy]
+
+    def amplify(_module: object, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        ids = args[0][..., None]
+        hit = sum(((ids >= first) & (ids < first + 8) for first in begin), torch.zeros_like(ids)).bool()
+        return out + hit * torch.randn_like(out)
+
+    model.get_input_embeddings().register_forward_hook(amplify)
+    assert packs(model, backbone(model)) == (noisy < 3)
+    # the lean decoder reads tokens behind the prompt from the table itself: against it the trial is as noisy
+    assert lean_fits(model) == (noisy < 3)
+    assert len(warnings) == (2 if noisy == 3 else 0)
+    with nullcontext() if noisy < 3 else pytest.raises(ValueError, match="cannot branch"):
+        require_branching(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_the_head_is_one_product_of_two_dimensions(family):
+    """In three, torch copies its weight for every prompt: gigabytes of a real one."""
+    policy = tiny.policy(family)
+    shapes: list[int] = []
+    policy.model.get_output_embeddings().register_forward_pre_hook(lambda _m, args: shapes.append(args[0].ndim))
+    run(policy, 8)
+    assert {*shapes} == {2}
+
+
 def test_a_prompt_is_prefilled_once(monkeypatch):
     policy = tiny.policy()
     batches: list[tuple[int, ...]] = []
-    policy.model.register_forward_pre_hook(
+    backbone(policy.model).register_forward_pre_hook(
         lambda _m, _a, kw: batches.append(tuple(kw["input_ids"].shape)), with_kwargs=True
     )
     run(policy, 8)

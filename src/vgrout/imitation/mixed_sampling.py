@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from vgrout.model.decoder import Decoder
 from vgrout.model.policy import LanguageModel
@@ -48,8 +47,8 @@ class MixedModel(LanguageModel):
     ratio: float
 
     @property
-    def models(self) -> tuple[PreTrainedModel, ...]:
-        return (self.model, self.teacher.model)
+    def models(self) -> tuple[LanguageModel, ...]:
+        return (self, self.teacher)
 
     def decoder(self) -> Decoder:
         return MixedDecoder(super().decoder(), self.teacher.decoder(), self.ratio)

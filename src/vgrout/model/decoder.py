@@ -14,7 +14,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from vgrout.model.attention import uploaded
-from vgrout.model.logprobs import backbone, masked, vocabulary
+from vgrout.model.logprobs import backbone, head_logits, masked
+from vgrout.model.packing import trial_tokens
 from vgrout.model.source import LLAMAS
 
 # Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one product, for
@@ -53,34 +54,31 @@ class HfDecoder:
         self.model = model
 
     def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
-        return masked(self.model, self._read(self.model, prompts, logits_to_keep=1).logits[:, -1])
+        return head_logits(self.model, self._read(prompts))
 
-    def _read(self, forward: Callable[..., Any], prompts: Sequence[tuple[int, ...]], **more: Any) -> Any:
-        """What `forward`, the model or its backbone, says of the prompts; their keys and values are kept."""
+    def _read(self, prompts: Sequence[tuple[int, ...]]) -> Float[Tensor, "P D"]:
+        """What the backbone puts out at each prompt's last token; keys and values are kept."""
         longest = max(map(len, prompts))
         device = self.model.device
         ids = uploaded([[*[0] * (longest - len(p)), *p] for p in prompts], device)
         self.mask = uploaded([[*[0] * (longest - len(p)), *[1] * len(p)] for p in prompts], device)
         self.cache = DynamicCache(config=self.model.config)
-        return forward(
+        return self._run(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+
+    def _run(self, ids: Int[Tensor, "n L"], positions: Int[Tensor, "n L"]) -> Float[Tensor, "n D"]:
+        """Without the head: its product in three dimensions would copy the weight once a row."""
+        out = backbone(self.model)(
             input_ids=ids,
             attention_mask=self.mask,
-            position_ids=(self.mask.cumsum(1) - 1).clamp(min=0),
+            position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
-            **more,
         )
+        return out.last_hidden_state[:, -1]
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        out = self.model(
-            input_ids=tokens[:, None],
-            attention_mask=self.mask,
-            position_ids=self.mask.sum(1, keepdim=True) - 1,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return masked(self.model, out.logits[:, -1])
+        return head_logits(self.model, self._run(tokens[:, None], self.mask.sum(1, keepdim=True) - 1))
 
     def keep(self, slots: Sequence[int]) -> None:
         index: Any = torch.tensor(list(slots), device=self.mask.device)
@@ -453,8 +451,7 @@ class LeanDecoder:
         logits, past = torch.empty(0), Past()
         for part in _alike([len(p) for p in prompts], at_once):
             hf = HfDecoder(self.model)
-            last = hf._read(self.core, [prompts[i] for i in part]).last_hidden_state[:, -1]
-            # in three dimensions the head's product would copy the weight for every prompt, a third of a second
+            last = hf._read([prompts[i] for i in part])
             of_part, read = masked(self.model, self.head(last)), _past(hf.cache)
             if not past:
                 logits = of_part.new_empty(len(prompts), of_part.shape[-1])
@@ -547,12 +544,13 @@ def _alike(lengths: Sequence[int], at_once: int) -> Iterator[list[int]]:
 # ── does a decoder compute the model? ────────────────────────────────────────────────────────────────────────────────
 
 
-def _trial(model: PreTrainedModel) -> tuple[list[tuple[int, ...]], Int[Tensor, " 3"]]:
+Trial = tuple[list[tuple[int, ...]], Int[Tensor, " 3"]]
+
+
+def _trial(first: int, device: torch.device) -> Trial:
     """Two prompts, the second shorter: padding and positions count. And the tokens that three slots go on with."""
-    # Out of the vocabulary's middle: it begins with special tokens, on which a model may amplify any rounding.
-    first = vocabulary(model) // 2
     prompts = [tuple(range(first, first + 8)), tuple(range(first + 2, first + 5))]
-    return prompts, torch.arange(first + 4, first + 7, device=model.device)
+    return prompts, torch.arange(first + 4, first + 7, device=device)
 
 
 @torch.no_grad()
@@ -563,24 +561,33 @@ def _three_steps(decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: T
     return torch.cat([*logits, decoder.step(tokens), decoder.step(tokens)])
 
 
-def _near(got: Float[Tensor, "8 V"], want: Float[Tensor, "8 V"], fp32: float, bf16: float) -> bool:
-    """Whether every row is right but for so much of its norm."""
-    off = (got - want).float().norm(dim=-1) / want.float().norm(dim=-1)
-    return bool((off <= (fp32 if want.dtype.itemsize >= 4 else bf16)).all())
+def _agree(
+    model: PreTrainedModel, got: Callable[..., Tensor], want: Callable[..., Tensor], fp32: float, bf16: float
+) -> bool:
+    """Whether in one of the trials every row of logits is right but for so much of its norm."""
+    bound = fp32 if model.dtype.itemsize >= 4 else bf16
+    for first in trial_tokens(model):
+        trial = _trial(first, model.device)
+        right = want(*trial).float()
+        off = (got(*trial).float() - right).norm(dim=-1) / right.norm(dim=-1)
+        if bool((off <= bound).all()):
+            return True
+    return False
 
 
 def require_branching(model: PreTrainedModel) -> None:
     """Raises ValueError where HfDecoder, through the model's own cache, is not what the model says of each row by
     itself: a cache that cannot be branched, or one that the model does not read."""
-    prompts, tokens = _trial(model)
-    rows = [[*prompts[prompt], token, token] for prompt, token in zip((0, 1, 1), tokens.tolist(), strict=True)]
-    try:
-        got = _three_steps(HfDecoder(model), prompts, tokens)
-        with torch.no_grad():
-            ids = [torch.tensor([row], device=model.device) for row in rows]
-            alone = torch.stack([model(input_ids=row, use_cache=False).logits[0, -3:] for row in ids], 1)
-        want = torch.cat([alone[0, :2], *alone[1:]])  # by step: two branches are one row before the first
-        fits = _near(got, want, 1e-2, 1e-1)  # recurrences add up in another order: 1e-3 of Nemotron-H
+
+    @torch.no_grad()
+    def alone(prompts: Sequence[tuple[int, ...]], tokens: Tensor) -> Float[Tensor, "8 V"]:
+        rows = [[*prompts[prompt], token, token] for prompt, token in zip((0, 1, 1), tokens.tolist(), strict=True)]
+        ids = [torch.tensor([row], device=model.device) for row in rows]
+        last = torch.stack([model(input_ids=row, use_cache=False).logits[0, -3:] for row in ids], 1)
+        return torch.cat([last[0, :2], *last[1:]])  # by step: two branches are one row before the first
+
+    try:  # recurrences add up in another order: 1e-3 of Nemotron-H
+        fits = _agree(model, partial(_three_steps, HfDecoder(model)), alone, 1e-2, 1e-1)
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # whatever a model's own code raises
@@ -602,9 +609,9 @@ def lean_fits(model: PreTrainedModel) -> bool:
     )
     if not known:
         return False
-    got, want = (_three_steps(decoder(model), *_trial(model)) for decoder in (LeanDecoder, HfDecoder))
+    got, want = (partial(_three_steps, decoder(model)) for decoder in (LeanDecoder, HfDecoder))
     # In fp32 both orders of summation agree to about 1e-6; in bf16, over 30 layers, to about 4e-2.
-    if _near(got, want, 1e-4, 1e-1):
+    if _agree(model, got, want, 1e-4, 1e-1):
         return True
     logger.warning(f"{type(model).__name__}: the lean decoder disagrees with transformers: sampling without it")
     return False

@@ -112,9 +112,9 @@ class LanguageModel:
         return str(self.tok.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @property
-    def models(self) -> tuple[PreTrainedModel, ...]:
+    def models(self) -> "tuple[LanguageModel, ...]":
         """Those that keep keys and values while this one is sampled from."""
-        return (self.model,)
+        return (self,)
 
     def decoder(self) -> Decoder:
         """A fresh decoder on the weights as they are now."""
