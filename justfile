@@ -47,7 +47,7 @@ smoke-all:
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
 
-# SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour with AMX, else three times that)
+# SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour on two cores)
 small:
     test -e out/models/smollm2 || {{py}} vgrout.download smollm2
     test -e out/organisms/smollm2 || {{py}} vgrout.organism tune
