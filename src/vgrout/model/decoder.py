@@ -544,15 +544,6 @@ def _alike(lengths: Sequence[int], at_once: int) -> Iterator[list[int]]:
 # ── does a decoder compute the model? ────────────────────────────────────────────────────────────────────────────────
 
 
-Trial = tuple[list[tuple[int, ...]], Int[Tensor, " 3"]]
-
-
-def _trial(first: int, device: torch.device) -> Trial:
-    """Two prompts, the second shorter: padding and positions count. And the tokens that three slots go on with."""
-    prompts = [tuple(range(first, first + 8)), tuple(range(first + 2, first + 5))]
-    return prompts, torch.arange(first + 4, first + 7, device=device)
-
-
 @torch.no_grad()
 def _three_steps(decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: Tensor) -> Float[Tensor, "8 V"]:
     """Logits of the prompts and of two steps after them, where one prompt branches."""
@@ -567,9 +558,11 @@ def _agree(
     """Whether in one of the trials every row of logits is right but for so much of its norm."""
     bound = fp32 if model.dtype.itemsize >= 4 else bf16
     for first in trial_tokens(model):
-        trial = _trial(first, model.device)
-        right = want(*trial).float()
-        off = (got(*trial).float() - right).norm(dim=-1) / right.norm(dim=-1)
+        # two prompts, the second shorter: padding and positions count; and the tokens that three slots go on with
+        prompts = [tuple(range(first, first + 8)), tuple(range(first + 2, first + 5))]
+        tokens = torch.arange(first + 4, first + 7, device=model.device)
+        right = want(prompts, tokens).float()
+        off = (got(prompts, tokens).float() - right).norm(dim=-1) / right.norm(dim=-1)
         if bool((off <= bound).all()):
             return True
     return False

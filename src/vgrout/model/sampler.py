@@ -4,7 +4,6 @@ Rows that have the same prompt and the same tokens so far are one slot of the de
 answers of a group are a tree, and every node of it is computed once."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,15 +24,16 @@ OnFinish = Callable[[int, int, Completion], None]
 def rows_at_once(policy: LanguageModel, prompt: int, max_new: int, per_prompt: int) -> int:
     """Rows whose keys, values and logits fit the budget, `per_prompt` of a prompt: more are sampled in turns.
     A decoder that does not read prompts in parts is given as many as it may read at once."""
-    row, most = 0, sys.maxsize
+    row = 0
     for part in policy.models:
         model, c = part.model, part.model.config
-        most = most if part.lean else max(1, READ // max(1, prompt)) * per_prompt
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         token = 2 * c.num_hidden_layers * heads * width * model.dtype.itemsize
         row += sampled_row(token, c.num_hidden_layers, c.vocab_size, prompt, max_new, per_prompt)
-    return max(1, min(most, policy.budget.kv // row))
+    fit = max(1, policy.budget.kv // row)
+    in_parts = all(part.lean for part in policy.models)
+    return fit if in_parts else min(fit, max(1, READ // max(1, prompt)) * per_prompt)
 
 
 @torch.no_grad()
