@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 from vgrout.data.organism import DATA_DIR
-from vgrout.model import attention
+from vgrout.model import attention, decoder
+from vgrout.model.decoder import LeanDecoder
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 COPIES = {"aten::copy_", "aten::_to_copy"}  # may read one device and write another
@@ -205,6 +206,36 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return queries
 
 
+@dataclass
+class Graph:
+    """A step that is run again where CUDA would replay it."""
+
+    lean: LeanDecoder
+    n: int
+    logits: Tensor
+    replayed: int = 0
+
+    def replay(self) -> None:
+        self.replayed += 1
+        self.logits.copy_(self.lean._forward(self.lean.tokens[: self.n]))
+
+
+def graphs_that_run_again(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Stand-ins for CUDA's graphs from here on; those that are made."""
+    made: list[Graph] = []
+
+    def captured(self: LeanDecoder, n: int) -> Any:
+        before = self.cache.next.clone(), self.position.clone()
+        logits = self._forward(self.tokens[:n]).clone()
+        self.cache.next.copy_(before[0])
+        self.position.copy_(before[1])
+        made.append(Graph(self, n, logits))
+        return decoder._Captured(made[-1], logits)
+
+    monkeypatch.setattr(LeanDecoder, "_captured", captured)
+    return made
+
+
 @cache
 def _first_load() -> None:
     """What transformers sets up when it first loads a model would hold on to what is pretended: rotary frequencies of
@@ -255,6 +286,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         for module in ("vgrout.runs.preflight", "vgrout.model.load"):
             m.setattr(f"{module}.visible", lambda: ("0",))
         varlen_on_cpu(m)
+        graphs_that_run_again(m)
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         _current.append(gpu)

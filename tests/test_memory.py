@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +24,7 @@ from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.load import as_language_model
 from vgrout.model.logprobs import collate, completion_logprobs
-from vgrout.model.memory import plan
+from vgrout.model.memory import USUAL, WIDEST, plan
 from vgrout.model.policy import Policy
 from vgrout.model.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
@@ -117,22 +118,27 @@ def test_keys_and_values_are_what_sampling_holds():
     assert planned.kv == decoder.cache.kv.nbytes + own + rows * length * token // 3 + logits
 
 
-@pytest.mark.parametrize("by_rollout", [False, True])
-def test_an_update_peaks_where_the_plan_says(by_rollout, monkeypatch):
-    """Two groups of six, prompts of 60 tokens, answers of 40, on a pretended GPU's kernel: what is made on the way, and
-    at its highest, to a tenth."""
+@pytest.mark.parametrize(
+    ("by_rollout", "group", "prompts", "prompt", "budget"),
+    [(False, 6, 2, 60, 4096), (True, 6, 2, 60, 4096), (True, 8, 4, 120, 512)],
+)
+def test_an_update_peaks_where_the_plan_says(by_rollout, group, prompts, prompt, budget, monkeypatch):
+    """Answers of 40 tokens, on a pretended GPU's kernel, in one forward and in several after their prompts': what is
+    made on the way, and at its highest, to a tenth."""
     sizes = SIZES | {"vocab_size": 128}
     model, shapes = small(sizes), shapes_of(sizes)
     assert shapes is not None
     policy = Policy(**vars(as_language_model(model, tiny.tokenizer())), adapter=SvdAdapter(model, None))
     varlen_on_cpu(monkeypatch)
-    update = rig.update(policy, rig.noise_groups(128, 6, 2, 60, 40), by_rollout)
+    monkeypatch.setitem(USUAL, "cuda", replace(USUAL["cuda"], tokens=budget))
+    policy = replace(policy, budget=USUAL["cuda"])
+    update = rig.update(policy, rig.noise_groups(128, group, prompts, prompt, 40), by_rollout)
     update()
     with Live() as live:
         update()
-    of: dict[str, Any] = {"device": "cuda", "size": 2, "prompt_tokens": 60, "max_new": 40, "routes": False}
-    planned = plan(shapes, group=6, prompts=2, by_rollout=by_rollout, **of)
-    inside = planned.activations + planned.logits + 2 * 12 * shapes.R * 4
+    of: dict[str, Any] = {"device": "cuda", "size": 2, "prompt_tokens": prompt, "max_new": 40, "routes": False}
+    planned = plan(shapes, group=group, prompts=prompts, by_rollout=by_rollout, **of)
+    inside = planned.activations + planned.logits + 2 * group * prompts * shapes.R * 4
     assert live.peak == pytest.approx(inside, rel=0.1)
 
 
@@ -157,16 +163,22 @@ def test_qwen3_4b():
     assert student.standing - student.context == 5 * 4 * s.parameters, "teacher, student, gradients, two moments"
 
 
-@given(room=st.integers(0, 200 * 10**9), routes=st.booleans(), prompts=st.integers(1, 43), max_new=st.integers(1, 2048))
-def test_a_plan_is_cut_to_its_room(room, routes, prompts, max_new):
+@given(
+    room=st.integers(0, 200 * 10**9),
+    routes=st.booleans(),
+    by_rollout=st.booleans(),
+    prompts=st.integers(1, 43),
+    max_new=st.integers(1, 2048),
+)
+def test_a_plan_is_cut_to_its_room(room, routes, by_rollout, prompts, max_new):
     """Or holds a row at a time; more room never means less at once."""
     of: dict[str, Any] = {"device": "cuda", "size": 2, "group": 8, "prompts": prompts, "prompt_tokens": 500}
-    of |= {"max_new": max_new, "routes": routes}
+    of |= {"max_new": max_new, "routes": routes, "by_rollout": by_rollout}
     least, made, more = (plan(KNOWN["Qwen/Qwen3-4B"], room=r, **of) for r in (0, room, room + 2**33))
     assert made.peak <= max(room, least.peak)
     assert least.rows == 1
     assert made.rows <= more.rows
-    assert made.budget.tokens <= more.budget.tokens <= 4096 or made.budget.tokens == least.budget.tokens
+    assert made.budget.tokens <= more.budget.tokens <= WIDEST or made.budget.tokens == least.budget.tokens
     assert least.standing == made.standing
 
 

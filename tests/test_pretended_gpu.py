@@ -58,7 +58,7 @@ def ids_of(answers: list[list[Completion]]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_step_waits_a_few_times(large: bool, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling once a token, and an update as often whatever the rows, groups and forwards are."""
     monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
     counts = []
@@ -80,13 +80,13 @@ def test_a_step_waits_a_few_times(large: bool, warnings: list[str], monkeypatch:
             counts.append((sampling, gpu.waits.total()))
         if large:
             gpu.waits.clear()
-            static = sample(replace(policy, graphs=True), *asked, torch.Generator().manual_seed(0))
-            assert gpu.waits.total() <= sampling + max(map(len, ids_of(static)))
+            plain = sample(replace(policy, graphs=False), *asked, torch.Generator().manual_seed(0))
+            assert gpu.waits.total() <= sampling + max(map(len, ids_of(plain)))
+            assert ids_of(plain) == ids_of(answers)
             block = LeanDecoder(policy.model).layers[0]
             assert [len(linears.parts) for linears in (block.qkv, block.up)] == [1, 1], (
                 "merged weights lie side by side"
             )
-            assert "cannot be captured" in warnings[-1]
     assert counts[0] == counts[1]
     assert counts[0][0] <= SAMPLING
     assert counts[0][1] <= UPDATE

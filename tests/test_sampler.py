@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 import tiny
+from pretended_gpu import graphs_that_run_again
 from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, logprobs, sampler, sampling
@@ -144,36 +144,31 @@ def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch)
 
 
 def test_a_captured_step_is_replayed_from_the_third_time_on(monkeypatch):
-    """By a stand-in for CUDA's graphs, which runs the step again: one a width and number of blocks."""
-    made: list[Any] = []
+    """One a width and number of blocks."""
+    want = tokens(run(tiny.policy()))
+    made = graphs_that_run_again(monkeypatch)
+    assert tokens(run(capturing(monkeypatch))) == want
+    assert sum(graph.replayed for graph in made) > 10
+    assert len(made) > 2
 
-    class Graph(SimpleNamespace):
-        def replay(self) -> None:
-            self.replayed += 1
-            self.logits.copy_(self.lean._forward(self.lean.tokens[: self.n]))
 
-    def captured(self: LeanDecoder, n: int) -> Any:
-        before = self.cache.next.clone(), self.position.clone()
-        logits = self._forward(self.tokens[:n]).clone()
-        self.cache.next.copy_(before[0])
-        self.position.copy_(before[1])
-        made.append(Graph(lean=self, n=n, logits=logits, replayed=0))
-        return decoder._Captured(made[-1], logits)
+def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch, warnings):
+    want = tokens(run(tiny.policy()))
+    assert tokens(run(capturing(monkeypatch))) == want, "on a CPU"
+    assert "a decoding step cannot be captured, and runs as it is" in "".join(warnings)
 
-    policy = replace(tiny.policy(), graphs=True)
-    want = tokens(run(policy))
+
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Policy:
+    """A policy whose decoders take this for a GPU, in blocks of 16 positions."""
     init = LeanDecoder.__init__
-    monkeypatch.setattr(decoder, "BLOCK", 16)
-    monkeypatch.setattr(LeanDecoder, "_captured", captured)
 
-    def capturing(self: LeanDecoder, *args: Any, **kwargs: Any) -> None:
+    def on_gpu(self: LeanDecoder, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.captures = True
 
-    monkeypatch.setattr(LeanDecoder, "__init__", capturing)
-    assert tokens(run(policy)) == want
-    assert sum(graph.replayed for graph in made) > 10
-    assert len(made) > 2
+    monkeypatch.setattr(decoder, "BLOCK", 16)
+    monkeypatch.setattr(LeanDecoder, "__init__", on_gpu)
+    return replace(tiny.policy(), graphs=True)
 
 
 def test_lean_decoder_is_used_only_where_it_is_right(warnings):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Set
@@ -186,9 +185,10 @@ def load_language_model(
         loaded, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+        loaded = loaded.to(device).eval()
         if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
             raise ValueError(f"{broken[0]} holds a NaN or an infinity")
-        net = loaded.to(device).eval()
+        net = loaded
         return as_language_model(net, tok)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -281,7 +281,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         system_role=takes_system(tok),
         preserve_thinking=False,
         packs=packed,
-        graphs=model.device.type == "cuda" and os.environ.get("VGROUT_CUDA_GRAPHS") == "1",
+        graphs=model.device.type == "cuda",
         budget=usual_budget(model.device),
     )
 

@@ -24,13 +24,14 @@ class Budget:
 # of 16,384 and holds a fraction of its activations. Qwen3-4B in bf16 has 147 kB of keys and values a token: 24 GiB are
 # about 100 rows of 1,700 tokens, while `full` wants 258 a step.
 USUAL = {"cpu": Budget(1_024, 2**30, 4 * GIB), "cuda": Budget(4_096, 24 * GIB, 24 * GIB)}
+WIDEST = 16_384  # tokens of a forward on a GPU that holds them: in narrower ones the GPU waits for the host's calls
 
 # Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^24 fp32 is 64 MiB. On a
 # GPU a chunk of 110 positions (2^24 of Qwen3's vocabulary) would read the head's weights more than it would multiply.
 HEAD_BUDGET = {"cpu": 2**24, "cuda": 2**26}
 
 CONTEXT = {"cpu": 0, "cuda": 600 * 2**20}  # of the CUDA driver and its libraries, outside torch's own count
-SPARED = 0.97  # of what is free: blocks of the allocator do not fit each other to the byte
+SPARED = 0.92  # of what is free: torch's allocator reserved 1.04 × what was in use at the peak of `fast` on an H200
 CARDS = (24, 48, 80, 141)  # GB
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
 BRANCHES = 16  # tokens of the copies that branches of packed rows may have of what leads to them, a token of the budget
@@ -114,7 +115,9 @@ def plan(
     family = prompt_tokens + group * max_new
     branches = group if by_rollout else group - 1
     kept += int(copied * min(BRANCHES, branches * row / family))
-    kept += int(token_kv * group * prompt_tokens / family) if by_rollout else 0
+    # Of prompts that are read before their answers: Vh x, and for each rollout a copy of the keys and values, with its
+    # gradient.
+    apart = shapes.R * size + 2 * group * token_kv if by_rollout else 0
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
     weight_sets = 2 if routes else 1
     dither = FP32 * max(a * b for a, b in shapes.linears.values()) if size < FP32 else 0
@@ -137,11 +140,12 @@ def plan(
     )
     if room is not None:
         spare = max(0, int(SPARED * room) - made.standing)
-        fits = max(0, spare - made.logits) // kept
-        kv = spare if device == "cuda" else min(usual.kv, spare)
-        made = replace(made, budget=Budget(max(row, min(usual.tokens, fits)), min(usual.activations, fits * kept), kv))
+        fits = 2 * max(0, spare - made.logits) // (2 * kept + apart)  # prompts, however long, are at most half of it
+        kv, widest = (spare, WIDEST) if device == "cuda" else (min(usual.kv, spare), usual.tokens)
+        made = replace(made, budget=Budget(max(row, min(widest, fits)), min(usual.activations, fits * kept), kv))
     tokens, at_once = max(made.budget.tokens, row), min(rows, max(1, made.budget.kv // of_row))
-    return replace(made, activations=min(prompts * family, tokens) * kept, kv=at_once * of_row, rows=at_once)
+    activations = min(prompts * family, tokens) * kept + min(prompts * prompt_tokens, tokens // 2) * apart
+    return replace(made, activations=activations, kv=at_once * of_row, rows=at_once)
 
 
 def plan_of(cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any) -> MemoryPlan:
