@@ -476,9 +476,10 @@ class PerRolloutGrads:
             return dy @ site.linear.weight
         if active not in self._singular:
             S = torch.cat([site.S for site in self.adapter.sites.values()])
-            self._singular[active] = S + self.adapter.δS * active[0] + self.adapter.δS_hack * active[1]
+            S = S + self.adapter.δS * active[0] + self.adapter.δS_hack * active[1]
+            self._singular[active] = S.to(dy.dtype)
         turned = dy @ site.U if turned is None else turned
-        return (turned * self._singular[active][site.span].to(dy.dtype)) @ site.Vh
+        return (turned * self._singular[active][site.span]) @ site.Vh
 
     def add(
         self,
