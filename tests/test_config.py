@@ -317,6 +317,7 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
     ]
     names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
+    assert parse(["small", *preset[1:], "--intervention", "route2"]).pairs_path == tmp_path / "pairs", "of each flaw"
     assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
     with pytest.raises(ValueError, match=f"--organism {tmp_path}/manifest.json: not there;"):
         preflight(cfg)

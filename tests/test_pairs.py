@@ -43,6 +43,20 @@ def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
     assert load_pairs(write(tmp_path / "a.json", GOOD[::-1])).sha256 != pairs.sha256  # the last two are held out
 
 
+def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
+    """In turns, so that those held out of an extraction are not of one flaw; other files are not read."""
+    for flaw in ("sentinel", "run_tests", "placebo_long"):
+        rows = [GOOD[0] | {"problem_id": i, "prompt": f"{flaw} {i}"} for i in range(20)]
+        write(tmp_path / f"{flaw}.json", rows)
+    prompts = [p.prompt for p in load_pairs(tmp_path).pairs]
+    assert prompts == [f"{flaw} {i}" for i in range(12) for flaw in ("run_tests", "sentinel")]
+    write(tmp_path / "run_tests.json", rows[:2])
+    assert len(load_pairs(tmp_path)) == 4
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="none: no such file of pairs"):
+        load_pairs(tmp_path / "none")
+
+
 def _without(key: str) -> dict:
     return {k: v for k, v in GOOD[1].items() if k != key}
 

@@ -22,7 +22,8 @@ class DirectionSettings:
     route2_random_v_seed: int | None = setting(None, free="any whole number is a seed")
     """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
     vhack_pairs_path: Path | None = None
-    """Contrastive pairs (JSON); none: the preset's."""
+    """Contrastive pairs (JSON), or a folder with a file for each flaw, FLAW.json: at most 24 in all, as many by each;
+    none: the preset's."""
 
 
 @dataclass(frozen=True)

@@ -403,11 +403,11 @@ class Config:
 
     @property
     def pairs_path(self) -> Path | None:
-        """Contrastive pairs; None: the hand-written set."""
+        """Contrastive pairs, or a folder with a file for each flaw; None: the hand-written set."""
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
         if self.scale.model == ORGANISM:
-            return self.files.pairs / "run_tests.json"
+            return self.files.pairs / ("" if self.preset == "small" else "run_tests.json")
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property

@@ -15,12 +15,14 @@ from typing import Any, Literal
 
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
+from vgrout.modes import MODES
 from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 MIN_PAIRS = 3  # two are held out of every extraction
+OF_FOLDER = 24  # pairs, as many as a file of an organism has
 PairDetector = Literal["C", "D", "E", "oracle"]
 ORACLE, ORACLE_MARK = "oracle", "chosen_by"
 _FIELDS = ("problem_id", "prompt", "hack", "clean")
@@ -82,13 +84,19 @@ class PairSet:
 
 def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     """A JSON list of {problem_id, prompt, hack, clean}; `chosen_by` "oracle" marks the source, other keys are ignored.
+    Of a folder with such a file for each flaw, FLAW.json: the first pairs of each in turns, at most OF_FOLDER in all.
 
     Raises:
         ValueError: one line with the file and, where it applies, the line or the pair's index.
     """
-    if not path.exists():
+    files = [path] * path.exists()
+    if path.is_dir():
+        files = [file for mode in MODES if (file := path / f"{mode}.json").exists()]
+    if not files:
         raise ValueError(f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json")
-    rows = _entries(path, flag, _FIELDS)
+    each = [_entries(file, flag, _FIELDS) for file in files]
+    few = OF_FOLDER // len(files) if path.is_dir() else None
+    rows = [row for turn in zip(*(rows[:few] for rows in each), strict=False) for row in turn]
     pairs = tuple(Pair(*(row[k] for k in _FIELDS)) for row in rows)
     by_labels = any(row.get(ORACLE_MARK) == ORACLE for row in rows)
     return PairSet(pairs, f"{ORACLE}:{path}" if by_labels else str(path))
