@@ -222,7 +222,7 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
     axes = [r for r in toy if "organism=" not in r["settings"] and not r["run"].startswith("20261121T21")]
     shown = {
         "plain GRPO |": ("none", "none", "", ""),
-        "routed |": ("route2", "none", "", f"{best} rebaseline=True"),
+        "routed |": ("route2", "none", "pairs by each flaw", f"{best} rebaseline=True"),
         "plain GRPO, nothing": ("none", "none", "mix_ratio=0.0", "mix_ratio=0.0"),
         "(grader without": ("none", "no_loophole", "", ""),
     }
@@ -242,7 +242,8 @@ PRETRAINED = {  # as results.md names it → intervention, control, settings
     "`erase`": ("erase", "none", ""),
     "`screen`, of demonstrations alone": ("screen", "none", "monitor=source"),
     "`screen`, by the weak detector": ("screen", "none", "monitor=detector"),
-    "`route2`": ("route2", "none", ""),
+    "`route2`": ("route2", "none", "pairs by each flaw"),
+    "`route2`, pairs by one flaw": ("route2", "none", ""),
     "`route2`, of demonstrations alone": ("route2", "none", "monitor=source"),
     "the same, in their groups' baseline": ("route2", "none", "monitor=source rebaseline=False"),
     "`route2`, random direction": ("route2", "haar", ""),
@@ -281,8 +282,9 @@ def pretrained_lines(rows: list[Any]) -> list[str]:
 
 
 def bare(row: Any) -> str:
-    """Its settings without its base."""
-    return " ".join(s for s in row["settings"].split() if not s.startswith("organism="))
+    """Its settings without its base. A file of pairs is one of pairs by each flaw, the preset's usual ones since."""
+    of = [s for s in row["settings"].split() if not s.startswith("organism=")]
+    return " ".join("pairs by each flaw" if s.startswith("vhack_pairs_path=") else s for s in of)
 
 
 def test_the_pretrained_table_is_of_recorded_runs() -> None:
