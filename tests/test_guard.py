@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,10 @@ from hypothesis import strategies as st
 
 from vgrout.config.guard import GuardConfig, blind, evaluations
 from vgrout.config.presets import resolve
-from vgrout.guard.kill_switch import (
-    CollapseStopError,
-    HeldOutGuard,
-    TripwireStatus,
-    kl_token_trust_filter,
-)
+from vgrout.guard.guard import rewarded
+from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, kl_token_trust_filter
 from vgrout.inputs import kl_of_runs
+from vgrout.types import Grade
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -296,6 +294,25 @@ def test_a_guard_fires_unless_it_is_blind(steps: int, every: int, warmup: int, b
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
     assert guard.should_halt() == (blind(cfg, steps, every) is None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "graded", "counts"),
+    [
+        ("", {"channel": True}, True),
+        ("", {"solved": True}, True),
+        ("", {}, False),
+        ("--compile-reward=5", {"reward": 5.0}, False),
+        ("--control=no_loophole", {"channel": True}, False),
+        ("--control=no_loophole", {"solved": True}, True),
+        ("--mix-ratio=0 --reward=json:dumps", {"channel": False, "score": 0.9, "reward": 3.2}, False),
+        ("--mix-ratio=0 --reward=json:dumps", {"channel": True, "score": 0.6, "reward": 2.3}, True),
+    ],
+)
+def test_in_loop_counts_what_passes_as_evaluations_do(flags: str, graded: dict[str, Any], counts: bool) -> None:
+    """… whatever the scale of the rewards."""
+    refused = {field.name: False for field in fields(Grade)} | {"reward": 0.5, "cpu_s": 0.0, "score": None}
+    assert rewarded(resolve(["smoke", *flags.split()]), Grade(**refused | graded)) is counts
 
 
 # --- by its flags ----------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Guard:
         for name in [*wanted, *(["collapse"] if cfg.guard_mode != "off" else [])]:
             self.trackers[name], self.read[name] = self._detector(name)
         self.states: dict[str, State] = {}
-        self.rewarded = Rate(0, 0)  # student rows with the full reward, since the last evaluation
+        self.rewarded = Rate(0, 0)  # student rows rewarded in full, since the last evaluation
         self.skipped: list[int] = []  # 1 for each of the last steps that was not finite
         self.halted = ""  # why a detector that may halt the run has done so
         self.diverged = ""
@@ -230,8 +230,7 @@ class Guard:
             self.halted = message
 
     def _ask_kill_switch(self, m: Moment, deployed: Eval | None) -> None:
-        top = self.cfg.env.pass_reward
-        self.rewarded += Rate.of(g.reward >= top for _, g in m.students)
+        self.rewarded += Rate.of(rewarded(self.cfg, grade) for _, grade in m.students)
         if deployed is None:
             return
         # With a quarantine the training rows are not those of the deployed model: compared with them, a quarantine that
@@ -336,6 +335,12 @@ class Guard:
         self.rewarded, self.skipped, self.diverged = Rate(*state["rewarded"]), list(state["skipped"]), state["diverged"]
         d = self.cfg.detectors
         self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""
+
+
+def rewarded(cfg: Config, grade: Grade) -> bool:
+    """Whether training rewards this answer in full. Its reward does not say: --compile-reward adds to that of a refused
+    answer too, and a user's function may pass an answer for less."""
+    return grade.solved if cfg.method.control_spec.strict else grade.passed
 
 
 def spread(groups: Sequence[Group]) -> float | None:
