@@ -10,9 +10,7 @@ from statistics import pstdev
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from loguru import logger
-from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
@@ -66,7 +64,6 @@ class BaseAnswers:
         self.cfg, self.policy, self.problems, self.n = cfg, policy, problems, n
         self._rows: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []  # prompt, answer, text
         self._reference: ReferenceStats | None = None
-        self._seen: tuple[int, Float[Tensor, "n D"]] | None = None
 
     @property
     def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
@@ -77,10 +74,6 @@ class BaseAnswers:
                 answers = sample(self.policy, prompts, 1, self.cfg.sampling, self.cfg.scale.max_new, stream)
             self._rows = [(p, a.ids, a.text) for p, (a,) in zip(prompts, answers, strict=True)]
         return self._rows
-
-    @property
-    def texts(self) -> list[str]:
-        return [text for _, _, text in self.rows]
 
     @property
     def reference(self) -> ReferenceStats:
@@ -96,22 +89,13 @@ class BaseAnswers:
         logp, mask = self.policy.logprobs(prompts, answers)
         return float(logp[mask].mean())
 
-    def latents_of(self, m: Moment) -> Float[Tensor, "n D"] | None:
-        """Latents of some of the step's answers, measured once per step."""
+    def csi(self, m: Moment) -> float | None:
+        """CSI per answer of some of the step's answers, in units of the base policy's."""
         rows = spaced([r for r, _ in m.students], LATENT_ROWS)
         if not rows:
             return None
-        if self._seen is None or self._seen[0] != m.row.step:
-            self._seen = (
-                m.row.step,
-                latents(self.policy, [r.prompt_ids for r in rows], [r.completion_ids for r in rows]),
-            )
-        return self._seen[1]
-
-    def csi(self, m: Moment) -> float | None:
-        """CSI per answer, in units of the base policy's."""
-        x = self.latents_of(m)
-        return None if x is None else self.reference.csi(x) / len(x) / self.reference.base_csi
+        x = latents(self.policy, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
+        return self.reference.csi(x) / len(x) / self.reference.base_csi
 
     def state_dict(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
         return self._rows
@@ -240,9 +224,9 @@ class Guard:
         before, held = self.kill_switch.fired, deployed.solve
         if proxy.value is None or held.value is None:
             return
-        verdict = self.kill_switch.update(
-            m.row.step, proxy.value, held.value, deployed.kl, negative(m.row.lp_s), spread(m.groups), n=held.n
-        )
+        entropy = None if m.row.lp_s is None else -m.row.lp_s
+        spread = mean(pstdev(group.rewards) for group in m.groups)
+        verdict = self.kill_switch.update(m.row.step, proxy.value, held.value, deployed.kl, entropy, spread, n=held.n)
         self.readings["guard"] = {
             "proxy": proxy.value,
             "held_out": held.value,
@@ -296,7 +280,7 @@ class Guard:
 
     def _echo(self, trap: EchoTrap, m: Moment) -> DetectorReading:
         if trap.base is None:
-            trap.calibrate(self.base.texts)
+            trap.calibrate([text for _, _, text in self.base.rows])
         return trap.update([r.text for r, _ in m.students])
 
     def _reference_logp(self, m: Moment) -> float | None:
@@ -341,12 +325,3 @@ def rewarded(cfg: Config, grade: Grade) -> bool:
     """Whether training rewards this answer in full. Its reward does not say: --compile-reward adds to that of a refused
     answer too, and a user's function may pass an answer for less."""
     return grade.solved if cfg.method.control_spec.strict else grade.passed
-
-
-def spread(groups: Sequence[Group]) -> float | None:
-    """Mean standard deviation of the rewards within a group."""
-    return mean(pstdev(g.rewards) for g in groups)
-
-
-def negative(x: float | None) -> float | None:
-    return None if x is None else -x

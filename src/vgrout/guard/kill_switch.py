@@ -264,6 +264,6 @@ class HeldOutGuard:
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore. Raises TypeError on anything else than `state_dict` gives."""
+        """Restore what `state_dict` gave."""
         known = {k: v for k, v in state.items() if k != "last"}
         self._state = replace(_State(**known), last=TripwireStatus(**state["last"]))
