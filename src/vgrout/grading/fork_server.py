@@ -149,17 +149,12 @@ class ForkServer:
         self.control.sendall(memoryview(end)[: REPORT.size])
         self._forget_end()
         ctypes.set_errno(0)
-        self._clean()
-        world.renew()
-
-    def _clean(self) -> None:
-        """Empty the working directory."""
-        world = self.enclosure
         try:
             world.discard()
-        except OSError:
+        except OSError:  # it is no tmpfs, and not empty
             _in_throwaway(lambda: Sweeper(world.cwd).sweep())
             world.discard()
+        world.renew()
 
     def _become_child(
         self, job_fd: int, connection_fd: int, stdout_fd: int | None, flags: int, cpu_limit: float
@@ -200,25 +195,21 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     sys.modules["random"].seed(0)
     child.prepare()
 
-    def announce(active: dict[str, str], missing: dict[str, str]) -> None:
-        messages.send(control, repr((active, missing)).encode())
-
     verifier_may_end = suppress(BrokenPipeError, ConnectionResetError)  # its trainer may be killed at any time
     try:
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
     except isolation.HalfWay as e:
         with verifier_may_end:
-            announce({}, {"namespaces": str(e)})
+            messages.send(control, repr(({}, {"namespaces": str(e)})).encode())
         os._exit(1)
-    layers = enclosure.layers
-    if "landlock" not in layers.active:
+    if "landlock" not in enclosure.active:
         for name in RARE.split():
             __import__(name)
     vars(os)["register_at_fork"] = register
     started, other_end = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
     with verifier_may_end:
-        announce(layers.active, layers.missing)
+        messages.send(control, repr((enclosure.active, enclosure.missing)).encode())
         socket.send_fds(control, [b"."], [other_end.fileno()])
         other_end.close()
         gc.collect()

@@ -15,7 +15,6 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +34,6 @@ CONNECTION_FD = 120  # the child's end of its connection; high, so that no low d
 
 class HalfWay(Exception):
     """The namespaces were entered and could not be furnished: start again without them."""
-
-
-@dataclass
-class Layers:
-    """Which layers are on, and why the others are off."""
-
-    active: dict[str, str] = field(default_factory=dict)  # layer → detail ("" if none)
-    missing: dict[str, str] = field(default_factory=dict)  # layer → reason
 
 
 def _check(result: int, what: str) -> int:
@@ -104,14 +95,15 @@ _ARCH = {"x86_64": (0xC000_003E, _X86_64), "aarch64": (0xC000_00B7, _AARCH64)}
 _OPENERS = ("open", "openat", "openat2", "creat", "truncate")
 
 _LD, _JEQ, _JGE, _JSET, _JA, _RET = 0x20, 0x15, 0x35, 0x45, 0x05, 0x06
-_ALLOW = 0x7FFF_0000
-
-
-def _deny(code: int) -> int:
-    return 0x0005_0000 | code
-
-
 _Insn = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
+_ALLOW: _Insn = (_RET, 0, 0, 0x7FFF_0000)
+
+
+def _fail(code: int) -> _Insn:
+    return (_RET, 0, 0, 0x0005_0000 | code)
+
+
+_EPERM = _fail(errno.EPERM)
 
 
 def _arg(index: int, high: bool = False) -> _Insn:
@@ -119,22 +111,16 @@ def _arg(index: int, high: bool = False) -> _Insn:
 
 
 def _one_of(index: int, values: tuple[int, ...]) -> list[_Insn]:
-    body = [_arg(index)]
-    for i, value in enumerate(values):
-        body.append((_JEQ, len(values) - i, 0, value))
-    return [*body, (_RET, 0, 0, _deny(errno.EPERM)), (_RET, 0, 0, _ALLOW)]
+    jumps = [(_JEQ, len(values) - i, 0, value) for i, value in enumerate(values)]
+    return [_arg(index), *jumps, _EPERM, _ALLOW]
 
 
 def _below(index: int, bound: int) -> list[_Insn]:
-    return [_arg(index), (_JGE, 0, 1, bound), (_RET, 0, 0, _deny(errno.EPERM))]
+    return [_arg(index), (_JGE, 0, 1, bound), _EPERM]
 
 
 # The connection is a socket, and its inode number is one of the machine's counters: no look at it, and no copy of it.
-_NOT_CONNECTION: list[_Insn] = [
-    _arg(0),
-    (_JEQ, 0, 1, CONNECTION_FD),
-    (_RET, 0, 0, _deny(errno.EPERM)),
-]
+_NOT_CONNECTION: list[_Insn] = [_arg(0), (_JEQ, 0, 1, CONNECTION_FD), _EPERM]
 
 
 def _tree(leaves: list[tuple[int, list[_Insn]]]) -> list[_Insn]:
@@ -155,11 +141,7 @@ class SeccompFilter:
     def __init__(self, may_open: bool) -> None:
         audit, numbers = _ARCH[platform.machine()]  # KeyError: no table for this machine
         pid = -1
-        allow: list[_Insn] = [(_RET, 0, 0, _ALLOW)]
-        eperm: list[_Insn] = [(_RET, 0, 0, _deny(errno.EPERM))]
-        done: list[_Insn] = [(_RET, 0, 0, _deny(0))]
-        unknown: list[_Insn] = [(_RET, 0, 0, _deny(errno.ENOSYS))]
-        clock = [*_below(0, 16), *allow]  # the clocks of the system (0 … 11); a larger number is that of some process
+        clock = [*_below(0, 16), _ALLOW]  # the clocks of the system (0 … 11); a larger number is that of some process
         itself = _one_of(0, (pid,))
         special: dict[str, list[_Insn]] = {
             "kill": [*_below(1, 32), *itself],  # a real-time signal would be queued
@@ -168,21 +150,20 @@ class SeccompFilter:
             "fcntl": [*_NOT_CONNECTION, *_one_of(1, (0, 1, 2, 3, 4, 1030))],
             "clock_gettime": clock,
             "clock_getres": clock,
-            "futex": [_arg(1), (_JSET, 1, 0, 128), *eperm, *allow],  # FUTEX_PRIVATE_FLAG
+            "futex": [_arg(1), (_JSET, 1, 0, 128), _EPERM, _ALLOW],  # FUTEX_PRIVATE_FLAG
             "madvise": _one_of(2, (4, 8)),  # MADV_DONTNEED, MADV_FREE: malloc's
             "ioctl": _one_of(1, (0x5401, 0x5450, 0x5451)),  # TCGETS, FIONCLEX, FIOCLEX
-            "prlimit64": [_arg(2), (_JEQ, 0, 3, 0), _arg(2, high=True), (_JEQ, 0, 1, 0), *allow, *eperm],
-            **dict.fromkeys(("nanosleep", "clock_nanosleep", "fsync", "fdatasync"), done),
-            **dict.fromkeys(("clone3", "openat2", "statx"), unknown),
+            "prlimit64": [_arg(2), (_JEQ, 0, 3, 0), _arg(2, high=True), (_JEQ, 0, 1, 0), _ALLOW, _EPERM],
+            **{name: [_fail(0)] for name in ("nanosleep", "clock_nanosleep", "fsync", "fdatasync")},
+            **{name: [_fail(errno.ENOSYS)] for name in ("clone3", "openat2", "statx")},
+            **{name: [*_NOT_CONNECTION, _ALLOW] for name in ("fstat", "newfstatat", "dup", "dup2", "dup3")},
         }
-        look = ("fstat", "newfstatat", "dup", "dup2", "dup3")
-        special |= {name: [*_NOT_CONNECTION, *allow] for name in look}
         if not may_open:
-            special |= dict.fromkeys(_OPENERS, eperm)
-        bodies = {nr: special.get(name, allow) for name, nr in numbers.items()}
+            special |= {name: [_EPERM] for name in _OPENERS}
+        bodies = {nr: special.get(name, [_ALLOW]) for name, nr in numbers.items()}
         leaves: list[tuple[int, list[_Insn]]] = []
         for nr in range(max(bodies) + 2):
-            body = bodies.get(nr, eperm)
+            body = bodies.get(nr, [_EPERM])
             if not leaves or leaves[-1][1] != body:
                 leaves.append((nr, body))
         program = [
@@ -211,11 +192,6 @@ _EXEC, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE = (1 << i f
 _MAKE_REG, _TRUNCATE = 1 << 8, 1 << 14
 _FILE_ONLY = _EXEC | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _ALL_FS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-
-
-def landlock_abi() -> int:
-    """The version of the kernel's landlock. Raises OSError if it has none."""
-    return _check(_libc.syscall(_LL_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)), "landlock")
 
 
 def _mapped() -> set[Path]:
@@ -262,15 +238,15 @@ def _shared_libraries() -> set[Path]:
         os._exit(0)
     os.close(writer)
     with open(reader) as found:
-        names = found.read().splitlines()
+        libraries = _mapped().union(map(Path, found.read().splitlines()))
     os.waitpid(pid, 0)
-    return {Path(n) for n in names if stdlib not in Path(n).parents} | {p for p in _mapped() if stdlib not in p.parents}
+    return {path for path in libraries if stdlib not in path.parents}
 
 
 def _ruleset(readable: dict[Path, int], writable: str, beside: int = 0) -> tuple[int, str]:
     """A landlock ruleset's descriptor, and the kernel's version of it. Nothing is restricted yet; what is `beside` it
     never will be."""
-    abi = landlock_abi()
+    abi = _check(_libc.syscall(_LL_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)), "landlock")
     handled = _ALL_FS[min(abi, 5)] & ~beside
     net = 3 if abi >= 4 else 0
     scoped = 3 if abi >= 6 else 0
@@ -305,14 +281,6 @@ ROOT_CWD = "/home/answer"  # a child's working directory in the root of its own;
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-
-
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
     encoded = [None if x is None else os.fsencode(x) for x in (source, target, kind)]
     result = _libc.mount(*encoded, ctypes.c_ulong(flags), os.fsencode(options) or None)
@@ -323,7 +291,7 @@ def _unshare_with_ids() -> bool:
     """Enter new namespaces; True: the spare uid exists in them too, which only a root outside can arrange."""
     uid, gid = os.getuid(), os.getgid()
     spaces = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-    target = f"/proc/{os.getpid()}"
+    maps = Path(f"/proc/{os.getpid()}")
     reader, writer = os.pipe()
     helper = os.fork() if uid == 0 else 0
     if uid == 0 and helper == 0:  # stays outside, where it may still map two ids
@@ -332,7 +300,7 @@ def _unshare_with_ids() -> bool:
             if not os.read(reader, 1):
                 os._exit(1)
             for which in ("gid_map", "uid_map"):
-                _write(f"{target}/{which}", f"0 0 1\n{SPARE_UID} {SPARE_UID} 1\n")
+                (maps / which).write_text(f"0 0 1\n{SPARE_UID} {SPARE_UID} 1\n")
         except OSError:
             os._exit(1)
         os._exit(0)
@@ -346,9 +314,9 @@ def _unshare_with_ids() -> bool:
     if mapped:
         os.setgroups([])
     else:
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{uid} {uid} 1")
-        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     return mapped
 
 
@@ -456,7 +424,8 @@ def cap_limit(which: int, value: int) -> None:
 class Enclosure:
     """The layers that a fork server has entered, and those that each of its children still has to enter."""
 
-    layers: Layers = field(default_factory=Layers)
+    active: dict[str, str] = field(default_factory=dict)  # layer → detail ("" if none)
+    missing: dict[str, str] = field(default_factory=dict)  # layer → reason
     cwd: str = ""  # of a child
     fresh: bool = False  # the working directory is a new tmpfs for every child
     uid: int | None = None  # that a child takes on; None: it keeps the fork server's
@@ -489,12 +458,6 @@ class Enclosure:
         else:
             os.rmdir(self.cwd)
 
-    def _own_ruleset(self) -> Iterator[int]:
-        """The children's ruleset is on the folder above their working directories. Outside of a root of its own that
-        can be written to: by this one a child writes to its directory alone."""
-        if not self.fresh:
-            yield _ruleset({}, self.cwd, _EXEC | _READ_FILE | _READ_DIR)[0]
-
     def enter(self, cpu_s: float, may_open: bool) -> None:
         """In the child, irrevocably. may_open: the seccomp filter lets it open files."""
         os.chdir(self.cwd)
@@ -510,11 +473,16 @@ class Enclosure:
         if self.uid is not None:
             _become(self.uid)
         if IS_LINUX:
-            if "namespaces" not in self.layers.active:  # there the kernel ends a child with its fork server
+            if "namespaces" not in self.active:  # there the kernel ends a child with its fork server
                 die_with_parent()
-            for ruleset in () if self._ruleset is None else (self._ruleset, *self._own_ruleset()):
+            rulesets = [] if self._ruleset is None else [self._ruleset]
+            # That one is on the folder above the working directory. Outside of a root of its own that can be written
+            # to: by a second one a child writes to its directory alone.
+            if rulesets and not self.fresh:
+                rulesets.append(_ruleset({}, self.cwd, _EXEC | _READ_FILE | _READ_DIR)[0])
+            for ruleset in rulesets:
                 _check(_libc.syscall(_LL_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock")
-            if "no_capabilities" in self.layers.active:
+            if "no_capabilities" in self.active:
                 _drop_capabilities()
             _prctl(PR_SET_DUMPABLE, 0)  # no ptrace, no /proc/PID/mem by a process of the same uid
         os.closerange(3, CONNECTION_FD)
@@ -529,17 +497,15 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     `forbid` names layers to leave off, for tests of the ladder ("namespaces", "landlock", "seccomp", "uid").
     """
     e = Enclosure(cwd=os.path.join(workdir, "cwd"))
-    layers = e.layers
 
     def attempt(name: str, enter) -> None:
         if name in forbid:
-            layers.missing[name] = "switched off"
+            e.missing[name] = "switched off"
             return
         try:
-            layers.active[name] = enter() or ""
+            e.active[name] = enter() or ""
         except (OSError, KeyError, AttributeError, ValueError) as error:
-            reason = str(error) if not isinstance(error, KeyError) else f"no table for {platform.machine()}"
-            layers.missing[name] = reason
+            e.missing[name] = f"no table for {platform.machine()}" if isinstance(error, KeyError) else str(error)
 
     spare_mapped = os.getuid() == 0
 
@@ -583,9 +549,8 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         e._ruleset, detail = _ruleset(readable, os.path.dirname(e.cwd))
         return detail
 
-    def seccomp() -> str:
+    def seccomp() -> None:
         e.filters = {may_open: SeccompFilter(may_open) for may_open in (False, True)}
-        return ""
 
     if IS_LINUX:
         attempt("no_new_privs", lambda: _prctl(PR_SET_NO_NEW_PRIVS, 1))
@@ -598,6 +563,6 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         _prctl(PR_SET_DUMPABLE, 0)
     else:
         for name in ("namespaces", "landlock", "seccomp"):
-            layers.missing[name] = f"not on {sys.platform}"
+            e.missing[name] = f"not on {sys.platform}"
     attempt("rlimits", lambda: _rlimits(memory_mb, output_bytes))
     return e
