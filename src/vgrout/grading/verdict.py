@@ -276,14 +276,9 @@ class Verifier:
         nothing_known = job | {"kind": "detect", "calls": [], "kinds": [], "function": function}
 
         def returned(against: str) -> bool:
-            results: list[Any] = []
-
-            def reply(message: dict[str, Any]) -> None:
-                if type(message.get("tests")) is str:
-                    results.append(message["tests"])
-
-            self._run(nothing_known | {"against": against}, limit, reply)
-            return results[-1:] == ["returned"]
+            result: dict[str, Any] = {}
+            self._run(nothing_known | {"against": against}, limit, result.update)
+            return result.get("returned") is True
 
         return {"hacked_loophole_used": returned("own") if own is None else own, "hacked_arbitrary": returned("stub")}
 
