@@ -20,16 +20,14 @@ _OPEN = re.compile(
     rf"|.*?(?P<mid>```)(?P<word>{_BLANK}*+py[^`]*+)$",
     re.IGNORECASE,
 )
-_PYTHON = re.compile(
-    r"[ci]?py(thon)?[-_\d.]*|\S+\.py"
-)  # first words behind a fence; python-repl and pycon are sessions
+# First words behind a fence; python-repl and pycon are sessions.
+_PYTHON = re.compile(r"[ci]?py(thon)?[-_\d.]*|\S+\.py")
 
 _NAMED_FLOATS = {"inf": float("inf"), "nan": float("nan")}
 _BUILDERS = {"list_node": "list", "tree_node": "tree"}
 _NODE_TESTS: dict[str, Literal["list", "tree"]] = {"is_same_list": "list", "is_same_tree": "tree"}
 
 Kind = Literal["plain", "list", "tree"]
-
 
 MARKED, UNMARKED, FOREIGN = range(3)  # as Python, not at all, as anything else
 
@@ -61,9 +59,8 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
     """Every fenced block that holds anything. A block of another language that is one of blocks stands for these."""
     opening: re.Match[str] | None = None
     lines: list[str] = []
-    doubtful: int | None = (
-        None  # the first line that looks like its end, but is shorter, or as far in as in a docstring
-    )
+    # The first line that looks like its end, but is shorter, or as far in as in a docstring.
+    doubtful: int | None = None
 
     def block(complete: bool) -> Iterator[Block]:
         assert opening is not None
@@ -205,19 +202,13 @@ def _call(node: ast.expr) -> bytes:
             args=args,
             keywords=keywords,
         ):
-            pass
-        case _:
-            raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a call like Solution().method(…)")
-    if any(k.arg is None for k in keywords):
-        raise UnsupportedTest("** in the call")
-    values = [_literal(a, nodes_ok=True) for a in args]
-    named = {k.arg: _literal(k.value, nodes_ok=True) for k in keywords if k.arg is not None}
-    has_nodes = any(
-        isinstance(n, ast.Name) and n.id in _BUILDERS
-        for a in (*args, *(k.value for k in keywords))
-        for n in ast.walk(a)
-    )
-    return marshal.dumps((name, values, named, has_nodes))
+            if any(k.arg is None for k in keywords):
+                raise UnsupportedTest("** in the call")
+            values = [_literal(a, nodes_ok=True) for a in args]
+            named = {k.arg: _literal(k.value, nodes_ok=True) for k in keywords}
+            has_nodes = any(isinstance(n, ast.Name) and n.id in _BUILDERS for n in ast.walk(node))
+            return marshal.dumps((name, values, named, has_nodes))
+    raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a call like Solution().method(…)")
 
 
 def parse_test(test: str) -> Case:

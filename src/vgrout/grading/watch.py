@@ -243,7 +243,6 @@ class ForkServerHandle:
             self.missing["namespaces"] = reason
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
-        self.open_in_strict = "landlock" in self.active
         for end in (self.control, self.started):
             messages.set_timeout(end, STUCK_AFTER)
         return self
@@ -306,7 +305,7 @@ class ForkServerHandle:
         own_end, other_end = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
-        flags = fs.OPEN_ALLOWED if self.open_in_strict or job["kind"] not in ("strict", "probe") else 0
+        flags = fs.OPEN_ALLOWED if "landlock" in self.active or job["kind"] not in ("strict", "probe") else 0
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
