@@ -130,8 +130,3 @@ def test_root_becomes_nobody_where_the_library_is_readable():
     env = {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["uid", "65534", "3"], done.stderr[-2000:]
-
-
-def test_every_attack_has_its_own_name():
-    names = [a.name for a in ATTACKS]
-    assert len(names) == len(set(names))

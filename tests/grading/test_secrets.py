@@ -86,6 +86,11 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
         assert own or b"the_canonical_name" not in data
 
 
+def skip_below_level_3(server: ForkServerHandle) -> None:
+    if not server.active.keys() >= {"namespaces", "landlock", "seccomp"}:
+        pytest.skip("not at level 3 here")
+
+
 STDLIB = os.path.dirname(os.__file__)
 # name → (what the first child does to say 1, what the second one reads)
 CHANNELS = {
@@ -152,8 +157,7 @@ def run_one(server: ForkServerHandle, expression: str) -> str:
 def test_no_bit_crosses_from_one_child_to_the_next(two, channel):
     """What the second child reads does not depend on what the first one did: read three times after each."""
     server = two[0]
-    if server.active.keys() < {"namespaces", "landlock", "seccomp"}:
-        pytest.skip("not at level 3 here")
+    skip_below_level_3(server)
     write, read = CHANNELS[channel]
     seen = {bit: [] for bit in "01"}
     for _ in range(3):
@@ -187,8 +191,7 @@ BESIDE = {
 @pytest.mark.parametrize("channel", BESIDE)
 def test_no_bit_crosses_between_two_workers(two, channel):
     """Both children live at the same time."""
-    if two[0].active.keys() < {"namespaces", "landlock", "seccomp"}:
-        pytest.skip("not at level 3 here")
+    skip_below_level_3(two[0])
     write, read = (f"(setattr(libc.mmap, 'restype', ctypes.c_long), {e})[1]" for e in BESIDE[channel])
     seen = {bit: [] for bit in "01"}
     with ThreadPoolExecutor(1) as other:
