@@ -456,6 +456,23 @@ def test_nothing_is_left_after_close(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == files
 
 
+def test_a_grader_that_cannot_start_all_its_workers_leaves_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start, started, before = grade_module.start_process, [], descendants(os.getpid())
+
+    def too_many(*args, **kwargs):
+        started.append(args)
+        if len(started) == 2:
+            raise OSError(24, "Too many open files")
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(grade_module, "start_process", too_many)
+    with pytest.raises(RuntimeError, match=r"could not be started: .*Too many open files"):
+        Grader(3)
+    assert descendants(os.getpid()) == before
+    assert list(tmp_path.iterdir()) == []
+
+
 def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
     """Kill it: its descendants and what they made in `folder` are gone within ten seconds."""
     workers = descendants(trainer.pid)
@@ -651,21 +668,23 @@ def test_check_reports_what_fails_and_calibrates():
     odd = replace(good, id=10, tests=("assert len(Solution().total([])) == 0",))
     bare = replace(good, id=11, canonical="def total(nums): return sum(nums)")
     raises = replace(good, id=12, setup_code="import math\nraise OSError('no\\n\\x1b[31mway')")
+    imports = replace(good, id=13, canonical=f"import __main__, numpy\n{SUM_RIGHT}")
     with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
-        report = check_problems([good, wrong, slow, odd, bare, raises], grader)
+        report = check_problems([good, wrong, slow, odd, bare, raises, imports], grader)
         for text in (FAST, fenced("class")):
             with pytest.raises(ValueError, match=r"problem 12: setup code raises OSError: no \\x1b\[31mway"):
                 grader.grade(raises, text)
     assert not report.ok
     fails = "canonical solution fails"
     assert [(f.id, f.reason.split(":")[0]) for f in report.failures] == [
-        *((8, fails), (9, fails), (10, "test 1")),
-        *((11, fails), (12, "setup code raises OSError")),
+        *((8, fails), (9, fails), (10, "'len(Solution().total([]))' is not a call like Solution().method(…)")),
+        *((11, fails), (12, "setup code raises OSError"), (13, fails)),
     ]
     assert "no class Solution with a method total" in report.failures[3].reason
     assert "0.3 s of CPU are not enough" in report.failures[1].reason
+    assert "imports 'numpy', and answers have the standard library only" in report.failures[5].reason
     assert {*report.cpu_s} == {7}
-    assert "1/6 pass" in str(report)
+    assert "1/7 pass" in str(report)
     assert "(problem 7, calibrated limit 0.5 s)" in str(report)
     assert calibrated_limit(2.0) == 10.0
 
@@ -676,6 +695,7 @@ def test_check_reports_what_fails_and_calibrates():
         ("from math import *\nfrom typing import *\nimport math as sum", {"pow", "sum"}),
         ("def max(a):\n    min = [abs for abs in a]\n    return min\nclass C:\n    list = 1", {"max"}),
         ("from operator import *\nfrom numpy import *\nfrom math import pow as power\n__doc__ = ''", {"abs", "pow"}),
+        ("try:\n    from msvcrt import *\nexcept ImportError:\n    from math import *", {"pow"}),
     ],
 )
 def test_builtins_that_setup_code_replaces_are_found(setup, names):

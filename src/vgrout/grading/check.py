@@ -3,14 +3,14 @@
 import ast
 import builtins
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from symtable import symtable
 
-from vgrout.grading.extract import UnsupportedTest, bound_names, parse_test
+from vgrout.grading.extract import bound_names
 from vgrout.grading.grade import Grader
 from vgrout.types import Grade, Problem, Ungraded
 
@@ -74,11 +74,7 @@ def check_problems(
     cpu: dict[int, float] = {}
     futures: dict[PendingGrade, Problem] = {}
     for problem in problems:
-        bad = _unsupported(problem)
-        if bad:
-            failures.append(Failure(problem.id, bad))
-        else:
-            futures[grader.submit(problem, f"```python\n{problem.canonical}\n```")] = problem
+        futures[grader.submit(problem, f"```python\n{problem.canonical}\n```")] = problem
     for future in track(as_completed(futures)):
         problem = futures[future]
         try:
@@ -90,7 +86,7 @@ def check_problems(
             case Grade(solved=True):
                 cpu[problem.id] = grade.cpu_s
             case Grade():
-                why = "a wrong value" if grade.exit_status == "ok" else _known(problem) or grade.exit_status
+                why = "a wrong value" if grade.exit_status == "ok" else _known(problem, grade.exit_status)
                 if why == "timeout":  # of a slow program, or on a busy machine
                     limit = problem.cpu_limit or grader.limits.cpu_s
                     why = f"{limit:g} s of CPU are not enough; a higher 'cpu_limit' in its line gives it more"
@@ -101,25 +97,16 @@ def check_problems(
     return CheckReport(len(problems), tuple(failures), cpu)
 
 
-def _known(problem: Problem) -> str:
-    """Why a solution fails, where it can be seen: no class, a module that is not installed; else ""."""
+def _known(problem: Problem, status: str) -> str:
+    """Why a solution fails, where it can be seen: no class, a module that answers lack; else its exit status."""
     if "Solution" not in bound_names(f"{problem.setup_code}\n{problem.canonical}"):
         return f"it defines no class Solution with a method {problem.func_name}"
-    for node in ast.walk(ast.parse(problem.canonical)):
+    for node in ast.walk(ast.parse(problem.canonical)) if status == "error:ModuleNotFoundError" else ():
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
         for name in (name.partition(".")[0] for name in names):
-            if name and importlib.util.find_spec(name) is None:
-                return f"it imports {name!r}, which is not installed"
-    return ""
-
-
-def _unsupported(problem: Problem) -> str | None:
-    for i, test in enumerate(problem.tests, 1):
-        try:
-            parse_test(test)
-        except UnsupportedTest as e:
-            return f"test {i}: {e}"
-    return None
+            if name and name not in {"__main__", *sys.stdlib_module_names}:
+                return f"it imports {name!r}, and answers have the standard library only"
+    return status
 
 
 def shadowed_builtins(setup_code: str) -> set[str]:
@@ -131,6 +118,7 @@ def shadowed_builtins(setup_code: str) -> set[str]:
     }
     for node in ast.walk(ast.parse(setup_code)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in SOUND_MODULES:
-            module = importlib.import_module(node.module)
-            names |= {*getattr(module, "__all__", (n for n in vars(module) if n[0] != "_"))}
+            with suppress(ImportError):  # one of another system
+                module = importlib.import_module(node.module)
+                names |= {*getattr(module, "__all__", (n for n in vars(module) if n[0] != "_"))}
     return {n for n in names & {*dir(builtins)} if n[0] != "_"}

@@ -91,19 +91,8 @@ def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
     """One rollout as the verifier reads it. Raises ValueError for a CPU limit that is none."""
     if problem.cpu_limit is not None and not 0 < problem.cpu_limit <= MAX_CPU_S:
         raise ValueError(f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds")
-    return {
-        "id": problem.id,
-        "mode": problem.mode,
-        "marker": problem.marker,
-        "tests": problem.tests,
-        "setup_code": problem.setup_code,
-        "canonical": problem.canonical,
-        "func_name": problem.func_name,
-        "called": problem.called,
-        "cpu_limit": problem.cpu_limit,
-        "detectors": detectors,
-        "text": text,
-    }
+    names = ("id", "mode", "marker", "tests", "setup_code", "canonical", "func_name", "called", "cpu_limit")
+    return {name: getattr(problem, name) for name in names} | {"detectors": detectors, "text": text}
 
 
 class _Worker:
@@ -113,7 +102,13 @@ class _Worker:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
         settings = messages.WorkerSettings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
-        self.process, self.socket = start_process("verifier", *astuple(settings), own_session=True, hash_seed="random")
+        try:
+            self.process, self.socket = start_process(
+                "verifier", *astuple(settings), own_session=True, hash_seed="random"
+            )
+        except OSError:
+            os.rmdir(self.workdir)
+            raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
@@ -148,7 +143,6 @@ class _Worker:
 
 _CODE = "class Solution:\n    def f(self, x): return x + 1\n"
 _PLAIN = Problem(0, "run_tests", "", (), (), ("assert Solution().f(1) == 2",), _CODE, "", "f")
-
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -220,10 +214,10 @@ class Grader:
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
         # A verifier dies with the thread that started it, so that is one which lives as long as this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
-        started = [self._start() for _ in range(self.workers)]  # all at once: they warm up in parallel
         try:
+            started = [self._start() for _ in range(self.workers)]  # all at once: they warm up in parallel
             hellos = [worker.receive() for worker in started]
-        except _WorkerLost as e:
+        except (_WorkerLost, OSError) as e:
             self.close()
             raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
         worst = min(hellos, key=lambda h: h["level"])
@@ -273,14 +267,12 @@ class Grader:
         return self._pool.submit(self._by_its_flaws, problem, text)
 
     def _by_its_flaws(self, problem: Problem, text: str) -> Grade | Ungraded:
-        first = self._by_its_mode(problem, text)
+        first = grade = self._by_its_mode(problem, text)
         for mode in problem.also:
-            if isinstance(first, Ungraded) or first.passed:
-                return first
-            other = self._by_its_mode(replace(problem, mode=mode, marker="", also=()), text)
-            if isinstance(other, Ungraded) or other.passed:
-                return other
-        return first
+            if isinstance(grade, Ungraded) or grade.passed:
+                return grade
+            grade = self._by_its_mode(replace(problem, mode=mode, marker="", also=()), text)
+        return grade if isinstance(grade, Ungraded) or grade.passed else first
 
     def _by_its_mode(self, problem: Problem, text: str) -> Grade | Ungraded:
         fields = self._ask(as_request(problem, text, self.detectors))
