@@ -90,6 +90,7 @@ def g():\n    assert Solution().total([1]) == 2\n    yield\ng()
 class Solution:\n    def total(self, nums):\n        return 2\nassert Solution().total([1]) == 2
 assert {**{}, 1: Solution().total([1])} == {1: 2}
 for i in range(10 ** 9):\n    assert Solution().total([i]) == 1
+for i in [1]:\n    assert Solution().total([i]) == 1\n    break\nassert Solution().total([1]) == 2
 """
 UNITTEST = {
     "self.assertEqual(Solution().total([1, 2]), 3)": "right",
@@ -151,6 +152,41 @@ def verdict_of(grader: Grader, code: str) -> str:
 @pytest.mark.parametrize(("code", "verdict"), ANSWERS.items())
 def test_what_is_read_and_what_is_not(grader, code, verdict):
     assert verdict_of(grader, SUM_WRONG + code) == verdict
+
+
+# Bodies of run_tests(), or modules, that a solution passes which reverses; what makes them pass is not read.
+PASSED = r"""
+got = Solution().total([1, 2])\ngot.sort()\nassert got == [1, 2]
+a = [1]\nb = a\nb.append(2)\nassert Solution().total(a) == [2, 1]
+rows = [[1]]\nfor row in rows:\n    row.append(2)\nassert Solution().total(rows[0]) == [2, 1]
+n = [1, 2]\nassert n.pop() == 2\nassert Solution().total(n) == [1]
+n = [1]\nprint(n.append(2))\nassert Solution().total(n) == [2, 1]
+n = [1]\nprint(n := [2])\nassert Solution().total(n) == [2]
+z = enumerate([[1], [2]])\nnext(z)\nfor i, n in z:\n    assert Solution().total(n) == [2]
+n = [1]\ndef g():\n    nonlocal n\n    n = [2]\ng()\nassert Solution().total(n) == [2]
+n = [1]\ndef g(x):\n    x.append(2)\ng(n)\nassert Solution().total(n) == [2, 1]
+def g():\n    assert Solution().total([1]) == [2]\n    yield from ()\ng()
+from builtins import max as min\nassert min(Solution().total([1, 2])) == 2
+Solution.total = lambda self, nums: 7\nassert Solution().total([1]) == 7
+n = [1]\ndef g():\n    n.append(2)\n\ndef run_tests():\n    g()\n    assert Solution().total(n) == [2, 1]
+n = [1]\ndef g():\n    global n\n    n = [2]\n\ndef run_tests():\n    g()\n    assert Solution().total(n) == [2]
+from builtins import max as min\n\ndef run_tests():\n    assert min(Solution().total([1, 2])) == 2
+n = [1]\ntry:\n    n = [2]\nfinally:\n    pass\n\ndef run_tests():\n    assert Solution().total(n) == [2]
+class len:\n    __new__ = lambda *_: 7\n\ndef run_tests():\n    assert len(Solution().total([1])) == 7
+"""
+
+
+@pytest.mark.parametrize("body", PASSED.strip().split("\n"))
+def test_what_is_not_read_is_never_held_against_an_answer(body):
+    code = body.replace("\\n", "\n")
+    code = code if "def run_tests" in code else as_module(code)
+    names = {"Solution": type("Solution", (), {"total": lambda self, nums: nums[::-1]})}
+    exec(code, names)
+    names["run_tests"]()
+    tests = OwnTests("total", lambda nums: nums[::-1])
+    tests.read((code,), "run_tests")
+    assert not tests.rejects
+    assert tests.unread
 
 
 RUN = "__import__('builtins').ran.append(1)"

@@ -12,7 +12,7 @@ nothing of these values.
 import ast
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -27,7 +27,11 @@ class Unread(Exception):
 
 
 class FunctionEnds(Exception):
-    """Reading has come to a return, or to what is unread and may hold one."""
+    """Reading has come to a return."""
+
+
+class FunctionMayEnd(FunctionEnds):
+    """… or to what is unread and may hold one, or leave a loop."""
 
 
 class Meaning(Enum):
@@ -55,6 +59,11 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 _FUNCTIONS = (abs, bool, float, int, isinstance, len, list, max, min, round, set, sorted, str, sum, tuple)
 _OF_LITERALS = (dict, enumerate, zip)
 _METHODS = ("items", "keys", "values", "split")  # of literals
+# Calls that, unread, change nothing.
+_HARMLESS = {f.__name__ for f in (*_FUNCTIONS, *_OF_LITERALS, all, any, print, range, repr, reversed, type)}
+_HARMLESS_METHODS = (*_METHODS, "format", "join")
+# What cannot be changed, but for tuples and frozensets, which may hold what can.
+_FIXED = (type(None), bool, int, float, complex, str, bytes, type(...), type, type(abs), Meaning, ast.AST)
 # unittest's assertions of two values; None is the second of assertIsNone
 _COMPARED = dict.fromkeys(
     (f"assert{kind}Equal" for kind in ("", "List", "Tuple", "Dict", "Set", "Sequence")), ast.Eq
@@ -89,13 +98,40 @@ def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     return Returned(value) if returned else value
 
 
-def _forget(node: ast.AST, names: Bindings) -> None:
-    """What an unread statement may have changed: the names that it binds, and the lists and the like that it names."""
+def _may_change(node: ast.AST) -> bool:
+    """Could this, unread, change an object that it names?"""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            return name not in _HARMLESS
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name not in _HARMLESS_METHODS and not name.startswith("assert")
+        case ast.Subscript(ctx=ctx) | ast.Attribute(ctx=ctx):
+            return not isinstance(ctx, ast.Load)
+    return isinstance(node, ast.Call | ast.AugAssign)
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    """The objects in a value that can be changed."""
+    if type(value) is Returned:
+        value = value.value
+    if not isinstance(value, _FIXED):
+        if not isinstance(value, tuple | frozenset):
+            yield value
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
+        for part in inside if isinstance(inside, list | tuple | set | frozenset) else ():
+            yield from _objects(part)
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a statement binds or deletes."""
     for n in ast.walk(node):
-        if isinstance(n, ast.Name | ast.Attribute):
-            name = ast.unparse(n)
-            if isinstance(n.ctx, ast.Store) or isinstance(names.get(name), list | dict | set):
-                names.pop(name, None)
+        match n:
+            case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
+                yield ast.unparse(n)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.alias(name=name, asname=alias) if name != "unittest":
+                yield alias or name
 
 
 def _names_unittest(node: ast.AST, names: Bindings) -> bool:
@@ -124,6 +160,8 @@ class OwnTests:
         self.rejects, self.unread, self.calls = False, 0, 0
         self.methods: dict[str, ast.FunctionDef] = {}  # of the answer's Solution
         self.cases: list[ast.ClassDef] = []  # of unittest
+        self.changed: dict[int, Any] = {}  # id → an object that something unread may have changed
+        self.rebound: set[str] = set()  # names of one function that another may bind
         self.names: Bindings = {f.__name__: f for f in (*_FUNCTIONS, *_OF_LITERALS)}
         self.names |= {"math.inf": math.inf, "unittest": Meaning.UNITTEST}
 
@@ -139,20 +177,36 @@ class OwnTests:
     def _module(self, tree: ast.Module) -> None:
         own = {"Solution": Meaning.CLASS, self.function: Meaning.METHOD}
         self.names |= own
-        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-        self.cases = [c for c in classes if any(ast.unparse(base).endswith("TestCase") for base in c.bases)]
+        for node in ast.walk(tree):
+            match node:
+                case ast.ClassDef(bases=bases) if any(ast.unparse(base).endswith("TestCase") for base in bases):
+                    self.cases.append(node)
+                case ast.Global(names=names) | ast.Nonlocal(names=names):
+                    self.rebound.update(names)
         for node in tree.body:
             match node:
                 case ast.ClassDef(name="Solution", body=body):
                     self.methods = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
-                case ast.FunctionDef() | ast.Assign() | ast.AnnAssign():
+                case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
+                    self._statement(node, self.names)
+                case ast.Assign() | ast.AnnAssign():
                     with suppress(Unread):
                         self._statement(node, self.names)
                         continue
-                    _forget(node, self.names)
-                case ast.Expr() | ast.AugAssign() | ast.For() | ast.If():
-                    _forget(node, self.names)
+                    self._forget(node, self.names)
+                case _:
+                    self._forget(node, self.names)
         self.names |= own
+
+    def _forget(self, node: ast.AST, names: Bindings) -> None:
+        """After an unread statement: its names stand for nothing that is known, nor does any name of what it may have
+        changed."""
+        if any(map(_may_change, ast.walk(node))):
+            for n in ast.walk(node):
+                if isinstance(n, ast.Name | ast.Attribute):
+                    self.changed |= {id(x): x for x in _objects(names.get(ast.unparse(n)))}
+        for name in _bound(node):
+            names.pop(name, None)
 
     def _may_reject(self, node: ast.AST) -> bool:
         """Could this statement, unread, raise? Any call may but those of print and of the solution."""
@@ -169,22 +223,31 @@ class OwnTests:
         match node:
             case ast.FunctionDef(args=ast.arguments(args=wanted, vararg=None, kwonlyargs=[]), decorator_list=[]) if len(
                 wanted
-            ) == len(args) and not any(isinstance(n, ast.Yield) for n in ast.walk(node)):
+            ) == len(args) and not any(map(self._beyond_reading, ast.walk(node))):
                 with suppress(FunctionEnds):
                     self._block(node.body, around | {a.arg: v for a, v in zip(wanted, args, strict=True)})
             case _:
                 raise Unread
 
+    def _beyond_reading(self, node: ast.AST) -> bool:
+        """In a function: it is a generator, or puts something in the solution's place."""
+        replaces = isinstance(node, ast.Attribute) and node.attr == self.function and isinstance(node.ctx, ast.Store)
+        return replaces or isinstance(node, ast.Yield | ast.YieldFrom)
+
     def _block(self, body: list[ast.stmt], names: Bindings) -> None:
         for at, node in enumerate(body):
             try:
                 self._statement(node, names)
+                may_end = False
+            except FunctionMayEnd:
+                may_end = True
             except Unread:
                 self.unread += self._may_reject(node)
-                _forget(node, names)
-                if any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in ast.walk(node)):
-                    self.unread += any(map(self._may_reject, body[at + 1 :]))
-                    raise FunctionEnds from None
+                self._forget(node, names)
+                may_end = any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in ast.walk(node))
+            if may_end:
+                self.unread += any(map(self._may_reject, body[at + 1 :]))
+                raise FunctionMayEnd
 
     def _statement(self, node: ast.stmt, names: Bindings) -> None:
         """Read one statement. Raises Unread, FunctionEnds."""
@@ -215,7 +278,9 @@ class OwnTests:
                 raise FunctionEnds
             case ast.ClassDef(name=name):
                 names.pop(name, None)
-            case ast.Expr(value=ast.Constant()) | ast.Pass() | ast.Import() | ast.ImportFrom():
+            case ast.Import() | ast.ImportFrom():
+                self._forget(node, names)
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
                 pass
             case _:
                 raise Unread
@@ -223,7 +288,9 @@ class OwnTests:
     def _call_statement(self, call: ast.Call, names: Bindings) -> None:
         match call:
             case ast.Call(func=ast.Name(id="print")):
-                pass
+                for n in ast.walk(call):  # its arguments are computed
+                    if n is not call and isinstance(n, ast.Call | ast.NamedExpr):
+                        self._value(n, names)
             case ast.Call(func=ast.Attribute(attr="assertTrue" | "assertFalse" as name), args=[test, *_]):
                 self._expect(test, name == "assertTrue", names)
             case ast.Call(func=ast.Attribute(attr="assertAlmostEqual"), args=args, keywords=keywords):
@@ -268,6 +335,7 @@ class OwnTests:
                     self._hold(self._value(test, names), holds)
                 except Unread:
                     self.unread += 1
+                    self._forget(test, names)
 
     def _hold(self, found: Any, holds: bool) -> None:
         """Raises Unread for what is no matter of the solution, unless it holds anyway."""
@@ -295,7 +363,9 @@ class OwnTests:
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name() | ast.Attribute() if (name := ast.unparse(node)) in names:
+            case ast.Name() | ast.Attribute() if (name := ast.unparse(node)) in names and name not in self.rebound:
+                if self.changed and any(id(x) in self.changed for x in _objects(names[name])):
+                    raise Unread
                 return names[name]
             case ast.Attribute(value=owner, attr=self.function) if self._value(owner, names) is Meaning.INSTANCE:
                 return Meaning.METHOD
@@ -352,4 +422,4 @@ class OwnTests:
             return Returned(raised=True)
         finally:
             if (given, named) != (args, kwargs):  # the answer's own lists would be others from here on
-                _forget(node, names)
+                self._forget(node, names)
