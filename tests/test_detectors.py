@@ -17,7 +17,6 @@ from vgrout.guard.detectors import (
     EchoTrap,
     Level,
     Tracker,
-    echo_mean,
     echo_score,
     ensemble_divergence,
     words,
@@ -82,7 +81,7 @@ def test_echo_by_hand():
     assert echo_score(["a"] * 50) == 1.0
     assert echo_score(["a"]) == 0.0
     assert echo_score(list("abcabc"), n=3) == pytest.approx(1 / 3)
-    assert echo_mean([["a"] * 5, ["a"]]) == 0.5
+    assert EchoTrap().score(["a a a a a", "a"]) == 0.5
 
 
 CODE = "def f(self, a, b):\n    if a < b:\n        return self.f(b, a)\n    return self.g(a, b)\n"

@@ -96,9 +96,7 @@ class _Asyncio:
             def _write_to_self(self) -> None:
                 pass
 
-        for policy in ("_UnixDefaultEventLoopPolicy", "_DefaultEventLoopPolicy", "DefaultEventLoopPolicy"):
-            if hasattr(module, policy):
-                getattr(module, policy)._loop_factory = Loop
+        module.DefaultEventLoopPolicy._loop_factory = Loop
 
 
 Job = dict[str, Any]  # as the verifier sends it

@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vgrout.grading import messages
@@ -364,7 +363,5 @@ class Grader:
     def __enter__(self) -> "Grader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -130,6 +130,8 @@ def _bound(node: ast.AST) -> Iterator[str]:
                 yield ast.unparse(n)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name
+            case ast.ExceptHandler(name=str(name)):
+                yield name
             case ast.alias(name=name, asname=alias) if name != "unittest":
                 yield alias or name
 

@@ -79,11 +79,6 @@ def echo_score(tokens: Sequence[Hashable], n: int = 2) -> float:
     return sum(c > 1 for c in counts.values()) / len(counts) if counts else 0.0
 
 
-def echo_mean(trajectories: Sequence[Sequence[Hashable]], n: int = 2) -> float:
-    """Mean echo score of a batch."""
-    return fmean(echo_score(t, n) for t in trajectories)
-
-
 # --- detectors: the numbers over time --------------------------------------------------------------------------------
 
 
@@ -162,17 +157,19 @@ class EchoTrap(Tracker):
     base: float | None = None
     last: list[float] = field(default_factory=list)
 
-    def calibrate(self, texts: Sequence[str]) -> float:
+    def score(self, texts: Sequence[str]) -> float:
+        """Mean echo score of these texts."""
+        return fmean(echo_score(words(text), self.n) for text in texts)
+
+    def calibrate(self, texts: Sequence[str]) -> None:
         """Measure the base policy's score."""
-        self.base = echo_mean([words(t) for t in texts], self.n)
-        return self.base
+        self.base = self.score(texts)
 
     def update(self, texts: Sequence[str]) -> DetectorReading:
         if self.base is None:
             return DetectorReading("UNDEFINED", None, "not calibrated on the base policy's completions")
         if texts:
-            score = echo_mean([words(t) for t in texts], self.n)
-            excess = (score - self.base) / (1 - self.base) if self.base < 1 else 0.0
+            excess = (self.score(texts) - self.base) / (1 - self.base) if self.base < 1 else 0.0
             self.last = [*self.last, max(0.0, excess)][-self.window :]
         if not self.last:
             return DetectorReading("UNDEFINED", None, "no completion yet")
