@@ -62,13 +62,9 @@ LIAR = "class I(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__h
     ("before", "value", "expected", "correct"),
     [
         ("from collections import Counter\n", "Counter('aab')", "{'a': 2, 'b': 1}", True),
-        ("from collections import defaultdict\n", "defaultdict(int, {1: 2})", "{1: 2}", True),
-        ("", "2", "2.0", True),
         ("", "True", "1", True),
         ("", "(1, 2)", "[1, 2]", False),
-        ("", "'2'", "2", False),
         ("", "[float('nan')]", "[nan]", False),
-        ("", "range(3)", "[0, 1, 2]", False),
         ("", "2**100", str(2**100), True),
         ("", "'a\\n\\x00é😀\"'", "'a\\n\\x00é😀\"'", True),
     ],
