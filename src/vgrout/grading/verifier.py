@@ -28,7 +28,7 @@ from vgrout.grading.isolation import cap_limit, die_with_parent
 from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.probe import FATAL
 from vgrout.grading.verdict import Verifier
-from vgrout.grading.watch import ForkServerHandle, ForkServerLost
+from vgrout.grading.watch import ForkServerHandle, ForkServerLost, remove_empty
 
 TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30  # what the verifier itself may use: CPU for one rollout, address space
 
@@ -84,7 +84,7 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
     # before its workers are up. Its end is seen twice, as end of input and as SIGTERM some microseconds later: an
     # exception from the handler must not break off what the first has begun, so the stack unwinds with the signal off.
     with ExitStack() as ends:
-        ends.callback(_remove, settings.workdir)
+        ends.callback(remove_empty, settings.workdir)
         try:
             signal.signal(signal.SIGTERM, _leave)
             die_with_parent(signal.SIGTERM)
@@ -117,11 +117,6 @@ def _greet_and_serve(trainer: socket.socket, settings: WorkerSettings, ends: Exi
         }
     )
     _serve(trainer, Verifier(fork_server), send)
-
-
-def _remove(folder: str) -> None:
-    with suppress(OSError):
-        os.rmdir(folder)
 
 
 def _leave(*_: object) -> None:

@@ -120,6 +120,11 @@ def reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
         process.wait()
 
 
+def remove_empty(folder: str) -> None:
+    with suppress(OSError):  # what is left is the trainer's to remove
+        os.rmdir(folder)
+
+
 # --- one child --------------------------------------------------------------------------------------------------------
 
 Reply = Callable[[dict[str, Any]], bytes | None]
@@ -234,7 +239,7 @@ class ForkServerHandle:
 
     def start(self) -> "ForkServerHandle":
         """Start it, and wait until it serves. Raises ForkServerLost."""
-        self._open.callback(self._remove_cwd)
+        self._open.callback(remove_empty, self.cwd)
         os.chmod(self.settings.workdir, 0o711)  # children run as another user
         self._launch(self.settings.forbid)
         if not self.active:  # half-way into the namespaces: it has ended
@@ -260,10 +265,6 @@ class ForkServerHandle:
     def close(self) -> None:
         """The fork server sees the end of its input and exits; the kernel ends a child with it."""
         self._open.close()
-
-    def _remove_cwd(self) -> None:
-        with suppress(OSError):  # what is left is the trainer's to remove
-            os.rmdir(self.cwd)
 
     def report(self) -> bytes:
         """How the child has ended. Raises ForkServerLost."""
