@@ -31,8 +31,8 @@ def config(**changes: Any) -> GuardConfig:
     return GuardConfig(**settings)
 
 
-def play(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100, every: int = 1) -> list[TripwireStatus]:
-    return [guard.update(i * every, proxy, held, n=n) for i, (proxy, held) in enumerate(series)]
+def play(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100) -> list[TripwireStatus]:
+    return [guard.update(i, proxy, held, n=n) for i, (proxy, held) in enumerate(series)]
 
 
 def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100) -> int | None:
