@@ -240,6 +240,14 @@ def test_a_template_that_loops_on_one_text_alone_is_ended(monkeypatch: pytest.Mo
     assert "takes more than 0.1 s" in refusal(lambda: lm.render([{"role": "user", "content": "a secret"}]))
 
 
+def test_messages_that_a_template_refuses_are_one_line() -> None:
+    lm, message = tiny.policy(), {"role": "user", "content": "hello"}
+    lm.tok.chat_template = "{{ raise_exception('roles must\n alternate') if messages|length > 1 }}"
+    assert lm.prompt_text([message]) == ""
+    says = refusal(lambda: lm.render([message, message]))
+    assert says == "the model's chat template refuses messages of user, user: roles must alternate"
+
+
 HOSTILE = "<script>alert(1)</script>[a](http://x)\x1b[31m\u202e|x"
 DAMAGED: dict[str, Callable[[Path], object]] = {
     "status": lambda r: (r / "status.json").write_text("[1]"),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from jinja2 import TemplateError
 from loguru import logger
 from torch import Tensor
 from transformers import (
@@ -40,7 +39,7 @@ from vgrout.model.packing import packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
 from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
-from vgrout.model.template_probe import BYTES, SECONDS
+from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 
 # ── of a run, of a flag ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -260,7 +259,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
         raise ValueError(f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings")
     rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
-    prompt = tok(apply_template(tok, [{"role": "user", "content": "(user)"}]), add_special_tokens=False)["input_ids"]
+    prompt = tok(apply_template(tok, [USER]), add_special_tokens=False)["input_ids"]
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
     if not 0 <= min(eos) <= (last := max(*eos, *prompt, pad_id)) < rows:
         raise ValueError(f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows")
@@ -303,7 +302,7 @@ def try_template(tok: PreTrainedTokenizerBase) -> None:
     text = tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
     if not ends(text):
         raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
-    if "(user)" not in apply_template(tok, [{"role": "user", "content": "(user)"}]):
+    if "(user)" not in apply_template(tok, [USER]):
         raise ValueError("its chat template leaves out the user's message")
     if "strftime_now" in text:
         logger.warning("the chat template reads the clock: a run that is resumed on another day has other prompts")
@@ -322,19 +321,16 @@ def ends(template: str) -> bool:
 def takes_system(tok: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template accepts a system message and keeps its text."""
     try:
-        return "(sys)" in apply_template(
-            tok, [{"role": "system", "content": "(sys)"}, {"role": "user", "content": "(user)"}]
-        )
-    except TemplateError:
+        return "(sys)" in apply_template(tok, [SYSTEM, USER])
+    except ValueError:
         return False
 
 
 def turn_end(tok: PreTrainedTokenizerBase, eos: Set[int]) -> int | None:
     """The token of `eos`, or else the special one, that the template writes directly after an answer: it need not be
     the tokenizer's end of text (Gemma: <end_of_turn>), nor be in any list. None: it writes none."""
-    turns = [{"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}]
-    with contextlib.suppress(TemplateError):
-        after = apply_template(tok, turns, prompt=False).rpartition("(answer)")[2].lstrip()
+    with contextlib.suppress(ValueError):
+        after = apply_template(tok, [USER, ANSWER], prompt=False).rpartition("(answer)")[2].lstrip()
         ids = tok(after, add_special_tokens=False)["input_ids"]
         special = {i: token.content for i, token in tok.added_tokens_decoder.items() if token.special}
         if ids and (ids[0] in eos or (ids[0] in special and after.startswith(special[ids[0]]))):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -229,11 +230,16 @@ def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
 def apply_template(
     tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, prompt: bool = True
 ) -> str:
-    """Raises ValueError where the template does not end; else whatever it raises."""
+    """Raises ValueError where the template refuses these messages, or does not end; else whatever it raises."""
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
-    with _ends():
-        text = tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking)
-    return str(text)
+    try:
+        with _ends():
+            return str(
+                tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking)
+            )
+    except TemplateError as e:
+        roles, why = ", ".join(m["role"] for m in messages), " ".join(str(e).split())
+        raise ValueError(f"the model's chat template refuses messages of {roles}: {why}") from e
 
 
 @contextmanager

@@ -13,9 +13,10 @@ import time
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS, BYTES = 3, 2**30
+SYSTEM = {"role": "system", "content": "(sys)"}
 USER, ANSWER = {"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}
 LONG = {"role": "user", "content": "word " * 5000}
-CONVERSATIONS = ([{"role": "system", "content": "(sys)"}, USER], [USER], [USER, ANSWER], [USER, ANSWER] * 2, [LONG])
+CONVERSATIONS = ([SYSTEM, USER], [USER], [USER, ANSWER], [USER, ANSWER] * 2, [LONG])
 
 
 def render(text: str) -> None:
