@@ -22,7 +22,7 @@ from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, mean_nll, model_name, obtain, save
-from vgrout.direction.pairs import Pair, PairSet, load_pairs
+from vgrout.direction.pairs import DIRECTIONS, Pair, PairSet, load_pairs
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.load import load_policy
@@ -339,19 +339,20 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr(f"{extract.__module__}.extract", lambda *a, **k: runs.append(1) or extract(*a, **k))
-    first = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
-    again = obtain(policy, PAIRS, None, 12, 0.0, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    first = obtain(policy, PAIRS, None, 12, 0.0)
+    again = obtain(policy, PAIRS, None, 12, 0.0)
     assert len(runs) == 1
     assert all(torch.equal(a.V, again.axes[m].V) for m, a in first.axes.items())
     edited = PairSet((replace(PAIRS.pairs[0], hack="pass"), *PAIRS.pairs[1:]), "toy.json")
-    obtain(policy, edited, None, 12, 0.0, tmp_path)
-    obtain(policy, PAIRS, None, 12, 0.5, tmp_path)
-    obtain(policy, PairSet(PAIRS.pairs, "hand-written"), None, 12, 0.5, tmp_path)
+    obtain(policy, edited, None, 12, 0.0)
+    obtain(policy, PAIRS, None, 12, 0.5)
+    obtain(policy, PairSet(PAIRS.pairs, "hand-written"), None, 12, 0.5)
     assert len(runs) == 4
-    names = sorted(p.name.rpartition("_")[0] for p in tmp_path.iterdir())
+    names = sorted(p.name.rpartition("_")[0] for p in DIRECTIONS.iterdir())
     assert names == ["v_hack_pairset_toy"] * 3 + [f"v_hack_{model_name(policy).lower()}_k12_tau0.5"]
-    explicit = next(iter(tmp_path.glob("v_hack_pairset_toy_*")))
-    assert obtain(policy, None, explicit, 12, 0.0, tmp_path).meta.n_pairs == 10
+    explicit = next(iter(DIRECTIONS.glob("v_hack_pairset_toy_*")))
+    assert obtain(policy, None, explicit, 12, 0.0).meta.n_pairs == 10
 
 
 def test_a_pair_longer_than_the_window_is_named(policy):
@@ -426,9 +427,14 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
         ("--tau-axis 1.5", "--tau-axis 1.5: should lie in [0, 1]"),
         ("--detector E", "--rollouts: goes with --detector"),
         ("--rollouts no.jsonl --detector E", "no.jsonl: cannot be read (No such file"),
+        ("", "out/vhack: cannot be written (Not a directory); start from a folder where it can"),
     ],
 )
-def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, monkeypatch):
+def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if not flags:
+        Path("out").mkdir()
+        Path("out/vhack").touch()
     monkeypatch.setattr("vgrout.model.load.load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
     assert main(once(["--model", "some/model", *flags.split()])) == 2
     assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())

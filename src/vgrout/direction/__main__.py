@@ -9,7 +9,15 @@ from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import Dtype, check, flag, refuse, setting
 from vgrout.config.run import PLACEBOS
 from vgrout.data import organism
-from vgrout.direction.pairs import PairDetector, PairSet, handwritten, handwritten_placebo, load_pairs, pairs_from_pool
+from vgrout.direction.pairs import (
+    DIRECTIONS,
+    PairDetector,
+    PairSet,
+    handwritten,
+    handwritten_placebo,
+    load_pairs,
+    pairs_from_pool,
+)
 from vgrout.files import probe_writable, require_new, write_atomic
 from vgrout.model.source import require_model
 
@@ -57,6 +65,8 @@ class ExtractionSettings:
             refuse(path is not None and path.suffix != suffix, f"{flag(name)} {path}: should end in {suffix}")
             require_new(path, flag(name))
         probe_writable(self.svd_cache, "--svd-cache")
+        if self.out is None:
+            probe_writable(DIRECTIONS)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,7 +83,7 @@ def _command(settings: ExtractionSettings) -> int:
     require_model(model)
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout.direction.examine import compare_controls, control_table, module_table
-    from vgrout.direction.extract import default_path, extract, model_key, model_name, save
+    from vgrout.direction.extract import default_path, extract, save
     from vgrout.model.load import load_policy, pick_device
 
     device, dtype = pick_device(model, settings.dtype)
@@ -87,8 +97,7 @@ def _command(settings: ExtractionSettings) -> int:
         write_atomic(settings.pairs_out, pairs.to_file().encode())
         pairs = load_pairs(settings.pairs_out)
     direction = extract(policy, pairs, settings.top_k, settings.tau_axis)
-    key = model_key(policy, pairs, settings.top_k, settings.tau_axis)
-    out = settings.out or default_path(pairs, key, model_name(policy), settings.top_k, settings.tau_axis)
+    out = settings.out or default_path(policy, pairs, settings.top_k, settings.tau_axis)
     save(direction, out)
     print(module_table(direction, settings.k))
     if settings.controls:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout import ranks
-from vgrout.direction.pairs import HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
+from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
 from vgrout.model.packing import Packed, batches, pack, padded_batches
@@ -253,30 +253,21 @@ def model_name(policy: Policy) -> str:
 
 # ── files: safetensors with the hashes of all that a direction depends on ───────────────────────────────────────────
 
-FOLDER = Path("out/vhack")
-
 # key in the file → field of Axes; the bare module name holds V
 _TENSORS = {"": "V", "_sv/": "sv", "_mean/": "mean", "_hack/": "hack", "_clean/": "clean", "_heldout/": "heldout"}
 
 
-def default_path(pairs: PairSet, meta_key: str, model: str, top_k: int, tau_axis: float, folder: Path = FOLDER) -> Path:
-    """Where a direction is cached: by pair set, or, for the hand-written one, by model slug, k and τ.
-
-    meta_key: `model_key`, the last part of the name, so that nothing stale is ever found there.
-    """
+def default_path(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Path:
+    """Where a direction is cached: by pair set, or, for the hand-written one, by model slug, k and τ. Then ten digits
+    of a hash of all that it depends on, so that nothing stale is ever found there."""
     if pairs.source == HANDWRITTEN:
-        slug = Path(model).name.lower()
+        slug = Path(model_name(policy)).name.lower()
         name = f"v_hack_{slug}_k{top_k}" + (f"_tau{tau_axis:g}" if tau_axis else "")
     else:
         name = f"v_hack_pairset_{pairs.stem}"
-    return folder / f"{name}_{meta_key}.safetensors"
-
-
-def model_key(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> str:
-    """Hash, ten digits, of all that a direction depends on."""
     weights = weights_sha256(policy.model, policy.adapter)
     text = f"{SCHEMA} {weights} {pairs.sha256} {top_k} {tau_axis} {N_HELDOUT}"
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
+    return DIRECTIONS / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:10]}.safetensors"
 
 
 def save(direction: Direction, path: Path) -> None:
@@ -326,9 +317,7 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     return Direction(axes, meta)
 
 
-def obtain(
-    policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int, tau_axis: float, folder: Path = FOLDER
-) -> Direction:
+def obtain(policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int, tau_axis: float) -> Direction:
     """The direction at `path`; without one, the cached file for these pairs and this model, extracted if it is missing.
 
     Raises:
@@ -338,8 +327,7 @@ def obtain(
     if path is not None:
         return load(path, policy, pairs)
     assert pairs is not None, "neither a direction nor pairs to extract one from"
-    key = model_key(policy, pairs, top_k, tau_axis)
-    path = default_path(pairs, key, model_name(policy), top_k, tau_axis, folder)
+    path = default_path(policy, pairs, top_k, tau_axis)
     if path.exists():
         logger.debug(f"direction from {path}")
         return load(path, policy, pairs)

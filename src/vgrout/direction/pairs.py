@@ -20,6 +20,7 @@ from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file
+DIRECTIONS = Path("out/vhack")  # where a run looks for one
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 MIN_PAIRS = 3  # two are held out of every extraction
 OF_FOLDER = 24  # pairs, as many as a file of an organism has

@@ -595,7 +595,7 @@ def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules k"]
     """The inverse. Raises ValueError, one line, on damaged metadata."""
     try:
         return torch.tensor(json.loads(text), dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, RecursionError):  # what torch says has many lines
+    except (ValueError, TypeError, RuntimeError, RecursionError, OverflowError):  # what torch says has many lines
         raise ValueError(f"{where}: its basis fingerprint cannot be read") from None
 
 
