@@ -156,7 +156,7 @@ def same_logits(policy: Policy, load: Load) -> Figure:
 def same_gradients(policy: Policy, load: Load) -> Figure:
     """Of packed rows through this device's kernel, and of padded ones through SDPA; infinities and NaNs count."""
     groups = noise(policy, load, prompts=1)
-    packed, padded = (rig.update(policy, groups, False, packing=p)()[0] for p in ("shared", "padded"))
+    packed, padded = (rig.update(p, groups, False)()[0] for p in (policy, replace(policy, packs=False)))
     off = float((packed - padded).norm() / padded.norm()) if packed is not None and padded is not None else math.nan
     figure, most = f"relative difference {off:.0e}", 1e-4 if policy.model.dtype.itemsize >= 4 else 5e-2
     return Figure("gradients, packed", "padded rows, SDPA", figure, f"≤ {most:g}", off <= most)

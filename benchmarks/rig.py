@@ -159,7 +159,7 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
     return groups
 
 
-def update(policy: Policy, groups: list[Group], by_rollout: bool, **how: Any) -> Callable[[], tuple[Any, LossMetrics]]:
+def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[], tuple[Any, LossMetrics]]:
     """Forward and backward of one update: a gradient for each rollout, or one for each group."""
     longest = max(len(r.completion_ids) for g in groups for r in g.rollouts)
     cfg = resolve(command("none", f"--max-new={longest}"))
@@ -170,7 +170,7 @@ def update(policy: Policy, groups: list[Group], by_rollout: bool, **how: Any) ->
         for n, ((group, rollout), A) in enumerate(zip(rollouts, advantages, strict=True))
     )
     batch = Batch(tuple(groups), (), (), cfg.env.pass_reward, len(rows), 0, rows=rows)
-    return partial(policy_gradients, policy, batch, cfg, **how)
+    return partial(policy_gradients, policy, batch, cfg)
 
 
 def random_model(*, device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: Any) -> Qwen3ForCausalLM:

@@ -80,6 +80,11 @@ def run(
     return g, metrics
 
 
+def within(policy: Policy, tokens: int) -> Policy:
+    """The same with so many tokens in a forward."""
+    return replace(policy, budget=replace(policy.budget, tokens=tokens))
+
+
 def textbook(policy: Policy, of: Group, b: int, β: float = 0.0) -> Tensor:
     """∂/∂δS of one rollout's Dr. GRPO loss, token by token, through an explicit W + U diag(δ) Vh and plain logits."""
     adapter, r = policy.adapter, of.rollouts[b]
@@ -118,7 +123,7 @@ def test_micro_batches_change_nothing(policy, loss):
     shake(policy.adapter, 0.1)  # off the sampler's policy: masks take part
     want, one = run(policy, of, cfg)
     for budget in (1, 40):
-        got, many = run(policy, of, cfg, token_budget=budget)
+        got, many = run(within(policy, budget), of, cfg)
         assert relative(got, want) <= 1e-5
         assert many.loss == pytest.approx(one.loss, abs=1e-6)
         assert many.lp_s == pytest.approx(one.lp_s, rel=1e-5)
@@ -127,10 +132,10 @@ def test_micro_batches_change_nothing(policy, loss):
 def test_groups_without_signal_cost_nothing_and_change_nothing(policy):
     live = long_group()
     dead = replace(live, grades=(live.grades[0],) * len(live))
-    assert forward_tokens(policy, [dead, live], {}) == forward_tokens(policy, [live], {})
+    assert forward_tokens(policy, [dead, live]) == forward_tokens(policy, [live])
     assert torch.equal(run(policy, [dead, live])[0], run(policy, [live])[0])
     for nothing in ([dead], []):
-        assert forward_tokens(policy, nothing, {}) == [[]]
+        assert forward_tokens(policy, nothing) == []
         g, metrics = run(policy, nothing)
         assert g.numel() == 0
         assert metrics == LossMetrics()
@@ -169,45 +174,40 @@ def alike_group() -> Group:
     return group([written(PROMPTS[1], ids) for ids in texts], [3.0, 0.0, 1.0])
 
 
-def forward_tokens(policy: Policy, of: list[Group], *how: dict[str, Any]) -> list[list[int]]:
-    """Tokens in the forwards of each way to run the groups."""
-    seen: list[list[int]] = []
+def forward_tokens(policy: Policy, of: list[Group], row: str = "rollout") -> list[int]:
+    """Tokens in each forward."""
+    seen: list[int] = []
     handle = logprobs.backbone(policy.model).register_forward_pre_hook(
-        lambda _m, _a, kw: seen[-1].append(kw["input_ids"].numel()), with_kwargs=True
+        lambda _m, _a, kw: seen.append(kw["input_ids"].numel()), with_kwargs=True
     )
-    for settings in how:
-        seen.append([])
-        run(policy, of, **settings)
+    run(policy, of, row=row)
     handle.remove()
     return seen
 
 
 def test_what_answers_have_in_common_is_read_once(policy):
-    """Tokens in the forward: G (P + R - 1) packed, P + G (R - 1) shared; padded rows have the longest one's. Of a row
-    of several the nodes of its answers' tree but the last token of each answer. Of several rows the prompt but for its
-    last token has a forward of its own; equal students of equal advantage are one row."""
+    """Tokens in the forward: P + G (R - 1); padded rows have the longest one's. Of a row of several the nodes of its
+    answers' tree but the last token of each answer. Of several rows the prompt but for its last token has a forward of
+    its own; equal students of equal advantage are one row."""
     of, prompt = long_group(), len(PROMPTS[1])
     lengths = [len(r.completion_ids) for r in of.rollouts]
-    how = (("padded", "source"), ("packed", "source"), ("shared", "rollout"), ("shared", "source"))
-    seen = forward_tokens(policy, [of], *({"packing": packing, "row": row} for packing, row in how))
-    padded, packed = len(lengths) * (prompt + max(lengths)), sum(lengths) + len(lengths) * (prompt - 1)
-    assert seen == [[padded], [packed], [prompt - 1, sum(lengths)], [prompt + sum(lengths) - len(lengths)]]
+    assert forward_tokens(replace(policy, packs=False), [of]) == [len(lengths) * (prompt + max(lengths))]
+    assert forward_tokens(policy, [of]) == [prompt - 1, sum(lengths)]
+    assert forward_tokens(policy, [of], "source") == [prompt + sum(lengths) - len(lengths)]
     of = branching_group()
     *students, teacher = of.rollouts
     nodes = {r.completion_ids[:n] for r in students for n in range(1, len(r.completion_ids))}
     own = {(r.source, r.completion_ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
-    together, apart = forward_tokens(policy, [of], {"row": "source"}, {"row": "rollout"})
-    assert together == [prompt - 1, 1 + len(nodes) + len(teacher.completion_ids)]
-    assert apart == [prompt - 1, sum(len(ids) for _, ids, _ in own)]
+    assert forward_tokens(policy, [of], "source") == [prompt - 1, 1 + len(nodes) + len(teacher.completion_ids)]
+    assert forward_tokens(policy, [of]) == [prompt - 1, sum(len(ids) for _, ids, _ in own)]
     assert (len(nodes), len(own), len(of)) == (7, 7, 9)
     # and all that answers of several rows begin with; every answer has a token left that is its own
-    (apart,) = forward_tokens(policy, [alike_group()], {"row": "rollout"})
-    assert apart == [prompt + 9, 1 + 3 + 2]
+    assert forward_tokens(policy, [alike_group()]) == [prompt + 9, 1 + 3 + 2]
 
 
 @pytest.mark.parametrize("row", ["rollout", "source"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-def test_packings_differ_by_rounding_only(family, row):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "llama", "qwen2-bias", "gemma"])
+def test_packed_and_padded_rows_differ_by_rounding_only(family, row):
     policy = tiny.policy(family)
     assert policy.packs
     shake(policy.adapter, 0.05)
@@ -220,38 +220,37 @@ def test_packings_differ_by_rounding_only(family, row):
         ([alike_group()], 40),
     ):
         cfg = config(max_new, beta=0.3)
-        want, a = run(policy, of, cfg, row, packing="padded")
-        for packing in ("packed", "shared"):
-            for budget in (16_384, 60):
-                got, b = run(policy, of, cfg, row, packing=packing, token_budget=budget)
-                for g, w in zip(got, want, strict=True):
-                    assert (g - w).norm() <= 1e-5 * w.norm(), (packing, budget)
-                assert b.loss == pytest.approx(a.loss, abs=1e-6)
-                assert b.kl == pytest.approx(a.kl, rel=1e-3, abs=1e-6)
+        want, a = run(replace(policy, packs=False), of, cfg, row)
+        for budget in (16_384, 60):
+            got, b = run(within(policy, budget), of, cfg, row)
+            for g, w in zip(got, want, strict=True):
+                assert (g - w).norm() <= 1e-5 * w.norm(), budget
+            assert b.loss == pytest.approx(a.loss, abs=1e-6)
+            assert b.kl == pytest.approx(a.kl, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("row", ["rollout", "source"])
-@pytest.mark.parametrize("packing", ["padded", "packed", "shared"])
-def test_batches_keep_every_row_and_the_budget(policy, packing, row):
+@pytest.mark.parametrize("packs", [True, False])
+def test_batches_keep_every_row_and_the_budget(policy, packs, row):
     rows = step_of(groups(policy), row).rows
     for budget in (1, 30, 64, 10_000):
         seen = []
-        for together, read in prompts_apart(policy, rows, budget, packing):
+        for together, read in prompts_apart(within(policy, budget), rows) if packs else [(rows, None)]:
             before = 0 if read is None else len(read.ids)
             assert before <= budget // 2 or len({r.rollout.prompt_ids for r in together}) == 1
-            parts = micro_batches(together, budget, packing, read)
+            parts = micro_batches(together, budget, packs, read)
             for part in parts:
-                assert len(part) == 1 or before + as_batch(policy, part, packing, read).tokens <= budget
+                assert len(part) == 1 or before + as_batch(policy, part, packs, read).tokens <= budget
             assert len(parts) == 1 or budget < 10_000
             seen += [r for part in parts for r in part]
         assert sorted(map(id, seen)) == sorted(map(id, rows))
 
 
 def test_models_that_cannot_be_packed_are_padded():
-    """Gemma 2 has windows and soft caps: its rows are padded under every packing."""
-    policy, of = tiny.policy("gemma2"), [long_group()]
+    """Gemma 2 has windows and soft caps."""
+    policy = tiny.policy("gemma2")
     assert not policy.packs
-    assert torch.equal(run(policy, of)[0], run(policy, of, packing="padded")[0])
+    assert len(forward_tokens(policy, [long_group()])) == 1
     assert policy.model.config._attn_implementation == tiny.tiny("gemma2").config._attn_implementation, "put back"
 
 
@@ -308,14 +307,15 @@ def test_chunked_head_is_the_head(policy, support, owner, name, monkeypatch):
     assert b.loss == pytest.approx(a.loss, abs=1e-6)
 
 
-@pytest.mark.parametrize("packing", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("row", ["rollout", "source"])
-def test_gradients_in_bf16_are_those_of_fp32(packing, row, monkeypatch):
+def test_gradients_in_bf16_are_those_of_fp32(packs, row, monkeypatch):
     """Of the same weights, head in chunks: sums of products that are rounded to 2^-9, through two layers."""
     monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", 97 * 5)
-    half, model = tiny.policy(dtype=torch.bfloat16), tiny.tiny("qwen3", dtype=torch.bfloat16).float()
+    half = replace(tiny.policy(dtype=torch.bfloat16), packs=packs)
+    model = tiny.tiny("qwen3", dtype=torch.bfloat16).float()
     full = replace(half, model=model, adapter=SvdAdapter(model, None))
-    (want, _), (got, _) = (run(p, groups(full), row=row, packing=packing) for p in (full, half))
+    (want, _), (got, _) = (run(p, groups(full), row=row) for p in (full, half))
     for g, w in zip(got, want, strict=True):
         assert relative(g, w) <= 5e-2
 

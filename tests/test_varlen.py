@@ -30,7 +30,7 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
     def gradient(packed: bool) -> tuple[Tensor, Tensor]:
         batch = collate(PROMPTS, COMPLETIONS, policy.device)
         if packed:
-            batch = pack([0] * 5, PROMPTS, COMPLETIONS, policy.device, torch.float32, share)
+            batch = pack([0] * 5 if share else range(5), PROMPTS, COMPLETIONS, policy.device, torch.float32)
             assert batch.tokens == TOKENS[share]
         logp = completion_logprobs(policy.model, batch).full
         grads = torch.autograd.grad((logp * batch.mask).sum(), weights)

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,8 +31,6 @@ from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.types import Batch, Rollout, UpdateRow, mean
-
-Packing = Literal["shared", "packed", "padded"]  # of rows in one forward
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
@@ -80,24 +78,18 @@ def policy_gradients(
     cfg: Config,
     teacher: LanguageModel | None = None,
     old: list[Tensor] | None = None,
-    *,
-    token_budget: int | None = None,
-    packing: Packing = "shared",
 ) -> tuple[Float[Tensor, "N R"] | None, LossMetrics]:
     """The gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `at` n. All ranks have
     the same, and the metrics of all. None: a gradient, or what was measured with it, is not finite.
 
     The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and backward goes through a prompt
-    once for every row of its rollouts. Without `old`, π_old is π detached, of demonstrations likewise, so both have
-    ratio 1.
+    once for every row of its rollouts. Where the model packs, a prompt is read once, and so is what rollouts of one row
+    answer alike, and equal students of equal advantage are one row; in fp32 that agrees with a padded row a rollout to
+    about 1e-6. Without `old`, π_old is π detached, of demonstrations likewise, so both have ratio 1.
 
     teacher: a model with the same vocabulary, needed for --teacher-tau.
     old: of several updates on one batch, the log-probs under π_old, a tensor a micro-batch. The first update is given
         an empty list and puts its own there; the others read it.
-    token_budget: tokens in one forward, padding included (default: the policy's).
-    packing: of rollouts in a forward, where the model allows it: "shared" reads a prompt once, and what rollouts of one
-        gradient row answer alike, and makes equal students of equal advantage one row; "packed" only leaves out
-        padding, "padded" is one row a rollout. In fp32 they agree to about 1e-6.
 
     Raises:
         ValueError: --teacher-tau without a teacher.
@@ -112,10 +104,8 @@ def policy_gradients(
         tokens=sum(len(row.rollout.completion_ids) for row in batch.rows),
     )
     support = cfg.sampling if cfg.loss.ratio_support == "sampled" else None
-    budget = token_budget or policy.budget.tokens
-    if not policy.packs or (teacher is not None and not teacher.packs):
-        packing = "padded"
-    rows, twins = _merged(batch.rows) if packing == "shared" else ([*batch.rows], {})
+    packs = policy.packs and (teacher is None or teacher.packs)
+    rows, twins = _merged(batch.rows) if packs else ([*batch.rows], {})
     n, tally = 1 + max((row.at for row in batch.rows), default=-1), _Tally()
     g = torch.zeros(n, len(policy.adapter), device=policy.device, dtype=policy.adapter.δS.dtype)
     known, own_logps = iter(old or ()), []
@@ -126,20 +116,20 @@ def policy_gradients(
             continue
         view = policy.adapter.deployed() if deployed else nullcontext()
         with view, policy.adapter.per_rollout_grads(n) as collected:
-            for together, prompts in prompts_apart(policy, chosen, budget, packing):
+            for together, prompts in prompts_apart(policy, chosen) if packs else [(chosen, None)]:
                 if prompts is not None:
                     prompts.read(policy.model, backbone(policy.model), collected.tokens)
-                for part in micro_batches(together, budget, packing, prompts):
-                    packed = as_batch(policy, part, packing, prompts)
-                    if isinstance(packed, Packed):
-                        collected.tokens(packed.pieces, packed.tokens)
+                for part in micro_batches(together, policy.budget.tokens, packs, prompts):
+                    made = as_batch(policy, part, packs, prompts)
+                    if isinstance(made, Packed):
+                        collected.tokens(made.pieces, made.tokens)
                     else:
                         collected.rows([row.at for row in part])
-                    logps, x = loss_input(policy, part, packed, cfg.loss, norm, support, teacher, next(known, None))
+                    logps, x = loss_input(policy, part, made, cfg.loss, norm, support, teacher, next(known, None))
                     own_logps.append(x.logp_old)
                     output = policy_loss(x, cfg.loss)
                     output.per_rollout.sum().backward()
-                    tally.add(part, packed, logps, x, output)
+                    tally.add(part, made, logps, x, output)
                 if prompts is not None:
                     prompts.backward()
         g += collected.flat
@@ -179,23 +169,21 @@ def _merged(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[
     return merged, twins
 
 
-def prompts_apart(
-    policy: LanguageModel, rows: Sequence[UpdateRow], budget: int, packing: Packing
-) -> list[tuple[Sequence[UpdateRow], Prompts | None]]:
+def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[tuple[Sequence[UpdateRow], Prompts | None]]:
     """Rows in parts with their prompts, which are read before them: at most half of the budget, or one prompt. None: no
     prompt has two rows of g, so each is read with its answers."""
     of: dict[tuple[int, ...], list[UpdateRow]] = {}
     for row in rows:
         of.setdefault(row.rollout.prompt_ids, []).append(row)
-    most = [*sorted(of, key=lambda prompt: -len({row.at for row in of[prompt]}))]
-    if packing != "shared" or len({row.at for row in of[most[0]]}) < 2:
+    most = sorted(of, key=lambda prompt: -len({row.at for row in of[prompt]}))
+    if len({row.at for row in of[most[0]]}) < 2:
         return [(rows, None)]
     parts: list[list[tuple[int, ...]]] = []
     left = 0
     for prompt in most:
         if not parts or len(prompt) > left:
             parts.append([])
-            left = budget // 2
+            left = policy.budget.tokens // 2
         parts[-1].append(prompt)
         left -= len(prompt)
     out: list[tuple[Sequence[UpdateRow], Prompts | None]] = []
@@ -213,25 +201,24 @@ def _tokens(rows: Sequence[UpdateRow]) -> tuple[list[tuple[int, ...]], list[tupl
 
 
 def micro_batches(
-    rows: Sequence[UpdateRow], budget: int, packing: Packing, read: Prompts | None = None
+    rows: Sequence[UpdateRow], budget: int, packs: bool, read: Prompts | None = None
 ) -> list[list[UpdateRow]]:
-    """Rows for one forward: of similar length with padding, or those that share a prompt together, long ones first; at
+    """Rows for one forward: those that share a prompt together, long ones first, or of similar length with padding; at
     most `budget` tokens, those of the prompts that are read included, or one row."""
-    if packing == "padded":
-        parts = padded_batches([row.tokens for row in rows], budget)
-    else:
+    if packs:
         left = budget if read is None else max(1, budget - len(read.ids))
-        parts = batches([row.at for row in rows], *_tokens(rows), left, packing == "shared", read)
+        parts = batches([row.at for row in rows], *_tokens(rows), left, read)
+    else:
+        parts = padded_batches([row.tokens for row in rows], budget)
     return [[rows[i] for i in part] for part in parts]
 
 
 def as_batch(
-    policy: LanguageModel, rows: Sequence[UpdateRow], packing: Packing, read: Prompts | None = None
+    policy: LanguageModel, rows: Sequence[UpdateRow], packs: bool, read: Prompts | None = None
 ) -> PaddedBatch | Packed:
-    if packing == "padded":
-        return collate(*_tokens(rows), policy.device)
-    units, share = [row.at for row in rows], packing == "shared"
-    return pack(units, *_tokens(rows), policy.device, policy.model.dtype, share, read)
+    if packs:
+        return pack([row.at for row in rows], *_tokens(rows), policy.device, policy.model.dtype, read)
+    return collate(*_tokens(rows), policy.device)
 
 
 def loss_input(
@@ -256,7 +243,7 @@ def loss_input(
     with torch.no_grad():
         if isinstance(batch, Packed) and batch.prompts is not None and (cfg.beta or cfg.teacher_tau):
             # what was read of the prompts is this policy's; without a gradient the rows may share all that they can
-            batch = as_batch(policy, [replace(row, at=0) for row in rows], "shared")
+            batch = as_batch(policy, [replace(row, at=0) for row in rows], packs=True)
         if cfg.beta:
             with policy.adapter.reference():
                 ref = completion_logprobs(policy.model, batch, support).of(cfg.ratio_support)

@@ -6,7 +6,7 @@ model's own forward runs on one long row of tokens, with our own attention funct
 transformers has for it. A prompt of several units has a forward of its own, and a backward for each of them.
 """
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
@@ -176,21 +176,20 @@ def pack(
     completions: Sequence[tuple[int, ...]],
     device: torch.device,
     dtype: torch.dtype,
-    share: bool = True,
     read: Prompts | None = None,
 ) -> Packed:
     """One sequence of all rows; those of equal unit and equal prompt share that prompt and what their answers have in
     common at the start.
 
     The gradient at a shared token is the sum over its rows: give rows one unit only where the sum is all you need.
-    dtype: the model's. share: if off, no row shares a token. read: has what rows of several units begin with.
+    dtype: the model's. read: has what rows of several units begin with.
     """
     assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
     rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
     # Sorted, a row has most in common with the one before it.
-    families = [sorted(members, key=rows.__getitem__) for members in family(units, prompts, share)]
+    families = [sorted(members, key=rows.__getitem__) for members in family(units, prompts)]
     before = {row: last for members in families for last, row in pairwise(members)}
     roots = [members[0] for members in families]
     # row → its keys. Those of what was read come before all others.
@@ -261,11 +260,11 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]], share: bool) -> list[list[int]]:
+def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Indices of rows, grouped by shared prompt."""
-    families: dict[Hashable, list[int]] = {}
+    families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for row, key in enumerate(zip(units, prompts, strict=True)):
-        families.setdefault(key if share else row, []).append(row)
+        families.setdefault(key, []).append(row)
     return list(families.values())
 
 
@@ -274,7 +273,6 @@ def batches(
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[tuple[int, ...]],
     budget: int,
-    share: bool = True,
     read: Prompts | None = None,
 ) -> list[list[int]]:
     """Indices for `pack`: rows that share a prompt together, long ones first. A batch has at most `budget` tokens,
@@ -287,7 +285,7 @@ def batches(
     out: list[list[int]] = []
     left = 0  # of the open batch's budget
     branches = queries = keys = 0  # of the open batch: how many, and the longest
-    for members in sorted(family(units, prompts, share), key=lambda of: -max(tokens[i] for i in of)):
+    for members in sorted(family(units, prompts), key=lambda of: -max(tokens[i] for i in of)):
         # the row before in the open batch, with which the next one shares most
         last = first = read.begins[prompts[members[0]]] if read is not None else None
         for i in sorted(members, key=lambda i: completions[i]):
