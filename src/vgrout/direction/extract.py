@@ -9,8 +9,6 @@ step along -V makes the hack likelier.
 """
 
 import hashlib
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +16,11 @@ import torch
 from jaxtyping import Float
 from loguru import logger
 from safetensors.torch import save as to_safetensors
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from vgrout import ranks
-from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, Pair, PairSet
+from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, PairSet
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
 from vgrout.model.packing import Packed, batches, pack, padded_batches
@@ -36,8 +34,6 @@ from vgrout.model.svd_adapter import (
     weights_sha256,
 )
 from vgrout.tensor_types import Directions
-
-Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and completion
 
 N_HELDOUT = 2
 TOKENS_PER_BATCH = 4096  # of one backward, padding included, where memory allows
@@ -109,18 +105,15 @@ class Direction:
 # ── extraction ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def extract(
-    policy: Policy, pairs: PairSet, top_k: int, tau_axis: float, *, tokens_per_batch: int = TOKENS_PER_BATCH
-) -> Direction:
+def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Direction:
     """A direction of the present model with the quarantine off; all other state stays as it was.
 
-    top_k: axes kept a module. tau_axis: axes with S_i/S_0 below this are zero. tokens_per_batch: of one backward,
-    padding included.
+    top_k: axes kept a module. tau_axis: axes with S_i/S_0 below this are zero.
 
     Raises:
         ValueError: a pair that is longer than the model's window, or that gives a gradient which is not finite.
     """
-    G = {side: gradients(policy, pairs, side, tokens_per_batch) for side in ("hack", "clean")}
+    G = {side: gradients(policy, pairs, side) for side in ("hack", "clean")}
     bad = [i for i in range(len(pairs)) if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())]
     if bad:
         raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
@@ -175,38 +168,27 @@ def _mean_unit(g: Float[Tensor, "n r"]) -> Float[Tensor, " r"]:
     return torch.where(norms > 0, g / norms, 0.0).mean(0)
 
 
-def gradients(policy: Policy, pairs: PairSet, side: str, tokens_per_batch: int) -> Float[Tensor, "n R"]:
+def gradients(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]:
     """Gradient on δS of the mean NLL over one side's completion tokens, a row a pair. fp32, on the CPU.
 
     side: "hack" or "clean". Raises ValueError on a pair that is longer than the model's window.
     """
-    rows = [
-        tokens_of(policy, pair, getattr(pair, side), f"{pairs.source}: pair {i}") for i, pair in enumerate(pairs.pairs)
-    ]
-    with policy.adapter.deployed():
-        return nll_gradients(policy, rows, tokens_per_batch, f"direction, {side} side")
-
-
-def nll_gradients(
-    policy: Policy, texts: Sequence[Tokens], tokens_per_batch: int = TOKENS_PER_BATCH, label: str | None = None
-) -> Float[Tensor, "n R"]:
-    """Gradient on δS of the mean NLL of each completion under the model as it is, a row a text. fp32, on the CPU.
-
-    texts: prompt and completion. label: of a progress bar; None: there is none.
-    """
-    own = ranks.own([len(p) + len(c) for p, c in texts])
-    rows = texts[own.start : own.stop]
-    grads = torch.zeros(len(rows), len(policy.adapter))
-    shapes = shapes_of(policy.model.config.to_dict())
-    if shapes is not None:
-        of_token = shapes.activation_bytes(policy.model.dtype.itemsize)
-        tokens_per_batch = min(tokens_per_batch, policy.budget.activations // of_token)
+    texts = [(policy.encode(pair.prompt), policy.encode(getattr(pair, side))) for pair in pairs.pairs]
+    lengths = [len(prompt) + len(answer) for prompt, answer in texts]
+    for i, n in enumerate(lengths):
+        if n > policy.window:
+            raise ValueError(f"{pairs.source}: pair {i}: {n} tokens, the model's window is {policy.window}")
+    own = ranks.own(lengths)
+    rows, lengths = texts[own.start : own.stop], lengths[own.start : own.stop]
+    grads, budget = torch.zeros(len(rows), len(policy.adapter)), TOKENS_PER_BATCH
+    if (shapes := shapes_of(policy.model.config.to_dict())) is not None:
+        budget = min(budget, policy.budget.activations // shapes.activation_bytes(policy.model.dtype.itemsize))
     if policy.packs:
-        parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], tokens_per_batch)
+        parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], budget)
     else:
-        parts = padded_batches([len(p) + len(c) for p, c in rows], tokens_per_batch, longest_first=False)
-    with _evaluating(policy.model), torch.enable_grad():
-        for part in tqdm(parts, desc=label, unit="batch", disable=None if label else True, leave=False):
+        parts = padded_batches(lengths, budget, longest_first=False)
+    with policy.adapter.deployed(), torch.enable_grad():
+        for part in tqdm(parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
             given = [rows[i][0] for i in part], [rows[i][1] for i in part]
             with policy.adapter.per_rollout_grads(len(part)) as collected:
                 batch: PaddedBatch | Packed
@@ -220,30 +202,10 @@ def nll_gradients(
     return torch.cat(ranks.gather(lambda: grads))
 
 
-def tokens_of(policy: Policy, pair: Pair, completion: str, where: str) -> Tokens:
-    """Token ids of prompt and completion. Raises ValueError if they do not fit the model's window."""
-    prompt, answer = policy.encode(pair.prompt), policy.encode(completion)
-    if len(prompt) + len(answer) > policy.window:
-        raise ValueError(f"{where}: {len(prompt) + len(answer)} tokens, the model's window is {policy.window}")
-    return prompt, answer
-
-
 def mean_nll(policy: Policy, batch: PaddedBatch | Packed) -> Float[Tensor, " B"]:
     """Mean NLL of each row's completion, nats a token; carries a gradient."""
     logp = completion_logprobs(policy.model, batch).full
     return -torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    """Eval mode (no dropout, so no random draw), each submodule's own flag restored."""
-    flags = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
 
 
 def model_name(policy: Policy) -> str:

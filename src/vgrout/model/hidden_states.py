@@ -4,7 +4,7 @@ An answer's latent is the base model's last hidden state, averaged over the comp
 would drift by themselves; under the base model recorded answers can be scored after the run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,22 +17,14 @@ from vgrout.model.policy import Policy
 MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is a core of a cluster
 
 
-@torch.no_grad()
 def latents(
     policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
 ) -> Float[Tensor, "n D"]:
     """Each answer's mean last hidden state under the base model, over the positions that predict its tokens; fp32 on
     the CPU, in the order given."""
-    out: dict[int, Tensor] = {}
-    with policy.adapter.reference():
-        for part, batch in policy.batches(prompts, completions):
-            rows = completion_hidden(policy.model, batch).float().cpu()
-            lengths = [len(completions[i]) for i in part]
-            out |= dict(zip(part, (row.mean(0) for row in rows.split(lengths)), strict=True))
-    return torch.stack([out[i] for i in range(len(prompts))])
+    return torch.stack(_of_base(policy, prompts, completions, lambda row: row.float().mean(0)))
 
 
-@torch.no_grad()
 def token_states(
     policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], layer: int
 ) -> list[Float[Tensor, "T D"]]:
@@ -41,12 +33,23 @@ def token_states(
     The blocks above are not run: reading early costs that share of a forward.
     """
     longer = [(*c, policy.pad_id) for c in completions]  # the last token of a completion predicts nothing: not read
+    return _of_base(policy, prompts, longer, lambda row: row[1:].double(), layer)
+
+
+@torch.no_grad()
+def _of_base(
+    policy: Policy,
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    read: Callable[[Float[Tensor, "T D"]], Tensor],
+    layer: int | None = None,
+) -> list[Tensor]:
+    """`read` of each answer's hidden states under the base model, as `completion_hidden` has them, on the CPU."""
     out: dict[int, Tensor] = {}
     with policy.adapter.reference():
-        for part, batch in policy.batches(prompts, longer):
-            rows = completion_hidden(policy.model, batch, layer).double().cpu()
-            lengths = [len(longer[i]) for i in part]
-            out |= dict(zip(part, (row[1:] for row in rows.split(lengths)), strict=True))
+        for part, batch in policy.batches(prompts, completions):
+            rows = completion_hidden(policy.model, batch, layer).cpu()
+            out |= dict(zip(part, map(read, rows.split([len(completions[i]) for i in part])), strict=True))
     return [out[i] for i in range(len(prompts))]
 
 

@@ -184,7 +184,7 @@ def load_language_model(
         loaded, info = loaded
         if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
-        loaded = loaded.to(device).eval()
+        loaded = loaded.to(device)
         if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
             raise ValueError(f"{broken[0]} holds a NaN or an infinity")
         net = loaded
@@ -246,13 +246,13 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
 
 
 def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> LanguageModel:
-    """A model that is already in memory, frozen and checked.
+    """A model that is already in memory, frozen, without dropout, and checked.
 
     Raises:
         ValueError: its head is more than a matrix product, no end-of-text token is named anywhere, a token of every
             prompt has no row in the embedding, no window is known, or its cache cannot be branched.
     """
-    check_head(model)
+    check_head(model.eval().requires_grad_(False))
     eos: set[int] = set()
     for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
         eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
@@ -265,7 +265,6 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         raise ValueError(f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows")
     end = turn_end(tok, eos)
     eos_ids = frozenset(eos if end is None else {*eos, end})
-    model.requires_grad_(False)
     if not (lean := lean_fits(model)):
         require_branching(model)
     packed = packs(model, backbone(model))
@@ -287,8 +286,8 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
 
 def usual_budget(device: torch.device) -> Budget:
     """Of a GPU at most half of what is free: an adapter's factors and merged weights may be yet to come."""
-    if device.type != "cuda":
-        return USUAL.get(device.type, USUAL["cuda"])
+    if device.type == "cpu":
+        return USUAL["cpu"]
     half = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) // 2
     return replace(USUAL["cuda"], activations=min(USUAL["cuda"].activations, half), kv=min(USUAL["cuda"].kv, half))
 

@@ -151,7 +151,7 @@ def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shape
 
 def rows_at_once(logits: int, device: torch.device) -> int:
     """Rows of so many logits that are held at once."""
-    return max(1, HEAD_BUDGET.get(device.type, HEAD_BUDGET["cuda"]) // logits)
+    return max(1, HEAD_BUDGET[device.type] // logits)
 
 
 class _FrozenHead(torch.autograd.Function):
