@@ -160,7 +160,7 @@ def config(
 def setup(cfg: Config, policy: Policy, pairs: PairSet | None = TOY_PAIRS) -> Setup:
     """As the trainer's, on the base model."""
     shake(policy.adapter, 0.0)
-    known = tuple(KnownCorrect(f"<user>{i}<eos><assistant>", f"x = {i * i}", "", i) for i in range(8))
+    known = tuple(KnownCorrect(f"<user>{i}<eos><assistant>", f"x = {i * i}") for i in range(8))
     inputs = Inputs([], [], None, pairs, PLACEBO_PAIRS, known_correct=known)
     return Setup(cfg, policy, inputs, [problem(i) for i in range(8)])
 

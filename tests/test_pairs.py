@@ -57,10 +57,6 @@ def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
         load_pairs(tmp_path / "none")
 
 
-def _without(key: str) -> dict:
-    return {k: v for k, v in GOOD[1].items() if k != key}
-
-
 @pytest.mark.parametrize(
     ("rows", "complaint"),
     [
@@ -71,11 +67,12 @@ def _without(key: str) -> dict:
             "should be text, not empty; give a JSON list of objects with problem_id, prompt, hack, clean",
         ),
         ([GOOD[0], "x", *GOOD[2:]], "entry 1: problem_id, prompt, hack, clean should be text"),
-        ([GOOD[0], _without("clean"), *GOOD[2:]], "entry 1: clean should be text"),
+        ([*GOOD, {key: GOOD[1][key] for key in ("problem_id", "prompt", "hack")}], "entry 4: clean should be text"),
         ([*GOOD, GOOD[1] | {"hack": "return 1"}], "pair 4: hack and clean are the same"),
         ([*GOOD, GOOD[2]], "pair 4: repeats pair 2"),
         ([*GOOD, GOOD[2] | {"hack": " \n"}], "entry 4: hack should be text, not empty"),
         ([*GOOD, GOOD[2] | {"prompt": ["a"]}], "entry 4: prompt should be text"),
+        ([*GOOD, GOOD[2] | {"prompt": "half \ud800"}], "entry 4: prompt should be text"),
         ([*GOOD, GOOD[2] | {"problem_id": True}], "entry 4: problem_id should be text"),
     ],
 )

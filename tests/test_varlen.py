@@ -89,6 +89,7 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
         ("cuda", torch.bfloat16, False, 9, "varlen_attn"),
         ("cuda", torch.bfloat16, False, 8, "varlen_attn"),
         ("cuda", torch.bfloat16, False, 7, "sdpa"),  # flash-attention 2 begins with sm_80
+        ("cuda", torch.bfloat16, True, 7, "sdpa"),
         ("cuda", torch.float32, True, 9, "sdpa"),
         ("cpu", torch.bfloat16, True, 9, "sdpa"),
     ],

@@ -8,6 +8,7 @@ one.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -117,7 +118,9 @@ def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _is_text(value: Any, *, number: bool) -> bool:
-    return value.strip() != "" if isinstance(value, str) else number and type(value) is int
+    if not isinstance(value, str):
+        return number and type(value) is int
+    return value.strip() != "" and not re.search(r"[\ud800-\udfff]", value)  # half a character: no tokenizer takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +129,10 @@ class KnownCorrect:
 
     prompt: str
     completion: str
-    style: str = ""
-    problem_id: int | None = None
 
 
 def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
-    """A JSON list of {prompt, completion} with, if known, a style; other keys are ignored.
+    """A JSON list of {prompt, completion}; other keys are ignored.
 
     Raises:
         ValueError: one line with the file and, where it applies, the entry.
@@ -139,9 +140,7 @@ def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     rows = _entries(path, "--known-correct", _ANCHOR)
     if len(rows) < MIN_KNOWN_CORRECT:
         raise ValueError(f"--known-correct {path}: {len(rows)} entries, at least {MIN_KNOWN_CORRECT} are needed")
-    return tuple(
-        KnownCorrect(row["prompt"], row["completion"], str(row.get("style", "")), row.get("problem_id")) for row in rows
-    )
+    return tuple(KnownCorrect(row["prompt"], row["completion"]) for row in rows)
 
 
 def pairs_from_pool(log: Path, detector: PairDetector, render: Callable[[list[Message]], str] | None = None) -> PairSet:

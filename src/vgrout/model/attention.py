@@ -32,15 +32,17 @@ Kernel = Callable[..., Tensor]
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     """Of the update's attention. The package flash-attn is used where it is installed: it is no condition of speed."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):  # flash-attention has no other
-        if importlib.util.find_spec("flash_attn") is not None:
-            return "flash_attn"
-        with suppress(ImportError):  # of torch before 2.10
-            from torch.nn.attention.varlen import varlen_attn
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):  # flash-attention has no other
+        return "sdpa"
+    if torch.cuda.get_device_capability()[0] < 8:  # it begins with sm_80
+        return "sdpa"
+    if importlib.util.find_spec("flash_attn") is not None:
+        return "flash_attn"
+    with suppress(ImportError):  # of torch before 2.10
+        from torch.nn.attention.varlen import varlen_attn
 
-            grouped = "enable_gqa" in signature(varlen_attn).parameters  # of 2.13, not of 2.11
-            if grouped and torch.cuda.get_device_capability()[0] >= 8:
-                return "varlen_attn"
+        if "enable_gqa" in signature(varlen_attn).parameters:  # of 2.13, not of 2.11
+            return "varlen_attn"
     return "sdpa"
 
 
