@@ -75,9 +75,7 @@ def config(max_new: int = MAX_NEW, **loss: Any) -> Config:
 def run(
     policy: Policy, of: list[Group], cfg: Config | None = None, row: Any = "rollout", **how: Any
 ) -> tuple[Tensor, LossMetrics]:
-    g, metrics = policy_gradients(policy, step_of(of, row), cfg or config(), **how)
-    assert g is not None
-    return g, metrics
+    return policy_gradients(policy, step_of(of, row), cfg or config(), **how)
 
 
 def within(policy: Policy, tokens: int) -> Policy:
@@ -381,7 +379,6 @@ def test_ratios_are_raw_and_finite(policy, off, largest):
     first, *others = groups(policy)[0].rollouts
     far = replace(first, logp_full=(-off,) * len(first.completion_ids))
     _, m = run(policy, [group([far, *others], REWARDS[0])], config(loss="icepop"))
-    assert m.ratio_max is not None
     assert largest < m.ratio_max < math.inf
     tokens = sum(len(r.completion_ids) for r in (far, *others))
     assert m.is_masked_high == pytest.approx(len(far.completion_ids) / tokens)
@@ -427,5 +424,3 @@ def test_teacher_tau_pulls_towards_the_teacher_model(policy):
     assert relative(pulled, plain) > 0.05
     same, _ = run(policy, of, config(**TEACHES), teacher=policy)
     assert relative(same, plain) < 1e-4, "a teacher equal to the policy adds nothing"
-    with pytest.raises(ValueError, match="needs a teacher model"):
-        run(policy, of, config(**TEACHES))

@@ -22,16 +22,15 @@ from vgrout.config.run import Config, ScaleConfig
 from vgrout.data.organism import DATA_DIR
 from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
-from vgrout.model.load import as_language_model
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import USUAL, WIDEST, plan
-from vgrout.model.policy import Policy
 from vgrout.model.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import preflight
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 320, "head_dim": 32}
 SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 50, "tie_word_embeddings": True}
+SHAPES = shapes_of(SIZES)
 
 
 def small(sizes: dict[str, Any] = SIZES) -> Qwen3ForCausalLM:
@@ -40,16 +39,15 @@ def small(sizes: dict[str, Any] = SIZES) -> Qwen3ForCausalLM:
 
 
 def test_weights_adapter_and_cache_are_counted_right(tmp_path):
-    model, shapes = small(), shapes_of(SIZES)
-    assert shapes is not None
+    model = small()
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    assert sum(p.numel() for p in model.parameters()) == shapes.parameters + norms
+    assert sum(p.numel() for p in model.parameters()) == SHAPES.parameters + norms
     adapter = SvdAdapter(model, tmp_path)
-    assert len(adapter) == shapes.R
-    assert sum(s.U.numel() + s.Vh.numel() for s in adapter.sites.values()) == shapes.factors
+    assert len(adapter) == SHAPES.R
+    assert sum(s.U.numel() + s.Vh.numel() for s in adapter.sites.values()) == SHAPES.factors
     content = sum(f.stat().st_size for f in tmp_path.iterdir())
     header = 400 * len(adapter.sites)
-    assert shapes.svd_cache_bytes(2) <= content <= shapes.svd_cache_bytes(2) + header
+    assert SHAPES.svd_cache_bytes(2) <= content <= SHAPES.svd_cache_bytes(2) + header
 
 
 def test_a_long_decomposition_says_how_far_it_is(monkeypatch):
@@ -64,18 +62,16 @@ def test_a_long_decomposition_says_how_far_it_is(monkeypatch):
 def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small().save_pretrained(tmp_path / "m")
-    cfg, shapes = Config(scale=ScaleConfig(model=str(tmp_path / "m"), problems="x.jsonl")), shapes_of(SIZES)
-    assert shapes is not None
+    cfg = Config(scale=ScaleConfig(model=str(tmp_path / "m"), problems="x.jsonl"))
     monkeypatch.setattr(preflight, "visible", lambda: ("0",))
     before = preflight.disk_needed(cfg)
     SvdAdapter(small(), preflight.SVD_CACHE)
-    assert before - preflight.disk_needed(cfg) == shapes.svd_cache_bytes(2)
+    assert before - preflight.disk_needed(cfg) == SHAPES.svd_cache_bytes(2)
 
 
 def test_activations_are_what_autograd_keeps():
     """Bytes of distinct storages saved for backward, weights apart, of a forward under the probe."""
-    model, shapes = small(), shapes_of(SIZES)
-    assert shapes is not None
+    model = small()
     adapter = SvdAdapter(model, None)
     own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
     own |= {t.untyped_storage().data_ptr() for s in adapter.sites.values() for t in (s.U, s.Vh, s.W)}
@@ -91,23 +87,22 @@ def test_activations_are_what_autograd_keeps():
     with adapter.per_rollout_grads(4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = completion_logprobs(model, batch).full.sum()
     assert out.requires_grad
-    want = batch.tokens * shapes.activation_bytes(2)
+    want = batch.tokens * SHAPES.activation_bytes(2)
     # the head's rows, the rotary tables and the mask are not in the formula
     assert sum(kept.values()) == pytest.approx(want, rel=0.2)
 
 
 def test_keys_and_values_are_what_sampling_holds():
     """Four prompts of 200 tokens, eight answers each: the buffer, the prompts' own, one layer's copy at the fork."""
-    model, shapes = small(), shapes_of(SIZES)
-    assert shapes is not None
+    model = small()
     prompts, group, length, max_new = 4, 8, 200, 100
     planned = plan(
-        shapes, device="cuda", size=2, group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
+        SHAPES, device="cuda", size=2, group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
     )
     decoder = LeanDecoder(model)
     with torch.no_grad():
         decoder.prefill([tuple(range(1, 41)) * 5] * prompts, prompts * group, max_new)
-    token, rows = shapes.kv_bytes(2), prompts * group
+    token, rows = SHAPES.kv_bytes(2), prompts * group
     assert decoder.cache.kv.nbytes == rows * (length + max_new) * token
     with Live() as live:
         decoder.keep([row // group for row in range(rows)])
@@ -127,8 +122,7 @@ def test_an_update_peaks_where_the_plan_says(by_rollout, group, prompts, prompt,
     made on the way, and at its highest, to a tenth."""
     sizes = SIZES | {"vocab_size": 128}
     model, shapes = small(sizes), shapes_of(sizes)
-    assert shapes is not None
-    policy = Policy(**vars(as_language_model(model, tiny.tokenizer())), adapter=SvdAdapter(model, None))
+    policy = tiny.as_policy(model)
     varlen_on_cpu(monkeypatch)
     monkeypatch.setitem(USUAL, "cuda", replace(USUAL["cuda"], tokens=budget))
     policy = replace(policy, budget=USUAL["cuda"])
@@ -191,7 +185,7 @@ def test_shapes_that_are_not_known_give_no_plan():
 def test_models_are_found_by_folder_and_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     small().save_pretrained(tmp_path / "m")
-    assert find_shapes(tmp_path / "m") == shapes_of(SIZES)
+    assert find_shapes(tmp_path / "m") == SHAPES
     assert find_shapes("Qwen/Qwen3-4B") == KNOWN["Qwen/Qwen3-4B"]
     assert find_shapes("some/other") is None
     (tmp_path / "m" / "config.json").write_text("{")

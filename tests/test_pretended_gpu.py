@@ -19,7 +19,6 @@ from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.model import decoder
 from vgrout.model.decoder import LeanDecoder
-from vgrout.model.load import as_policy
 from vgrout.model.sampler import sample
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
@@ -63,7 +62,7 @@ def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
     counts = []
     with pretended_gpu() as gpu:
-        policy = as_policy(tiny.tiny("qwen3").to("cuda"), tiny.tokenizer(), None)  # ty: ignore
+        policy = tiny.as_policy(tiny.tiny("qwen3").to("cuda"))  # ty: ignore
         assert policy.lean
         assert policy.packs
         for groups, size, tokens in ((1, 2, 64), (3, 6, 4096)):

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from vgrout.model.load import as_policy
+from vgrout.model.load import adapted, as_language_model
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.types import Batch, Group, UpdateRow
@@ -83,13 +83,18 @@ def tokenizer(pad: str | None = "<pad>") -> PreTrainedTokenizerFast:
     )
 
 
+def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerFast | None = None) -> Policy:
+    """A model in memory under an adapter of zeros."""
+    return adapted(as_language_model(model, tok or tokenizer()), None)
+
+
 def policy(
     family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, pad: str | None = "<pad>"
 ) -> Policy:
     model = tiny(family, seed, dtype)
     model.config.eos_token_id = 1
     model.generation_config.eos_token_id = 1
-    return as_policy(model, tokenizer(pad), None)
+    return as_policy(model, tokenizer(pad))
 
 
 def shake(adapter: SvdAdapter, scale: float, seed: int = 1) -> None:

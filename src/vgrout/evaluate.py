@@ -94,9 +94,7 @@ class Final:
     trained: Eval
     deployed: Eval
     plain: Eval
-    answers: Mapping[
-        str, Sequence[GradedAnswer]
-    ]  # of each side; without a quarantine, trained is the same list as deployed
+    answers: Mapping[str, Sequence[GradedAnswer]]  # by side; without a quarantine trained's list is deployed's
 
     @classmethod
     def of(cls, **answers: Sequence[GradedAnswer]) -> "Final":

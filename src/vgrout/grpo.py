@@ -90,12 +90,7 @@ def policy_gradients(
     teacher: a model with the same vocabulary, needed for --teacher-tau.
     old: of several updates on one batch, the log-probs under π_old, a tensor a micro-batch. The first update is given
         an empty list and puts its own there; the others read it.
-
-    Raises:
-        ValueError: --teacher-tau without a teacher.
     """
-    if cfg.loss.teacher_tau and teacher is None:
-        raise ValueError(f"--teacher-tau {cfg.loss.teacher_tau}: needs a teacher model")
     size = {len(g) for g in batch.with_signal}
     assert len(size) <= 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
     norm = Norm(  # groups without signal count, so that leaving them out does not change the scale

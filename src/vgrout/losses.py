@@ -6,7 +6,7 @@ and log-ratios are cut at ±20 (e^20 ≈ 5e8), beyond which a token has no gradi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -61,7 +61,7 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     assert x.logp_ref is not None
     kl = kl_to(x.logp, x.logp_ref, x.mask)
     total = output.per_rollout + cfg.beta * reduce_tokens(kl, x, cfg)
-    return LossOutput(total, output.low, output.high, kl)
+    return replace(output, per_rollout=total, kl=kl)
 
 
 def token_advantages(x: LossInput, cfg: LossConfig) -> Float[Tensor, "G T"]:

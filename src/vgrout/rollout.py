@@ -89,15 +89,14 @@ def rollout(
     cfg: Config,
     step: int,
     *,
-    modes: Iterable[str] = (),
-    clock: Clock | None = None,
+    modes: Iterable[str],
+    clock: Clock,
 ) -> Batch:
     """One step's groups: of each problem the policy's own completions, graded, and its demonstrations.
 
     A group with a completion that the sandbox could not grade is dropped, with its reason. A share of the students
     (--rollout-ablate-frac) is sampled from the deployed model. modes: those that the step's row counts by.
     """
-    clock = clock or Clock()
     students = [cfg.scale.group - len(d) for d in demonstrations]
     deployed = [round(cfg.method.ablate_frac * n) for n in students]
 

@@ -24,7 +24,7 @@ from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, PairSe
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
 from vgrout.model.packing import Packed, batches, pack, padded_batches
-from vgrout.model.policy import Policy
+from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.source import shapes_of
 from vgrout.model.svd_adapter import (
     SvdAdapter,
@@ -37,7 +37,6 @@ from vgrout.tensor_types import Directions
 
 N_HELDOUT = 2
 TOKENS_PER_BATCH = 4096  # of one backward, padding included, where memory allows
-_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Dire
     axes = {m: axes_of(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
     meta = Meta(
         model=model_name(policy),
-        dtype=_DTYPE[next(policy.model.parameters()).dtype],
+        dtype=DTYPE_NAMES[policy.model.dtype],
         top_k=top_k,
         tau_axis=float(tau_axis),
         pairs_sha256=pairs.sha256,

@@ -91,7 +91,7 @@ def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
     return teacher
 
 
-def load_saved(saved: Saved, cache_dir: Path | None = None) -> Policy:
+def load_saved(saved: Saved) -> Policy:
     """The deployed model: the base in the run's dtype, on a GPU where there is one, δS loaded, the quarantine zero; it
     is prompted as it was in the run.
 
@@ -99,7 +99,7 @@ def load_saved(saved: Saved, cache_dir: Path | None = None) -> Policy:
         ValueError: the adapter is of another model, or no numbers are in it.
     """
     device, _ = pick_device(saved.model, "auto")
-    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=cache_dir or SVD_CACHE)
+    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=SVD_CACHE)
     policy.adapter.load(saved.path)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
 
@@ -214,11 +214,6 @@ def attention(
 
 
 # ── in memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, cache_dir: Path | None) -> Policy:
-    """As `as_language_model`, under an adapter of zeros."""
-    return adapted(as_language_model(model, tok), cache_dir)
 
 
 def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:

@@ -251,7 +251,7 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 def check_head(model: PreTrainedModel) -> None:
     """Raises ValueError at load if backbone + head ≠ the model's logits, or these are not finite."""
-    ids = torch.arange(1, 9, device=model.device)[None] % model.get_output_embeddings().weight.shape[0]
+    ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
         got = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()

@@ -6,8 +6,7 @@ model's own forward runs on one long row of tokens, with our own attention funct
 transformers has for it. A prompt of several units has a forward of its own, and a backward for each of them.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -343,18 +342,11 @@ def packed_hidden(model: PreTrainedModel, core: torch.nn.Module, batch: Packed) 
 
 def _forward(model: PreTrainedModel, core: torch.nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """The backbone's output [1, N, D] with this attention."""
-    with _attends(model):
-        out = core(input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend)
-    return out.last_hidden_state
-
-
-@contextmanager
-def _attends(model: PreTrainedModel) -> Generator[None]:
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     try:
-        yield
+        return core(input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend).last_hidden_state
     finally:
         config._attn_implementation = before
 

@@ -326,7 +326,7 @@ class Saved:
         """dtype of the weights that it was trained on: their singular vectors, rounded to it, are its basis."""
         import torch
 
-        return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.metadata.get("dtype", ""), torch.float32)
+        return torch.bfloat16 if self.metadata.get("dtype") == "bfloat16" else torch.float32
 
 
 def find_adapter(run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter") -> Saved:

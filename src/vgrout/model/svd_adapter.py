@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -201,8 +201,6 @@ class SvdAdapter:
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self._active: Active = (True, True)
-        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
-        self._used: Active = (False, False)  # which of them is not zero
         self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
         self._fresh: dict[Active, list[Tensor]] = {}  # weights that belong to the last merge
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
@@ -237,24 +235,20 @@ class SvdAdapter:
 
     def merge(self) -> None:
         """Bring the model's weights up to the present δS and δS_hack. Call it after every change of one of them."""
-        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())
+        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
         keep, quar = torch.stack([vector.any() for vector in self._merged]).tolist()
-        self._used = keep, quar
+        self._used: Active = keep, quar  # which of them is not zero
         self._fresh.clear()
         self._merges += 1
         self._activate(self._active)
 
-    @contextmanager
-    def reference(self) -> Generator[None]:
+    def reference(self) -> AbstractContextManager[None]:
         """The base model, bit for bit."""
-        with self._as((False, False)):
-            yield
+        return self._as((False, False))
 
-    @contextmanager
-    def deployed(self) -> Generator[None]:
+    def deployed(self) -> AbstractContextManager[None]:
         """The model with δS_hack off."""
-        with self._as((True, False)):
-            yield
+        return self._as((True, False))
 
     @contextmanager
     def _as(self, active: Active) -> Generator[None]:
@@ -332,7 +326,7 @@ class SvdAdapter:
         are: a merge that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
         """
         collected = PerRolloutGrads(self, n)
-        handles = [site.linear.register_forward_hook(collected.hook(site)) for site in self.sites.values()]
+        handles = [site.linear.register_forward_hook(partial(collected.tap, site)) for site in self.sites.values()]
         try:
             yield collected
         finally:
@@ -459,11 +453,8 @@ class PerRolloutGrads:
             return partial(self.add_packed, site, self._pieces)
         return partial(self.add, site, self._rows, self._picks)
 
-    def hook(self, site: AdaptedLinear) -> Any:
+    def tap(self, site: AdaptedLinear, _module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         """Forward hook of one Linear."""
-        return partial(self._tap, site)
-
-    def _tap(self, site: AdaptedLinear, _module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
         if self._late is not None and self.adapter._active == self._active:
             y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
         # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
