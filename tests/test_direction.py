@@ -59,7 +59,7 @@ def nll(policy, prompt: str, completion: str) -> torch.Tensor:
     return -sum(logp[len(p) - 1 + t, token] for t, token in enumerate(c)) / len(c)
 
 
-def autograd_rows(policy, side: str, eps: float = 1e-3) -> dict[str, torch.Tensor]:
+def autograd_rows(policy, side: str) -> dict[str, torch.Tensor]:
     """∂ nll / ∂δS per pair through W + U diag(δS) Vh, by autograd on the weights: g_i = Uᵀ (∂L/∂W) Vhᵀ, diagonal."""
     sites = policy.adapter.sites
     weights = [site.linear.weight for site in sites.values()]
@@ -243,7 +243,6 @@ def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(policy, int
     g = hack_rewarding(policy, EXTRACTED_ON)
     student = UpdateRow(group(1).rollouts[0])
     kept = method.route(Batch((), (), (), 1.0, 1, 0, rows=(student,)), g[None]).keep
-    assert kept is not None
 
     def hack_logp() -> float:
         with torch.no_grad():

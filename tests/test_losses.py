@@ -54,7 +54,6 @@ def loss(x: LossInput, **cfg: Any) -> Tensor:
 def gradient(x: LossInput, **cfg: Any) -> Tensor:
     logp = x.logp.clone().requires_grad_()
     loss(replace(x, logp=logp), **cfg).sum().backward()
-    assert logp.grad is not None
     return logp.grad
 
 
@@ -139,11 +138,9 @@ def test_k3_is_the_kl_in_expectation():
 @pytest.mark.parametrize("name", ["grpo", "icepop"])
 def test_beta_adds_k3_with_the_losss_own_normaliser(name):
     x = make()
-    assert x.logp_ref is not None
     d = x.logp_ref - x.logp
     k3 = torch.where(x.mask, d.exp() - d - 1, 0.0)
     output = policy_loss(x, LossConfig(loss=name, beta=0.3))
-    assert output.kl is not None
     assert torch.allclose(output.kl, k3, rtol=1e-12)
     assert torch.allclose(output.per_rollout, loss(x, loss=name) + 0.3 * k3.sum(1) / DIVISOR[name], rtol=1e-12)
 
@@ -186,7 +183,6 @@ def test_adv_tau_and_teacher_tau():
     assert torch.count_nonzero(gradient(x, adv_tau=0.0)) == 0
     # on policy, pure teacher_tau is the reverse-KL gradient −τ (log π_teacher − log π) ∇log π
     x = replace(x, logp_old=x.logp, advantages=torch.zeros(G, dtype=torch.float64))
-    assert x.logp_teacher is not None
     want = torch.where(x.mask, -0.3 * (x.logp_teacher - x.logp) / 80, 0.0)
     assert torch.allclose(gradient(x, teacher_tau=0.3, teacher_model="t"), want, rtol=1e-12)
 

@@ -93,7 +93,6 @@ def test_nothing_to_learn_or_nothing_finite_moves_the_schedule_on_and_nothing_el
     assert "fired" not in update.columns(), "nothing was learnt that it could be of"
     assert optim.step(both(adapter, 4)).lr == lr_at(2, HYPER, STEPS)
     update = optim.step(Routed(drawn(adapter, 0, 1e30)))  # its squares overflow fp32, its norm does not
-    assert update.gn is not None
     assert update.gn > 1e30
     assert adapter.δS.isfinite().all(), "clipped, not skipped"
 

@@ -25,7 +25,7 @@ from vgrout.config.sampling import Sampling
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits, require_branching
-from vgrout.model.load import as_language_model, load_policy, try_template
+from vgrout.model.load import as_language_model, try_template
 from vgrout.model.logprobs import backbone
 from vgrout.model.packing import packs, trial_tokens
 from vgrout.model.policy import Policy
@@ -437,19 +437,6 @@ def test_render_is_the_chat_template_with_thinking_off():
     assert policy.window == 256
 
 
-def test_load_from_a_folder_is_the_same_policy(tmp_path):
-    policy = tiny.policy()
-    policy.model.save_pretrained(tmp_path / "m")
-    policy.tok.save_pretrained(tmp_path / "m")
-    loaded = load_policy(tmp_path / "m", device="cpu", dtype=torch.float32, cache_dir=tmp_path / "svd")
-    assert loaded.model.config._attn_implementation == "sdpa"
-    assert loaded.eos_ids == policy.eos_ids == frozenset({1})
-    assert loaded.pad_id == policy.pad_id == 0
-    assert not loaded.model.training
-    assert tokens(run(loaded)) == tokens(run(policy))
-    assert not any(p.requires_grad for p in loaded.model.parameters())
-
-
 def test_a_template_that_writes_the_date_is_named(warnings):
     tok = tiny.tokenizer()
     try_template(tok)
@@ -457,15 +444,6 @@ def test_a_template_that_writes_the_date_is_named(warnings):
     tok.chat_template += "{{ strftime_now('%d %b %Y') }}"
     try_template(tok)
     assert "reads the clock" in warnings[0]
-
-
-def test_missing_model_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "empty").mkdir()
-    for name in ("absent", "empty"):
-        with pytest.raises(ValueError, match="give a Hugging Face model folder") as error:
-            load_policy(tmp_path / name, device="cpu", dtype=torch.float32, cache_dir=None)
-        assert "\n" not in str(error.value)
 
 
 # ── conversations ───────────────────────────────────────────────────────────────────────────────────────────────────

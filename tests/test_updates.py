@@ -19,7 +19,7 @@ from tiny import relative
 from vgrout import grpo
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
-from vgrout.grpo import LossMetrics, policy_gradients
+from vgrout.grpo import policy_gradients
 from vgrout.method.method import Method
 from vgrout.model.policy import Policy
 from vgrout.optim import Optimizer, Update, lr_at
@@ -48,12 +48,6 @@ def learnt(policy: Policy, method: Method, of: Batch, opt: OptConfig = OPT, step
 
 def of_loss(policy: Policy, n: int, **loss: Any) -> Method:
     return make(policy, "none", loss=LossConfig(updates_per_batch=n, **loss))
-
-
-def measured(updates: list[Update]) -> LossMetrics:
-    found = Update.of_batch(updates).loss
-    assert found is not None
-    return found
 
 
 def textbook_ppo(policy: Policy, of: Batch, n: int, ε: float, normaliser: float) -> tuple[Tensor, float]:
@@ -88,7 +82,7 @@ def test_updates_are_textbook_ppo(policy, n):
     method, of = of_loss(policy, n), batch(deployed=(1,))
     want, cut = textbook_ppo(policy, of, n, 0.2, 4 * method.cfg.scale.prompts_per_step * 12)
     before = policy.adapter.δS.detach().clone()
-    loss = measured(learnt(policy, method, of))
+    loss = Update.of_batch(learnt(policy, method, of)).loss
     assert relative(policy.adapter.δS.detach() - before, want - before) <= 1e-3  # Adam divides rounding by its root
     assert loss.is_masked == pytest.approx(cut)
     assert (cut > 0) == (n > 1), "or the clip is not tested"
@@ -122,7 +116,6 @@ def test_every_update_is_routed_and_nothing_is_lost(policy, name, monkeypatch):
     updates = learnt(policy, method, batch(deployed=(1,)))
     for update, g in zip(updates, sums, strict=True):
         keep, quar = update.routed.keep, update.routed.quar
-        assert keep is not None
         assert relative(keep if quar is None else keep + quar, g) <= 1e-5
     assert relative(sums[1], sums[0]) > 1e-3, "another policy, another gradient"
     assert Update.of_batch(updates).routed is updates[0].routed, "the row is of the first"
