@@ -127,9 +127,9 @@ def rollout(
                 logger.warning(
                     f"step {step}, problem {problem.id}: {len(lost)} answers take their worker along: {lost[0]}"
                 )
-            quiet = [False] * len(on[index]) + [True] * len(off[index])
             rollouts = [
-                Rollout.of(problem, s.prompt_ids, s.completion, deployed=d) for s, d in zip(sampled, quiet, strict=True)
+                Rollout.of(problem, s.prompt_ids, s.completion, deployed=i >= len(on[index]))
+                for i, s in enumerate(sampled)
             ]
             rewarded: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
             groups.append(

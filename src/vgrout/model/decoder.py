@@ -333,12 +333,9 @@ class _ForkedCache:
         """Slots prompt by prompt, padded to the prompt with most of them."""
         of = [[slot for slot, p in enumerate(self.prompt_of) if p == prompt] for prompt in range(len(self.past[0][0]))]
         self.most = max(map(len, of))
-        device = self.kv.device
-        self.slots = torch.tensor(
-            [slot for each in of for slot in (each + [0] * self.most)[: self.most]], device=device
-        )
+        self.slots = torch.tensor([slot for each in of for slot in (each + [0] * self.most)[: self.most]])
         place = {slot: i * self.most + j for i, each in enumerate(of) for j, slot in enumerate(each)}
-        self.place = torch.tensor([place[slot] for slot in range(len(self.prompt_of))], device=device)
+        self.place = torch.tensor([place[slot] for slot in range(len(self.prompt_of))])
 
     def layers(self, n: int) -> Iterator[tuple[Write, Attend]]:
         assert n == len(self.prompt_of), (n, len(self.prompt_of))

@@ -95,19 +95,14 @@ def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor
     tensors = load_file(path, device=str(W.device))
     U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
     r = min(W.shape)
-    fits = (U.shape, S.shape, Vh.shape) == ((W.shape[0], r), (r,), (r, W.shape[1])) and {U.dtype, Vh.dtype} == {W.dtype}
-    if not (fits and _reproduces(W, U, S, Vh)):
-        raise ValueError("does not reproduce the weight")
-    return U, S, Vh
-
-
-def _reproduces(W: Tensor, U: Tensor, S: Tensor, Vh: Tensor) -> bool:
-    """Whether U S Vh is W, on a fixed random vector."""
-    z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(W.device)
-    want, got = W.to(S.dtype) @ z, U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
-    # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage does
-    tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
-    return bool((want - got).norm() <= tolerance * (S.max() * z.norm()))
+    if (U.shape, S.shape, Vh.shape) == ((W.shape[0], r), (r,), (r, W.shape[1])) and {U.dtype, Vh.dtype} == {W.dtype}:
+        z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(W.device)
+        want, got = W.to(S.dtype) @ z, U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
+        # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage does
+        tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
+        if (want - got).norm() <= tolerance * (S.max() * z.norm()):
+            return U, S, Vh
+    raise ValueError("does not reproduce the weight")
 
 
 # ── the adapter ──────────────────────────────────────────────────────────────────────────────────────────────────────
