@@ -28,8 +28,9 @@ from vgrout.imitation.distill_methods import MiniLlm, Uld
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
 from vgrout.imitation.settings import DistillSettings
-from vgrout.imitation.trainable import AdapterOnly, FullModel
+from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss, as_batch
 from vgrout.inputs import Inputs
+from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.source import FoundModel
@@ -144,6 +145,23 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
     before = student.adapter.δS.detach().clone()
     assert trained.step() is not None
     assert not torch.equal(student.adapter.δS, before)
+
+
+@pytest.mark.parametrize("kind", [AdapterOnly, FullModel])
+def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(kind: type[AdapterOnly | FullModel]) -> None:
+    student = tiny.policy()
+    (rollout, *_), opt = answers(student), task().cfg.opt
+    batch, learner = as_batch(student, [rollout], packs=False), kind(student, opt, 9)
+
+    def scaled(by: float) -> Loss:
+        return lambda: by * completion_logprobs(student.model, batch).full.sum()
+
+    norms = []
+    for by in (1.0, math.nan, 1.0):
+        update = learner.step(math.isfinite(learner.add(batch, scaled(by))))
+        norms.append(update and update.gn)
+    assert norms[1] is None
+    assert norms[2] == pytest.approx(norms[0], rel=0.1)
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -116,7 +116,7 @@ def distil(task: DistillTask, run: RunContext) -> None:
         rollouts = [Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source) for s in chain(*submitted)]
         with clock("fb"):
             learnt = method.learn(learner, rollouts, step)
-            update = learner.step() if math.isfinite(learnt["loss"]) else None
+            update = learner.step(math.isfinite(learnt["loss"]))
         with clock("eval"):
             due = cfg.evaluates(step)
             deployed = Eval.of(answers(student, run.grader, val, settings.group, cfg, step)) if due else None

@@ -52,10 +52,11 @@ class AdapterOnly:
             self.grad += collected.flat[0]
         return float(value.detach())
 
-    def step(self) -> Update | None:
-        """Step along the gradient added since the last step. None: it is not finite, and nothing has changed."""
+    def step(self, finite: bool = True) -> Update | None:
+        """Step along the gradient added since the last step, and forget it. None: it, or by `finite` its loss, is not
+        finite, and no weight has changed."""
         keep, self.grad = self.grad, torch.zeros_like(self.grad)
-        update = self.optim.step(Routed(keep))
+        update = self.optim.step(Routed(keep, finite=finite))
         return update if update.stepped else None
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
@@ -86,16 +87,16 @@ class FullModel:
         value.backward()
         return float(value.detach())
 
-    def step(self) -> Update | None:
+    def step(self, finite: bool = True) -> Update | None:
         lr = lr_at(self.done, self.opt, self.steps)
         self.done += 1
         norm = float(torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), self.opt.grad_clip))
-        if math.isfinite(norm):
+        if finite := finite and math.isfinite(norm):
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return Update(Routed(), stepped=True, gn=norm, lr=lr) if math.isfinite(norm) else None
+        return Update(Routed(), stepped=True, gn=norm, lr=lr) if finite else None
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{x}") for x in ("tmp", "old"))
