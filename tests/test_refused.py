@@ -102,6 +102,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     weights = tmp_path / "flipped" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "manifest.json").write_text('{"name": "a web application"}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["vgrout"])
@@ -116,6 +118,7 @@ OWN = (
 REFUSED = {
     # nothing of a user's is overwritten
     "organism build --out dir": "--out dir: exists and is no organism; choose another folder",
+    "organism build --out site": "--out site: exists and is no organism; choose another folder",
     "organism build --out mine": "--out mine/thesis.tex: not in manifest.json: it would be deleted; move it, or ch",
     "organism build --seed 77": "--out: an organism of another seed or corpus goes into a folder of its own; name one",
     "evaluate dir --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",

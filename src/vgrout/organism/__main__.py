@@ -11,8 +11,8 @@ from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, listed, refuse, setting
 from vgrout.data.language import HACKS, MODES, Shares
-from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
-from vgrout.files import probe_writable
+from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files, shipped
+from vgrout.files import probe_writable, read_json
 from vgrout.model.source import require_model
 from vgrout.organism.recipe import TUNED_SHARES, TUNING, Recipe, Shape
 
@@ -115,9 +115,14 @@ def tune(
 
 def require_organism(out: Path) -> None:
     """Raises ValueError, one line, for a folder that is no organism, or holds a file that is no part of it."""
-    refuse(not (out / "manifest.json").is_file(), f"--out {out}: exists and is no organism; choose another folder")
-    foreign = [fault for fault in Files(out).faults() if "not in manifest" in fault]
-    refuse(bool(foreign), f"--out {''.join(foreign[:1])}: it would be deleted; move it, or choose another folder")
+    file = out / "manifest.json"
+    manifest = read_json(file) if file.is_file() else {}
+    known = manifest.get("files")
+    if not isinstance(known, dict) or "first_losses" not in manifest:  # others have a manifest.json too
+        raise ValueError(f"--out {out}: exists and is no organism; choose another folder")
+    for path in shipped(out):
+        foreign = f"--out {out / path}: not in manifest.json: it would be deleted; move it, or choose another folder"
+        refuse(path not in known, foreign)
 
 
 def verify(data: Path = DATA_DIR) -> int:
