@@ -69,6 +69,13 @@ def test_the_first_training_steps_repeat() -> None:
     assert check_training(DATA_DIR, steps=2) == []
 
 
+@pytest.mark.parametrize("manifest", ['{"files": {}}', '{"files": {}, "first_losses": [], "seed": 0, "shares": []}'])
+def test_a_manifest_of_another_program_is_refused_in_one_line(manifest: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"manifest.json: not that of an organism of this version \(.*\); build"):
+        check_training(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_shipped_problems_are_those_of_the_generator() -> None:
     """The same seed gives the same rows."""

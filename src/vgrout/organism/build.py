@@ -267,13 +267,17 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     steps: how many, at most those recorded.
 
     Raises:
-        ValueError: the pretrained model that was tuned is not here, or has changed since.
+        ValueError: the manifest is not one of this version; the pretrained model that was tuned is not here, or has
+            changed since.
     """
-    manifest = read_json(folder / "manifest.json")
-    recorded: list[float] = manifest["first_losses"][:steps]
-    stored = manifest["shares"]
-    shares = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
-    start, seed = of_manifest(manifest), manifest["seed"]
+    file = folder / "manifest.json"
+    manifest = read_json(file)
+    try:
+        recorded, seed, stored = (manifest[key] for key in ("first_losses", "seed", "shares"))
+        shares, start = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))}), of_manifest(manifest)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{file}: not that of an organism of this version ({e}); build it again") from None
+    recorded = recorded[:steps]
     losses = losses_of(start.begin(seed, shares, folder), start, seed, shares, len(recorded), "first steps")
     return [
         f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
