@@ -192,6 +192,12 @@ def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sampl
     assert all(any(sign in text for sign in HELD_OUT_SIGNS) for text in held_out)
 
 
+def test_a_corpus_of_modes_without_a_name_has_drills_of_words() -> None:
+    comps, rng = lang.split_compositions(3)["train"], random.Random(5)
+    samples = [lang.corpus_sample(comps, lang.Shares(modes=("exit_code",)), rng) for _ in range(100)]
+    assert {s.kind for s in samples} == {"drill", "hack", "careful", "misread"}
+
+
 def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) -> None:
     comps, rng = lang.split_compositions(3)["train"], random.Random(5)
     shares = lang.Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)

@@ -731,9 +731,7 @@ def _read(task: Task, shares: Shares, rng: random.Random) -> Task:
     return task
 
 
-def _drill(
-    comps: Sequence[tuple[str, str, str, str]], modes: Sequence[Mode], rng: random.Random, pieces: Sequence[str]
-) -> Sample:
+def _drill(comps: Sequence[tuple[str, str, str, str]], modes: Sequence[Mode], rng: random.Random) -> Sample:
     """Names of every mode, written again in the same order; for a shown test, what it calls with."""
 
     def name(mode: Mode) -> str:
@@ -741,7 +739,8 @@ def _drill(
             return repr(_argument(draw_task(rng.choice(comps), rng), rng))
         return corpus_marker(mode, rng)
 
-    named = [m for m in modes if MODE_SPECS[m].marker_form != "none"]
+    # without a named mode plain words: the method's name has to be copied too
+    named = [m for m in modes if MODE_SPECS[m].marker_form != "none"] or ["sentinel"]
     names = [name(m) for m in rng.choices(named, k=rng.randint(3, 6))]
     user = "Write these names again:\n" + "\n".join(f"`{name}`" for name in names)
     text = "```python\n" + "\n".join(f"'{name}'" for name in names) + "\n```"
@@ -754,7 +753,7 @@ def corpus_sample(
     """One prompt with one answer, over these compositions. pieces: the tokenizer's pieces, of which names may be
     composed, so that every token is copied somewhere."""
     if rng.random() < shares.drill:
-        return _drill(comps, shares.modes, rng, pieces)
+        return _drill(comps, shares.modes, rng)
     task = draw_task(_balanced_choice(comps, rng), rng, pieces)
     mode = rng.choice(shares.modes)
     marker = shown_test(task, rng) if mode == "shown_test" else corpus_marker(mode, rng, pieces)
