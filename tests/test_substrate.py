@@ -262,6 +262,7 @@ BAD: dict[str, tuple[Any, list[str], str]] = {
     "no model": (teacher, ["--problems", "p.jsonl"], "vgrout download model Qwen/Qwen3-4B` where"),
     "no adapter": (teacher, ["--model", "organism", "--adapter", "a.safetensors"], "--adapter a.safetensors: not a re"),
     "too few kept": (substrate, ["--model", "organism", "--at-least", "4"], "--at-least 4: more than --keep 3"),
+    "none to train on": (teacher, ["--problems", "test.jsonl"], "test.jsonl: no training problems in it"),
     "mixed up": (substrate, ["--model", "organism", "--problems", "p.jsonl"], "go together"),
 }
 
@@ -276,6 +277,7 @@ def test_refused_before_anything_is_loaded(
     monkeypatch.setattr("vgrout.model.load.load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
     (tmp_path / "here").mkdir()
     shutil.copy(organism.PROBLEMS, tmp_path / "p.jsonl")
+    (tmp_path / "test.jsonl").write_text(organism.PROBLEMS.read_text().splitlines(keepends=True)[-1])
     assert program.main(argv) == 2
     captured = capfd.readouterr()
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
@@ -296,3 +298,12 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> Non
     assert all(p.mode == mode for mode, problems in parts.items() for p in problems)
     assert generate.announced(rows, parts["sentinel"]) == {str(p.id): p.marker for p in parts["sentinel"]}
     assert generate.announced(rows, parts["exit_code"]) == {}, "a mode without a name"
+
+
+def test_a_flaw_that_is_named_and_not_in_the_file_is_refused() -> None:
+    rows = [r for r in load_rows(organism.PROBLEMS) if r.mode != "exit_code"]
+    asked = SubstrateSettings(model="organism", modes="sentinel,exit_code")
+    with pytest.raises(ValueError, match="--modes exit_code: no training problem of these flaws in"):
+        cells(asked, rows)
+    (problems,) = cells(replace(asked, allow_missing=True), rows).values()
+    assert {p.mode for p in problems} == {"sentinel"}

@@ -25,7 +25,7 @@ from vgrout.data import organism
 from vgrout.files import file_sha256, hold, read_json, require_new, require_own, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
-from vgrout.problems import ProblemRow, load_rows, require_solvable
+from vgrout.problems import ProblemRow, load_rows, require_solvable, split_sizes
 from vgrout.rng import torch_stream
 from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
 
@@ -249,8 +249,10 @@ class PoolSettings:
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
     def check(self) -> list[ProblemRow]:
-        """The problem file's rows. Raises ValueError, one line, for a file or model that is missing."""
+        """The problem file's rows. Raises ValueError, one line, for a file or model that is missing, or a file without
+        training problems."""
         rows = load_rows(self.problems_path)
+        checks.refuse(not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it")
         if self.tiny:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:

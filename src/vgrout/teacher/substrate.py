@@ -172,15 +172,15 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
     under every mode, one mode at a time.
 
     Raises:
-        ValueError: no problem of these modes.
+        ValueError: no problem of one of these modes.
     """
-    wanted = [m for m in MODES if m in listed(settings.modes, MODES)] or [*DEALT]
+    named = listed(settings.modes, MODES)
+    wanted = [m for m in MODES if m in named] or [*DEALT]
     if any(r.mode is not None for r in rows):
-        problems = [p for p in assigned(rows, "own")["train"] if not settings.modes or p.mode in wanted]
-        if not problems:
-            raise ValueError(
-                f"--modes {settings.modes}: no training problem of these flaws in {settings.problems_path}"
-            )
+        problems = [p for p in assigned(rows, "own")["train"] if not named or p.mode in named]
+        lacking = ", ".join(m for m in named if m not in {p.mode for p in problems})
+        if lacking and not (problems and settings.allow_missing):
+            raise ValueError(f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}")
         chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
         return {"pool": [p for p in problems if p.id in chosen]}
     chosen = {p.id for p in balanced(assigned(rows, wanted[0])["train"], settings.n_problems, 0, "substrate")}
