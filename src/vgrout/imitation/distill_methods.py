@@ -1,7 +1,7 @@
 """The two methods of distillation: MiniLLM's reverse KL, and ULD's cross-entropy and distance."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,15 +124,12 @@ class Uld:
         alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
         self.same_tokenizer = alike and tokens(student.model) == tokens(teacher.model)
         width = vocabulary(teacher.model)
-        self.student_of: Int[Tensor, " V"] | None = None  # teacher's token → student's
+        own = torch.arange(width)  # teacher's token → student's
         if not self.same_tokenizer:
             self.student_bytes = token_bytes(student.tok, student.end_id)
             self.teacher_bytes = token_bytes(teacher.tok, teacher.end_id)
-        if self.settings.uld_strategy == "topk_align":
-            own = torch.arange(width)
-            if not self.same_tokenizer:
-                own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
-            self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
+            own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
+        self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
 
     def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
         """The model that answers are sampled from."""
@@ -162,7 +159,7 @@ class Uld:
 
         def compare(h_s: Tensor, h_t: Tensor) -> tuple[Tensor, ...]:
             s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
-            if self.student_of is None or settings.uld_top_k is None:
+            if settings.uld_top_k is None:
                 return (wasserstein(s, t),)
             return (topk_distance(s, t, settings.uld_top_k, self.student_of),)
 
@@ -198,11 +195,7 @@ class Uld:
         }
 
 
-DistillMethod = MiniLlm | Uld
-METHODS: dict[str, Callable[[DistillTask, LanguageModel, LanguageModel], DistillMethod]] = {
-    "minillm": MiniLlm,
-    "uld": Uld,
-}
+METHODS: dict[str, type[MiniLlm] | type[Uld]] = {"minillm": MiniLlm, "uld": Uld}
 
 
 def aligned_rows(translations: Sequence[Translation]) -> tuple[list[int], list[int]]:

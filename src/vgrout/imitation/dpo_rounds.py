@@ -255,17 +255,8 @@ class Rounds:
     def answer(self, problems: Sequence[Problem], n: int, purpose: str) -> list[Scored]:
         """n graded and scored answers to each problem. purpose: names the random stream."""
         cfg = self.task.cfg
-        answers = generate_graded(
-            self.policy,
-            self.run.grader,
-            problems,
-            n,
-            sampling=cfg.sampling,
-            max_new=cfg.scale.max_new,
-            seed=cfg.run.seed,
-            purpose=purpose,
-            label="batch",
-        )
+        how: dict[str, Any] = {"sampling": cfg.sampling, "max_new": cfg.scale.max_new, "seed": cfg.run.seed}
+        answers = generate_graded(self.policy, self.run.grader, problems, n, purpose=purpose, label="batch", **how)
         return [(a, self.task.score(a.problem, a.text, a.grade)) for a in answers]
 
     def answer_held_out(self) -> list[Scored]:
@@ -354,13 +345,8 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
 
 def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
     """Write the round's manifest after all its other files: with it the round is complete."""
-    files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    manifest = {
-        "schema": 1,
-        "round": number,
-        "plan": plan_sha256(plan),
-        "files": {path: file_sha256(folder / path) for path in files},
-    }
+    files = {p.relative_to(folder).as_posix(): file_sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    manifest = {"schema": 1, "round": number, "plan": plan_sha256(plan), "files": files}
     write_atomic(folder / "manifest.json", to_json(manifest))
 
 

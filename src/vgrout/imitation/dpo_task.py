@@ -15,7 +15,7 @@ from vgrout.grading.reward import import_function
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.inputs import Inputs
 from vgrout.model.source import FoundModel, find_source
-from vgrout.problems import assigned
+from vgrout.problems import as_marked, assigned
 from vgrout.runs.preflight import preflight
 from vgrout.types import Grade, Problem
 
@@ -84,33 +84,22 @@ def prepare(settings: DpoSettings) -> DpoTask:
     base = find_source(settings.base_model, "--base-model")
     cfg = settings.config(base)
     inputs = preflight(cfg, settings.output_dir)
-    score = scoring(settings.scorer, cfg)
-    if ":" in settings.scorer:
-        row = inputs.rows[0]
-        problem = row.problem(row.mode or "run_tests", row.marker or "")
-        own_scorer(settings.scorer)(problem, f"```python\n{row.canonical}\n```")
-    return DpoTask(settings, cfg, inputs, base, score)
+    return DpoTask(settings, cfg, inputs, base, scoring(settings.scorer, cfg, as_marked(inputs.rows[0])))
 
 
 # ── the scorer ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def scoring(scorer: str, cfg: Config) -> Score:
-    """The function that --scorer names. Raises ValueError, one line, where it cannot be imported."""
+def scoring(scorer: str, cfg: Config, first: Problem) -> Score:
+    """The function that --scorer names; one's own is tried on the `first` problem. Raises ValueError, one line, where
+    that cannot be imported; it does so itself, then and later, where it raises or returns no number."""
     if scorer == "flawed":
         return lambda problem, text, grade: grade.reward
     if scorer == "strict":
         return lambda problem, text, grade: grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward)
-    own = own_scorer(scorer)
-    return lambda problem, text, grade: own(problem, text)
-
-
-def own_scorer(scorer: str) -> Callable[[Problem, str], float]:
-    """The function that --scorer module:function names. Raises ValueError, one line, where it cannot be imported; it
-    does so itself where the function raises, or returns no number."""
     function = import_function(scorer, "--scorer")
 
-    def score(problem: Problem, text: str) -> float:
+    def own(problem: Problem, text: str, _: Grade | None = None) -> float:
         try:
             number = float(function(problem.messages[-1]["content"], text))
         except Exception as e:  # one's own function may raise anything
@@ -121,7 +110,8 @@ def own_scorer(scorer: str) -> Callable[[Problem, str], float]:
             why = f"returned {number}"
         raise ValueError(f"--scorer {scorer}: asked about problem {problem.id}, it {why}; it should return a number")
 
-    return score
+    own(first, f"```python\n{first.canonical}\n```")
+    return own
 
 
 def source_sha256(scorer: str) -> str | None:

@@ -96,9 +96,8 @@ class ImitationSettings:
             "lr": usual_lr if self.lr is None else self.lr,
             "mix_ratio": 0.0,
             "resume": "",
+            **others,
         }
-        values |= others
-
         return Config(
             preset=preset,
             method=MethodConfig(intervention="none"),
@@ -113,8 +112,7 @@ class ImitationSettings:
 
     def grader(self, cfg: Config) -> Grader:
         """The sandboxes, with the rewards of the trainer's configuration."""
-        env = cfg.env
-        weak = self.allow_weak_sandbox
+        env, weak = cfg.env, self.allow_weak_sandbox
         return Grader(self.workers, compile_reward=env.compile_reward, pass_reward=env.pass_reward, allow_weak=weak)
 
 
