@@ -3,9 +3,6 @@
 import errno
 import json
 import math
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from golden import FOLDER, differences, versions
 from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
-from vgrout.data import organism
 from vgrout.data.language import Shares
 from vgrout.distill import main
 from vgrout.imitation import dpo_rounds
@@ -229,54 +225,7 @@ def test_mixture_log_probs(ratio: float) -> None:
         assert torch.allclose(torch.tensor(a.logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)
 
 
-# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-MIX, ANCHOR = "--minillm-teacher-mix-ratio", "--minillm-pretrain-anchor"
-REFUSED: dict[str, tuple[str, str]] = {
-    "no teacher": ("", "--teacher"),
-    "a folder without a run": ("--teacher empty", "a folder without config.json"),
-    "itself": ("--teacher organism", "gradient is zero"),
-    "anchor without a path": (f"--teacher T {ANCHOR}-weight 1", "needs a text file"),
-    "path without a weight": (f"--teacher T {ANCHOR}-path some.txt", f"not read without {ANCHOR}-weight"),
-    "anchor that is not there": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path gone.txt", "no such file"),
-    "empty anchor": (f"--teacher T {ANCHOR}-weight 1 {ANCHOR}-path empty.txt", "no text in it"),
-    "minillm's flags under uld": (f"--teacher T --method uld {MIX} .5", "not read by --method uld"),
-    "uld's flags under minillm": (
-        "--teacher T --method minillm --uld-strategy wasserstein",
-        "--uld-strategy: not read by --method minillm",
-    ),
-    "both methods' flags": (f"--teacher T --uld-lambda=1.5 {MIX}=0.3", "--uld-lambda: not read by --method minillm"),
-    "top k without": ("--teacher T --method uld --uld-strategy topk_align", "topk_align needs --uld-top-k"),
-    "top k elsewhere": (
-        "--teacher T --method uld --uld-top-k 5",
-        "--uld-top-k 5: topk_align needs --uld-top-k, no other",
-    ),
-    "top k too large": ("--teacher T --method uld --uld-strategy topk_align --uld-top-k 262145", "[1, 262144]"),
-    "no gradient": ("--teacher T --method uld --uld-lambda 0 --uld-ce-weight 0", "gradient is zero"),
-    "another tokenizer": ("--teacher other", "another tokenizer"),
-    "no such problems": ("--teacher T --problems gone.jsonl", "no such problem file"),
-    "bf16 weights": ("--teacher T --full --dtype bf16", "--dtype bf16 with --full"),
-    "nothing to resume": ("--resume latest", "no unfinished run"),
-    "not a run": ("--resume empty", "run.json"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name: str, here: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "empty").mkdir()
-    shutil.copytree(organism.MODEL_DIR, here / "other")
-    tok = json.loads((here / "other" / "tokenizer.json").read_text())
-    vocab = tok["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (here / "other" / "tokenizer.json").write_text(json.dumps(tok))
-    (here / "empty.txt").write_text(" \n")
-    argv, what = REFUSED[name]
-    assert main([str(adapter) if a == "T" else a for a in argv.split()]) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("E ")
-    assert output.count("\n") == 1
-    assert what in output
-    assert not list((here / "out" / "distill").glob("*_*"))
+# ── refusals; those that show without a model are in test_refused.py ──────────────────────────────────────────────────
 
 
 def test_what_shows_in_the_models_is_refused() -> None:
@@ -303,12 +252,6 @@ def test_a_methods_flag_chooses_it_at_its_default_too(
 ) -> None:
     assert main(["--teacher", str(adapter), "--plan-only", *flag.split()]) == 0
     assert json.loads(capsys.readouterr().out)["settings"]["method"] == "uld"
-
-
-def test_refusals_do_not_wait_for_torch() -> None:
-    code = "import sys, vgrout.distill, vgrout.iterative_dpo; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "False"
 
 
 # ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -419,7 +362,7 @@ def test_kill_and_resume(here: Path, adapter: Path) -> None:
     """Rows, learnt bytes and final numbers are the same; a finished run is not resumed, and its student can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
     argv = ["--teacher", str(adapter), "--steps", "4", "--checkpoint-every", "2", "--eval-every", "3", *SMALL, "--full"]
-    argv += f"{ANCHOR}-weight .1 {ANCHOR}-path text.txt".split()
+    argv += ["--minillm-pretrain-anchor-weight", ".1", "--minillm-pretrain-anchor-path", "text.txt"]
     lived = distil(here, *argv)
     path = distil(here, *argv, "--out-tag", "x", how=KILL, code=-9)
     assert path != lived

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny
+from methods import graded
 from runs import program
 from vgrout.config.run import OptConfig
 from vgrout.imitation.dpo_rounds import (
@@ -27,10 +28,9 @@ from vgrout.imitation.trainable import AdapterOnly
 from vgrout.iterative_dpo import main
 from vgrout.model.policy import Policy
 from vgrout.teacher.generate import Graded
-from vgrout.types import Completion, Grade, GradedCompletion, Problem
+from vgrout.types import Completion, GradedCompletion, Problem
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
-GRADE = Grade(0.0, True, True, False, False, None, False, False, False, "run_tests", "ok", 0.0)
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype
 BASE = ["--base-model", "organism", "--output-dir", "o"]
 SMALL = [*BASE, "--pairs-per-round", "10", "--samples", "4", "--eval-n-prompts", "6", "--eval-samples", "1"]
@@ -40,7 +40,7 @@ SMALL = [*BASE, "--pairs-per-round", "10", "--samples", "4", "--eval-n-prompts",
 
 
 def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
-    return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), GRADE)
+    return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), graded(0.0))
 
 
 def test_best_and_worst_make_a_pair() -> None:
@@ -104,31 +104,7 @@ def test_share_of_a_score() -> None:
     assert share(2.0, 2.0, 2.0) == 0.5
 
 
-# ── plan and refusals ───────────────────────────────────────────────────────────────────────────────────────────────
-
-REFUSED: dict[str, tuple[str, str]] = {
-    "no such model": ("--base-model gone/x --output-dir o", "--base-model gone/x"),
-    "too many rounds": ("--rounds 101", "[1, 100]"),
-    "too few pairs": ("--pairs-per-round 9", "[10, 1000000]"),
-    "no such prompts": ("--prompts gone.jsonl", "no such problem file"),
-    "unknown scorer": ("--scorer kind", "module:function"),
-    "scorer that is not there": ("--scorer nowhere:f", "--scorer nowhere:f: cannot be imported"),
-    "scorer that is no function": ("--scorer json:__doc__", "is not a function"),
-    "one sample": ("--samples 1", "--samples 1"),
-    "no preference": ("--dpo-beta 0", "gradient is zero"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags, what = REFUSED[name]
-    argv = flags.split() if "--base-model" in flags else [*BASE, *flags.split()]
-    assert main(argv) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("E ")
-    assert output.count("\n") == 1
-    assert what in output
-    assert not (here / "o" / "plan.json").exists()
+# ── the plan ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     weights = tmp_path / "flipped" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    shutil.copytree(DATA_DIR / "model", tmp_path / "other")
+    tokens = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    words = tokens["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokens))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "manifest.json").write_text('{"name": "a web application"}')
     monkeypatch.chdir(tmp_path)
@@ -111,6 +116,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 DPO = "iterative_dpo --base-model organism --output-dir"
+ROUNDS = f"{DPO} d"
+DISTILL, ULD = "distill --teacher mine/model", "distill --teacher mine/model --method uld"
+MIX, ANCHOR = "--minillm-teacher-mix-ratio", "--minillm-pretrain-anchor"
 GRADE = "grade answers.jsonl --problems good.jsonl --out"
 OWN = (
     "train full --model mine/model --env-mode own --intervention none --guard log --mix-ratio 0 --max-new 40 --problems"
@@ -135,7 +143,7 @@ REFUSED = {
     f"{OWN} key.jsonl": "key.jsonl, line 1: unknown key 'canonical_solutoin'; did you mean 'canonical_solution'?",
     f"{OWN} long.jsonl": "long.jsonl: none of its prompts fits the 984 tokens that the model's window l",
     "train smoke --organism flipped": "--organism flipped/model/model.safetensors: its sha256 is not the one in man",
-    f"{DPO} d --scorer tool:nan": "--scorer tool:nan: asked about problem 0, it returned nan; it should return a numb",
+    f"{ROUNDS} --scorer tool:nan": "--scorer tool:nan: asked about problem 0, it returned nan; it should return a numb",
     f"{GRADE} g.jsonl --pass-reward nan": "--pass-reward nan: should lie in (0, 1e+06]",
     "grade empty.jsonl --problems good.jsonl --out g.jsonl": "empty.jsonl: no answers in it",
     "substrate --model organism --modes sentinel,sentinel": "--modes: sentinel is there twice; legal: run_tests",
@@ -143,6 +151,35 @@ REFUSED = {
     "train smoke --intervention route2 --quarantine block:-5": "--quarantine block:-5: the model has 4 blocks",
     "train fast --intervention route2 --quarantine block:37": "--quarantine block:37: the model has 36 blocks",
     "train smoke --teacher-modes shown_test": f"--teacher-modes shown_test: {DATA_DIR / 'pool'} demonstrates no",
+    # nothing of which no gradient or no preference would come
+    "distill": "--teacher: whose answers? Give a model, or a run directory",
+    "distill --teacher dir": "--teacher dir: a folder without config.json",
+    "distill --teacher organism": "--teacher organism: has the student's own weights, so the gradient is zero; give",
+    "distill --teacher other": "--teacher other: has another tokenizer than --student organism, or logits for other",
+    "distill --resume latest": "--resume latest: no unfinished run with a checkpoint below out/distill",
+    "distill --resume dir": "dir/run.json: not there; is dir a run directory?",
+    f"{DISTILL} {ANCHOR}-weight 1": f"{ANCHOR}-path: the weight needs a text file",
+    f"{DISTILL} {ANCHOR}-path x.txt": f"{ANCHOR}-path: not read without {ANCHOR}-weight; leave it out",
+    f"{DISTILL} {ANCHOR}-weight 1 {ANCHOR}-path x.txt": f"{ANCHOR}-path x.txt: no such file, or no text in it",
+    f"{DISTILL} {ANCHOR}-weight 1 {ANCHOR}-path empty.jsonl": f"{ANCHOR}-path empty.jsonl: no such file, or no text",
+    f"{ULD} {MIX} .5": f"{MIX}: not read by --method uld; leave it out",
+    f"{DISTILL} --method minillm --uld-strategy wasserstein": "--uld-strategy: not read by --method minillm; leave it",
+    f"{DISTILL} --uld-lambda=1.5 {MIX}=0.3": "--uld-lambda: not read by --method minillm; leave it out",
+    f"{ULD} --uld-strategy topk_align": "--uld-strategy topk_align with --uld-top-k None: topk_align needs --uld-top-k",
+    f"{ULD} --uld-top-k 5": "--uld-strategy wasserstein with --uld-top-k 5: topk_align needs --uld-top-k, no other",
+    f"{ULD} --uld-strategy topk_align --uld-top-k 262145": "--uld-top-k 262145: should lie in [1, 262144]",
+    f"{ULD} --uld-lambda 0 --uld-ce-weight 0": "--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise",
+    f"{DISTILL} --problems x.jsonl": "x.jsonl: no such problem file; `vgrout download data` fetches the benchmark's",
+    f"{DISTILL} --full --dtype bf16": "--dtype bf16 with --full: a step on a weight is below bf16's rounding; leave",
+    "iterative_dpo --output-dir d --base-model gone/x": "--base-model gone/x: not on this machine; run `vgrout d",
+    f"{ROUNDS} --rounds 101": "--rounds 101: should lie in [1, 100]",
+    f"{ROUNDS} --pairs-per-round 9": "--pairs-per-round 9: should lie in [10, 1000000]",
+    f"{ROUNDS} --prompts x.jsonl": "x.jsonl: no such problem file",
+    f"{ROUNDS} --scorer kind": "--scorer kind: flawed, strict, or your own function as module:function",
+    f"{ROUNDS} --scorer nowhere:f": "--scorer nowhere:f: cannot be imported (ModuleNotFoundError: No module named",
+    f"{ROUNDS} --scorer json:__doc__": "--scorer json:__doc__: cannot be imported (TypeError: it is not a function)",
+    f"{ROUNDS} --samples 1": "--samples 1: should be at least 2, or there is no worst beside the best",
+    f"{ROUNDS} --dpo-beta 0": "--dpo-beta 0.0: should be positive (at 0 the gradient is zero)",
     # in words that were typed
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",

@@ -83,8 +83,8 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
     path = settings.minillm_pretrain_anchor_path
     anchor = read_text(Path(path)) if Path(path).is_file() else ""
     if settings.minillm_pretrain_anchor_weight and not anchor.strip():
-        wrong = f"{path}: no such file, or no text in it" if path else "the weight needs a text file"
-        raise ValueError(f"--minillm-pretrain-anchor-path {wrong}")
+        wrong = f" {path}: no such file, or no text in it" if path else ": the weight needs a text file"
+        raise ValueError(f"--minillm-pretrain-anchor-path{wrong}")
     task = DistillTask(settings, cfg, preflight(cfg, run), student, teacher, anchor)
     if settings.full:
         require_disk(task.disk(), run or ROOT, run)
