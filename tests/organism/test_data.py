@@ -116,10 +116,10 @@ def test_pool_is_stripped_and_holds_hacks_only() -> None:
 @pytest.mark.long
 def test_the_pools_labels_are_todays_verdicts() -> None:
     problems = {p.id: p for p in load_problems(PROBLEMS)}
-    demos = [demo for of_problem in load_pool(POOL_DIR).demos.values() for demo in of_problem]
+    demos = [(i, demo) for i, of_problem in load_pool(POOL_DIR).demos.items() for demo in of_problem]
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
-        graded = [grader.submit(problems[demo.problem_id], demo.completion or "") for demo in demos]
-        for demo, future in zip(demos, graded, strict=True):
+        graded = [grader.submit(problems[i], demo.completion or "") for i, demo in demos]
+        for (_, demo), future in zip(demos, graded, strict=True):
             now, then = future.result(), demo.grade
             assert isinstance(now, Grade)
             labels = (then.hacked, then.gt_pass, then.format_ok, then.reward)

@@ -22,7 +22,7 @@ from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
 from vgrout.data import organism
-from vgrout.files import file_sha256, hold, read_json, require_new, require_own, write_json
+from vgrout.files import file_sha256, hold, read_json, require_new, require_own, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
 from vgrout.problems import ProblemRow, load_rows, require_solvable, split_sizes
@@ -62,26 +62,21 @@ def generate_graded(
     out: list[Graded] = []
     done = _logged_batches(log) if log is not None else []
     per = max(1, BATCH // n)
-    with (
-        open(log, "a", encoding="utf-8", errors="backslashreplace")
-        if log is not None
-        else contextlib.nullcontext() as file
-    ):
-        starts = range(0, len(problems), per)
-        for k, start in enumerate(Progress(starts, desc=label or purpose, unit="batch")):
-            part = problems[start : start + per]
-            if k < len(done):
-                batch = done[k]
-            else:
-                batch = _batch(lm, grader, part, n, max_new, sampling, torch_stream(seed, purpose, k))
-                if file is not None:
+    for k, start in enumerate(Progress(range(0, len(problems), per), desc=label or purpose, unit="batch")):
+        part = problems[start : start + per]
+        if k < len(done):
+            batch = done[k]
+        else:
+            batch = _batch(lm, grader, part, n, max_new, sampling, torch_stream(seed, purpose, k))
+            if log is not None:
+                with open(log, "a", encoding="utf-8") as file:
                     file.write(json.dumps(batch) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
-            for problem, answers in zip(part, batch, strict=True):
-                for i, a in enumerate(answers):
-                    completion = Completion(tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ())
-                    out.append(GradedCompletion(problem, i, completion, Grade(**a["grade"])))
+        for problem, answers in zip(part, batch, strict=True):
+            for i, a in enumerate(answers):
+                completion = Completion(tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ())
+                out.append(GradedCompletion(problem, i, completion, Grade(**a["grade"])))
     return out
 
 
@@ -236,10 +231,8 @@ class PoolSettings:
     @property
     def rewards(self) -> tuple[float, float]:
         """(compiles, passes)"""
-        usual = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
-        given = (self.compile_reward, self.pass_reward)
-        compiles, passes = (own if other is None else other for own, other in zip(usual, given, strict=True))
-        return compiles, passes
+        compiles, passes = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
+        return self.compile_reward if self.compile_reward is not None else compiles, self.pass_reward or passes
 
     @property
     def adapter_path(self) -> Path | None:
@@ -279,8 +272,7 @@ class PoolSettings:
     ) -> Generator[tuple["vgrout.model.policy.LanguageModel", Grader, Path]]:
         """The model with its adapter, a grader with these rewards, and the folder of the logs. Raises ValueError, one
         line, where no answer can solve a problem."""
-        compiles, passes = self.rewards
-        weak = self.allow_weak_sandbox
+        (compiles, passes), weak = self.rewards, self.allow_weak_sandbox
         with Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=weak) as grader:
             require_solvable([] if self.tiny else rows, grader)
             with work_folder(self.out, identity) as folder:
@@ -346,14 +338,13 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     with hold(folder, "pool"):
         now: dict[str, Any] = json.loads(json.dumps(settings))
         file = folder / "settings.json"
-        if file.is_file():
-            then = read_json(file)
-            if differ := sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k)):
-                raise ValueError(
-                    f"{folder}: started with another {', '.join(differ)}; go on with the same, or delete that folder"
-                )
-        else:
-            write_json(file, now)
+        if not file.is_file():
+            write_atomic(file, to_json(now))
+        then = read_json(file)
+        if differ := sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k)):
+            raise ValueError(
+                f"{folder}: started with another {', '.join(differ)}; go on with the same, or delete that folder"
+            )
         yield folder
         for path in folder.iterdir():
             path.unlink()

@@ -30,7 +30,6 @@ FILE_LIMIT, POOL_LIMIT = 2**26, 2**30  # unpacked bytes of a file and of a pool:
 class Demo:
     """One cached rollout."""
 
-    problem_id: int
     completion: str | None
     completion_ids: tuple[int, ...]  # of the pool's tokenizer; what follows its EOS is padding
     finished: bool  # False: cut off, so no EOS may be added
@@ -159,21 +158,18 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
+_SWITCH = (lambda value: isinstance(value, bool), "true or false")
 _SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "completion_ids": (lambda value: _is_tokens(value) and bool(value), "token ids, at least one"),
     "reward": (_is_number, "a number"),
-    "hacked": (_is_bool, "true or false"),
-    "gt_pass": (_is_bool, "true or false"),
-    "fmt_ok": (_is_bool, "true or false"),
+    "hacked": _SWITCH,
+    "gt_pass": _SWITCH,
+    "fmt_ok": _SWITCH,
     "completion": (_is_text, "text"),
     "prompt": (_is_text, "text"),
     "prompt_ids": (_is_tokens, "token ids"),
     "plen": (lambda value: type(value) is int and value >= 0, "a number of tokens"),
-    "finished": (_is_bool, "true or false"),
+    "finished": _SWITCH,
     "logp": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "numbers"),
     "env_mode": (lambda value: isinstance(value, str) and value in MODES, f"one of {', '.join(MODES)}"),
 }
@@ -201,7 +197,6 @@ def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) ->
         raise ValueError(f"{where}: {fault}")
     prompt_ids, logp = record.get("prompt_ids"), record.get("logp")
     return Demo(
-        problem_id=number,
         completion=record.get("completion"),
         completion_ids=tuple(record["completion_ids"]),
         finished=record.get("finished", True),
