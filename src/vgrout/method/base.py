@@ -239,9 +239,3 @@ def flags_of(
         )
         for i, view in enumerate(views)
     ]
-
-
-def require(views: Views, sees: type[GroupView], monitor: Monitor) -> None:
-    """Asserts the views' exact type: a label that nobody may see comes in on a subclass."""
-    for view in views:
-        assert type(view) is sees, f"{type(monitor).__name__} sees a {sees.__name__}, got {type(view).__name__}"

@@ -21,7 +21,7 @@ from vgrout.config.method_settings import (
     SurgerySettings,
 )
 from vgrout.method.base import Intervention, Rewards, Setup, StepGradient
-from vgrout.types import GroupView
+from vgrout.types import GroupView, Source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,12 +192,12 @@ class Treatment(Intervention):
     def reward(self, view: GroupView, flagged: Sequence[bool]) -> Rewards:
         """None for demonstrations that earn less than the grader gave: those are not the policy's own answers, and a
         negative advantage would push their log-prob down without bound."""
-        rewards = [self._flagged(r) if f else r for r, f in zip(view.rewards, flagged, strict=True)]
-        lowered = (
-            source == "teacher" and new is not None and new < own
-            for source, new, own in zip(view.sources, rewards, view.rewards, strict=True)
-        )
-        return tuple(None if low else r for low, r in zip(lowered, rewards, strict=True))
+
+        def earned(source: Source, own: float, flag: bool) -> float | None:
+            new = self._flagged(own) if flag else own
+            return None if source == "teacher" and new is not None and new < own else new
+
+        return tuple(earned(*of) for of in zip(view.sources, view.rewards, flagged, strict=True))
 
     @abstractmethod
     def _flagged(self, reward: float) -> float | None:

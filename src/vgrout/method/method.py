@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance
-from vgrout.method.base import Intervention, Monitor, Part, Refresh, StepGradient, require
+from vgrout.method.base import Intervention, Monitor, Part, Refresh, StepGradient
 from vgrout.method.controls import shuffled
 from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
@@ -104,8 +104,10 @@ class Method:
         return {"intervention": self.intervention, "monitor": self.monitor, **shadows}
 
     def _views(self, groups: Sequence[Group], monitor: Monitor) -> list[GroupView]:
+        sees = OracleView if monitor.sees_labels else GroupView
         views = [self.view(group, monitor) for group in groups]
-        require(views, OracleView if monitor.sees_labels else GroupView, monitor)
+        for view in views:  # their exact type: a label that nobody may see comes in on a subclass
+            assert type(view) is sees, f"{type(monitor).__name__} sees a {sees.__name__}, got {type(view).__name__}"
         return views
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
