@@ -33,14 +33,13 @@ from vgrout.data.language import (
     problem_tasks,
     taught,
 )
-from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, SEED, shipped
+from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
 from vgrout.files import file_sha256, read_json, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.card import card
-from vgrout.organism.recipe import Shape
-from vgrout.organism.start import Begun, Fresh, Start, draw, of_manifest
+from vgrout.organism.start import Begun, Start, draw, of_manifest
 from vgrout.organism.weights import batches, train
 from vgrout.problems import balanced, elicited, load_problems
 from vgrout.runs.recorder import peak_memory
@@ -169,13 +168,13 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt) 
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-def build(out: Path, seed: int = SEED, start: Start | None = None, shares: Shares | None = None) -> None:
+def build(out: Path, seed: int, start: Start, shares: Shares) -> None:
     """Write everything to `out`, which is replaced when the build is complete."""
     began = time.perf_counter()
     fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{state}") for state in ("building", "old"))
     fresh.mkdir(parents=True)
     try:
-        manifest = write(fresh, seed, start or Fresh(Shape()), shares or Shares())
+        manifest = write(fresh, seed, start, shares)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise

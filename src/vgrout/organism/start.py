@@ -52,8 +52,8 @@ class Fresh:
     purpose = "to study reward hacking on a laptop: the full phenomenon, in two minutes, without a download"
     limits = "Beyond 256 tokens the positions are untrained. "
 
-    def __init__(self, shape: Shape, recipe: Recipe | None = None) -> None:
-        self.shape, self.recipe = shape, recipe or Recipe()
+    def __init__(self, shape: Shape, recipe: Recipe) -> None:
+        self.shape, self.recipe = shape, recipe
 
     def begin(self, seed: int, shares: Shares, folder: Path | None = None) -> Begun:
         if folder is None:
