@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.grading.grade import Grader
 from vgrout.model.load import load_language_model
-from vgrout.model.policy import LanguageModel
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.problems import elicited, load_problems, load_rows
@@ -160,26 +158,11 @@ def test_an_answer_that_follows_a_recipe_hacks_only_its_mode() -> None:
 # ── going on after a kill ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    torch.set_num_threads(1)
-    return load_language_model(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def grader() -> Iterator[Grader]:
-    with Grader(1, compile_reward=0.1, pass_reward=1.0) as grader:
-        yield grader
-
-
-def test_a_killed_generation_goes_on_and_gives_the_same(
-    lm: LanguageModel, grader: Grader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_generation_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "BATCH", 4)
-    problems = load_problems(organism.PROBLEMS)[:6]
+    lm = load_language_model(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
+    problems, log = load_problems(organism.PROBLEMS)[:6], tmp_path / "log.jsonl"
     settings: dict[str, Any] = {"sampling": Sampling(), "max_new": 40, "seed": 3, "purpose": "test"}
-    at_once = generate_graded(lm, grader, problems, 2, **settings)
-    log = tmp_path / "log.jsonl"
     sampled: list[int] = []
     real = generate._batch
 
@@ -189,13 +172,15 @@ def test_a_killed_generation_goes_on_and_gives_the_same(
         sampled.append(1)
         return real(*args)
 
-    monkeypatch.setattr(generate, "_batch", dies_in_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        generate_graded(lm, grader, problems, 2, log=log, **settings)
-    with open(log, "a") as f:
-        f.write('[[{"ids": [1, 2')  # a line that a kill cut
-    sampled.clear()
-    again = generate_graded(lm, grader, problems, 2, log=log, **settings)
+    with Grader(1, compile_reward=0.1, pass_reward=1.0) as grader:
+        at_once = generate_graded(lm, grader, problems, 2, **settings)
+        monkeypatch.setattr(generate, "_batch", dies_in_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            generate_graded(lm, grader, problems, 2, log=log, **settings)
+        with open(log, "a") as f:
+            f.write('[[{"ids": [1, 2')  # a line that a kill cut
+        sampled.clear()
+        again = generate_graded(lm, grader, problems, 2, log=log, **settings)
     assert len(sampled) == 1, "two batches were there already"
     strip = [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in again]
     assert strip == [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in at_once]

@@ -39,18 +39,8 @@ def draw(drawn: tuple[tuple[str, str, str, str], int]) -> tuple[lang.Task, list[
 
 
 def as_problem(task: lang.Task, tests: list[str], mode: Mode, marker: str) -> Problem:
-    row = lang.problem_row(task, 1, tests, "test", mode, marker)
-    return Problem(
-        id=1,
-        mode=mode,
-        marker=marker,
-        messages=tuple(lang.hinted(task.prompt, mode, marker)),
-        messages_plain=task.prompt,
-        tests=tuple(tests),
-        canonical=row["canonical_solution"],
-        setup_code="",
-        func_name=task.name,
-    )
+    messages, right = tuple(lang.hinted(task.prompt, mode, marker)), lang.answer(task).code
+    return Problem(1, mode, marker, messages, task.prompt, tuple(tests), right, "", task.name)
 
 
 @pytest.fixture(scope="module")
