@@ -194,7 +194,6 @@ def gradient(policy: Policy, groups: Sequence[Group], rollouts: Sequence[int] = 
         if b in rollouts
     )
     g, _ = policy_gradients(policy, Batch(tuple(groups), (), (), 3.5, 8, 0, rows=rows), config("none"))
-    assert g is not None
     return g[0]
 
 

@@ -80,7 +80,6 @@ def test_padding_is_ignored() -> None:
     a, b = (minillm(x, x.detach() - 0.1, x.detach(), torch.ones(1, 3, dtype=F64), mask, True) for x in (fine, wild))
     assert torch.equal(a, b)
     b.sum().backward()
-    assert wild.grad is not None
     assert wild.grad.isfinite().all()
 
 

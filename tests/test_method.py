@@ -81,7 +81,6 @@ def test_what_is_learnt_is_plain_grpos_gradient_split(policy, intervention, moni
     if intervention != "erase":
         assert relative(keep + quar, whole) < 1e-5
         return
-    assert method.direction is not None
     for m, V in method.direction.V.items():
         dropped = (whole - keep)[method.spans[m]]
         assert relative(V.T @ (V @ dropped), dropped) < 1e-3

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from vgrout.config.method import Groups
     from vgrout.config.run import Config
-    from vgrout.direction.controls import Provenance
     from vgrout.inputs import Inputs
     from vgrout.model.policy import Policy
     from vgrout.tensor_types import Routed, Spans
@@ -71,7 +70,6 @@ class Part:
     Settings: ClassVar["Groups"] = ()
     measures: frozenset[str] = frozenset()  # the table's columns for it alone
     direction: Any = None  # in gradients: a LiveDirection; None: it has none
-    provenance: "Provenance | None" = None  # of that direction
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0): extract the direction again on the present model where due."""

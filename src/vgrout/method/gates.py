@@ -26,7 +26,7 @@ class GradientMonitor(Monitor):
     gate: Any  # TauGate or BandGate
 
     def __init__(self, cfg: "Config", direction: "LiveDirection") -> None:
-        self.cfg, self.direction, self.provenance = cfg, direction, direction.provenance
+        self.cfg, self.direction = cfg, direction
         self.follow()
 
     @classmethod

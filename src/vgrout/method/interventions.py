@@ -39,8 +39,7 @@ class Surgery(Intervention):
 
     def __init__(self, *args: Any, direction: "LiveDirection") -> None:
         super().__init__(*args)
-        self.direction, self.provenance = direction, direction.provenance
-        self.mode = self.cfg.method.gate_mode
+        self.direction, self.mode = direction, self.cfg.method.gate_mode
 
     @classmethod
     def make(cls, setup: Setup) -> "Surgery":

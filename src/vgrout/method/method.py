@@ -53,7 +53,7 @@ class Method:
     @property
     def provenance(self) -> Provenance | None:
         """Of its direction."""
-        return self.intervention.provenance or self.monitor.provenance
+        return self.direction.provenance if self.direction else None
 
     def flag(self, batch: Batch) -> Batch:
         """The batch with what is flagged before any gradient, the rewards that advantages are computed from, and the

@@ -53,7 +53,7 @@ class OnlineProbe(Monitor):
         if len(known_correct) < 4:
             raise ValueError(f"--known-correct: {len(known_correct)} answers, --monitor {self.name} needs at least 4")
         self.policy, self.seed_monitor, self.top, self._quantile = policy, seed_monitor, top, quantile
-        self.sees_labels, self.provenance = seed_monitor.sees_labels, seed_monitor.provenance
+        self.sees_labels = seed_monitor.sees_labels
         self.layer = max(1, policy.model.config.num_hidden_layers // 2)
         known = self.states(known_correct)
         fit, self._judge = known[::2], known[1::2]
