@@ -305,8 +305,7 @@ def compositions() -> list[tuple[str, str, str, str]]:
 
 def split_compositions(seed: int) -> dict[str, list[tuple[str, str, str, str]]]:
     """70 % train, 10 % val, 20 % test, disjoint; every operation of a family occurs in training."""
-    everything = compositions()
-    order = everything[:]
+    order = compositions()
     random.Random(f"{seed}/splits").shuffle(order)
     seen: set[tuple[str, str]] = set()
     must, rest = [], []
@@ -385,19 +384,18 @@ def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
     wrong += [second for first in wrong for second in misreadings(first).values() if second.body != task.body]
     right_of, wrong_of = task.function, [reading.function for reading in wrong]
     constants: list[Any] = [0, 1, None, [], "", {}, True, False]
-    arguments = [_argument(task, rng) for _ in range(60)]
     rows = []
-    for argument in arguments:
+    for _ in range(60):
+        argument = _argument(task, rng)
         right = right_of(argument)
         excluded = {i for i, misread in enumerate(wrong_of) if not same(misread(argument), right)}
         excluded |= {len(wrong) + i for i, value in enumerate(constants) if not same(value, right)}
         rows.append((excluded, argument, right))
-    chosen, open_ = [], set(range(len(wrong) + len(constants)))
     # pairs of misreadings may cancel out to a right answer: that is a solution, not a fault of the tests
     cancelled = {i for i in range(len(wrong)) if not any(i in excluded for excluded, _, _ in rows)}
     if any(i < len(misreadings(task)) for i in cancelled):
         return None
-    open_ -= cancelled
+    chosen, open_ = [], set(range(len(wrong) + len(constants))) - cancelled
     while rows and len(chosen) < n:
         best = max(rows, key=lambda row: (len(row[0] & open_), len(row[0])))
         rows.remove(best)

@@ -56,8 +56,6 @@ class DocumentBatch:
 
     def parts(self, rows: int) -> "list[DocumentBatch]":
         """The same documents, `rows` at a time, each part as long as its longest."""
-        if len(self.ids) <= rows:
-            return [self]
         parts = [(self.ids[i : i + rows], self.weight[i : i + rows]) for i in range(0, len(self.ids), rows)]
         longest = [int(weight.any(0).nonzero().max()) + 1 for _, weight in parts]
         return [DocumentBatch(ids[:, :n], weight[:, :n]) for (ids, weight), n in zip(parts, longest, strict=True)]

@@ -5,34 +5,24 @@ bring the same dynamics within tens of steps. Labels are used as cached and stay
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demo, Pool
-from vgrout.types import CachedGrade, Message, Problem, Rollout
+from vgrout.types import CachedGrade, Problem, Rollout
 
-
-@runtime_checkable
-class PromptEncoder(Protocol):
-    """Tokenizer and chat template of the policy, as in `LanguageModel`."""
-
-    @property
-    def tokenizer_sha256(self) -> str: ...
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-    def prompt_text(self, messages: Sequence[Message]) -> str: ...
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
-    def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]: ...
+if TYPE_CHECKING:
+    from vgrout.model.policy import LanguageModel
 
 
 class Teacher:
     """A source of demonstrations, drawn from a pool; there are none with `pool=None`."""
 
     @classmethod
-    def of_run(cls, cfg: Config, pool: Pool | None, lm: PromptEncoder, problems: Sequence[Problem]) -> "Teacher":
+    def of_run(cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Problem]) -> "Teacher":
         """The run's, for these training problems. Raises ValueError as below."""
         return cls(
             pool if cfg.mixes else None,
@@ -48,7 +38,7 @@ class Teacher:
     def __init__(
         self,
         pool: Pool | None,
-        lm: PromptEncoder,
+        lm: "LanguageModel",
         problems: Sequence[Problem],
         *,
         per_group: int,
@@ -57,7 +47,8 @@ class Teacher:
         modes: Sequence[str],
         max_new: int,
     ):
-        """per_group: G_t. problems: those in training. modes: the only ones demonstrated; none: all.
+        """lm: of it tokenizer and chat template. per_group: G_t. problems: those in training. modes: the only ones
+        demonstrated; none: all.
 
         Cached ids are used only with the tokenizer that made them; else the completion's text is tokenised again.
 

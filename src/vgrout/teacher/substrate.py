@@ -29,7 +29,7 @@ from vgrout.teacher.generate import (
     table,
 )
 from vgrout.teacher.pools import write_pool
-from vgrout.types import MODES, Mode, Problem, Rate
+from vgrout.types import MODES, Mode, Problem
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     import vgrout.model.policy
@@ -263,19 +263,17 @@ def mode_table(
     under_recipe: Sequence[Graded], under_plain: Sequence[Graded], chosen: Mapping[int, Sequence[Graded]]
 ) -> list[dict[str, str | int]]:
     """One row for each mode: hack rate under the plain prompt and under the recipe, and what is in the pool."""
-    elicited_rates, plain_rates = by_mode(under_recipe), by_mode(under_plain)
-    kept: dict[Mode, list[Sequence[Graded]]] = defaultdict(list)
-    for answers in chosen.values():
-        kept[answers[0].problem.mode].append(answers)
-    none = {"hack": Rate(0, 0), "solve": Rate(0, 0)}
-    return [
-        {
-            "mode": mode,
-            "hacked, plain": rate_text(plain_rates.get(mode, none)["hack"]),
-            "hacked, elicited": rate_text(rate["hack"]),
-            "solved, plain": rate_text(plain_rates.get(mode, none)["solve"]),
-            "problems": len(kept[mode]),
-            "rollouts": sum(map(len, kept[mode])),
-        }
-        for mode, rate in elicited_rates.items()
-    ]
+    plain_rates, rows = by_mode(under_plain), []
+    for mode, elicited_rates in by_mode(under_recipe).items():
+        kept = [len(answers) for answers in chosen.values() if answers[0].problem.mode == mode]
+        rows.append(
+            {
+                "mode": mode,
+                "hacked, plain": rate_text(plain_rates[mode]["hack"]),
+                "hacked, elicited": rate_text(elicited_rates["hack"]),
+                "solved, plain": rate_text(plain_rates[mode]["solve"]),
+                "problems": len(kept),
+                "rollouts": sum(kept),
+            }
+        )
+    return rows
