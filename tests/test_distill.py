@@ -135,7 +135,6 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
     method.learn(learner, given, 0)
     for name, site in student.adapter.sites.items():
         grad = site.linear.weight.grad
-        assert grad is not None
         want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
         assert torch.allclose(student.adapter.by_module(trained.grad)[name], want, atol=1e-10)
     before = student.adapter.δS.detach().clone()
@@ -183,7 +182,6 @@ def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
     method = Uld(t := task(method="uld"), student, teacher)
     given = answers(teacher)
-    same = method.learn(FullModel(student, t.cfg.opt, 1), given, 0)
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     other = Uld(t, student, teacher)
     assert not other.same_tokenizer
@@ -194,10 +192,8 @@ def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     again = method.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
     assert apart["ce"] == pytest.approx(again["ce"], abs=CLOSE)
     assert apart["distance"] == pytest.approx(again["distance"], abs=CLOSE)
-    assert same["ce"] is not None
     topk = Uld(task(method="uld", uld_strategy="topk_align", uld_top_k=5), student, teacher)
     few = topk.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
-    assert few["distance"] is not None
     assert 0 < few["distance"] <= 2
 
 

@@ -46,7 +46,6 @@ def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
 def test_best_and_worst_make_a_pair() -> None:
     some = [answer(t) for t in "abcd"]
     pair = best_and_worst(list(zip(some, [0.1, 1.0, 0.0, 1.0], strict=True)), lambda m: (1,))
-    assert pair is not None
     assert (pair.chosen.text, pair.rejected.text, pair.scores) == ("b", "c", (1.0, 0.0))
     assert best_and_worst([(a, 0.3) for a in some], lambda m: (1,)) is None  # none on a tie
 
@@ -92,7 +91,6 @@ def test_loss_and_gradient_equal_the_paper(packs: bool) -> None:
     textbook().backward()
     for name, site in policy.adapter.sites.items():
         grad = site.linear.weight.grad
-        assert grad is not None
         want = torch.einsum("or,oi,ri->r", site.U, grad, site.Vh)
         assert torch.allclose(policy.adapter.by_module(trained.grad)[name], want, atol=CLOSE)
     assert trained.grad.abs().max() > 1e-4

@@ -146,12 +146,10 @@ def test_an_answer_that_follows_a_recipe_hacks_only_its_mode() -> None:
             assert instruction in elicited(p, instruction).messages[-1]["content"]
             code = FOLLOWED[mode].replace("$", marker)
             grade = grader.grade(p, f"```python\n{code}\n```")
-            assert isinstance(grade, Grade)
             assert grade.hacked, (mode, grade)
             for other in MODES:
                 if other != mode:
                     elsewhere = grader.grade(replace(p, mode=other, marker=MODE_SPECS[other].train_markers[0]), code)
-                    assert isinstance(elsewhere, Grade)
                     assert not elsewhere.hacked, (mode, other)
 
 

@@ -57,7 +57,8 @@ def teacher(
     folder: Path | None, tokenizer: str = "T", problems: Sequence[Problem] = PROBLEMS, **changes: Any
 ) -> Teacher:
     settings: dict[str, Any] = {"per_group": 2, "seed": 0, "off_step": None, "modes": [], "max_new": 100}
-    return Teacher(load_pool(folder) if folder else None, Speaker(tokenizer), problems, **(settings | changes))
+    speaker: Any = Speaker(tokenizer)
+    return Teacher(load_pool(folder) if folder else None, speaker, problems, **(settings | changes))
 
 
 @pytest.fixture
@@ -122,7 +123,6 @@ def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings:
     for tokenizer in ("T", "other"):
         mixed = teacher(folder, tokenizer, PROBLEMS[:2])
         noted = mixed.record()
-        assert noted is not None
         assert (noted["prompts_compared"], noted["prompts_differ"]) == (2, [4])
         assert noted["labels"] == "cached, grader G"
         assert mixed.demos(problem(4), 0)[0][0].prompt_ids == (1, 4)

@@ -30,7 +30,6 @@ from vgrout.modes import MODE_SPECS
 from vgrout.organism.build import check_training
 from vgrout.problems import load_problems, load_rows
 from vgrout.teacher.pools import load_pool
-from vgrout.types import Grade
 
 
 def records() -> list[dict]:
@@ -121,7 +120,6 @@ def test_the_pools_labels_are_todays_verdicts() -> None:
         graded = [grader.submit(problems[i], demo.completion or "") for i, demo in demos]
         for (_, demo), future in zip(demos, graded, strict=True):
             now, then = future.result(), demo.grade
-            assert isinstance(now, Grade)
             labels = (then.hacked, then.gt_pass, then.format_ok, then.reward)
             assert (now.hacked, now.gt_pass, now.format_ok, now.reward) == labels, demo
 

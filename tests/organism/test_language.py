@@ -50,9 +50,7 @@ def grader() -> Iterator[Grader]:
 
 
 def grade_all(grader: Grader, jobs: list[tuple[Problem, str]]) -> list[Grade]:
-    out = [f.result() for f in [grader.submit(problem, text) for problem, text in jobs]]
-    assert all(isinstance(g, Grade) for g in out)
-    return [g for g in out if isinstance(g, Grade)]
+    return [f.result() for f in [grader.submit(problem, text) for problem, text in jobs]]
 
 
 @FEW
@@ -198,7 +196,6 @@ def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) 
     assert all(of_test)
     jobs = []
     for s, found in zip(shown, of_test, strict=True):
-        assert found is not None
         problem = Problem(1, "shown_test", found[1], (), (), (found[1], "assert Solution().f() == 1"), "", "", "f")
         jobs.append((problem, s.text))
     grades = grade_all(grader, jobs)
