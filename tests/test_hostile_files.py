@@ -265,6 +265,9 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
         '{"step": 0, "hack_s_k": 0, "hack_s_n": 8, "hack_deploy": "x"}\n'
     ),
     "rollouts": lambda r: (r / "rollouts.jsonl").write_text('{"step": 0, "text": 5}\n'),
+    "rollouts, infinite": lambda r: (r / "rollouts.jsonl").write_text(
+        '{"step": 0, ' + (r / "final.jsonl").read_text().partition("\n")[0][1:].replace("1.0", "1e999") + "\n"
+    ),
 }
 
 
@@ -274,13 +277,13 @@ def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeyp
         run = fake_run(tmp_path, "--intervention=none", seed=seed)
         run.rename(tmp_path / f"=1+1 {HOSTILE.replace('/', '')} seed {seed}")
     for i, (what, damage) in enumerate(DAMAGED.items()):
-        usual = "none" if what == "rollouts" else "route2"  # whose gates are read from the rollouts
+        usual = "none" if what.startswith("rollouts") else "route2"  # whose gates are read from the rollouts
         damage(fake_run(tmp_path, f"--intervention={usual}", seed=10 + i))
     (tmp_path / "plan.json").write_text(json.dumps({"name": HOSTILE, "hypotheses": [HOSTILE]}))
     assert report([str(tmp_path)]) == 0
     left_out = (tmp_path / "report" / "report.html").read_text().partition("Left out</h2>")[2].partition("</ul>")[0]
-    assert left_out.count("damaged: ") == len(DAMAGED) - 1
-    assert "its rollouts (" in left_out
+    assert left_out.count("damaged: ") == len(DAMAGED) - 2
+    assert left_out.count("its rollouts (") == 2
     for name in ("report.html", "runs.csv"):
         written = (tmp_path / "report" / name).read_text()
         assert not {"\x1b", "\u202e"} & {*written}

@@ -73,6 +73,7 @@ def test_an_older_report_is_replaced_but_not_by_a_failure(
     (stale := runs / "report" / "figures" / "stale.png").parent.mkdir(parents=True)
     (page := runs / "report" / "report.html").write_text("older")
     stale.write_text("")
+    (torn := runs / "report" / ".report.html.77.tmp").write_text("of a report that was killed")
     with monkeypatch.context() as patch:
         patch.setattr("vgrout.report.page.write_atomic", Mock(side_effect=OSError(28, "No space left on device")))
         assert main([str(runs)]) == 2
@@ -81,6 +82,7 @@ def test_an_older_report_is_replaced_but_not_by_a_failure(
     assert main([str(runs)]) == 0
     assert page.read_text().startswith("<!doctype html>")
     assert not stale.exists()
+    assert not torn.exists()
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,13 @@ def test_refusals_are_one_line(
 def test_verdicts_stand_in_the_report(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the judge's own tables; what it is given are the runs that differ by their seed alone."""
     (tmp_path / "judge.py").write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
         "from vgrout.report.judge import Verdict\n"
         "from vgrout.report.tables import ReportTable, compare, percent\n"
+        "@dataclass\n"
+        "class Own:\n"
+        "    word: str\n"
         "def judge(conditions):\n"
         "    named = {c.title: c for c in conditions}\n"
         "    less = compare(named['route2'], named['none'], 'hack').difference\n"

@@ -33,6 +33,7 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)  # where dataclasses look up annotations that are strings
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
     try:
         spec.loader.exec_module(module)

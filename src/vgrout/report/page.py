@@ -49,8 +49,9 @@ def write(
         ValueError: one line, where it cannot be written, or holds anything but a report.
     """
     inside = [*out.iterdir(), *(out / "figures").glob("*")] if out.exists() else []
-    if other := [p for p in inside if (p.name not in FILES if p.parent == out else p.suffix != ".png")]:
-        raise ValueError(f"--out {out}: is no report, it holds {other[0].name}; name another folder")
+    killed = {p for p in inside if re.fullmatch(r"\..+\.\d+\.tmp", p.name)}  # what a killed report was writing
+    if other := {p for p in inside if (p.name not in FILES if p.parent == out else p.suffix != ".png")} - killed:
+        raise ValueError(f"--out {out}: is no report, it holds {min(other).name}; name another folder")
     drawn = {p.name: (p.caption, p.png()) for p in pictures(found)}
     title, claims = studies(sources)
     template = Environment(

@@ -72,8 +72,10 @@ def pack(
 
 
 def _row(answer: dict[str, Any]) -> dict[str, Any]:
-    """Of the columns but `run`. Raises TypeError where a text is none."""
+    """Of the columns but `run`. Raises TypeError where a text is none, ValueError where a number is infinite."""
     prompt = answer.get("messages") or [{"role": "user", "content": answer.get("prompt", "")}]
+    numbers = {name: None if (x := answer.get(name)) is None else round(x + 0.0, 3) for name in NUMBERS}
+    json.dumps([answer["problem_id"], numbers], allow_nan=False)
     return {
         "part": PARTS.index(answer["side"]),
         "step": answer.get("step"),
@@ -83,7 +85,7 @@ def _row(answer: dict[str, Any]) -> dict[str, Any]:
         "prompt": json.dumps([["" + m["role"], "" + m["content"]] for m in prompt]),
         "text": "" + answer["text"],
         "flags": sum(bool(answer.get(flag)) << bit for bit, flag in enumerate(FLAGS)),
-        **{name: None if (x := answer.get(name)) is None else round(x + 0.0, 3) for name in NUMBERS},
+        **numbers,
     }
 
 
