@@ -341,6 +341,17 @@ def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len([*Path("out/sweeps/two").glob("plan*.json")]) == 2
 
 
+@pytest.mark.parametrize("content", ["{}", '{"sha256": "", "runs": [1]}', "[1]"])
+def test_damaged_files_of_a_sweep(content: str, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is written at every step anyway does not matter; the plan is refused."""
+    Path("out/sweeps/two").mkdir(parents=True)
+    Path("out/sweeps/two/runs.json").write_text(content)
+    assert main([str(study), "--dry-run"]) == 0
+    Path("out/sweeps/two/plan.json").write_text(content)
+    assert main([str(study), "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("E out/sweeps/two/plan.json: damaged (")
+
+
 @pytest.mark.long
 def test_warning_on_runs_by_different_code(
     study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -146,7 +146,7 @@ class Sweep:
         path = self.folder / "runs.json"
         try:
             flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
-        except (OSError, ValueError):  # absent or damaged: it is written again
+        except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: it is written again
             return []
         n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
         return [f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"] * (
@@ -156,10 +156,16 @@ class Sweep:
     def edited(self) -> str:
         """How the study file differs from the planned one, in one line; "": it does not, or nothing was planned."""
         path = self.folder / "plan.json"
-        planned = read_json(path) if path.is_file() else {"sha256": self.study.sha256}
-        if planned.get("sha256") == self.study.sha256:
+        if not path.is_file():
             return ""
-        before, now = {r["identity"] for r in planned["runs"]}, {run.identity for run in self.study.runs}
+        planned = read_json(path)
+        try:
+            sha256, before = planned["sha256"], {r["identity"] for r in planned["runs"]}
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"{path}: damaged ({e!r}); move it away, and the study is planned anew") from None
+        if sha256 == self.study.sha256:
+            return ""
+        now = {run.identity for run in self.study.runs}
         return (
             f"{self.study.path}: not the file that {path} was made from ({len(now - before)} runs more, "
             f"{len(before - now)} less); give the study another name, or add --replan"

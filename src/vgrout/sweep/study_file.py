@@ -121,6 +121,8 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
             raise ValueError(f"{both}: {e}") from None
         cfg.refuse_code(code, both)
         label = " · ".join(filter(None, (given or _label(cfg, arm), suffix)))
+        if not label.isprintable():  # `--commands` prints it into a shell's comment
+            raise ValueError(f"an arm called {label!r}: should be printable, in one line")
         for known in (identity(cfg), label):
             if first := seen.get(known):
                 what = f"called {label!r}" if known == label else "with these runs"
@@ -148,9 +150,9 @@ def _resolved(preset: str, flags: FlagTable) -> tuple[Config, tuple[str, ...]]:
     return cfg, tuple(argv)
 
 
-def _combinations(table: FlagTable) -> int:
-    """How many settings a table makes."""
-    return math.prod(len(value) for value in table.values() if isinstance(value, list))
+def _combinations(table: FlagTable) -> float:
+    """How many settings a table makes; beyond all counting, infinitely many."""
+    return math.prod((len(value) for value in table.values() if isinstance(value, list)), start=1.0)
 
 
 def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[tuple[str, FlagTable, str]]:
