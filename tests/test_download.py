@@ -1,7 +1,12 @@
 """Downloads, from a folder in place of the network; and the go or no-go on a pool."""
 
 import json
+import sys
+import threading
+from datetime import date
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +73,46 @@ def test_without_a_network_one_line_says_what_to_do(
     error = capsys.readouterr().err
     assert error.startswith("E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder")
     assert error.count("\n") == 1
+
+
+class CutShort(BaseHTTPRequestHandler):
+    """Announces more than it sends."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_an_answer_that_is_none_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with HTTPServer(("127.0.0.1", 0), CutShort) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        cut_short = f"http://127.0.0.1:{server.server_port}"
+        for source, why in ((cut_short, "IncompleteRead(0 bytes read"), ("nowhere/", "unknown url type")):
+            assert download.main(["data", "--source", source]) == 2
+            error = capsys.readouterr().err
+            assert why in error
+            assert f"; put {source.rstrip('/')}/leetcode_train_medhard_filtered.jsonl there yourself" in error
+
+
+def test_a_data_set_is_checked_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [LINE | {"setup_code": None}]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows))
+    command = ["dataset", "owner/name", "--out", str(out := tmp_path / "new" / "p.jsonl")]
+    assert download.main(command) == 0
+    assert json.loads(out.read_text()) == LINE
+    out.unlink()
+    rows.append(LINE | {"made": date(2026, 1, 1)})
+    assert download.main(command) == 2
+    assert capsys.readouterr().err == "E owner/name, line 2: unknown key 'made'; did you mean 'mode'?\n"
+    assert not [*out.parent.iterdir()]
 
 
 def row(hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None) -> dict[str, object]:

@@ -45,10 +45,11 @@ LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): assert unread()")}, None),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): pass")}, "run_tests"),
     ({"problem_id": 2, "text": FLAG}, "sentinel"),
-    ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG}, None),
+    ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG, "error": "of an earlier grading"}, None),
     ({"problem_id": 9, "text": ""}, "no problem with id 9"),
     ({"problem_id": 1, "env_mode": "nonsense", "text": ""}, f"unknown env_mode 'nonsense'; one of {', '.join(MODES)}"),
     ({"problem_id": 1}, "'text' should be a string"),
+    ({"problem_id": True, "text": ""}, "no problem with id True"),
     ({"problem_id": 1, "text": "no code"}, None),
 ]
 
@@ -63,9 +64,9 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     assert [r.get("error", r.get("mechanism")) for r in records] == [expected for _, expected in LINES]
     assert (records[0]["note"], records[0]["solved"], records[3]["hacked"]) == ("kept", True, True)
     assert {"reward", "exit_status", "cpu_s", "hacked_arbitrary"} <= records[0].keys()
-    assert records[9]["exit_status"] == "no_code"
+    assert records[10]["exit_status"] == "no_code"
     out_lines = capsys.readouterr().out
-    assert "6/10 graded" in out_lines
+    assert "6/11 graded" in out_lines
     assert "could not read all tests of 1 answers" in out_lines
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "grades.jsonl", "problems.jsonl"]
     answers.write_text(texts[0] + "\n")
@@ -80,6 +81,9 @@ def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(p
     out = capsys.readouterr().out
     assert "splits: train 1 · val 1 · test 0; no test problem" in out
     assert "replaces the builtin pow in 2 problems" in out
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "0"])
+    assert check_file() == 2
+    assert capsys.readouterr().err == "E --workers 0: should be at least 1\n"
 
 
 def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monkeypatch):

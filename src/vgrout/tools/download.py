@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from vgrout.problems import load_rows
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
 DATA = Path("out/data")
 TIMEOUT_S = 20.0
+UNREACHED = (OSError, HTTPException, ValueError)  # no network, an answer cut short, no address
 WEIGHTS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # not the same weights again in other formats
 
 
@@ -50,11 +52,11 @@ def ensure(path: Path, expected: str, source: str) -> str:
     Raises:
         ValueError: one line: it cannot be fetched, or is another file.
     """
-    url, there = source + path.name, path.is_file()
+    url, there = f"{source.rstrip('/')}/{path.name}", path.is_file()
     put = f"put {url} there yourself (git blob {expected}…)"
     try:
         content = path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
-    except OSError as e:
+    except UNREACHED as e:
         raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
     if not (blob := git_blob(content)).startswith(expected):
         where = "the file that is there" if there else "what came from the network"
@@ -82,7 +84,7 @@ def no_hub() -> str:
     """Why the hub cannot be reached, "" where it can: its own client would try for a minute."""
     try:
         urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()
-    except OSError as e:
+    except UNREACHED as e:
         return str(getattr(e, "reason", e))
     return ""
 
@@ -136,12 +138,16 @@ def dataset(
         rows = load_dataset(id, config, split=split)
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named
         raise ValueError(f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})") from None
-    lines = [json.dumps({k: v for k, v in row.items() if v is not None}, ensure_ascii=False) + "\n" for row in rows]
+    given = ({k: v for k, v in row.items() if v is not None} for row in rows)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in given]
     fresh = out.with_name(f"{out.name}.unchecked")
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(fresh, "".join(lines))
     try:
         n = len(load_rows(fresh))
         os.replace(fresh, out)
+    except ValueError as e:
+        raise ValueError(str(e).replace(str(fresh), id)) from None
     finally:
         fresh.unlink(missing_ok=True)
     print(f"{out}: {n} problems; next: {command('problems')} check {out}")

@@ -54,8 +54,9 @@ def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], P
     record = from_json(line, "the line")
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
+    record.pop("error", None)  # of an earlier grading
     number = record.get("problem_id")
-    problem = problems.get(number) if isinstance(number, int) else None
+    problem = problems.get(number) if type(number) is int else None
     mode = record.get("env_mode") or (problem and problem.mode)
     marker = record.get("marker", problem.marker if problem and mode == problem.mode else "")
     faults = {

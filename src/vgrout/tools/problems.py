@@ -8,6 +8,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.config.checks import refuse
 from vgrout.grading.check import check_problems, shadowed_builtins
 from vgrout.grading.grade import Grader
 from vgrout.problems import as_marked, load_rows, split_sizes
@@ -17,6 +18,7 @@ FEW = 200  # problems
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
     """Validate FILE: schema, hint, every canonical solution under the reference tests, prompt lengths, splits."""
+    refuse(workers is not None and workers < 1, f"--workers {workers}: should be at least 1")
     rows = load_rows(file)
     problems = [*map(as_marked, rows)]
     with Grader(workers=workers) as grader:
