@@ -11,9 +11,11 @@ from pathlib import Path
 import pandas as pd
 
 import vgrout
+from vgrout.report.load import run_dirs
 
 if len(sys.argv) > 1:
-    runs = [vgrout.load_run(p.parent) for p in sorted(Path(sys.argv[1]).rglob("per_mode_deploy.json"))]
+    paths, _ = run_dirs(Path(sys.argv[1]))
+    runs = [vgrout.load_run(path) for path in paths if (path / "per_mode_deploy.json").is_file()]
 else:
     short = {"steps": 4, "final_n_prompts": 6, "final_samples": 1}
     runs = [vgrout.train_run("smoke", intervention=name, **short) for name in ("none", "route")]

@@ -1,5 +1,7 @@
 """`import vgrout` in a notebook: light, typed, and the scripts of examples/ as they stand."""
 
+import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import vgrout
+from fake_runs import fake_run
 from runs import SMALL
 from vgrout.api import argv
 
@@ -78,6 +81,18 @@ def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     (log,) = Path("logs").iterdir()
     assert "verdict: " in log.read_text(encoding="utf-8")
     assert run.status["state"] == "finished"
+
+
+def test_the_example_reads_a_sweep_whose_runs_lie_elsewhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = fake_run(Path("out/runs"), "--intervention=none")
+    Path("out/sweeps/two").mkdir(parents=True)
+    runs = [{"name": "a", "state": "finished", "run": str(run)}, {"name": "b", "state": "to do", "run": None}]
+    Path("out/sweeps/two/runs.json").write_text(json.dumps(runs))
+    (script,) = (p for p in EXAMPLES if p.stem == "read_a_study")
+    monkeypatch.setattr(sys, "argv", [str(script), "out/sweeps/two"])
+    runpy.run_path(str(script))
+    assert "30 of 60 deployed answers hack the flaw." in capsys.readouterr().out
 
 
 OWN = ("own_intervention", "own_monitor")
