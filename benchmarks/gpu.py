@@ -268,14 +268,6 @@ def same_rows(against: str, tag: str, **how: bool) -> Figure:
     return Figure("mini, fp32, rows", against, figure, "all alike", same == n)
 
 
-def runs() -> list[Figure]:
-    """`mini` in fp32 on this device against the CPU, and against itself killed and resumed."""
-    return [
-        *attempted("mini on the CPU", lambda: same_rows("the same on the CPU", "cpu", cpu=True)),
-        *attempted("mini, killed", lambda: same_rows("killed and resumed", "kill", kill=True)),
-    ]
-
-
 def run(quick: bool = False) -> str:
     """Raises ValueError, one line, where there is no GPU."""
     if not torch.cuda.is_available():
@@ -283,7 +275,8 @@ def run(quick: bool = False) -> str:
     device, dtype = pick_device(organism.MODEL_DIR, "bf16")
     load, gpu, made = QUICK if quick else FAST, torch.cuda.get_device_properties(0), list[Policy]()
     with rig.workplace():
-        figures = runs()
+        figures = attempted("mini on the CPU", lambda: same_rows("the same on the CPU", "cpu", cpu=True))
+        figures += attempted("mini, killed", lambda: same_rows("killed and resumed", "kill", kill=True))
         weights = partial(random_policy, QWEN3_4B, device.type, dtype)
         figures += attempted("random weights", lambda: made.append(weights()) or [])
         for policy in made:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,36 +26,13 @@ from benchmarks.measure import Figure, page
 from vgrout.grading.extract import blocks
 from vgrout.grading.grade import Grader, as_request
 from vgrout.grading.messages import WorkerSettings
-from vgrout.grading.verdict import Verifier
+from vgrout.grading.verdict import Strict, Verifier
 from vgrout.grading.watch import ForkServerHandle
 from vgrout.problems import load_problems
 from vgrout.types import MODES, Problem
 
 CHEAP_S = 0.05  # programs that need more CPU than this measure themselves, not the grader
 TAIL = "\n\ndef run_tests():\n    assert Solution is not None\n"
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Medians over programs, both measured in turn on each."""
-
-    name: str
-    n: int
-    theirs_ms: float
-    ours_ms: float
-    theirs_cpu_ms: float
-    ours_cpu_ms: float
-    goal: float
-
-    @property
-    def wall(self) -> float:
-        """The peer's time over ours."""
-        return self.theirs_ms / self.ours_ms
-
-    @property
-    def cpu(self) -> float:
-        """The peer's CPU time over ours."""
-        return self.theirs_cpu_ms / self.ours_cpu_ms
 
 
 def organism_like() -> list[tuple[Problem, str]]:
@@ -136,8 +113,8 @@ def compare(
     peer: Callable[[Problem, str], bool],
     own: Callable[[Problem, str], bool],
     repeats: int,
-) -> Compared:
-    """Both on every program in turn, so that a busy machine is busy for both."""
+) -> Figure:
+    """The peer's time over ours: medians of both on every program in turn, so that a busy machine is busy for both."""
     walls: dict[str, list[float]] = {"peer": [], "own": []}
     cpus = {"peer": 0.0, "own": 0.0}
     for problem, code in programs:  # warm: caches of parsed tests, pages of the interpreter
@@ -150,25 +127,20 @@ def compare(
                 assert grade(problem, code), f"problem {problem.id} fails under {who}"
                 walls[who].append(time.perf_counter() - start)
             cpus[who] += (tree_cpu() - cpu) / times
-    n = len(programs)
-    return Compared(
-        name,
-        n,
-        1e3 * statistics.median(walls["peer"]),
-        1e3 * statistics.median(walls["own"]),
-        1e3 * cpus["peer"] / n,
-        1e3 * cpus["own"] / n,
-        goal,
-    )
+    theirs, ours = (statistics.median(walls[who]) for who in ("peer", "own"))
+    against = f"interpreters, {len(programs)} programs: {1e3 * theirs:.1f} ms"
+    figure = f"{theirs / ours:.1f} × ({1e3 * ours:.1f} ms); CPU {cpus['peer'] / cpus['own']:.1f} ×"
+    return Figure(name, against, figure, f"≥ {goal:g} ×", theirs / ours >= goal)
 
 
 def throughput(programs: Sequence[tuple[Problem, str]], workers: int, n: int) -> float:
-    """Whole rollouts a second, submitted all at once."""
+    """Whole rollouts a second, submitted all at once, each of a problem of its own: equal answers are run once."""
     with Grader(workers, allow_weak=True) as grader:
         for problem, code in programs:
             grader.grade(problem, _answer(code))
         start = time.perf_counter()
-        futures = [grader.submit(*_pair(programs[i % len(programs)])) for i in range(n)]
+        given = (programs[i % len(programs)] for i in range(n))
+        futures = [grader.submit(replace(problem), _answer(code)) for problem, code in given]
         for future in futures:
             future.result()
         return n / (time.perf_counter() - start)
@@ -178,23 +150,22 @@ def _answer(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def _pair(program: tuple[Problem, str]) -> tuple[Problem, str]:
-    return replace(program[0]), _answer(program[1])  # a problem of its own: equal answers to one are run once
-
-
-def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[list[Compared], dict[str, float]]:
-    """All ratios, and rollouts a second by name. `real`: problems with canonical solutions; may be empty."""
+def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> list[Figure]:
+    """All ratios, and rollouts a second. `real`: problems with canonical solutions; may be empty."""
     small = organism_like()
-    ratios = []
+    figures = []
     with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
         settings = WorkerSettings(workdir, 5.0, 512, 1 << 20, "")
         fork_server = ForkServerHandle(settings).start()
         verifier = Verifier(fork_server)
 
-        def strict(problem: Problem, code: str) -> bool:
+        def check(problem: Problem, code: str) -> Strict:
             job, cases = verifier.prepare(blocks(_answer(code)), as_request(problem, "", False))
             verifier.wall_left = 60.0
-            return verifier.strict(job, cases, 5.0).correct
+            return verifier.strict(job, cases, 5.0)
+
+        def strict(problem: Problem, code: str) -> bool:
+            return check(problem, code).correct
 
         def rollout(problem: Problem, code: str) -> bool:
             g = grader.grade(problem, _answer(code))
@@ -202,45 +173,26 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> tuple[li
 
         cheap = []
         for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):
-            job, cases = verifier.prepare(blocks(_answer(problem.canonical)), as_request(problem, "", False))
-            verifier.wall_left = 60.0
-            run = verifier.strict(job, cases, 5.0)
-            if run.correct and run.cpu_s < CHEAP_S:
+            found = check(problem, problem.canonical)
+            if found.correct and found.cpu_s < CHEAP_S:
                 cheap.append((problem, problem.canonical))
         tested = [(problem, code + TAIL) for problem, code in cheap[:20]]
         small_tested = [(p, code + TAIL) for p, code in small if p.mode == "run_tests"]
         if cheap:
-            ratios.append(compare("one check, real programs", 5.0, cheap, one_fresh_check, strict, 1))
-            ratios.append(compare("whole rollout, real programs", 7.0, tested, six_interpreters, rollout, 1))
-        ratios.append(compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats))
-        ratios.append(compare("rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats))
-        ratios.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
+            figures.append(compare("one check, real programs", 5.0, cheap, one_fresh_check, strict, 1))
+            figures.append(compare("whole rollout, real programs", 7.0, tested, six_interpreters, rollout, 1))
+        figures.append(compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats))
+        figures.append(compare("rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats))
+        figures.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
         fork_server.close()
-    rates = {
-        f"{name}, {workers} worker{'s' if workers > 1 else ''}": throughput(programs, workers, count)
-        for name, programs, count in (("organism", small, n), *([("real", cheap, n // 3)] if cheap else []))
-        for workers in (1, 2)
-    }
-    return ratios, rates
+    for name, programs, count in (("organism", small, n), *([("real", cheap, n // 3)] if cheap else [])):
+        for workers in (1, 2):
+            what = f"whole rollouts, {name}, {workers} worker{'s' if workers > 1 else ''}"
+            figures.append(Figure(what, "", f"{throughput(programs, workers, count):.0f} a second"))
+    return figures
 
 
 def run(quick: bool = False, problems: Path | None = None) -> str:
     """problems: a file of real ones; without it, only organism-like answers. quick: one round, and those alone."""
     real = [] if problems is None or quick else load_problems(problems)
-    ratios, rates = measure(real, 1 if quick else 3, 60 if quick else 600)
-    return page(figures(ratios, rates))
-
-
-def figures(ratios: Sequence[Compared], rates: dict[str, float]) -> list[Figure]:
-    """As lines of the table."""
-    compared = [
-        Figure(
-            r.name,
-            f"interpreters, {r.n} programs: {r.theirs_ms:.1f} ms",
-            f"{r.wall:.1f} × ({r.ours_ms:.1f} ms); CPU {r.cpu:.1f} ×",
-            f"≥ {r.goal:g} ×",
-            r.wall >= r.goal,
-        )
-        for r in ratios
-    ]
-    return compared + [Figure(f"whole rollouts, {name}", "", f"{rate:.0f} a second") for name, rate in rates.items()]
+    return page(measure(real, 1 if quick else 3, 60 if quick else 600))

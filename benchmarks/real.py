@@ -4,6 +4,7 @@ Every contestant has a process of its own, so that its peak is its own; TRL has 
 answers differ gives all groups a signal: ours leaves out those without, TRL does not.
 """
 
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,17 +42,18 @@ def run(model: Path, dtype: Dtype, quick: bool = False) -> str:
     """All figures of one dtype, which TRL has too; of the defaults the steps alone."""
     rounds = 1 if quick else 3
     with rig.workplace(stay=True):  # its decomposed weights take minutes: they stay in out/svd_cache
-        figures, note = against_trl(model, dtype, rounds)
+        with ExitStack() as ends:
+            figures, note = against_trl(model, dtype, rounds, ends)
         if dtype != "auto":
             figures += of_bounds(run_policy(resolve(command(model, dtype, "none"))), rounds)
     return page(figures, note)
 
 
-def against_trl(model: Path, dtype: Dtype, blocks: int) -> tuple[list[Figure], str]:
-    """Seconds of a step, taken in turns, and each process's peak."""
+def against_trl(model: Path, dtype: Dtype, blocks: int, ends: ExitStack) -> tuple[list[Figure], str]:
+    """Seconds of a step, taken in turns, and each process's peak. Our runs end with `ends`."""
     trl_peer.libraries()
     problems = rig.problems(command(model, dtype, "none"), blocks + 1)
-    ours = {name: rig.Turns(name, command(model, dtype, name)) for name in STEP_GOALS}
+    ours = {name: ends.enter_context(closing(rig.Turns(name, command(model, dtype, name)))) for name in STEP_GOALS}
     seconds: dict[str, list[float]] = {name: [] for name in ours}
     for trainer in ours.values():
         trainer.take(1)
@@ -63,12 +65,10 @@ def against_trl(model: Path, dtype: Dtype, blocks: int) -> tuple[list[Figure], s
     of_peer = "fp32" if dtype == "auto" else dtype
     torch.set_num_threads(cores())
     peer_model = trl_peer.Model(model, DTYPES[of_peer], LOAD.answer)
-    peer = trl_peer.measure(problems, blocks, 1, our_turn, choose=False, model=peer_model)
+    theirs, note = trl_peer.measure(problems, blocks, 1, our_turn, choose=False, model=peer_model)
     peaks = {name: trainer.peak for name, trainer in ours.items()} | {"TRL": peak_bytes()}
-    for trainer in ours.values():
-        trainer.close()
     figures = [
-        Ratio.of(peer.seconds, seconds[name]).at_least(f"{name}, {dtype}: a step", f"TRL, {of_peer}", goal)
+        Ratio.of(theirs, seconds[name]).at_least(f"{name}, {dtype}: a step", f"TRL, {of_peer}", goal)
         for name, goal in STEP_GOALS.items()
     ]
     figures += [parts(name, trainer.path, seconds[name]) for name, trainer in ours.items()]
@@ -76,7 +76,7 @@ def against_trl(model: Path, dtype: Dtype, blocks: int) -> tuple[list[Figure], s
         share = peaks[name] / peaks[against]
         figure = f"{share:.2f} × ({peaks[name] / GIB:.1f} GiB of {peaks[against] / GIB:.1f})"
         figures.append(Figure(f"{name}, {dtype}: peak", against, figure, f"≤ {goal:g} ×", share <= goal))
-    return figures, peer.note
+    return figures, note
 
 
 def of_bounds(policy: Policy, rounds: int, load: bounds.Load = LOAD) -> list[Figure]:

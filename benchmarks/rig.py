@@ -63,7 +63,8 @@ def workplace(stay: bool = False) -> Generator[None]:
 
 
 class Turns:
-    """A run of the trainer in a process of its own, which does its next steps on request."""
+    """A run of the trainer in a process of its own, which does its next steps on request. It has to be closed: this
+    process waits for it at its own end."""
 
     def __init__(self, name: str, argv: list[str]) -> None:
         """Returns when the run stands before its first step. Raises RuntimeError if it ends before."""

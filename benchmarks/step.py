@@ -4,6 +4,7 @@ Both sample P 4 · G 8 answers of the organism to the same prompts, at the same 
 of 1e-6, so that their answers keep the same lengths. They take turns, a few steps each. Ours is one process.
 """
 
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import mean
 
@@ -19,8 +20,8 @@ def run(quick: bool = False) -> str:
     """Our step's time against TRL's, and the parts of ours. Raises ValueError, one line, without TRL."""
     blocks, per_block = (3, 2) if quick else (8, 4)
     trl_peer.libraries()
-    with rig.workplace():
-        ours = {name: rig.Turns(name, rig.command(name)) for name in GOALS}
+    with rig.workplace(), ExitStack() as ends:
+        ours = {name: ends.enter_context(closing(rig.Turns(name, rig.command(name)))) for name in GOALS}
         seconds: dict[str, list[float]] = {name: [] for name in GOALS}
         for trainer in ours.values():
             trainer.take(WARM_UP)
@@ -30,15 +31,13 @@ def run(quick: bool = False) -> str:
                 seconds[name].append(trainer.take(per_block))
 
         problems = rig.problems(rig.command("none"), (blocks + 1) * per_block)
-        peer = trl_peer.measure(problems, blocks, per_block, our_turn, choose=not quick)
+        theirs, note = trl_peer.measure(problems, blocks, per_block, our_turn, choose=not quick)
         figures = [
-            Ratio.of(peer.seconds, seconds[name]).at_least(f"{name}, graded in the sandbox", "TRL", goal)
+            Ratio.of(theirs, seconds[name]).at_least(f"{name}, graded in the sandbox", "TRL", goal)
             for name, goal in GOALS.items()
         ]
         figures += [parts(name, trainer.path, seconds[name]) for name, trainer in ours.items()]
-        for trainer in ours.values():
-            trainer.close()
-    return page(figures, peer.note)
+    return page(figures, note)
 
 
 def parts(name: str, run: Path, seconds: list[float]) -> Figure:

@@ -31,14 +31,6 @@ LENGTH = "completions/mean_length"
 CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class TrlSteps:
-    """What TRL needed."""
-
-    seconds: list[float]  # a step, block by block
-    note: str
-
-
 def libraries() -> dict[str, Any]:
     """trl, peft, datasets. Raises ValueError, one line, where one is missing."""
     try:
@@ -140,8 +132,9 @@ def measure(
     other: Callable[[], None],
     choose: bool,
     model: Model = Model(),
-) -> TrlSteps:
-    """Seconds of TRL's steps by block, `other` called after each. choose: of one thread and all of them the faster."""
+) -> tuple[list[float], str]:
+    """Seconds of TRL's steps by block, `other` called after each; and a note. choose: of one thread and all of them the
+    faster."""
     before = torch.get_num_threads()
     trials: dict[int, float] = {}
     for threads in (1, len(os.sched_getaffinity(0))) if choose else ():
@@ -157,7 +150,7 @@ def measure(
         f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, {best} thread(s){tried}; "
         f"{statistics.median(turns.blocks[1:]):.2f} s a step, answers of {length:.0f} tokens on average."
     )
-    return TrlSteps(turns.blocks[1:], note)
+    return turns.blocks[1:], note
 
 
 def _train(

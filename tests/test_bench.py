@@ -1,10 +1,9 @@
 """The benches' arithmetic, and that what they compare does the same work. Their figures are no test's business."""
 
-import importlib
 import json
 import os
-import pkgutil
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +11,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import benchmarks
 import tiny
-from benchmarks import gpu, real, rig, trl_peer
+from benchmarks import gpu, real, rig, step, trl_peer
 from benchmarks.__main__ import main
 from benchmarks.bounds import Load
 from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
+from vgrout.data import organism
 from vgrout.model import decoder
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -141,6 +140,23 @@ def test_a_run_takes_its_steps_when_asked(tmp_path: Path, monkeypatch: pytest.Mo
         rig.Turns("broken", ["mini", "--no-such-flag"])
 
 
+@pytest.mark.parametrize(
+    "bench", [lambda: step.run(quick=True), lambda: real.run(organism.MODEL_DIR, "fp32")], ids=["step", "real"]
+)
+def test_no_run_waits_for_a_peer_that_fell_over(
+    bench: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    closed: list[str] = []
+    own = lambda name, _: SimpleNamespace(take=lambda _: 1.0, close=lambda: closed.append(name))  # noqa: E731
+    monkeypatch.setattr(rig, "Turns", own)
+    monkeypatch.setattr(trl_peer, "libraries", dict)
+    monkeypatch.setattr(trl_peer, "measure", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench()
+    assert {*closed} == {"none", "route2"}
+
+
 def test_any_models_answers_differ_in_reward() -> None:
     assert {rig.differing(f"answer {i}") for i in range(30)} == {0.0, 0.5, 1.0}
 
@@ -169,8 +185,3 @@ def test_what_is_missing_is_refused_in_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("E ")
     assert said in line
-
-
-@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(benchmarks.__path__)])
-def test_every_bench_can_be_imported(name: str) -> None:
-    importlib.import_module(f"benchmarks.{name}")

@@ -2,12 +2,13 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.grading import TAIL, Compared, figures, fresh, one_fresh_check, organism_like, six_interpreters
+from benchmarks.grading import TAIL, compare, fresh, one_fresh_check, organism_like, six_interpreters
 from vgrout.problems import load_rows, require_solvable
 from vgrout.tools import doctor
 from vgrout.tools import grade as offline
@@ -131,7 +132,7 @@ def test_the_peers_of_the_benchmark_do_the_work():
     assert not one_fresh_check(problem, wrong)
     assert not six_interpreters(problem, wrong + TAIL)
     assert six_interpreters(problem, code + TAIL)
-    ratio = Compared("x", 1, 10.0, 2.0, 8.0, 2.0, 5.0)
-    assert (ratio.wall, ratio.cpu) == (5.0, 4.0)
-    row, rate = figures([ratio], {"a": 1.0})
-    assert ("5.0 ×" in row.figure, row.reached, rate.figure) == (True, True, "1 a second")
+    slow, quick = (lambda *_, s=s: time.sleep(s) or True for s in (0.1, 0.01))
+    ratio = compare("x", 2.0, [(problem, code)], slow, quick, 1)
+    assert 2 < float(ratio.figure.split()[0]) <= 10
+    assert (ratio.reached, compare("x", 2.0, [(problem, code)], quick, quick, 1).reached) == (True, False)
