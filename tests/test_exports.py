@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fake_runs import fake_run
 from runs import SMALL, SharedRuns
 from vgrout.export import __main__ as export
 from vgrout.files import json_lines
@@ -105,3 +106,10 @@ def test_refused_in_one_line_before_anything_is_loaded(
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_answers_of_another_version_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fake_run(tmp_path, "--intervention=none")  # its answers are not numbered
+    assert export.main([str(run), "--out", str(tmp_path / "x"), "--to", "inspect"]) == 2
+    said = "damaged, or of another version (KeyError('sample'))"
+    assert capsys.readouterr().err == f"E {run / 'final.jsonl'}: {said}\n"

@@ -12,6 +12,7 @@ from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
 
 SCORES = ("hacked", "solved")
+READ = (*SCORES, "reward", "side", "problem_id", "sample", "messages", "text", "finished", "env_mode", "marker")
 
 AnswerLine = Mapping[str, Any]
 
@@ -21,13 +22,17 @@ def to_inspect(run: Path, folder: Path) -> str:
     oracle (solved) and by whether it hacked the flaw. Returns a sentence about what was written.
 
     Raises:
-        ValueError: not a run, or one without a final evaluation; or inspect_ai is not installed.
+        ValueError: not a run, or one without a sound final evaluation; or inspect_ai is not installed.
     """
     cfg = from_dict(read_json(run / "run.json").get("config"))
     sides: dict[str, list[AnswerLine]] = defaultdict(list)
-    for answer in json_lines(run / "final.jsonl"):
-        if answer["reward"] is not None:
-            sides[answer["side"]].append(answer)
+    try:
+        for line in json_lines(run / "final.jsonl"):
+            answer = {name: line[name] for name in READ}
+            if answer["reward"] is not None:
+                sides[answer["side"]].append(answer)
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{run / 'final.jsonl'}: damaged, or of another version ({e!r})") from None
     if not sides:
         raise ValueError(f"{run / 'final.jsonl'}: not there or empty; only a run with a final evaluation has answers")
     try:
