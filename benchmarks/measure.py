@@ -25,16 +25,13 @@ class Figure:
     goal: str = ""  # "" where there is none: the line informs
     reached: bool | None = None  # None: no goal, or not measured
 
-    def cells(self) -> tuple[str, ...]:
-        """In the order of the table's columns."""
-        verdict = {True: "reached", False: "missed", None: ""}[self.reached]
-        return self.what, self.against, self.figure, self.goal, verdict
-
 
 def page(figures: Sequence[Figure], *notes: str) -> str:
     """A Markdown table, the machine, the notes."""
+    verdict = {True: "reached", False: "missed", None: ""}
+    rows = [(f.what, f.against, f.figure, f.goal, verdict[f.reached]) for f in figures]
     head = ("what", "against", "figure", "goal", "")
-    return "\n\n".join([tabulate([f.cells() for f in figures], head, tablefmt="github"), machine(), *notes])
+    return "\n\n".join([tabulate(rows, head, tablefmt="github"), machine(), *notes])
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,6 @@ def _last_error(log: Path, since: int) -> str:
     return next((one_line(line[2:]) for line in reversed(lines) if line.startswith("E ")), "")
 
 
-def one_line(text: str, most: int = 160) -> str:
+def one_line(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= 160 else text[:159] + "…"

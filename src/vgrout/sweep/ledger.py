@@ -1,11 +1,10 @@
 """The runs that exist, found by the identity of their settings and input files, never by name."""
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from vgrout.config.run import from_dict, identity
 from vgrout.files import held, read_json
@@ -14,7 +13,7 @@ from vgrout.runs.context import RUNS
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to resume from.
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]
 # Of several runs alike the one with the first of these states is taken, and of those the newest.
-BEST: tuple[Found, ...] = ("finished", "running", "resumable", "halted", "diverged", "unrouted", "dead")
+BEST: tuple[Found, ...] = get_args(Found)
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,16 @@ class Ledger:
     def __init__(self, root: Path = RUNS) -> None:
         self.root = root
         self._records: dict[Path, RecordedRun | None] = {}
-        self._by_identity: dict[str, list[RecordedRun]] = defaultdict(list)
 
     def refresh(self) -> None:
         """Add new run directories. A run whose settings no longer parse is left out."""
         for path in sorted(p.parent for p in self.root.glob("*/run.json")):
             if path not in self._records:
-                self._records[path] = record = _record(path)
-                if record is not None:
-                    self._by_identity[record.identity].append(record)
+                self._records[path] = _record(path)
 
     def find(self, run: str, files: Mapping[str, str | None]) -> RecordedRun | None:
         """The best run of this identity that read these files."""
-        alike = [(r.state, r) for r in self._by_identity[run] if r.reads(files)]
+        alike = [(r.state, r) for r in self._records.values() if r and r.identity == run and r.reads(files)]
         return max(alike, key=lambda found: (-BEST.index(found[0]), found[1].path.name), default=(None, None))[1]
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 from collections.abc import Sequence
-from typing import Any
 
 
 class Pueue:
@@ -15,7 +14,8 @@ class Pueue:
         answer = self._ask("status", "--json")
         try:
             status = json.loads(answer)
-            tasks = [task for task in status["tasks"].values() if _stage(task["status"]) != "Done"]
+            # older clients write a status as a word, "Done", newer ones as an object, {"Done": {…}}
+            tasks = [task for task in status["tasks"].values() if "Done" not in task["status"]]
             self._groups = {*status["groups"]}
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"--via pueue: `pueue status --json` printed {answer[:80]!r}; another version?") from None
@@ -42,8 +42,3 @@ class Pueue:
         except (OSError, subprocess.CalledProcessError) as e:
             why = " ".join((getattr(e, "stderr", "") or str(e)).split())
             raise ValueError(f"--via pueue: `pueue {words[0]}` failed ({why}); is `pueued -d` running?") from None
-
-
-def _stage(status: Any) -> str:
-    """A task's stage: older clients write "Queued", newer ones {"Queued": {…}}."""
-    return status if isinstance(status, str) else next(iter(status))

@@ -149,9 +149,8 @@ class Sweep:
         except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: it is written again
             return []
         n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
-        return [f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"] * (
-            n > 0
-        )
+        said = f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"
+        return [said] if n else []
 
     def edited(self) -> str:
         """How the study file differs from the planned one, in one line; "": it does not, or nothing was planned."""
