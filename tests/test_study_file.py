@@ -76,7 +76,7 @@ BAD = [
     (HEAD + NONE + "lr = []\n", "without an empty list"),
     (HEAD + NONE + NONE, "[[arms]] 2: a second arm with these runs, after [[arms]] 1"),
     (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: a second arm with these runs"),
-    (HEAD + NONE + 'name = "x\\ntouch y"\n', "an arm called 'x\\ntouch y': should be printable, in one line"),
+    (HEAD + NONE + 'name = "x\\ntouch y"\n', "runs called 'x\\ntouch y': should be printable, in one line"),
     (HEAD + NONE + "".join(f"x{i} = {[*range(10)]}\n" for i in range(400)), "inf runs, which is more than 2000"),
     (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second arm called 'x'"),
     (HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n", "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both"),

@@ -122,7 +122,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
         cfg.refuse_code(code, both)
         label = " · ".join(filter(None, (given or _label(cfg, arm), suffix)))
         if not label.isprintable():  # `--commands` prints it into a shell's comment
-            raise ValueError(f"an arm called {label!r}: should be printable, in one line")
+            raise ValueError(f"runs called {label!r}: should be printable, in one line")
         for known in (identity(cfg), label):
             if first := seen.get(known):
                 what = f"called {label!r}" if known == label else "with these runs"
