@@ -280,7 +280,10 @@ def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeyp
         usual = "none" if what.startswith("rollouts") else "route2"  # whose gates are read from the rollouts
         damage(fake_run(tmp_path, f"--intervention={usual}", seed=10 + i))
     (tmp_path / "plan.json").write_text(json.dumps({"name": HOSTILE, "hypotheses": [HOSTILE]}))
-    assert report([str(tmp_path)]) == 0
+    (other := fake_run(tmp_path / "other", "--intervention=none", seed=3).parent / "plan.json").write_text(
+        '{"hypotheses": 5}'
+    )
+    assert report([str(tmp_path), str(other.parent)]) == 0
     left_out = (tmp_path / "report" / "report.html").read_text().partition("Left out</h2>")[2].partition("</ul>")[0]
     assert left_out.count("damaged: ") == len(DAMAGED) - 2
     assert left_out.count("its rollouts (") == 2

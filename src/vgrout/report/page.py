@@ -22,7 +22,8 @@ def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
     """The names of the sweeps among the sources, and the `# H:` lines of their study files."""
     plans = [read_json(plan) for source in sources if (plan := source / "plan.json").is_file()]
     run = sources[0].name if len(sources) == 1 and (sources[0] / "run.json").is_file() else "Report"
-    return ", ".join(str(p.get("name")) for p in plans) or run, [str(h) for p in plans for h in p.get("hypotheses", ())]
+    claims = [str(h) for p in plans if isinstance(of := p.get("hypotheses"), list) for h in of]
+    return ", ".join(str(p.get("name")) for p in plans) or run, claims
 
 
 def conclusions(found: Sequence[Condition]) -> list[str]:
