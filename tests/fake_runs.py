@@ -9,11 +9,10 @@ from typing import Any
 from vgrout.config.presets import parse
 from vgrout.config.run import Config
 from vgrout.modes import DEALT
+from vgrout.report.load import SIDES, Condition, conditions, load
 from vgrout.table import share
 from vgrout.types import Rate
 
-SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
-TIMES = {"sec": 1.0, "gen": 0.25, "grade": 0.25, "fb": 0.25, "eval": 0.25}
 STEPS = 12
 
 
@@ -49,25 +48,15 @@ def fake_run(
     close = None if cos is None else {"median": cos, "p95": 2 * cos, "max": 3 * cos, "rms": cos, "chance_rms": 0.1}
     record = {
         "config": cfg.as_dict(),
-        "control": cfg.method.control_name,
         "direction": {"pairs": final.pop("pairs", "run_tests.json"), "cos_with_real": close},
         "hashes": {"base_weights": final.pop("weights", "0" * 64)} | final.pop("hashes", {}),
     }
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
-    deploy: dict[str, Any] = {
-        "arm": cfg.method.intervention,
-        "control": cfg.method.control_name,
-        "seed": cfg.run.seed,
-        "steps": cfg.scale.steps,
-        "eval_n": n,
-        **rates,
-        "gate": None,
-        **final,
-    }
+    deploy: dict[str, Any] = {"seed": cfg.run.seed, "eval_n": n, **rates, **final}
     mode = {f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")}
     deploy.setdefault("by_mode", {m: {"in_dist": None, "n": n // 6} | mode | (modes or {}).get(m, {}) for m in DEALT})
     rows = [
-        {"step": t, **share("hack_s", Rate(8 * (t >= onset), 8)), **share("solve_s", Rate(8 * (t < onset), 8)), **TIMES}
+        {"step": t, **share("hack_s", Rate(8 * (t >= onset), 8)), **share("solve_s", Rate(8 * (t < onset), 8))}
         | (row or {})
         for t in range(STEPS)
     ]
@@ -78,6 +67,11 @@ def fake_run(
     answers = [answer for side in SIDES for answer in _answers(side, deploy["by_mode"], n // 6)]
     (path / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
     return path
+
+
+def found(*sources: Path) -> list[Condition]:
+    """What a report makes of them."""
+    return conditions(load(sources)[0])
 
 
 def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict[str, Any]]:

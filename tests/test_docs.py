@@ -89,9 +89,7 @@ def code_spans(page: Path) -> list[str]:
     return [*inline, *(line for block in fenced for line in block.splitlines())]
 
 
-@pytest.mark.parametrize(
-    "page", [README, *(ROOT / "docs" / f"{page}.md" for page in ("guide", "tutorial", "method"))], ids=name
-)
+@pytest.mark.parametrize("page", [README, *map(docs, ("guide", "tutorial", "method"))], ids=name)
 def test_every_flag_exists(page: Path) -> None:
     known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):
@@ -102,9 +100,7 @@ def test_every_flag_exists(page: Path) -> None:
             assert named & (known | fields_and_parameters()), f"{name(page)}: {span!r}: no entry has {flag}"
 
 
-@pytest.mark.parametrize(
-    "page", [README, *(ROOT / "docs" / f"{page}.md" for page in ("guide", "tutorial", "problems"))], ids=name
-)
+@pytest.mark.parametrize("page", [README, *map(docs, ("guide", "tutorial", "problems"))], ids=name)
 def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As far as that is known without a file."""
     monkeypatch.chdir(tmp_path)
@@ -123,18 +119,22 @@ def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.Monk
 
 
 def test_the_tutorials_study_is_a_study() -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", text(ROOT / "docs" / "tutorial.md"), re.DOTALL)
+    (block,) = re.findall(r"```toml\n(.*?)```", text(docs("tutorial")), re.DOTALL)
     file = ROOT / "studies" / "tutorial.toml"
     assert block == text(file)
     assert len(load_study_file(file).runs) == 6
 
 
-@pytest.mark.parametrize("page", runpy.run_path(str(ROOT / "docs" / "reference.py"))["PAGES"])
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+
+
+@pytest.mark.parametrize("page", REFERENCE["PAGES"])
 def test_generated_pages_are_current(page: str) -> None:
-    make = runpy.run_path(str(ROOT / "docs" / "reference.py"))
-    assert text(ROOT / "docs" / page) == make["HEAD"] + make["PAGES"][page](), "run: uv run python docs/reference.py"
+    made = REFERENCE["HEAD"] + REFERENCE["PAGES"][page]()
+    assert text(ROOT / "docs" / page) == made, "run: uv run python docs/reference.py"
 
 
+@cache
 def recall() -> SimpleNamespace:
     """What docs/figures/recall.py defines, without drawing."""
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "figures" / "recall.py")))
@@ -171,35 +171,28 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
         "rewarded less |": runs_of(shown, "penalty", labels),
-        "(grader without a flaw)": runs_of(shown, "none", control="no_loophole"),
+        (ceiling := "(grader without a flaw)"): runs_of(shown, "none", control="no_loophole"),
     }
     for start, runs in of_readme.items():
         cells = [cell.strip() for cell in line(README, start).split("|")]
         assert cells[2:5] == [*means(runs), str(len(runs))], start
-    results = ROOT / "docs" / "results.md"
     rows: dict[str, tuple[list[Any], list[Any]]] = {
         "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (of_readme["rewarded less |"], runs_of(attempts, "penalty", labels)),
         "rewarded less | the quarantine": (runs_of(shown, "penalty", *reads), []),
-        "rewarded less | linear probe": (
-            runs_of(shown, "penalty", *probe),
-            runs_of(attempts, "penalty", *probe),
-        ),
+        "rewarded less | linear probe": (runs_of(shown, "penalty", *probe), runs_of(attempts, "penalty", *probe)),
         "rewarded less | the same, fitted on random": (runs_of(shown, "penalty", *probe, "probe_diet=random"), []),
         "rewarded less | the same, fitted on a weak": (
             runs_of(make.read("adversaries"), "penalty", "monitor=online_probe"),
             [],
         ),
         "rewarded less | `twin`": (runs_of(shown, "penalty", "monitor=twin"), []),
-        "(grader without a flaw)": (
-            of_readme["(grader without a flaw)"],
-            runs_of(attempts, "none", control="no_loophole"),
-        ),
+        ceiling: (of_readme[ceiling], runs_of(attempts, "none", control="no_loophole")),
     }
     for start, (runs, with_attempts) in rows.items():
-        _, _, _, found, false_flags, hack, solve, n, other, _ = map(str.strip, line(results, start).split("|"))
+        _, _, _, found, false_flags, hack, solve, n, other, _ = map(str.strip, line(docs("results"), start).split("|"))
         assert (hack.split()[0], solve, n) == (*means(runs), str(len(runs))), start
         assert other == (means(with_attempts)[0] if with_attempts else ""), start
         flagged = [make.unknown_recall(r) for r in runs]
@@ -302,7 +295,7 @@ def test_the_pretrained_table_is_of_recorded_runs() -> None:
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:
-    make, page = recall(), text(ROOT / "docs" / "results.md")
+    make, page = recall(), text(docs("results"))
     monitors, styles = make.read("shadow-monitors"), make.read("shadow-styles")
 
     def percent(of: list[Any], column: Any) -> str:
@@ -348,7 +341,7 @@ def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     said = f"leaves 3 % or less in {sum(x <= 3 for x in found)} of {len(found)} runs"
     screen, penalty = left("screen", 97), left("penalty", 97)
     said_too = f"{mean(screen):.1f} %, {len(screen)} runs, against {mean(penalty):.1f} %, {len(penalty)} runs"
-    page = text(ROOT / "docs" / "results.md")
+    page = text(docs("results"))
     assert said in page, said
     assert said_too in page, said_too
 

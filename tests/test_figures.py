@@ -7,16 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fake_runs import STEPS, fake_run
+from fake_runs import STEPS, fake_run, found
 from vgrout.modes import DEALT
 from vgrout.report.figures import MARKERS, Picture, dynamics, pictures, plane
-from vgrout.report.load import conditions, load
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
 
 def drawn(root: Path) -> dict[str, Picture]:
-    return {p.name: p for p in pictures(conditions(load([root])[0]))}
+    return {p.name: p for p in pictures(found(root))}
 
 
 @pytest.fixture
@@ -31,11 +30,11 @@ def study(tmp_path: Path) -> Path:
 
 
 def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path) -> None:
-    found = drawn(study)
-    assert found.keys() == {"dynamics", "plane", "flaws", "suppression"}
-    assert all(p.png().startswith(b"\x89PNG") for p in found.values())
+    pages = drawn(study)
+    assert pages.keys() == {"dynamics", "plane", "flaws", "suppression"}
+    assert all(p.png().startswith(b"\x89PNG") for p in pages.values())
 
-    plain, erase, route2, _ = found["dynamics"].figure.axes
+    plain, erase, route2, _ = pages["dynamics"].figure.axes
     lines = {line.get_label(): line for line in plain.lines if not line.get_label().startswith("_")}
     # running means of five steps: the seeds hack from steps 6 and 8 on
     expected = [
@@ -47,15 +46,15 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     assert not erase.collections, "an interval of one seed"
     assert "hack, plain GRPO" in {line.get_label() for line in route2.lines} - lines.keys()
     assert route2.get_title() == "route2\nstudents are sampled as deployed"
-    (legend,) = found["dynamics"].figure.legends
-    named = {line.get_label() for axes in found["dynamics"].figure.axes for line in axes.lines}
+    (legend,) = pages["dynamics"].figure.legends
+    named = {line.get_label() for axes in pages["dynamics"].figure.axes for line in axes.lines}
     assert {t.get_text() for t in legend.get_texts()} == {name for name in named if not name.startswith("_")}
 
-    points = {c.get_label(): c.lines[0].get_xydata()[0] for c in found["plane"].figure.axes[0].containers}
+    points = {c.get_label(): c.lines[0].get_xydata()[0] for c in pages["plane"].figure.axes[0].containers}
     assert points["none (2 seeds)"] == pytest.approx([75, 50])
     assert points["erase (seed 1)"] == pytest.approx([50, 50])
 
-    (axes,) = found["suppression"].figure.axes
+    (axes,) = pages["suppression"].figure.axes
     points = {c.get_label(): c.lines[0].get_xydata()[0] for c in axes.containers}
     assert points == {
         "route2 · haar (2 seeds)": pytest.approx([0.1, 20]),
@@ -88,11 +87,11 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
     rates = [round(0.01 + 0.01 * i, 2) for i in range(len(MARKERS))]
     for rate in rates:
         fake_run(tmp_path, NONE, f"--lr={rate}")
-    found = conditions(load([tmp_path])[0])
-    titles = [c.title for c in found]
+    methods = found(tmp_path)
+    titles = [c.title for c in methods]
     assert len(titles) == len(MARKERS)
-    assert [a.get_title() for a in dynamics(found).figure.axes if a.get_visible()] == titles
-    picture = plane(found)
+    assert [a.get_title() for a in dynamics(methods).figure.axes if a.get_visible()] == titles
+    picture = plane(methods)
     assert picture is not None
     marks = {(c.lines[0].get_marker(), c.lines[0].get_color()) for c in picture.figure.axes[0].containers}
     assert len(marks) == len(MARKERS)

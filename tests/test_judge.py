@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fake_runs import fake_run
+from fake_runs import fake_run, found
 from vgrout.report import stats
 from vgrout.report.judge import judged
-from vgrout.report.load import conditions, load
 from vgrout.report.rules import preregistered
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
@@ -34,7 +33,7 @@ def test_the_example_judges(
         for seed, off in zip(range(seeds), (0.01, -0.01, 0.0, 0.01, -0.01), strict=False):
             words = f"--intervention={method}".split()
             fake_run(tmp_path, *words, seed=seed, hack=max(0.0, hacked + off), solve=solved - off, n=120)
-    (verdict,) = judged(STUDIES / "judge.py", conditions(load([tmp_path])[0]))[0].rows
+    (verdict,) = judged(STUDIES / "judge.py", found(tmp_path))[0].rows
     assert (verdict["about"], verdict["verdict"]) == ("erase", outcome)
 
 
@@ -45,8 +44,7 @@ def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(tmp
     assert digest == preregistered(STUDIES)
     for i, recorded in enumerate((digest, "0" * 64, None)):
         fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": recorded})
-    found = conditions(load([tmp_path / str(i) for i in range(3)])[0])
-    (table,) = judged(studies / "judge.py", found)
+    (table,) = judged(studies / "judge.py", found(*(tmp_path / str(i) for i in range(3))))
     standing = (
         f"Of 3 runs 1 were started under these very rules and statistics ({digest[:12]}), 1 under others, 1 under"
     )

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from browser import CHROMIUM, Browser
-from fake_runs import fake_run
+from fake_runs import fake_run, found
 from vgrout.data import organism
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.report import page as of_report
-from vgrout.report.load import conditions, load
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
 from vgrout.teacher.pools import load_pool
 from vgrout.types import MODES
@@ -112,20 +111,20 @@ def unpack(text: str) -> dict[str, Any]:
 
 
 def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
-    found = conditions(load([study(tmp_path)])[0])
-    everything = pack(found, 10_000)
+    runs = found(study(tmp_path))
+    everything = pack(runs, 10_000)
     assert (everything["every"], everything["total"]) == (1, 2 * (72 + 6))
     assert len(everything["columns"]["run"]) == everything["total"]
     assert len(everything["prompts"]) < everything["total"] / 2, "each prompt is stored once"
-    some = pack(found, 60)["columns"]
+    some = pack(runs, 60)["columns"]
     assert set(some["step"]) == {0, 3, 6, 9, None}
     assert all(some["step"].count(step) == 12 for step in (0, 3, 6, 9)), "a step is whole or is not there"
     assert [k for k, step in enumerate(some["part"]) if step == 1], "the final evaluation too"
-    assert pack(found, 0)["columns"]["run"] == []
+    assert pack(runs, 0)["columns"]["run"] == []
 
 
 def test_nothing_in_an_answer_can_end_the_script(tmp_path: Path) -> None:
-    data = pack(conditions(load([study(tmp_path)])[0]), 1000)
+    data = pack(found(study(tmp_path)), 1000)
     text = embedded(data)
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", text)
     assert unpack(text) == json.loads(json.dumps(data))
@@ -141,8 +140,8 @@ def test_the_page_reads_names_that_it_is_given() -> None:
 
 
 def html_report(root: Path) -> Path:
-    found = conditions(load([root])[0])
-    of_report.write(root / "report", found, [root], [], [], pack(found, 100_000))
+    runs = found(root)
+    of_report.write(root / "report", runs, [root], [], [], pack(runs, 100_000))
     return root / "report" / "report.html"
 
 

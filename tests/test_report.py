@@ -139,14 +139,12 @@ def test_recorded_runs_have_todays_names() -> None:
     """Interventions, controls and monitors that were removed keep theirs."""
     recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
-    assert len(paths) == 37
     rows = [row for path in paths for row in recorded.read_runs([path]).to_dict("records")]
-    assert len(rows) == 2178
     gone = {"reader", "surprise", "pmi", "sgtm", "no_gate", "advantage_mod", "shrinkage", "shuffled", "random_flags"}
     gone |= {"deploy_quarantine", "inoculation", "hint_free", "recontextualise", *(f"placebo_{p}" for p in PLACEBOS)}
     assert {r[what] for r in rows for what in ("arm", "control")} - gone <= {*INTERVENTIONS, *CONTROLS}
     table = recorded.over_all_seeds([*paths, paths[0]])
-    assert sum(int(r["seeds"]) for r in table.rows) == 2178, "a run given twice counts once"
+    assert sum(int(r["seeds"]) for r in table.rows) == len(rows) > 2000, "a run given twice counts once"
     shrunk = next(r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5"))
     by_hand = [float(r["hack_deploy"]) for r in rows if (r["arm"], r["control"]) == ("erase", "shrinkage")]
     assert shrunk["hack deployed"].startswith(f"{100 * mean(by_hand):.1f} [")

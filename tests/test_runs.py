@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fake_runs import fake_run
-from vgrout.report.load import baseline, conditions, load
+from fake_runs import fake_run, found
+from vgrout.report.load import baseline, load
 
 NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
 
@@ -44,7 +44,7 @@ def test_conditions_differ_by_more_than_the_seed_and_their_titles_say_by_what(
 ) -> None:
     for flags, its in runs:
         fake_run(tmp_path, *flags, **its)
-    assert {c.title: c.seeds for c in conditions(load([tmp_path])[0])} == titles
+    assert {c.title: c.seeds for c in found(tmp_path)} == titles
 
 
 @pytest.mark.parametrize("name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"])
@@ -53,13 +53,13 @@ def test_an_edited_file_of_the_method_makes_another_condition_with_the_same_base
         fake_run(tmp_path, NONE, seed=seed)
         fake_run(tmp_path, "--intervention=route2", seed=seed)  # older runs have noted down no such hash
         fake_run(tmp_path, "--intervention=route2", seed=2 + seed, hashes={name: f"{seed}abcdef01"})
-    plain, *others = found = conditions(load([tmp_path])[0])
+    plain, *others = methods = found(tmp_path)
     assert {(c.title, c.seeds) for c in others} == {
         (f"route2 ({name} sha256 not noted)", "1,2"),
         (f"route2 ({name} sha256 1abcdef0)", "3"),
         (f"route2 ({name} sha256 2abcdef0)", "4"),
     }
-    assert all(baseline(c, found) is plain for c in others)
+    assert all(baseline(c, methods) is plain for c in others)
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> 
     record = json.loads((old / "run.json").read_text())
     del record["config"]["loss"]["beta"]
     (old / "run.json").write_text(json.dumps(record))
-    assert [c.seeds for c in conditions(load([old, new])[0])] == ["1,2"]
+    assert [c.seeds for c in found(old, new)] == ["1,2"]
 
 
 def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
@@ -141,10 +141,9 @@ def test_a_baseline_shares_all_but_the_method(tmp_path: Path) -> None:
             [NONE, "--control=no_loophole"],
         ):
             fake_run(tmp_path, *flags, seed=seed)
-    found = conditions(load([tmp_path])[0])
-    by = {c.title: c for c in found}
+    by = {c.title: c for c in found(tmp_path)}
     plain = by["none"]
-    assert {name: baseline(c, found) for name, c in by.items()} == {
+    assert {name: baseline(c, [*by.values()]) for name, c in by.items()} == {
         "none": None,
         "none (beta 0.1)": plain,
         "none · no_loophole": plain,

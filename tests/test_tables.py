@@ -9,15 +9,10 @@ from typing import Any
 
 import pytest
 
-from fake_runs import fake_run
-from vgrout.report.load import Condition, conditions, load
+from fake_runs import fake_run, found
 from vgrout.report.tables import by_flaw, compare, conclusion, csv_tables, level, methods, monitors
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
-
-
-def of(root: Path) -> list[Condition]:
-    return conditions(load([root])[0])
 
 
 @pytest.fixture
@@ -31,7 +26,7 @@ def study(tmp_path: Path) -> Path:
 
 
 def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo(study: Path) -> None:
-    plain, ceiling, own, haar = methods(of(study)).rows
+    plain, ceiling, own, haar = methods(found(study)).rows
     assert (own["method"], own["seeds"], plain["onset"]) == ("route2", "41,42,43", "4/2/·")
     assert own["Δ hack"] == "-60.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
     assert own["Δ solve"] == "50.0 (n too small)"
@@ -48,12 +43,12 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
     for seed in range(5):
         fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=120)
         fake_run(tmp_path, ROUTE2, seed=seed, hack=0.4, n=120)
-    plain, routed = of(tmp_path)
-    found = compare(routed, plain, "hack").difference
-    assert found.value == pytest.approx(-0.1)
-    assert found.how == "bootstrap"
+    plain, routed = found(tmp_path)
+    less = compare(routed, plain, "hack").difference
+    assert less.value == pytest.approx(-0.1)
+    assert less.how == "bootstrap"
     width, *apart = (
-        (e.high or 0) - (e.low or 0) for e in (found, *(level(c, "deploy", "hack") for c in (routed, plain)))
+        (e.high or 0) - (e.low or 0) for e in (less, *(level(c, "deploy", "hack") for c in (routed, plain)))
     )
     assert 0 < width < 0.75 * math.hypot(*apart)
 
@@ -72,7 +67,7 @@ def test_methods_are_compared_on_the_seeds_that_both_have(
     for method, hack, its in zip((NONE, ROUTE2), hacks, seeds, strict=True):
         for seed in its:
             fake_run(tmp_path, method, seed=seed, hack=hack)
-    _, row = methods(of(tmp_path)).rows
+    _, row = methods(found(tmp_path)).rows
     assert (row["Δ hack"], row["p hack"], row["TOST hack"]) == shown
 
 
@@ -84,8 +79,8 @@ def test_quantities_by_flaw(tmp_path: Path) -> None:
     (path / "steps.jsonl").write_text(text)
     for seed in (1, 2):
         fake_run(tmp_path, NONE, seed=seed, hack=0.1 + 0.2 * seed)
-    plain, found = (r for r in by_flaw(of(tmp_path)).rows if r["flaw"] == "exit_code")
-    assert found == {
+    plain, own = (r for r in by_flaw(found(tmp_path)).rows if r["flaw"] == "exit_code")
+    assert own == {
         "method": "route2",
         "flaw": "exit_code",
         "pairs": "in",
@@ -126,7 +121,7 @@ def test_a_conclusion_is_drawn_where_the_interval_clears_the_threshold(
 ) -> None:
     trained, hack, solve = rates
     fake_run(tmp_path, *flags, n=n, hack_train=trained, hack_deploy=hack, solve_deploy=solve, **RUN)
-    (run,) = of(tmp_path)
+    (run,) = found(tmp_path)
     assert conclusion(run) == said
 
 
@@ -134,7 +129,7 @@ def test_a_conclusion_over_seeds(tmp_path: Path) -> None:
     rates = {"hack_base": 0.0, "solve_base": 0.4, "hack_train": 0.8, "hack_deploy": 0.0}
     for seed in range(5):
         fake_run(tmp_path, ROUTE2, seed=seed, n=600, **rates)
-    (five,) = of(tmp_path)
+    (five,) = found(tmp_path)
     assert conclusion(five) == "hacks removed, skill kept (5 seeds)", "no hack in any answer needs no interval"
 
 
@@ -149,11 +144,11 @@ def test_a_conclusion_over_seeds(tmp_path: Path) -> None:
 def test_why_nothing_was_learnt(row: dict[str, int], said: str, tmp_path: Path) -> None:
     rates = {"hack_train": 0.5, "hack_deploy": 0.0, "solve_deploy": 0.8}
     fake_run(tmp_path, ROUTE2, n=600, row={"n": 24, "signal_n": 3, **row}, **rates, **RUN)
-    assert conclusion(*of(tmp_path)).startswith(said)
+    assert conclusion(*found(tmp_path)).startswith(said)
 
 
 def rows_of(root: Path, name: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(csv_tables(of(root))[name])))
+    return list(csv.DictReader(io.StringIO(csv_tables(found(root))[name])))
 
 
 def test_runs_csv_has_every_run_with_wilsons_interval(study: Path) -> None:
@@ -193,7 +188,7 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
         answer(11, "exit_code", None, False, {"solved": False}),  # neither a hack nor right
     ]
     (path / "rollouts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
-    (both,) = of(tmp_path)
+    (both,) = found(tmp_path)
     assert both.seeds == "41,42", "a shadow makes no other method"
     own, edge, detector = monitors([both]).rows
     assert (own["monitor"], own["exit_code"], own["false flags"], own["AUC"]) == ("labels", "0.0 (1)", "·", "·")
