@@ -186,7 +186,7 @@ def sign_flip(differences: Sequence[float]) -> PValue:
     if n == 1:  # with its one sign flipped it is as far from 0; scipy takes no single sample
         return PValue(1.0, 1.0, "n too small")
     exact = n <= 13
-    smallest = 2.0 ** (1 - n) if exact else 1 / 10_000
+    smallest = 2.0 ** (1 - n) if exact else 2 / 10_000  # two-sided: twice that of one side
     found = stats.permutation_test(
         (np.asarray(differences),),
         np.mean,
