@@ -55,11 +55,8 @@ def test_many_equal_seeds_give_the_normal_interval() -> None:
 @pytest.mark.parametrize(
     ("seeds", "shared", "noise_of"),
     [
-        (
-            40,
-            False,
-            40 * 100,
-        ),  # seeds alike: what is left is the binomial noise of their problems, and of redrawn seeds
+        # seeds alike: what is left is the binomial noise of their problems, and of redrawn seeds
+        (40, False, 40 * 100),
         (5, True, 100),  # each problem is drawn for all seeds: the noise is that of 100 problems, …
         (40, True, 100),  # … however many seeds
     ],

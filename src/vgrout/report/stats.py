@@ -104,12 +104,12 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 @cache
-def _draws(n: int, seed: int, resamples: int, which: int) -> Float[np.ndarray, "resamples n"]:
+def _draws(n: int, resamples: int, which: int) -> Float[np.ndarray, "resamples n"]:
     """How often each of n is drawn when n are drawn with replacement. `which`: strata are drawn independently."""
-    return np.random.default_rng([seed, n, which]).multinomial(n, np.full(n, 1 / n), resamples).astype(np.float32)
+    return np.random.default_rng([0, n, which]).multinomial(n, np.full(n, 1 / n), resamples).astype(np.float32)
 
 
-def two_level(rows: Sequence[Sequence[Stratum]], seed: int = 0, resamples: int = 0) -> tuple[float, float]:
+def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[float, float]:
     """95 % interval of the mean over seeds: seeds and, within each stratum, units are resampled `resamples` times
     (0: RESAMPLES).
 
@@ -123,7 +123,7 @@ def two_level(rows: Sequence[Sequence[Stratum]], seed: int = 0, resamples: int =
     Conservative where the answers' own noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
     that noise already (Davison & Hinkley 1997, §3.8).
     """
-    n, rng, resamples = len(rows), np.random.default_rng(seed), resamples or RESAMPLES
+    n, rng, resamples = len(rows), np.random.default_rng(0), resamples or RESAMPLES
     at_tail = stats.t.ppf((1 + LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1))
     expanded = at_tail / stats.norm.ppf((1 + LEVEL) / 2)
     picked = rng.integers(0, n, (resamples, n))
@@ -133,7 +133,7 @@ def two_level(rows: Sequence[Sequence[Stratum]], seed: int = 0, resamples: int =
     times: dict[str, Float[np.ndarray, "resamples units"]] = {}
     for which, (name, of) in enumerate(units.items()):
         if of:
-            times[name] = 1 + (_draws(len(of), seed, resamples, which) - 1) / expanded
+            times[name] = 1 + (_draws(len(of), resamples, which) - 1) / expanded
     means = np.zeros((resamples, n))
     for s, row in enumerate(rows):
         here = np.nonzero(picked == s)
