@@ -2,11 +2,11 @@
 
 import json
 import sys
-import threading
 from datetime import date
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.client import IncompleteRead
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,29 +75,16 @@ def test_without_a_network_one_line_says_what_to_do(
     assert error.count("\n") == 1
 
 
-class CutShort(BaseHTTPRequestHandler):
-    """Announces more than it sends."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "1000")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def test_an_answer_that_is_none_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("error", [IncompleteRead(b"", 1000), ValueError("unknown url type: 'x'")])
+def test_an_answer_cut_short_or_no_address_is_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with HTTPServer(("127.0.0.1", 0), CutShort) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        cut_short = f"http://127.0.0.1:{server.server_port}"
-        for source, why in ((cut_short, "IncompleteRead(0 bytes read"), ("nowhere/", "unknown url type")):
-            assert download.main(["data", "--source", source]) == 2
-            error = capsys.readouterr().err
-            assert why in error
-            assert f"; put {source.rstrip('/')}/leetcode_train_medhard_filtered.jsonl there yourself" in error
+    monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=error))
+    assert download.main(["data", "--source", "x"]) == 2
+    file = "leetcode_train_medhard_filtered.jsonl"
+    said = f"E out/data/{file}: cannot be fetched ({error}); put x/{file} there yourself (git blob c10a5f39…)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_data_set_is_checked_before_it_has_its_name(
