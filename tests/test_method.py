@@ -31,7 +31,7 @@ from vgrout.config.method import (
     monitors_of,
 )
 from vgrout.config.method_settings import PenaltySettings, QuantileSettings
-from vgrout.config.presets import resolve
+from vgrout.config.presets import resolve, resumed
 from vgrout.config.run import from_dict
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views
 from vgrout.model.policy import Policy
@@ -381,3 +381,26 @@ def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file
     for wrong in ("own_part:Absent", "no_such:Mine"):
         with pytest.raises(ValueError, match=rf"\A--monitor {wrong}: cannot be imported.*\Z"):
             resolve(["mini", "--intervention=penalty", "--monitor", wrong])
+
+
+@pytest.mark.usefixtures("registries", "own_module")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--intervention=penalty", "--monitor=own_part:Mine"],
+        ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=own_part:Mine"],
+        ["--intervention=own_part:Ours", "--monitor=labels"],
+        ["--shadow=labels,own_part:Mine"],
+    ],
+)
+def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repeats(argv: list[str]) -> None:
+    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
+        written = resolve(["mini", *argv]).as_dict()
+    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
+        repeated = from_dict(written).repeated  # as a sweep reads it: no code
+    requested = resolve(["mini", *repeated, "--resume=x"])
+    stored = from_dict(written)
+    stored.refuse_code(requested.code, "run.json")
+    assert resumed(requested, stored) == (stored, [])
+    with pytest.raises(ValueError, match=r"\Arun.json: names code, .* add --[a-z-]+=[a-z,]*own_part:\w+\Z"):
+        stored.refuse_code((), "run.json")

@@ -89,6 +89,11 @@ INTERVENTIONS: dict[str, str | type[InterventionClass]] = {
     "route2": "vgrout.method.interventions:Route2",
 }
 _OWN = frozenset({*MONITORS, *INTERVENTIONS})
+# Settings that name classes: where one of your own is registered, an attribute that it has, what it is.
+CLASSES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "intervention": (INTERVENTIONS, "acts_on", "Intervention"),
+    **dict.fromkeys(("monitor", "seed_monitor", "shadow"), (MONITORS, "reads", "Monitor")),
+}
 ALL_SETTINGS: Groups = (
     DirectionSettings,
     SurgerySettings,
@@ -150,12 +155,12 @@ class _Unknown:
 
 def admit(recorded: Mapping[str, Any]) -> None:
     """Let the settings of a recorded method be read where they name classes that this process has not imported."""
-    registries: dict[str, dict[str, Any]] = {"intervention": INTERVENTIONS, "monitor": MONITORS}
-    for kind, registry in registries.items():
-        name = recorded.get(kind)
-        if isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) and name not in registry:
-            flagged = recorded.get("monitor") not in ("usual", "none", None)
-            registry[name] = type(name, (_Unknown,), {"name": name, "reads_flags": flagged})
+    flagged = recorded.get("monitor") not in ("usual", "none", None)
+    for setting, (registry, *_) in CLASSES.items():
+        given = recorded.get(setting)
+        for name in listed(given) if isinstance(given, str) else ():
+            if re.fullmatch(r"[\w.]+:\w+", name) and name not in registry:
+                registry[name] = type(name, (_Unknown,), {"name": name, "reads_flags": flagged})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import tyro
 from vgrout.cli import as_typed, command, parsed, spelled
 from vgrout.config.checks import changed, flag, flags, legal_values, listed, refuse, rule_of
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import INTERVENTIONS, MONITORS, described, register
+from vgrout.config.method import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.config.names import translated
 from vgrout.config.run import FREE, GROUPS, ORGANISM, Config, EnvConfig, EvalConfig, OptConfig, ScaleConfig, merge_flags
 from vgrout.data import organism
@@ -169,18 +169,12 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
     return cfg
 
 
-# Flags that name classes: where one of your own is registered, an attribute that it has, what it is.
-CLASSES = {
-    "--intervention": (INTERVENTIONS, "acts_on", "Intervention"),
-    **dict.fromkeys(("--monitor", "--seed-monitor", "--shadow"), (MONITORS, "reads", "Monitor")),
-}
-
-
 def register_named(argv: Sequence[str]) -> None:
     """Import what a command line names as module:Class or module:function. Raises ValueError, one line."""
+    classes = {flag(name): kind for name, kind in CLASSES.items()}
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
-        kind = CLASSES.get(name)
+        kind = classes.get(name)
         for given in listed(value if equals else following) if kind or name == "--reward" else ():
             if not re.fullmatch(r"[\w.]+:\w+", given):
                 continue

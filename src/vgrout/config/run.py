@@ -18,7 +18,7 @@ import tyro
 from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, refuse, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import MethodConfig, admit
+from vgrout.config.method import CLASSES, MethodConfig, admit
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
 from vgrout.modes import MODES, EnvMode, Mode
@@ -439,21 +439,28 @@ class Config:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The flags that name functions to import."""
-        own = {f"--{kind}": getattr(self.method, kind) for kind in ("intervention", "monitor")}
-        named = {"--reward": self.env.reward, "--rm-ensemble-members": self.detectors.rm_ensemble_members, **own}
-        return tuple(f"{name}={functions}" for name, functions in named.items() if ":" in functions)
+        """The flags that name functions or classes to import."""
+        named = {"reward": self.env.reward, "rm_ensemble_members": self.detectors.rm_ensemble_members}
+        named |= {name: getattr(self.method, name) for name in CLASSES}
+        return tuple(f"{flag(name)}={given}" for name, given in named.items() if ":" in given)
 
     @property
     def repeated(self) -> tuple[str, ...]:
-        """The same with what they need, which a resume has to repeat."""
-        needed = f"--reward-hack-detector={self.detectors.reward_hack_detector}"
-        return (*self.code, needed) if self.detectors.members else self.code
+        """The same with what they need, which a resume has to repeat: a command line is checked by itself."""
+        method, needed = self.method, list[str]()
+        if any(":" in getattr(method, name) for name in CLASSES):
+            given = {name: getattr(method, name) for name in ("intervention", "monitor", "known_correct")}
+            needed += [f"{flag(name)}={value}" for name, value in given.items() if value not in ("usual", None)]
+        if self.detectors.members:
+            needed.append(f"--reward-hack-detector={self.detectors.reward_hack_detector}")
+        return tuple(dict.fromkeys((*self.code, *needed)))
 
     def refuse_code(self, given: Collection[str], where: str) -> None:
-        """Raises ValueError, one line, where this configuration, which a file holds, names a function that no flag of
-        the command line (`given`) names too: a file never has code imported."""
-        if absent := [flag for flag in self.code if flag not in given]:
+        """Raises ValueError, one line, where this configuration, which a file holds, names code that no flag of the
+        command line (`given`) names too: a file never has code imported."""
+        named = {word for of in given for word in listed(of.partition("=")[2])}
+        absent = [of for of in self.code if any(":" in w and w not in named for w in listed(of.partition("=")[2]))]
+        if absent:
             raise ValueError(
                 f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(absent)}"
             )
