@@ -44,6 +44,15 @@ def test_numbers() -> None:
     assert numbers(row) == {"n": 4, "loss": -0.5, "watch/echo": 0.1, "watch/guard/n": 3}
 
 
+def test_a_share_is_a_curve_and_its_counts_are_none() -> None:
+    measured, not_measured = (
+        {"recall": 0.5, "recall_k": 1, "recall_n": 2},
+        {"recall": None, "recall_k": 0, "recall_n": 0},
+    )
+    row = {"step": 3, "hk_so_k": 0, "hk_so_n": 0, **measured, "shadow": {"labels": measured, "source": not_measured}}
+    assert grouped(row) == {"train/recall": 0.5, "train/shadow_labels_recall": 0.5}
+
+
 @pytest.mark.parametrize("golden", ["none", "route2", "penalty-syntax-edge", "route2-online-probe", "route2-band"])
 def test_a_tracker_has_few_curves_in_three_groups(golden: str) -> None:
     recorded = json.loads((Path(__file__).parent / "golden" / f"{golden}.json").read_text())["rows"]

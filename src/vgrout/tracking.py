@@ -185,9 +185,10 @@ def grouped(row: Row) -> dict[str, int | float]:
     """A step's columns under eval/ (the deployed model), time/ (seconds) and train/. Without counts, whose share is
     there, and without what a row repeats for whoever reads the file."""
     out: dict[str, int | float] = {}
-    for name, value in numbers(row).items():
+    flat = numbers(row)
+    for name, value in flat.items():
         base, _, last = name.rpartition("_")
-        if name in UNTRACKED or (last in ("k", "n") and base in row):
+        if name in UNTRACKED or (last in ("k", "n") and {f"{base}_k", f"{base}_n"} <= flat.keys()):
             continue
         group = "time" if name in SECONDS else "eval" if name.endswith("_deploy") or "guard/" in name else "train"
         out[f"{group}/{name.replace('/', '_')}"] = value
