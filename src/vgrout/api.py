@@ -107,6 +107,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
         RunFailed: it started, and was halted, diverged, interrupted or failed.
     """
     from vgrout import train
+    from vgrout.runs.context import BAD
 
     if flags.get("dry_run"):
         raise ValueError("dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that")
@@ -117,7 +118,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
         code = train.launch(resolve([preset, *argv(flags)]), folders.append, named="intervention" in flags)
-    if not (folders and folders[0].is_dir()):  # refused while loading, which has printed the reason
+    if code == BAD or not folders:  # refused while loading, which has printed the reason
         why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
         raise ValueError(f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}")
     run = Run(folders[0])
