@@ -34,6 +34,11 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
         assert translated([f"{typed}=3"]) == [f"{own}=3"]
 
 
+def test_a_flag_may_have_underscores() -> None:
+    argv = ["--teacher-modes", "run_tests", "exit_code", "--no-save-eval-ckpts", "--out-tag=_a", "--dry-run"]
+    assert resolve(["mini", *(re.sub("(?<=[a-z])-(?=[a-z])", "_", w) for w in argv)]) == resolve(["mini", *argv])
+
+
 def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
     assert sum(map(len, NAMES.values())) == len(ANSWERS)
     assert not {flag(name) for name in ANSWERS} & {*flag_names()}
@@ -123,6 +128,7 @@ GRADE = "grade answers.jsonl --problems good.jsonl --out"
 OWN = (
     "train full --model mine/model --env-mode own --intervention none --guard log --mix-ratio 0 --max-new 40 --problems"
 )
+LONG = "a" * 300  # no file system takes it
 REFUSED = {
     # nothing of a user's is overwritten
     "organism build --out dir": "--out dir: exists and is no organism; choose another folder",
@@ -208,6 +214,10 @@ REFUSED = {
     "train full --model=~/nowhere --problems good.jsonl": f"--model {Path.home()}/nowhere: no such model; give a Hugg",
     "direction --model ./nowhere": "--model ./nowhere: no such model; give a Hugging Face model folder",
     "train full --problems good.jsonl --model No/Such": "--model No/Such: not on this machine; run `vgrout download mo",
+    f"train mini --output-dir {LONG}": f"{LONG}: cannot be opened (File name too long); choose another",
+    f"train mini --resume {LONG}": f"{LONG}/run.json: cannot be opened (File name too long)",
+    f"train full --model {LONG} --problems good.jsonl": f"{LONG}: cannot be opened (File name too long)",
+    f"report {LONG}": f"{LONG}",
     "download model ~/nowhere": f"{Path.home()}/nowhere: looks like a path; give a hub id, OWNER/NAME",
 }
 IN_ONE_PROCESS = """

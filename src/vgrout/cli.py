@@ -63,9 +63,10 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 
 
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """A command's exit code. A ValueError is a refusal: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
-    closed pipe (`| head`) exits silently, as other programs do: 141. A standard output that takes nothing more (a full
-    disk): one line, 1. What standard output cannot encode is escaped; a closed stream takes everything."""
+    """A command's exit code. A ValueError is a refusal: one line on stderr, 2; so is a path with a name that is too
+    long, or in a folder that may not be entered. Ctrl-C prints `interrupted`: 130. A closed pipe (`| head`) exits
+    silently, as other programs do: 141. A standard output that takes nothing more (a full disk): one line, 1. What
+    standard output cannot encode is escaped; a closed stream takes everything."""
     restore_inherited()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -90,6 +91,9 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         print(f"E {said}; take a smaller model or fewer and shorter answers", file=sys.stderr)
         return 1
     except OSError as e:
+        if e.filename is not None and e.errno in (errno.ENAMETOOLONG, errno.EACCES):
+            print(f"E {printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another", file=sys.stderr)
+            return 2
         if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
         drop_stdout()

@@ -7,7 +7,7 @@ other answer is the refusal's. A name may end with a word of its flag's value.
 import re
 from collections.abc import Iterable
 
-from vgrout.config.checks import flag, listed, refuse
+from vgrout.config.checks import flag, listed
 
 NAMES: dict[str, dict[str, str]] = {
     "TRL": {
@@ -123,7 +123,8 @@ def same(answer: str) -> bool:
 
 
 def translated(argv: Iterable[str]) -> list[str]:
-    """A command line in this trainer's flags. Raises ValueError, one line, at the first that is not here."""
+    """A command line in this trainer's flags, with - for _ in their names. Raises ValueError, one line, at the first
+    that is not here."""
     out, name = [], ""
     for word in argv:
         value = word
@@ -132,10 +133,11 @@ def translated(argv: Iterable[str]) -> list[str]:
             typed = head[2:].replace("-", "_")
             name = typed.removeprefix("no_")
             if same(answer := ANSWERS.get(name, "")):
-                word = f"--{'no-' * (typed != name)}{answer[2:]}{equals}{value}"
+                typed = typed.removesuffix(name) + answer[2:]
                 name = answer[2:].replace("-", "_")
+            word = f"{flag(typed)}{equals}{value}"
         for there in (name, *(f"{name} {given}" for given in listed(value))):
             if there in ANSWERS:
-                refuse(True, f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}")
+                raise ValueError(f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}")
         out.append(word)
     return out

@@ -142,8 +142,9 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
         raise SystemExit(0)
     if {"-h", "--help", "--help-all"} & {*argv}:
         show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
+    argv = translated(argv)
     configuration = "--dry-run=config" in argv
-    argv = switched(joined(as_typed(translated(word for word in argv if word != "--dry-run=config"))))
+    argv = switched(joined(as_typed([word for word in argv if word != "--dry-run=config"])))
     wrong = next((word for word in argv if word.startswith("--dry-run=")), "")
     refuse(bool(wrong), f"{wrong}: say --dry-run, or --dry-run=config for every setting")
     if own_code:
@@ -243,7 +244,7 @@ def switched(argv: Sequence[str]) -> list[str]:
     for name in (flag(f.name) for f in settings if f.type == bool | None):
         said |= {name: f"{name}=True", name.replace("--", "--no-", 1): f"{name}=False"}
     values = ("True", "False", "None")
-    return [w if after in values else said.get(w.replace("_", "-"), w) for w, after in pairwise([*argv, ""])]
+    return [w if after in values else said.get(w, w) for w, after in pairwise([*argv, ""])]
 
 
 def flag_names() -> list[str]:
