@@ -72,6 +72,17 @@ def test_a_refused_call_starts_nothing(flags, message, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("out/runs/*"))
 
 
+def test_a_resume_that_is_refused_is_a_wrong_call_and_no_run_that_failed(tmp_path, monkeypatch):
+    def launch(cfg, on_folder, named):
+        on_folder(tmp_path)
+        print("E changed since: problems", file=sys.stderr)
+        return 2
+
+    monkeypatch.setattr("vgrout.train.launch", launch)
+    with pytest.raises(ValueError, match=r"\Asmoke: refused while it was loaded: changed since: problems\Z"):
+        vgrout.train_run("smoke", quiet=True, resume=tmp_path)
+
+
 @pytest.mark.long
 def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     monkeypatch.chdir(shared_run.warm(tmp_path))
