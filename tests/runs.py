@@ -160,6 +160,11 @@ def rows(path: Path, *without: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in (*TIMES, *without)} for line in lines]
 
 
+def only_run(folder: Path) -> Path:
+    (path,) = (folder / "out" / "runs").iterdir()
+    return path
+
+
 def status(path: Path) -> dict[str, Any]:
     """A run's status.json."""
     return json.loads((path / "status.json").read_text())

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from loguru import logger
 
-from runs import SharedRuns, adapter_bytes, once, rows, run, status, until
+from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import evaluate, grpo, rollout
+from vgrout import console, evaluate, grpo, rollout
 from vgrout.config.presets import parse
 from vgrout.config.run import identity
 from vgrout.data import organism
@@ -65,11 +66,6 @@ def bare(intervention: str, *more: str, steps: int = 4) -> list[str]:
 def adapter_file(path: Path) -> bytes:
     """The deployed model, metadata included."""
     return (path / "train.safetensors").read_bytes()
-
-
-def only_run(folder: Path) -> Path:
-    (path,) = (folder / "out" / "runs").iterdir()
-    return path
 
 
 # --- kill -9 inside a save -------------------------------------------------------------------------------------------
@@ -503,6 +499,18 @@ def test_every_signal_that_asks_for_an_end_is_heard_once(number):
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
+
+
+def test_a_signal_that_comes_while_a_line_is_logged_is_said_after_it(capsys, monkeypatch):
+    console.setup(None)
+    monkeypatch.setattr(console, "printable", lambda line: (signal.raise_signal(signal.SIGINT), line)[1])
+    with stop_on_signals() as stop:
+        logger.info("a line")
+        monkeypatch.undo()
+    assert stop.requested
+    out, error = capsys.readouterr()
+    assert (out.splitlines()[0], error) == ("a line", "")
+    assert "W SIGINT: finishing this step" in out
 
 
 def test_a_hangup_that_is_ignored_stays_ignored():

@@ -323,5 +323,8 @@ def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert kl_of_runs([tmp_path]) == [0.0, 0.02]
     assert HeldOutGuard().calibrate_kl_threshold(kl_of_runs([tmp_path])) == pytest.approx(0.03)
-    with pytest.raises(ValueError, match=r"^--kl-calibrate-from .*/nowhere: no kl_deploy"):
-        kl_of_runs([tmp_path / "nowhere"])
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "steps.jsonl").write_text('[1]\n{"kl_deploy": "x"}\n')
+    for name in ("nowhere", "theirs"):
+        with pytest.raises(ValueError, match=rf"^--kl-calibrate-from .*/{name}: no kl_deploy"):
+            kl_of_runs([tmp_path / name])

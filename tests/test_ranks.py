@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from golden import differences
-from runs import ARMS, flags, once, rows, status
+from runs import ARMS, flags, once, only_run, rows, status
 from test_train import start, wait_for_steps
 from vgrout import ranks
 from vgrout.ranks import _part
@@ -43,11 +43,6 @@ def process_of(job: subprocess.Popen, rank: int) -> int:
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout
     found = [pid for pid in children.split() if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
     return int(found[0])
-
-
-def only_run(folder: Path) -> Path:
-    (path,) = (folder / "out" / "runs").iterdir()
-    return path
 
 
 def same_run(a: Path, b: Path) -> None:

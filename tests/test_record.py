@@ -23,6 +23,7 @@ from vgrout.problems import ProblemRow, assigned, partition_decides
 from vgrout.runs.context import RunContext, RunDir
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
+from vgrout.tracking import Trackers
 from vgrout.types import Mode, Rate, half
 
 
@@ -177,13 +178,14 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
     grader = object.__new__(Grader)
-    with RunContext(folder, grader, resume_command="…", resumes=False, log=log) as refused:
+    settled: dict[str, Any] = {"resume_command": "…", "record": {}, "log": log, "trackers": Trackers()}
+    with RunContext(folder, grader, resumes=False, **settled) as refused:
         folder.write_json("run.json", {})
         raise ValueError("--flag 7: does not fit this model")
     assert refused.code == 2
     assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
     assert list(tmp_path.iterdir()) == []
     path = (folder := RunDir.create("y")).path
-    with RunContext(folder, grader, resume_command="…", resumes=True) as refused:
+    with RunContext(folder, grader, resumes=True, **settled) as refused:
         raise ValueError("changed")
     assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"

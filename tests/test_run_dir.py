@@ -44,12 +44,19 @@ def test_nan_never_reaches_a_file() -> None:
 def test_runs_in_one_second_get_their_own_folders(tmp_path: Path) -> None:
     runs = [RunDir.create("x", tmp_path) for _ in range(3)]
     for run in runs:
+        run.append({"step": 0}, [])
         run.close()
+        checkpoint.save(run.path, 1, {}, keep=1)
+        run.status("interrupted", 1, "", "")
     assert len({run.path.name for run in runs}) == 3
+    assert last_resumable(tmp_path) == runs[-1].path
 
 
-def test_rows_have_their_rollouts(run: RunDir) -> None:
+def test_rows_have_their_rollouts_and_a_torn_one_does_not_count(run: RunDir) -> None:
     run.append({"step": 0}, [{"a": 1}, {"a": 2}])
+    assert run.steps_on_disk() == 1
+    with open(run.path / "steps.jsonl", "a") as f:
+        f.write('{"step": 1, "lo')  # killed
     assert run.steps_on_disk() == 1
     assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
 
@@ -137,4 +144,6 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
     checkpoint.rewind(run.path, checkpoint.read(paths[1]))
     assert [json.loads(line)["step"] for line in (run.path / "steps.jsonl").read_text().splitlines()] == [0, 1]
     with pytest.raises(ValueError, match="rows are missing"):
-        checkpoint.rewind(run.path, checkpoint.read(paths[2]))
+        checkpoint.require_rows(run.path, checkpoint.read(paths[2]))
+    sizes = dict.fromkeys(checkpoint.GROWING, 10**17)  # of a manifest that somebody wrote: no memory is asked for
+    assert [row["step"] for row in checkpoint.rows_before(run.path, 2, sizes)] == [0, 1]

@@ -5,7 +5,6 @@ Exit codes are those of runs/context.py.
 """
 
 import sys
-from typing import Any
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.run import ORGANISM
@@ -34,8 +33,10 @@ def start(requested: DistillSettings) -> int:
     with settings.grader(task.cfg) as grader:
         if not path and task.cfg.scale.problems != ORGANISM:  # whose problems are hashed
             require_solvable(task.inputs.rows, grader)
-        more: dict[str, Any] = {"root": ROOT, "record": record, "trackers": Trackers(task.cfg.run.trackers)}
-        with RunContext.begin("distill", path, settings.run_id, grader, **more) as run:
+        trackers = Trackers(task.cfg.run.trackers)
+        with RunContext.begin(
+            "distill", path, settings.run_id, grader, root=ROOT, record=record, trackers=trackers
+        ) as run:
             given = f"--teacher {settings.teacher} · --student {settings.student} · seed {settings.seed}"
             run.announce(f"distillation ({settings.method}): {given} · {settings.steps} steps")
             # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.

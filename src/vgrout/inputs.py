@@ -191,7 +191,8 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
     run, or one that measured none."""
     found: list[float] = []
     for path in runs:
-        values = [row["kl_deploy"] for row in json_lines(path / "steps.jsonl") if row.get("kl_deploy") is not None]
+        rows = (row for row in json_lines(path / "steps.jsonl") if isinstance(row, dict))
+        values = [row["kl_deploy"] for row in rows if isinstance(row.get("kl_deploy"), float)]
         if not values:
             raise ValueError(f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder")
         found += values
@@ -216,20 +217,19 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
         return hash_of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
 
+    def of_file(path: Path | None) -> str | None:
+        return hash_of_files([path]) if path is not None and path.exists() else None
+
     pool = inputs.pool
     return {
         "model": of_model(cfg.model_path),
         "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
-        "problems": hash_of_files([cfg.problems_path]) if inputs.rows else None,
-        "test_problems": hash_of_files([cfg.test_problems_path])
-        if cfg.test_problems_path and inputs.test_rows
-        else None,
+        "problems": of_file(cfg.problems_path),
+        "test_problems": of_file(cfg.test_problems_path),
         "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
-        "known_correct": hash_of_files([correct]) if (correct := cfg.known_correct_path) and correct.exists() else None,
+        "known_correct": of_file(cfg.known_correct_path),
         "reward": inputs.reward.sha256 if inputs.reward else None,
-        "direction_file": hash_of_files([v])
-        if (v := cfg.method.v_hack_path) and cfg.method.has_direction and v.exists()
-        else None,
+        "direction_file": of_file(cfg.method.v_hack_path) if cfg.method.has_direction else None,
     }

@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, TextIO
 
@@ -100,7 +102,7 @@ class RunDir:
     def steps_on_disk(self) -> int:
         try:
             with open(self.path / "steps.jsonl", "rb") as lines:
-                return sum(1 for _ in lines)
+                return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
         except FileNotFoundError:
             return 0
 
@@ -136,7 +138,7 @@ class RunDir:
 
 def last_resumable(root: Path) -> Path:
     """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
-    for path in sorted(root.glob("*_*"), reverse=True):
+    for path in sorted(root.glob("*_*"), key=lambda path: path.name.partition("_")[0], reverse=True):
         if (
             any(path.glob("resume/step_*/manifest.json"))
             and read_json(path / "status.json").get("state") not in ENDED
@@ -198,22 +200,21 @@ class RunContext:
         *,
         resume_command: str,
         resumes: bool,
-        record: Mapping[str, Any] | None = None,
-        log: Path | None = None,
+        record: Mapping[str, Any],
+        log: Path,
+        trackers: Trackers,
         steps_done: Callable[[], int] | None = None,
         owns_folder: bool = True,
-        trackers: Trackers | None = None,
     ) -> None:
         """resume_command: continues this run. record: entries of run.json (config, hashes of the input files) besides
         those on the machine. steps_done: steps (or rounds) that are on disk. owns_folder: whether the folder was made
         for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
-        self.record = {**environment(), "hashes": {}, **(record or {})}
-        self.log = log or Path()
-        self.logged = True  # whether the log was there before
+        self.record = {**environment(), "hashes": {}, **record}
+        self.log, self.logged = log, True  # whether the log was there before
         self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
-        self.trackers, self._loading = trackers or Trackers(), True
+        self.trackers, self._loading = trackers, True
 
     @classmethod
     def begin(
@@ -363,10 +364,9 @@ class RunContext:
 
     def _remove_log(self) -> None:
         logger.remove()  # closes the log
-        if self.log != Path():
-            self.log.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
-                self.log.parent.rmdir()
+        self.log.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            self.log.parent.rmdir()
 
     def _fail(self, e: BaseException) -> None:
         """Record an unexpected ending: a second interrupt, a full disk, a fault."""
@@ -428,19 +428,27 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Generator[Stop]:
-    stop = Stop()
+    stop, said = Stop(), SimpleQueue[str]()
+
+    def say() -> None:  # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
+        while line := said.get():
+            logger.warning(line)
 
     def handler(number: int, _frame: FrameType | None) -> None:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        logger.warning(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
+        said.put(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
 
     # a hangup is no reason to stop where it is ignored (nohup)
     asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    thread = threading.Thread(target=say, daemon=True, name="signals")
+    thread.start()
     before = {s: signal.signal(s, handler) for s in asked}
     try:
         yield stop
     finally:
         for s, old in before.items():
             signal.signal(s, old)
+        said.put("")
+        thread.join()
