@@ -89,7 +89,8 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
     assert started > 20
 
 
-def test_the_last_four_lines() -> None:
+def test_the_last_four_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV", "uv")
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
     lines = last_lines(cfg, final, MEANS, Path("out/runs/x"))
