@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.modes import DEALT
 from vgrout.report.load import SIDES, Condition, conditions, load
@@ -18,7 +18,7 @@ STEPS = 12
 
 @cache
 def _config(*argv: str) -> Config:
-    return parse(list(argv))
+    return resolve(list(argv))
 
 
 def fake_run(

@@ -35,7 +35,7 @@ from runs import run as program
 from tiny import policy as tiny_policy
 from tiny import shake
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.config.run import PLACEBOS
 from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
@@ -212,8 +212,8 @@ MONITORED = {"screen": "detector", "penalty": "syntax_edge"}
 def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_run, tmp_path):
     here, more = shared_run.warm(tmp_path), ["--control", control]
     if control == "placebo":
-        own = here / "own.json"
-        own.write_text(load_pairs(parse(["smoke", "--control=placebo", "--placebo-pairs=long"]).placebo_path).to_json())
+        own, usual = here / "own.json", resolve(["smoke", "--control=placebo", "--placebo-pairs=long"])
+        own.write_text(load_pairs(usual.placebo_path).to_json())
         more += ["--placebo-pairs", str(own)]
     for intervention in INTERVENTIONS:
         monitor = MONITORED.get(intervention, "usual")
@@ -244,14 +244,14 @@ def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_
 def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():
     for name in PLACEBOS:
         flags = ["--intervention", "erase", "--control", "placebo", "--placebo-pairs", name]
-        shipped = parse(["smoke", *flags])
+        shipped = resolve(["smoke", *flags])
         assert len(load_pairs(shipped.placebo_path)) == 24
-        assert parse(["full", *flags]).placebo_path is None  # hand-written
+        assert resolve(["full", *flags]).placebo_path is None  # hand-written
         assert shipped.method.control_name == f"placebo_{name}"
 
 
 def test_the_placebo_file_must_be_another_contrast(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    same = parse(["smoke"]).pairs_path
+    same = resolve(["smoke"]).pairs_path
     assert main(["smoke", "--control", "placebo", "--placebo-pairs", str(same)]) == 2
     assert "these are the true pairs" in capsys.readouterr().err

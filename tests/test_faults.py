@@ -22,7 +22,7 @@ from loguru import logger
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
 from vgrout import console, evaluate, grpo, rollout
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.config.run import identity
 from vgrout.data import organism
 from vgrout.guard import guard as watch
@@ -295,7 +295,7 @@ def test_resume_from_another_folder(tmp_path, monkeypatch, capsys):
         (there / "run.json").write_text(json.dumps(record))
         why = f"E --resume {there}: not a run of vgrout.train; give one of those below out/runs\n"
         assert refused(capsys, "smoke", "--resume", str(there)) == why
-    (there / "run.json").write_text(json.dumps({"config": parse(bare("none")).as_dict(), "hashes": {}}))
+    (there / "run.json").write_text(json.dumps({"config": resolve(bare("none")).as_dict(), "hashes": {}}))
     assert main(["smoke", "--resume", str(there), "--dry-run"]) == 0
     assert "MiB free" in capsys.readouterr().out
 
@@ -452,7 +452,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     assert [r["step"] for r in record["resumed"]] == [end["step"]]
     ledger = Ledger()  # a study that has the run finds it still
     ledger.refresh()
-    found = ledger.find(identity(parse([*argv, "halt"])), {})
+    found = ledger.find(identity(resolve([*argv, "halt"])), {})
     assert found is not None
     assert found.path.samefile(path)
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from fake_runs import fake_run
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
 from vgrout.data import organism
 from vgrout.model import load, policy
@@ -79,7 +79,7 @@ def test_a_pool_is_bounded(content: Callable[[bytes], bytes] | None, why: str, t
     ],
 )
 def test_a_stored_configuration_has_the_types_of_its_settings(keys: tuple[str, ...], value: Any) -> None:
-    data: Any = parse(["mini", "--intervention=none"]).as_dict()
+    data: Any = resolve(["mini", "--intervention=none"]).as_dict()
     if len(keys) == 2:
         data[keys[0]][keys[1]] = value
     else:
@@ -96,13 +96,13 @@ def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     edit(run / "run.json", "config", "env", "reward", value="theirs:reward")
     edit(run / "run.json", "config", "env", "mix_ratio", value=0)
     given = ["mini", "--intervention=none", f"--resume={run}"]
-    assert add in refusal(lambda: find_resume(parse(given)))
+    assert add in refusal(lambda: find_resume(resolve(given)))
     study = Path("study.toml")
     study.write_text('preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n')
     assert add in refusal(lambda: load_study_file(study))
     assert len(load_study_file(study, ["--reward=theirs:reward"]).runs) == 1
     assert not Path("imported").exists()
-    assert "no usable checkpoint" in refusal(lambda: find_resume(parse([*given, "--reward=theirs:reward"])))
+    assert "no usable checkpoint" in refusal(lambda: find_resume(resolve([*given, "--reward=theirs:reward"])))
 
 
 def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:

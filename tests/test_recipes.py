@@ -21,7 +21,7 @@ import torch, vgrout
 from dataclasses import replace
 from pathlib import Path
 from vgrout.config.method import intervention_class, monitor_class
-from vgrout.config.presets import parse
+from vgrout.config.presets import resolve
 from vgrout.method.base import StepGradient
 from vgrout.train import main
 from vgrout.types import GroupView
@@ -31,11 +31,11 @@ assert main({RUN!r}) == 0
 g = torch.tensor([[3.0, 4.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
 spans = {{"a": slice(0, 2), "b": slice(2, 3)}}
 Cap = intervention_class("cap")
-keep = Cap(spans, parse(["smoke", "--intervention", "cap"])).route(StepGradient(g, (), spans)).keep
+keep = Cap(spans, resolve(["smoke", "--intervention", "cap"])).route(StepGradient(g, (), spans)).keep
 assert torch.allclose(keep, torch.tensor([1.2 + 1, 1.6, 2.0])), keep
 
 for name in ("screen", "penalty", "route2"):
-    assert parse(["smoke", "--intervention", name, "--monitor", "short"]).method.monitor_name == "short"
+    assert resolve(["smoke", "--intervention", name, "--monitor", "short"]).method.monitor_name == "short"
 view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
 answers = replace(view, completion_ids=((1,) * 9, (1,) * 8, (1,)))
 assert [f.flagged for f in monitor_class("short")(1.0).flag([answers], 0)] == [(False, False, True)]

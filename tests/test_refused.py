@@ -16,7 +16,7 @@ import pytest
 from vgrout.cli import command
 from vgrout.config.checks import flag
 from vgrout.config.names import ANSWERS, NAMES, same, translated
-from vgrout.config.presets import flag_names, parse, resolve
+from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import from_dict
 from vgrout.data.organism import DATA_DIR
 from vgrout.modes import PLAIN_PHRASE
@@ -199,6 +199,7 @@ REFUSED = {
     "report study.toml": "study.toml: is a study's file; its runs are in the folder out/sweeps/study",
     "problems good.jsonl": "good.jsonl: should be one of check; did you mean `check good.jsonl`?",
     "train mini --dry-run=confg": "--dry-run=confg: say --dry-run, or --dry-run=config for every setting",
+    "train mini --unbiased=False": "--unbiased=False: say --unbiased, or --no-unbiased",
     "train mini --nope": "--nope: no such flag; --help-all lists the flags",
     "train mini --reward nothere:f": "--reward nothere:f: cannot be imported (ModuleNotFoundError",
     "train fast --dry-run --intervention none --monitor labels": "--monitor labels with --intervention none: it uses",
@@ -258,7 +259,7 @@ def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder:
 
 
 def test_settings_of_another_version_are_refused_in_one_line() -> None:
-    cfg = parse(["mini", "--intervention=route2"])
+    cfg = resolve(["mini", "--intervention=route2"])
     stored = cfg.as_dict()
     assert from_dict(stored).as_dict() == stored
     stored["method"] |= {"own_streams": "usual", "route2_gate": "tau"}

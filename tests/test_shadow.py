@@ -10,7 +10,7 @@ from methods import batch, make, poisoned
 from runs import adapter_bytes, flags, rows, run
 from tiny import policy as tiny_policy
 from vgrout.config.method import MethodConfig, monitor_class, watchers
-from vgrout.config.presets import parse, resolve
+from vgrout.config.presets import resolve
 
 # a run without a monitor; one whose own draws and remembers, so that a shadow could disturb it
 OWN = {"none": [], "route2-online-probe": ["--random-flags"]}
@@ -73,7 +73,7 @@ def test_what_cannot_be_a_shadow_is_refused_in_one_line(given, message):
 
 def test_flags_give_a_shadow_its_settings_and_the_run_keeps_its_name():
     plain, watched = (
-        parse(["mini", "--intervention=none", *more])
+        resolve(["mini", "--intervention=none", *more])
         for more in ([], ["--shadow=online_probe", "--seed-monitor=labels", "--known-modes=exit_code"])
     )
     assert watched.run_id == plain.run_id

@@ -108,53 +108,51 @@ def read_inputs(cfg: Config) -> Inputs:
     """Raises ValueError, one line, for every mistake in a file that can be seen without a model."""
     absent: list[str] = []
 
-    def read(what: Callable[[], T], path: Path | None) -> T | None:
-        """`what()`; a missing file is noted, so that all of them are known at the end."""
+    def read(load: Callable[[Path], T], path: Path | None) -> T | None:
+        """What is there. None: no file is named, or it is missing, which is noted: all of them are known at the end."""
+        if path is None:
+            return None
         try:
-            return what()
+            return load(path)
         except ValueError as e:
-            if path is None or path.exists():
+            if path.exists():
                 raise
             absent.append(str(e))
             return None
 
     if ORGANISM in (cfg.scale.model, cfg.loss.teacher_model):
-        root = cfg.files.root / "manifest.json"
-        read(lambda: cfg.files.require_sound("--organism" if cfg.scale.organism else "--model organism:"), root)
+        flag = "--organism" if cfg.scale.organism else "--model organism:"
+        read(lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
         if absent:  # and so is all that is in it
             return Inputs([], [], None, None, absent=tuple(absent))
     if looks_like_path(cfg.model_path) and not cfg.run.dry_run:  # nothing to fetch: its problems are not to blame
         require_model(cfg.model_path)
-    problems, demos, pair_file = cfg.problems_path, cfg.pool_path, cfg.pairs_path
-    rows = read(lambda: load_rows(problems), problems) or []
-    test_file = cfg.test_problems_path
-    test_rows = (read(lambda: load_rows(test_file), test_file) or []) if test_file is not None else []
+    rows = read(load_rows, cfg.problems_path) or []
+    test_rows = read(load_rows, cfg.test_problems_path) or []
     require_apart(rows, test_rows)
-    pool = read(lambda: load_pool(demos), demos) if demos is not None else None
+    pool = read(load_pool, cfg.pool_path)
     if rows:
         check_held_out(cfg, rows, test_rows, pool)
     pairs = None
     if cfg.method.has_direction:
-        pairs = read(lambda: load_pairs(pair_file), pair_file) if pair_file is not None else handwritten()
+        pairs = read(load_pairs, cfg.pairs_path) if cfg.pairs_path else handwritten()
     placebo = None
     if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
-        hand = handwritten_placebo
-        placebo = read(lambda: load_pairs(path), path) if path is not None else hand(cfg.method.placebo_pairs)
+        placebo = read(load_pairs, path) if path else handwritten_placebo(cfg.method.placebo_pairs)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise ValueError(f"--placebo-pairs {path}: these are the true pairs; give another contrast")
-    folder = read(lambda: require_model(cfg.model_path), Path(cfg.model_path))
+    folder = read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         require_fitting(rows, folder, cfg.scale.max_new)
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
         raise ValueError(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
-    if (v := cfg.method.v_hack_path) is not None and cfg.method.has_direction:
-        read(lambda: check_direction(v, "--v-hack-path", pairs), v)
+    if cfg.method.has_direction:
+        read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
     if cfg.loss.teacher_model:
-        read(lambda: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
-    correct = cfg.known_correct_path
-    known_correct = (read(lambda: load_known_correct(correct), correct) or ()) if correct is not None else ()
+        read(lambda _: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
+    known_correct = read(load_known_correct, cfg.known_correct_path) or ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
     rewarded = None

@@ -94,21 +94,6 @@ CLASSES: dict[str, tuple[dict[str, Any], str, str]] = {
     "intervention": (INTERVENTIONS, "acts_on", "Intervention"),
     **dict.fromkeys(("monitor", "seed_monitor", "shadow"), (MONITORS, "reads", "Monitor")),
 }
-ALL_SETTINGS: Groups = (
-    DirectionSettings,
-    SurgerySettings,
-    EraseSettings,
-    PlaceboSettings,
-    VoteSettings,
-    GateSettings,
-    LabelsSettings,
-    SeedSettings,
-    ReferencesSettings,
-    QuantileSettings,
-    PenaltySettings,
-    QuarantineSettings,
-    PlaceSettings,
-)
 
 
 def _named(registry: dict[str, Any], name: str) -> Any:
@@ -142,7 +127,7 @@ def register(registry: dict[str, Any], own: Any, name: str = "") -> None:
 class _Unknown:
     """A class of somebody's own in a record of a run: nothing is known of it but its name, and nothing is imported."""
 
-    what, Settings = "known to another process", ALL_SETTINGS
+    what = "known to another process"
     reads, needs, sees_labels, signs_random = "texts", (), False, False
     acts_on, by_rollout, usual_monitor, routes, has_direction = "gradient", False, "none", True, True
     usual: ClassVar[Mapping[str, Any]] = {}
@@ -160,7 +145,8 @@ def admit(recorded: Mapping[str, Any]) -> None:
         given = recorded.get(setting)
         for name in listed(given) if isinstance(given, str) else ():
             if re.fullmatch(r"[\w.]+:\w+", name) and name not in registry:
-                registry[name] = type(name, (_Unknown,), {"name": name, "reads_flags": flagged})
+                told = {"name": name, "reads_flags": flagged, "Settings": MethodConfig.__bases__}  # it may read all
+                registry[name] = type(name, (_Unknown,), told)
 
 
 @dataclass(frozen=True)

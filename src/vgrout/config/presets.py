@@ -2,7 +2,6 @@
 
 import difflib
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import as_typed, command, parsed, spelled
+from vgrout.cli import as_typed, command, parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, listed, refuse, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CLASSES, INTERVENTIONS, MONITORS, described, register
@@ -88,6 +87,8 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
 }
 
+SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
+
 # The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
     "intervention": f"what is done about flagged answers: {', '.join(INTERVENTIONS)}",
@@ -120,23 +121,13 @@ def recorded(cfg: Config) -> bool:
     return cfg.method.intervention != "none" and all(alike)
 
 
-def parse(argv: list[str] | None = None) -> Config:
-    """The command line of `vgrout train`. A bad flag exits with code 2 and one line on stderr."""
-    try:
-        return resolve(argv)
-    except ValueError as e:
-        print(f"E {spelled(str(e))}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
+def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     """The configuration of a command line. `--help`, `--help-all`, `--version` and `--dry-run=config` print and exit.
     Raises ValueError, one line, at the first bad flag.
 
     own_code: whether a class that it names as module:Class is imported: of a command line that somebody typed, never of
     flags that a file holds.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     if "--version" in argv:
         print(f"vgrout {version('vgrout')}")
         raise SystemExit(0)
@@ -145,15 +136,17 @@ def resolve(argv: list[str] | None, *, own_code: bool = True) -> Config:
     argv = translated(argv)
     configuration = "--dry-run=config" in argv
     argv = switched(joined(as_typed([word for word in argv if word != "--dry-run=config"])))
-    wrong = next((word for word in argv if word.startswith("--dry-run=")), "")
-    refuse(bool(wrong), f"{wrong}: say --dry-run, or --dry-run=config for every setting")
+    switches = {flag(f.name) for f in SETTINGS if f.type is bool}
+    for name, equals, value in (word.partition("=") for word in argv):
+        other = "--dry-run=config for every setting" if name == "--dry-run" else name.replace("--", "--no-", 1)
+        refuse(bool(equals) and name in switches, f"{name}={value}: say {name}, or {other}")
     if own_code:
         register_named(argv)
-    refuse(
-        not argv or argv[0] not in PRESETS,
-        f"{' '.join(argv[:1])}: name a preset first: {', '.join(PRESETS)}; then flags, or --help".removeprefix(": ")
-        + "".join(f"; did you mean {near}?" for near in difflib.get_close_matches(argv[0] if argv else "", PRESETS, 1)),
-    )
+    if (given := argv[0] if argv else "") not in PRESETS:
+        near = difflib.get_close_matches(given, PRESETS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help{hint}"
+        raise ValueError(f"{given}: {names}" if given else names)
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
             PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
@@ -224,7 +217,7 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
 
 def joined(argv: Sequence[str]) -> list[str]:
     """A command line with a list's words joined: `--teacher-modes a b` becomes `--teacher-modes a,b`."""
-    lists = {flag(f.name) for group in GROUPS for f in fields(getattr(Config(), group)) if rule_of(f).words}
+    lists = {flag(f.name) for f in SETTINGS if rule_of(f).words}
     out: list[str] = []
     of_list = False  # whether the word before belongs to a list's value
     for word in argv:
@@ -239,9 +232,8 @@ def joined(argv: Sequence[str]) -> list[str]:
 
 def switched(argv: Sequence[str]) -> list[str]:
     """A command line whose switches that may also be None have a value: `--no-rebaseline`: `--rebaseline=False`."""
-    settings = [f for group in GROUPS for f in fields(getattr(Config(), group))]
     said = {}
-    for name in (flag(f.name) for f in settings if f.type == bool | None):
+    for name in (flag(f.name) for f in SETTINGS if f.type == bool | None):
         said |= {name: f"{name}=True", name.replace("--", "--no-", 1): f"{name}=False"}
     values = ("True", "False", "None")
     return [w if after in values else said.get(w, w) for w, after in pairwise([*argv, ""])]
@@ -249,7 +241,7 @@ def switched(argv: Sequence[str]) -> list[str]:
 
 def flag_names() -> list[str]:
     """Every flag, sorted: a test holds the committed list against it."""
-    return sorted(flag(f.name) for group in GROUPS for f in fields(getattr(Config(), group)))
+    return sorted(flag(f.name) for f in SETTINGS)
 
 
 def resumed(requested: Config, stored: Config) -> tuple[Config, list[str]]:
