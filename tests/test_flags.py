@@ -215,9 +215,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
     few_axes = extract(policy, load_pairs(organism.PAIRS_DIR / "run_tests.json"), 6, 0.0)
     save(few_axes, home / "direction.safetensors")
     known = json.loads(organism.KNOWN_CORRECT.read_text(encoding="utf-8"))
-    key = next(k for k, v in known.items() if isinstance(v, list)) if isinstance(known, dict) else None
-    half = known[::2] if key is None else known | {key: known[key][::2]}
-    (home / "half_known.json").write_text(json.dumps(half), encoding="utf-8")
+    (home / "half_known.json").write_text(json.dumps(known[::2]), encoding="utf-8")
     (home / "flags_reward.py").write_text(
         "def f(completion):\n    return 0.5\n\n\n"
         "def g(prompt, answer):\n    return len(answer)\n\n\n"

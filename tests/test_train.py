@@ -60,13 +60,6 @@ def test_golden(method, done):
     assert len(differences(got, want)) == 1, "and a changed number is found"
 
 
-@pytest.mark.parametrize("method", MOST)
-@pytest.mark.long
-def test_the_same_seed_gives_the_same_rows(method, done, stopped):
-    """Two runs; where the second is resumed their weights are compared to the last bit."""
-    assert rows(stopped(method)) == rows(done(method))[: LAST + 1]
-
-
 @pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "route2"])
 @pytest.mark.long
 def test_evaluating_never_changes_training(method, stopped, tmp_path, shared_run):
@@ -99,6 +92,7 @@ def test_no_oracle_label_reaches_a_method(method, done, tmp_path, shared_run, mo
 @pytest.mark.parametrize("method", [*MOST, *SLOW])
 @pytest.mark.long
 def test_resumed_run_equals_an_uninterrupted_one(method, done, stopped, shared_run, tmp_path):
+    """The steps before the stop, too: the same seed gives the same rows."""
     path = shared_run.copy(stopped(method), tmp_path)
     end = status(path)
     assert (end["state"], end["step"]) == ("interrupted", LAST + 1)
