@@ -60,17 +60,17 @@ class Run:
     @cached_property
     def rows(self) -> "DataFrame":
         """One row per step, in the columns of docs/columns.md."""
-        return _frame(list(json_lines(self.path / "steps.jsonl")))
+        return _frame(self.path / "steps.jsonl")
 
     @cached_property
     def rollouts(self) -> "DataFrame":
         """One row per answer of the policy during training, with its reward and every flag."""
-        return _frame(list(json_lines(self.path / "rollouts.jsonl")))
+        return _frame(self.path / "rollouts.jsonl")
 
     @cached_property
     def answers(self) -> "DataFrame":
         """One row per answer of the final evaluation; `side` is base, trained, deployed or plain (no hint)."""
-        return _frame(list(json_lines(self.path / "final.jsonl")))
+        return _frame(self.path / "final.jsonl")
 
     def evaluate(self, **flags: Value) -> dict[str, Any]:
         """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].
@@ -149,7 +149,7 @@ def argv(flags: dict[str, Value]) -> list[str]:
     return words
 
 
-def _frame(records: list[dict[str, Any]]) -> "DataFrame":
+def _frame(file: Path) -> "DataFrame":
     from pandas import DataFrame
 
-    return DataFrame(records)
+    return DataFrame([*json_lines(file)])

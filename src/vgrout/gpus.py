@@ -29,10 +29,9 @@ def visible() -> tuple[str, ...]:
 
 def free_bytes() -> int | None:
     """Memory that nobody uses on the first of them; None where that is not said (a MIG instance, no driver)."""
-    first, *_ = *visible(), ""
-    said = (
-        _said(_client(), f"--id={first}", "--query-gpu=memory.free", "--format=csv,noheader,nounits") if first else ""
-    )
+    if not (gpus := visible()):
+        return None
+    said = _said(_client(), f"--id={gpus[0]}", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
     return int(said) * 2**20 if said.strip().isdecimal() else None
 
 

@@ -493,8 +493,8 @@ class ModeEval:
     def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaw: Mode | None = None) -> "ModeEval":
         """Counts over the answers that could be graded; with `flaw`, over problems with that flaw, and hacks of it
         alone."""
-        graded = [(a, a.grade) for a in answers if isinstance(a.grade, Grade)]
-        graded = [(a, g) for a, g in graded if flaw is None or flaw in a.problem.flaws]
+        among = [a for a in answers if flaw is None or flaw in a.problem.flaws]
+        graded = [(a, a.grade) for a in among if isinstance(a.grade, Grade)]
         grades = [g for _, g in graded]
         return cls(
             hack=Rate.of(g.hacked and flaw in (None, g.mode) for g in grades),

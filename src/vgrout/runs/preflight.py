@@ -158,17 +158,14 @@ def brought(method: MethodConfig) -> list[str]:
             own, theirs = (_said(value) for value in (read[name], documents))
             theirs = f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})" * (own != theirs)
             parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
-    return (
-        [line.replace("\xa0", " ") for line in textwrap.wrap(f"with {' · '.join(parts)}", 78, break_on_hyphens=False)]
-        if parts
-        else []
-    )
+    said = f"with {' · '.join(parts)}" if parts else ""
+    return [line.replace("\xa0", " ") for line in textwrap.wrap(said, 78, break_on_hyphens=False)]
 
 
 def _said(value: object) -> str:
-    return (
-        "no" if value is False else "yes" if value is True else f"{value:g}" if isinstance(value, float) else f"{value}"
-    )
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def _which(method: MethodConfig) -> str:
@@ -185,7 +182,9 @@ def _which(method: MethodConfig) -> str:
 def memory_plan(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None) -> MemoryPlan:
     """room: bytes that are free for the run."""
     size = ITEMSIZE[dtype_of(cfg)]
-    return plan_of(cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=_prompt_tokens(rows))
+    longest = max((sum(len(m["content"]) for m in r.prompt) for r in rows), default=4 * PROMPT_TOKENS)
+    prompt_tokens = longest // 4  # at four characters per token
+    return plan_of(cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=prompt_tokens)
 
 
 def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
@@ -211,13 +210,6 @@ def memory_lines(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow]) -> lis
             of.append(f"{card} GB {fits}")
         lines.append(f"              at least {least / GIB:.1f} GiB; at once on a card of {' · '.join(of)}")
     return lines
-
-
-def _prompt_tokens(rows: Sequence[ProblemRow]) -> int:
-    """Tokens of the longest prompt, at four characters per token."""
-    if not rows:
-        return PROMPT_TOKENS
-    return max(sum(len(m["content"]) for m in r.prompt) for r in rows) // 4
 
 
 def guard_line(cfg: Config) -> str:

@@ -75,8 +75,8 @@ class StepRecorder(Generic[R]):
             logger.info(f"resumed after step {len(self.rows) - 1}")
             again = {"step": len(self.rows)} | {name: record[name] for name in RESUMED if name in record}
             resumed = [*first.get("resumed", []), again]
-            record = {**first, "config": record["config"], "begun": first.get("begun", first.get("config"))}
-            record["resumed"] = resumed
+            begun = first.get("begun", first.get("config"))
+            record = {**first, "config": record["config"], "begun": begun, "resumed": resumed}
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
@@ -184,7 +184,7 @@ class Recorder(StepRecorder[StepRow]):
         provenance = self.method.provenance
         record = {
             "hashes": hashes,
-            "accelerator": accelerator(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "attention": self.attention,
             "dtype": DTYPE_NAMES[self.policy.model.dtype],
             "ranks": ranks.size(),
@@ -273,9 +273,8 @@ class Recorder(StepRecorder[StepRow]):
         logger.debug(
             f"{cfg.preset} · {cfg.method.intervention} (monitor: "
             f"{cfg.method.monitor_title or cfg.method.monitor_name}, control: {cfg.method.control_name}) · "
-            f"{cfg.scale.model} · "
-            f"{cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · lr {cfg.opt.lr:g} · "
-            f"seed {cfg.run.seed} · {self.policy.device.type} · "
+            f"{cfg.scale.model} · {cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · "
+            f"lr {cfg.opt.lr:g} · seed {cfg.run.seed} · {self.policy.device.type} · "
             f"{DTYPE_NAMES[self.policy.model.dtype]} · "
             f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
         )
@@ -333,11 +332,6 @@ def rows_as_json(rows: Sequence[StepRow]) -> str:
         if size > ROWS_LIMIT:
             break
     return f"[{', '.join(reversed(lines))}]"
-
-
-def accelerator() -> str | None:
-    """The GPU's name; None on a CPU."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def peak_memory() -> str:

@@ -251,7 +251,7 @@ def write(
 
     finished = conditions([read_run(run.path, cfg)])  # this run's page is the report of one run
     answer, numbers = last_lines(cfg, final, conclusion(*finished), run.path), summary(cfg, final, finished[0].first)
-    table = Table(columns_for(cfg, modes), modes)
+    table, counts = Table(columns_for(cfg, modes), modes), count_lines(rows, tallies)
     parts = [
         f"{cfg.run_id}: deployed hack {numbers['hack deployed']} % / solve {numbers['solve deployed']} %, as trained "
         f"{numbers['hack trained']} % / {numbers['solve trained']} %, base {final.base.hack.percent} % / "
@@ -259,7 +259,7 @@ def write(
         + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else "")
         + ("; NOTHING WAS ROUTED: this was plain GRPO" if unrouted else ""),
         answer[2],
-        "\n".join(count_lines(rows, tallies)),
+        "\n".join(counts),
         tabulate([*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True),
         by_flaw(finished).markdown(),
         *tallies.lines(cfg.env.report_detector_codes),
@@ -276,7 +276,7 @@ def write(
         f"<details><summary>{head}</summary>\n\n{of}\n\n</details>"
         for head, of in (
             ("Every step: columns as in docs/columns.md", table.markdown(rows)),
-            ("Counts over the whole run", "\n".join(f"    {line}" for line in count_lines(rows, tallies))),
+            ("Counts over the whole run", "\n".join(f"    {line}" for line in counts)),
         )
     ]
     write_atomic(run.path / "summary.md", "\n\n".join([*text, *folded]) + "\n")
