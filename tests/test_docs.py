@@ -236,6 +236,7 @@ PRETRAINED = {  # as results.md names it → intervention, control, settings
     "`screen`, of demonstrations alone": ("screen", "none", "monitor=source"),
     "`screen`, by the weak detector": ("screen", "none", "monitor=detector"),
     "`route2`": ("route2", "none", "pairs by each flaw"),
+    "`route2`, pairs by three flaws": ("route2", "none", "pairs by three flaws"),
     "`route2`, pairs by one flaw": ("route2", "none", ""),
     "`route2`, of demonstrations alone": ("route2", "none", "monitor=source"),
     "the same, in their groups' baseline": ("route2", "none", "monitor=source rebaseline=False"),
@@ -243,6 +244,7 @@ PRETRAINED = {  # as results.md names it → intervention, control, settings
     "`route2`, random flags": ("route2", "random_flags", ""),
     "`route2`, `--quarantine shared`": ("route2", "none", "quarantine=shared"),
     "the same, `--rollout-ablate-frac 0.5`": ("route2", "none", ABSORBING),
+    "the same, pairs by each flaw": ("route2", "none", f"pairs by each flaw {ABSORBING}"),
     "`route2`, as in the documents": ("route2", "none", IN_DOCUMENTS),
     "the ceiling": ("none", "no_loophole", ""),
 }
@@ -275,9 +277,16 @@ def pretrained_lines(rows: list[Any]) -> list[str]:
 
 
 def bare(row: Any) -> str:
-    """Its settings without its base. A file of pairs is one of pairs by each flaw, the preset's usual ones since."""
-    of = [s for s in row["settings"].split() if not s.startswith("organism=")]
-    return " ".join("pairs by each flaw" if s.startswith("vhack_pairs_path=") else s for s in of)
+    """Its settings without its base. A file of pairs is one of pairs by three flaws, or by each, the preset's usual
+    ones since."""
+
+    def said(setting: str) -> str:
+        name, _, value = setting.partition("=")
+        return (
+            f"pairs by {'three flaws' if 'half-' in value else 'each flaw'}" if name == "vhack_pairs_path" else setting
+        )
+
+    return " ".join(said(s) for s in row["settings"].split() if not s.startswith("organism="))
 
 
 def test_the_pretrained_table_is_of_recorded_runs() -> None:

@@ -17,11 +17,12 @@ from torch.nn.utils.parametrize import register_parametrization
 import tiny
 from methods import problem
 from test_losses import LENGTHS, NORM, G, T, make
-from test_updates import learnt, measured, of_loss
+from test_updates import learnt, of_loss
 from tiny import relative
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.losses import LossInput, policy_loss
+from vgrout.optim import Update
 from vgrout.types import Batch, CachedGrade, Group, Rollout
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py")
@@ -185,7 +186,7 @@ def test_several_updates_a_batch_are_trls_num_iterations(updates: int, tmp_path:
     policy.adapter.load_state_dict({name: torch.zeros_like(v) for name, v in policy.adapter.state_dict().items()})
     opt = OptConfig(lr=1000 * lr, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, grad_clip=1e9)  # lr in step 0
     batch = Batch(tuple(groups), (), (), 3.0, 2 * n, 0)
-    loss = measured(learnt(policy, method, batch, opt, steps=1000))
+    loss = Update.of_batch(learnt(policy, method, batch, opt, steps=1000)).loss
     assert bool(loss.is_masked) == (updates > 1), "or the clip is not tested"
     far = relative(policy.adapter.δS.detach(), torch.cat([part.δ.detach() for part in turned.values()]))
     print(f"{updates} updates: δS {far:.1e} apart (trl {trl.__version__})")

@@ -134,5 +134,5 @@ def test_the_peers_of_the_benchmark_do_the_work():
     assert six_interpreters(problem, code + TAIL)
     slow, quick = (lambda *_, s=s: time.sleep(s) or True for s in (0.1, 0.01))
     ratio = compare("x", 2.0, [(problem, code)], slow, quick, 1)
-    assert 2 < float(ratio.figure.split()[0]) <= 10
+    assert float(ratio.figure.split()[0]) > 2
     assert (ratio.reached, compare("x", 2.0, [(problem, code)], quick, quick, 1).reached) == (True, False)
