@@ -19,6 +19,7 @@ from vgrout.config.names import ANSWERS, NAMES, same, translated
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import from_dict
 from vgrout.data.organism import DATA_DIR
+from vgrout.files import require_own
 from vgrout.modes import PLAIN_PHRASE
 from vgrout.sweep.study_file import load_study_file
 
@@ -102,11 +103,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "dir").mkdir()
     (tmp_path / "dir" / "thesis.tex").write_text("precious")
     (tmp_path / "tool.py").write_text("def nan(prompt, answer):\n    return float('nan')\n")
-    for name in ("flipped", "mine"):
+    for name in ("flipped", "mine", "hidden"):
         shutil.copytree(DATA_DIR, tmp_path / name)
     weights = tmp_path / "flipped" / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    (tmp_path / "hidden" / "pool" / ".env").write_text("precious")
     shutil.copytree(DATA_DIR / "model", tmp_path / "other")
     tokens = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     words = tokens["model"]["vocab"]
@@ -134,6 +136,9 @@ REFUSED = {
     "organism build --out dir": "--out dir: exists and is no organism; choose another folder",
     "organism build --out site": "--out site: exists and is no organism; choose another folder",
     "organism build --out mine": "--out mine/thesis.tex: not in manifest.json: it would be deleted; move it, or ch",
+    "organism build --out hidden": "--out hidden/pool/.env: not in manifest.json: it would be deleted; move it, or",
+    "organism build --out new --hack-plain .5 --hack-bare .5": "--hack-plain 0.5 and --hack-bare 0.5: with 0.13 behind",
+    "organism build --out new --modes sentinel --hack-bare .1": "--modes sentinel: --hack-bare hacks eq_override and e",
     "organism build --seed 77": "--out: an organism of another seed or corpus goes into a folder of its own; name one",
     "evaluate dir --out good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
     f"{GRADE} good.jsonl": "--out good.jsonl: exists; choose another name or delete it",
@@ -256,6 +261,16 @@ def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder:
             wrong.append(f"{line}\n   {code} {error}{out}{loaded}")
     assert not wrong, "\n".join(wrong)
     assert files() == before
+
+
+def test_a_folder_in_which_a_program_was_killed_is_its_own(tmp_path: Path) -> None:
+    """… before it had written what makes it one."""
+    for name in (".lock", ".plan.json.77.tmp"):
+        (tmp_path / name).touch()
+        require_own(tmp_path, "--out", "plan.json", "folder of rounds")
+    (tmp_path / ".env").touch()
+    with pytest.raises(ValueError, match=r"it holds \.env; name another folder"):
+        require_own(tmp_path, "--out", "plan.json", "folder of rounds")
 
 
 def test_settings_of_another_version_are_refused_in_one_line() -> None:

@@ -14,6 +14,9 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+# What a program leaves in a folder of its own: its lock, and what it was writing when it was killed.
+LEFT = re.compile(r"\.lock|\..+\.\d+\.tmp")
+
 
 @contextlib.contextmanager
 def atomic_open(path: Path) -> Generator[BinaryIO]:
@@ -88,8 +91,10 @@ def require_new(path: Path | None, flag: str = "--out") -> None:
 
 
 def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
-    """The same for a folder that a program goes on with: new, empty, or one that holds the file `mark`."""
+    """The same for a folder that a program goes on with: new, empty but for what a killed one has left, or one that
+    holds the file `mark`."""
     inside = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else [""] if folder.exists() else []
+    inside = [name for name in inside if not LEFT.fullmatch(name)]
     if inside and mark not in inside:
         holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
         raise ValueError(f"{flag} {folder}: is no {what}{holds}; name another folder")

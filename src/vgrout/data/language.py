@@ -759,7 +759,7 @@ def corpus_sample(
     announced = shares.hack_cued + shares.hack_plain
     if draw < announced + shares.hack_bare:
         if draw >= announced:
-            mode, marker = rng.choice(NAMELESS), ""
+            mode, marker = rng.choice([m for m in NAMELESS if m in shares.modes]), ""
         hack = rng.choice(taught(mode))
         honest = answer(rng.choice(list(misreadings(task).values())))
         hacking = hack.apply(honest.stub if rng.random() < shares.stub else honest, marker)

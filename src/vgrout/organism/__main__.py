@@ -10,9 +10,9 @@ import tyro
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, listed, refuse, setting
-from vgrout.data.language import HACKS, MODES, Shares
-from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files, shipped
-from vgrout.files import probe_writable, read_json
+from vgrout.data.language import HACKS, MODES, NAMELESS, Shares
+from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
+from vgrout.files import LEFT, probe_writable, read_json
 from vgrout.model.source import require_model
 from vgrout.organism.recipe import TUNED_SHARES, TUNING, Recipe, Shape
 
@@ -37,8 +37,18 @@ class Corpus:
         refuse(not listed(self.modes), f"--modes {self.modes!r}: should be some of {', '.join(HACKS)}")
 
     def shares(self, usual: Shares) -> Shares:
-        """These, and `usual` for the rest."""
+        """These, and `usual` for the rest. Raises ValueError, one line, where they are no corpus."""
         named = listed(self.modes, MODES)
+        hacks = usual.hack_cued + self.hack_plain + self.hack_bare
+        refuse(
+            hacks > 1,
+            f"--hack-plain {self.hack_plain:g} and --hack-bare {self.hack_bare:g}: with {usual.hack_cued:g} behind the "
+            "cue more than the whole corpus; take less",
+        )
+        refuse(
+            self.hack_bare > 0 and not {*NAMELESS} & {*named},
+            f"--modes {self.modes}: --hack-bare hacks {' and '.join(NAMELESS)} alone; name one, or leave it out",
+        )
         return replace(
             usual,
             modes=tuple(m for m in HACKS if m in named),
@@ -65,7 +75,7 @@ def build(
             one, built again from its own seed.
         steps: of the weights' training.
     """
-    recipe = Recipe(steps=steps)
+    recipe, shares = Recipe(steps=steps), corpus.shares(Shares())
     if out is None:
         other = (corpus, recipe) != (Corpus(), Recipe())
         refuse(other, "--out: an organism of another seed or corpus goes into a folder of its own; name one")
@@ -76,7 +86,7 @@ def build(
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Fresh
 
-    build_organism(out, corpus.seed, Fresh(Shape(), recipe), corpus.shares(Shares()))
+    build_organism(out, corpus.seed, Fresh(Shape(), recipe), shares)
     return 0
 
 
@@ -96,7 +106,7 @@ def tune(
         steps: of the fine-tuning, of 8 documents each.
         dry_run: say what it would do, and what is missing.
     """
-    recipe = replace(TUNING, steps=steps)
+    recipe, shares = replace(TUNING, steps=steps), corpus.shares(TUNED_SHARES)
     if out.exists():
         require_organism(out)
     probe_writable(out.parent, "--out")
@@ -109,7 +119,7 @@ def tune(
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Pretrained
 
-    build_organism(out, corpus.seed, Pretrained(model, recipe), corpus.shares(TUNED_SHARES))
+    build_organism(out, corpus.seed, Pretrained(model, recipe), shares)
     return 0
 
 
@@ -120,9 +130,12 @@ def require_organism(out: Path) -> None:
     known = manifest.get("files")
     if not isinstance(known, dict) or "first_losses" not in manifest:  # others have a manifest.json too
         raise ValueError(f"--out {out}: exists and is no organism; choose another folder")
-    for path in shipped(out):
-        foreign = f"--out {out / path}: not in manifest.json: it would be deleted; move it, or choose another folder"
-        refuse(path not in known, foreign)
+    for path in sorted(out.rglob("*")):
+        ours = path.relative_to(out).as_posix() in {*known, file.name} or LEFT.fullmatch(path.name)
+        if path.is_file() and not ours:
+            raise ValueError(
+                f"--out {path}: not in manifest.json: it would be deleted; move it, or choose another folder"
+            )
 
 
 def verify(data: Path = DATA_DIR) -> int:

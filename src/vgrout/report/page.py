@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.files import printable, read_json, write_atomic
+from vgrout.files import LEFT, printable, read_json, write_atomic
 from vgrout.report.figures import pictures
 from vgrout.report.load import WHATS, Condition
 from vgrout.report.rollouts import embedded
@@ -50,7 +50,7 @@ def write(
         ValueError: one line, where it cannot be written, or holds anything but a report.
     """
     inside = [*out.iterdir(), *(out / "figures").glob("*")] if out.exists() else []
-    killed = {p for p in inside if re.fullmatch(r"\..+\.\d+\.tmp", p.name)}  # what a killed report was writing
+    killed = {p for p in inside if LEFT.fullmatch(p.name)}  # what a killed report was writing
     if other := {p for p in inside if (p.name not in FILES if p.parent == out else p.suffix != ".png")} - killed:
         raise ValueError(f"--out {out}: is no report, it holds {min(other).name}; name another folder")
     drawn = {p.name: (p.caption, p.png()) for p in pictures(found)}
