@@ -196,6 +196,8 @@ class SvdAdapter:
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self._active: Active = (True, True)
+        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
+        self._used: Active = (False, False)  # which of them is not zero
         self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
         self._fresh: dict[Active, list[Tensor]] = {}  # weights that belong to the last merge
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
@@ -230,9 +232,9 @@ class SvdAdapter:
 
     def merge(self) -> None:
         """Bring the model's weights up to the present δS and δS_hack. Call it after every change of one of them."""
-        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
+        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())
         keep, quar = torch.stack([vector.any() for vector in self._merged]).tolist()
-        self._used: Active = keep, quar  # which of them is not zero
+        self._used = keep, quar
         self._fresh.clear()
         self._merges += 1
         self._activate(self._active)
