@@ -165,7 +165,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         return f"{mean(map(make.unknown_hack, runs)):.1f}", f"{100 * mean(float(r['solve_deploy']) for r in runs):.1f}"
 
     labels, seed = "monitor=labels", "seed_monitor=labels"
-    probe, reads = ("monitor=online_probe", seed), ("monitor=quarantine", seed)
+    probe = "monitor=online_probe", seed
     of_readme: dict[str, list[Any]] = {
         "learnt from (plain GRPO)": runs_of(shown, "none"),
         "left out": runs_of(routing, "screen", labels),
@@ -181,9 +181,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (of_readme["rewarded less |"], runs_of(attempts, "penalty", labels)),
-        "rewarded less | the quarantine": (runs_of(shown, "penalty", *reads), []),
         "rewarded less | linear probe": (runs_of(shown, "penalty", *probe), runs_of(attempts, "penalty", *probe)),
-        "rewarded less | the same, fitted on random": (runs_of(shown, "penalty", *probe, "probe_diet=random"), []),
         "rewarded less | the same, fitted on a weak": (
             runs_of(make.read("adversaries"), "penalty", "monitor=online_probe"),
             [],
@@ -242,8 +240,7 @@ PRETRAINED = {  # as results.md names it → intervention, control, settings
     "the same, in their groups' baseline": ("route2", "none", "monitor=source rebaseline=False"),
     "`route2`, random direction": ("route2", "haar", ""),
     "`route2`, random flags": ("route2", "random_flags", ""),
-    "`route2`, `--quarantine shared`": ("route2", "none", "quarantine=shared"),
-    "the same, `--rollout-ablate-frac 0.5`": ("route2", "none", ABSORBING),
+    "`route2`, absorbing": ("route2", "none", ABSORBING),
     "the same, pairs by each flaw": ("route2", "none", f"pairs by each flaw {ABSORBING}"),
     "`route2`, as in the documents": ("route2", "none", IN_DOCUMENTS),
     "the ceiling": ("none", "no_loophole", ""),
@@ -328,31 +325,18 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
             unseen.append(percent([r for r in of_styles if r["unseen"] == "True"], lambda _: ["flagged"]))
         shown = " · ".join(f"{float(x):.0f}" for x in unseen if x)
         assert cells == [*want, shown], monitor
-    acted = make.read("rules")
-    for start, monitor, organism in (
-        ("leaves ", "syntax_edge", "warm86"),
-        ("and ", "syntax_edge", "warm"),
-        ("`unread_argument` ", "unread_argument", "warm"),
-    ):
-        runs = [r for r in acted if r["run"].endswith(f"_{organism}") and monitor in r["run"]]
-        hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve"))
-        assert f"{start}{hack:.1f} / {solve:.1f}" in page, (monitor, organism)
+    runs = [r for r in make.read("rules") if r["run"].endswith("_warm86") and "syntax_edge" in r["run"]]
+    hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve"))
+    assert f"leaves {hack:.1f} / {solve:.1f}" in page
 
 
 def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     make = recall()
     rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]
 
-    def left(done: str, least: float) -> list[float]:
-        return [make.unknown_hack(r) for r in rows if r["arm"] == done and (make.unknown_recall(r) or 0) >= least]
-
-    found = left("penalty", 60)
+    found = [make.unknown_hack(r) for r in rows if r["arm"] == "penalty" and (make.unknown_recall(r) or 0) >= 60]
     said = f"leaves 3 % or less in {sum(x <= 3 for x in found)} of {len(found)} runs"
-    screen, penalty = left("screen", 97), left("penalty", 97)
-    said_too = f"{mean(screen):.1f} %, {len(screen)} runs, against {mean(penalty):.1f} %, {len(penalty)} runs"
-    page = text(docs("results"))
-    assert said in page, said
-    assert said_too in page, said_too
+    assert said in text(docs("results")), said
 
 
 def words(path: Path) -> int:
