@@ -124,12 +124,14 @@ class Uld:
         alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
         self.same_tokenizer = alike and tokens(student.model) == tokens(teacher.model)
         width = vocabulary(teacher.model)
-        own = torch.arange(width)  # teacher's token → student's
         if not self.same_tokenizer:
             self.student_bytes = token_bytes(student.tok, student.end_id)
             self.teacher_bytes = token_bytes(teacher.tok, teacher.end_id)
-            own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
-        self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
+        if self.settings.uld_top_k is not None:
+            own = torch.arange(width)  # teacher's token → student's
+            if not self.same_tokenizer:
+                own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
+            self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
 
     def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
         """The model that answers are sampled from."""

@@ -255,8 +255,17 @@ class Rounds:
     def answer(self, problems: Sequence[Problem], n: int, purpose: str) -> list[Scored]:
         """n graded and scored answers to each problem. purpose: names the random stream."""
         cfg = self.task.cfg
-        how: dict[str, Any] = {"sampling": cfg.sampling, "max_new": cfg.scale.max_new, "seed": cfg.run.seed}
-        answers = generate_graded(self.policy, self.run.grader, problems, n, purpose=purpose, label="batch", **how)
+        answers = generate_graded(
+            self.policy,
+            self.run.grader,
+            problems,
+            n,
+            sampling=cfg.sampling,
+            max_new=cfg.scale.max_new,
+            seed=cfg.run.seed,
+            purpose=purpose,
+            label="batch",
+        )
         return [(a, self.task.score(a.problem, a.text, a.grade)) for a in answers]
 
     def answer_held_out(self) -> list[Scored]:
