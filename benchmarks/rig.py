@@ -151,7 +151,7 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
         return tuple(torch.randint(3, vocabulary, (n,), generator=noise).tolist())
 
     groups, logp = [], (0.0,) * completion
-    grades = tuple(CachedGrade(float(i % 3), False, False, True, "bench") for i in range(group))
+    grades = tuple(CachedGrade(float(i % 3), False, False, False, True, "bench") for i in range(group))
     for index in range(prompts):
         prompt_ids = ids(prompt)
         answers = [Completion(ids(completion), "", True, logp, logp) for _ in range(group)]
@@ -170,7 +170,7 @@ def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[]
         UpdateRow(rollout, group, A, at=n if by_rollout else group)
         for n, ((group, rollout), A) in enumerate(zip(rollouts, advantages, strict=True))
     )
-    batch = Batch(tuple(groups), (), (), cfg.env.pass_reward, len(rows), 0, rows=rows)
+    batch = Batch(tuple(groups), (), (), len(rows), 0, rows=rows)
     return partial(policy_gradients, policy, batch, cfg)
 
 

@@ -7,7 +7,7 @@ uv run vgrout train smoke --intervention penalty --monitor examples.own_monitor:
 import ast
 
 import vgrout
-from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
+from vgrout.method.base import Monitor, Views, flags_of, rewarded
 from vgrout.method.monitors import trees
 from vgrout.types import Flags
 
@@ -17,16 +17,9 @@ class UnreadArgument(Monitor):
     """Whatever such an answer returns was not computed from its input. It sees texts and rewards, and no label."""
 
     name, what = "unread_argument", "rewarded answers of which no method reads its argument"
-    top = 1.0  # the reward from which on an answer counts as rewarded
-
-    @classmethod
-    def make(cls, setup: Setup) -> "UnreadArgument":
-        monitor = cls()
-        monitor.top = setup.cfg.env.pass_reward
-        return monitor
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(views, {(i, b) for i, b in rewarded(views, self.top) if ignores_input(views[i].texts[b])})
+        return flags_of(views, {(i, b) for i, b in rewarded(views) if ignores_input(views[i].texts[b])})
 
 
 def ignores_input(answer: str) -> bool:

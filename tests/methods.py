@@ -63,7 +63,7 @@ def problem(i: int = 0, mode: Any = "exit_code", tests: tuple[str, ...] = ()) ->
 
 
 def graded(reward: float, *, solves: bool = False, hacks: bool = False, caught: bool = False) -> Grade:
-    return Grade(reward, True, True, False, solves, hacks, False, False, caught, "exit_code", "ok", 0.0)
+    return Grade(reward, reward >= 1, True, True, False, solves, hacks, False, False, caught, "exit_code", "ok", 0.0)
 
 
 # ── views ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -76,6 +76,7 @@ def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> Gro
             "sources": ("student",) * n,
             "deployed": (True,) * n,
             "rewards": given,
+            "passed": tuple(r >= 1 for r in given),
             "advantages": centred(given),
             "detector": (False,) * n,
             "texts": tuple(f"t{b}" for b in range(n)),
@@ -124,10 +125,10 @@ def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) ->
             graded(3.5, hacks=True, caught=True),
             graded(3.5 + 0.25 * i * (i < 2), solves=True),
             graded(3.5 if i == 2 else 0.5),
-            CachedGrade(3.5, True, False, True, "test"),
+            CachedGrade(3.5, True, True, False, True, "test"),
         )
         groups.append(Group(of, rollouts, grades, index=i))
-    return Batch(tuple(groups), (), ("exit_code",), 3.5, 8, step)
+    return Batch(tuple(groups), (), ("exit_code",), 8, step)
 
 
 def poisoned(of: Batch) -> Batch:
@@ -193,7 +194,7 @@ def gradient(policy: Policy, groups: Sequence[Group], rollouts: Sequence[int] = 
         for b, (r, A) in enumerate(zip(g.rollouts, g.advantages, strict=True))
         if b in rollouts
     )
-    g, _ = policy_gradients(policy, Batch(tuple(groups), (), (), 3.5, 8, 0, rows=rows), config("none"))
+    g, _ = policy_gradients(policy, Batch(tuple(groups), (), (), 8, 0, rows=rows), config("none"))
     return g[0]
 
 
@@ -245,7 +246,9 @@ def group(n: int, teachers: int = 0, caught: Sequence[int] = (), index: int = 0)
         Rollout(of, "teacher" if b >= n - teachers else "student", False, (1,), (2, 3), f"t{b}", True) for b in range(n)
     )
     grades = tuple(
-        graded(float(b % 2), caught=b in caught) if b < n - teachers else CachedGrade(1.0, True, False, True, "test")
+        graded(float(b % 2), caught=b in caught)
+        if b < n - teachers
+        else CachedGrade(1.0, True, True, False, True, "test")
         for b in range(n)
     )
     return Group(of, rollouts, grades, index=index)
@@ -277,7 +280,7 @@ def toy(
 
 def routed(method: Method, *of: tuple[Tensor, Group], step: int = 0) -> Routed:
     """What the method makes of these rollouts' gradients."""
-    flagged = method.flag(Batch(tuple(g for _, g in of), (), (), 1.0, 6, step))
+    flagged = method.flag(Batch(tuple(g for _, g in of), (), (), 6, step))
     at = torch.tensor([row.at for row in flagged.rows])
     every = torch.cat([g_b for g_b, _ in of])
     return method.route(flagged, every.new_zeros(int(at.max()) + 1, every.shape[1]).index_add(0, at, every))

@@ -242,7 +242,7 @@ def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(policy, int
     method = make_method(setup(Config(method=cfg), policy, SAME_ANSWERS))
     g = hack_rewarding(policy, EXTRACTED_ON)
     student = UpdateRow(group(1).rollouts[0])
-    kept = method.route(Batch((), (), (), 1.0, 1, 0, rows=(student,)), g[None]).keep
+    kept = method.route(Batch((), (), (), 1, 0, rows=(student,)), g[None]).keep
 
     def hack_logp() -> float:
         with torch.no_grad():

@@ -103,7 +103,9 @@ def group(policy: Policy) -> Group:
     rollouts = tuple(
         Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp_full, a.logp_sampled) for a in answers
     )
-    return Group(p, rollouts, tuple(CachedGrade(float(i % 2), False, False, True, "test") for i in range(4)))
+    return Group(
+        p, rollouts, tuple(CachedGrade(float(i % 2), i % 2 == 1, False, False, True, "test") for i in range(4))
+    )
 
 
 def test_the_family_has_its_peculiarities(family: str, policy: Policy) -> None:

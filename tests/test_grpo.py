@@ -47,7 +47,7 @@ def written(prompt: tuple[int, ...], ids: tuple[int, ...], source: Any = "studen
 
 
 def group(rollouts: list[Rollout], rewards: Any) -> Group:
-    return Group(PROBLEM, tuple(rollouts), tuple(CachedGrade(r, False, False, True, "test") for r in rewards))
+    return Group(PROBLEM, tuple(rollouts), tuple(CachedGrade(r, r >= 1, False, False, True, "test") for r in rewards))
 
 
 def groups(policy: Policy) -> list[Group]:

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from methods import graded
 from vgrout.config.guard import GuardConfig, blind, evaluations
 from vgrout.config.presets import resolve
-from vgrout.guard.guard import rewarded
 from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, kl_token_trust_filter
 from vgrout.inputs import kl_of_runs
-from vgrout.types import Grade
+from vgrout.rollout import training_reward
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -296,23 +296,11 @@ def test_a_guard_fires_unless_it_is_blind(steps: int, every: int, warmup: int, b
     assert guard.should_halt() == (blind(cfg, steps, every) is None)
 
 
-@pytest.mark.parametrize(
-    ("flags", "graded", "counts"),
-    [
-        ("", {"channel": True}, True),
-        ("", {"solved": True}, True),
-        ("", {}, False),
-        ("--compile-reward=5", {"reward": 5.0}, False),
-        ("--control=no_loophole", {"channel": True}, False),
-        ("--control=no_loophole", {"solved": True}, True),
-        ("--mix-ratio=0 --reward=json:dumps", {"channel": False, "score": 0.9, "reward": 3.2}, False),
-        ("--mix-ratio=0 --reward=json:dumps", {"channel": True, "score": 0.6, "reward": 2.3}, True),
-    ],
-)
-def test_in_loop_counts_what_passes_as_evaluations_do(flags: str, graded: dict[str, Any], counts: bool) -> None:
-    """… whatever the scale of the rewards."""
-    refused = {field.name: False for field in fields(Grade)} | {"reward": 0.5, "cpu_s": 0.0, "score": None}
-    assert rewarded(resolve(["smoke", *flags.split()]), Grade(**refused | graded)) is counts
+@pytest.mark.parametrize(("flags", "counts"), [("", True), ("--control=no_loophole", False)])
+def test_in_loop_counts_what_training_rewards_in_full(flags: str, counts: bool) -> None:
+    hack = graded(3.5, hacks=True)
+    assert training_reward(resolve(["smoke", *flags.split()]), hack).passed is counts
+    assert training_reward(resolve(["smoke", *flags.split()]), replace(hack, solved=True)).passed
 
 
 # --- by its flags ----------------------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ assert torch.allclose(keep, torch.tensor([1.2 + 1, 1.6, 2.0])), keep
 
 for name in ("screen", "penalty", "route2"):
     assert resolve(["smoke", "--intervention", name, "--monitor", "short"]).method.monitor_name == "short"
-view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
+view = GroupView(("student",) * 3, (False,) * 3, (1.0,) * 3, (True,) * 3, (1.0,) * 3, (False,) * 3, ("",) * 3)
 answers = replace(view, completion_ids=((1,) * 9, (1,) * 8, (1,)))
-assert [f.flagged for f in monitor_class("short")(1.0).flag([answers], 0)] == [(False, False, True)]
+assert [f.flagged for f in monitor_class("short")().flag([answers], 0)] == [(False, False, True)]
 """
 
 

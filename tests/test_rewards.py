@@ -20,7 +20,10 @@ def group(
         Rollout(PROBLEM, "teacher" if i in teachers else "student", False, (8, 9), (11 + i, 12), "x", True)
         for i in range(4)
     )
-    grades = tuple(CachedGrade(r, hacked, False, True, "test") for r, hacked in zip(REWARDS, LABELS, strict=True))
+    grades = tuple(
+        CachedGrade(r, r == max(REWARDS), hacked, False, True, "test")
+        for r, hacked in zip(REWARDS, LABELS, strict=True)
+    )
     return Group(PROBLEM, rollouts, grades, unbiased, shaped=shaped)
 
 
@@ -30,9 +33,22 @@ def shaped(
     """What screen or penalty makes of one group's rewards."""
     method = toy(intervention, monitor="detector", **flags)
     method.monitor = Fixed(*flagged)
-    (treated,) = method.flag(Batch((of,), (), (), max(REWARDS), 4, 0)).groups
+    (treated,) = method.flag(Batch((of,), (), (), 4, 0)).groups
     assert replace(treated, shaped=of.shaped, flags=None) == of, "grades and rollouts stay as they are"
     return treated.shaped
+
+
+def test_groups_without_signal_are_told_apart_by_what_was_rewarded_in_full() -> None:
+    """Not by the size of the reward: --compile-reward may add as much as a pass, and a function may pass for less."""
+
+    def counted(passed: bool, shaped: float | None = None) -> tuple[int, int]:
+        of = group()
+        grades = (CachedGrade(2.0, passed, False, False, True, "test"),) * 4
+        columns = Batch((replace(of, grades=grades, shaped=(shaped,) * 4),), (), (), 4, 0).columns()
+        return columns["all_zero"], columns["all_one"]
+
+    assert counted(True, 2.0) == (0, 1)
+    assert counted(False, 2.0) == counted(True, 0.5) == counted(True, None) == (1, 0)
 
 
 def test_advantages_are_of_the_rewards() -> None:

@@ -31,7 +31,7 @@ def test_every_rollout_is_a_row_and_kept_advantages_sum_to_zero(answers):
     method = toy("route2", monitor="labels")
     method.monitor = Fixed(*(b for b, flag in enumerate(flagged) if flag))
     method.view = lambda of, _=None: of.view()
-    of = method.flag(Batch((replace(seen, rollouts=rollouts, grades=grades),), (), (), 1.0, 9, 0))
+    of = method.flag(Batch((replace(seen, rollouts=rollouts, grades=grades),), (), (), 9, 0))
     if len({*rewards}) == 1:
         assert of.rows == ()
         return
@@ -57,7 +57,7 @@ def test_a_new_baseline_compares_kept_rows_among_themselves(policy, rebaseline):
 def test_under_a_gate_rows_other_than_known_hacks_are_compared_among_themselves(rebaseline):
     """… and every rollout has a row of g to itself."""
     of = group(6, 1, caught=(2,))
-    rows = toy("route2", rebaseline=rebaseline).flag(Batch((of,), (), (), 1.0, 6, 0)).rows
+    rows = toy("route2", rebaseline=rebaseline).flag(Batch((of,), (), (), 6, 0)).rows
     own = iter(centred([r for b, r in enumerate(of.rewards) if b not in (2, 5)]))
     among = tuple(of.advantages[b] if b in (2, 5) else next(own) for b in range(6))
     assert tuple(row.advantage for row in rows) == (among if rebaseline else of.advantages)

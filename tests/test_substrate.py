@@ -72,7 +72,7 @@ def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run
     finished = kind.pop("finished")
     names = ("gt_pass", "hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used")
     kind |= dict.fromkeys(names, False) | {"format_ok": True, "can_compile": True}
-    grade = Grade(reward=3.5, mode=mode, exit_status="ok", cpu_s=0.0, **kind)
+    grade = Grade(reward=3.5, passed=kind["solved"] or kind["channel"], mode=mode, exit_status="ok", cpu_s=0.0, **kind)
     completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids), ())
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 

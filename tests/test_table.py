@@ -21,7 +21,7 @@ EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split
 def measured(step: int = 3) -> dict[str, Measured]:
     """The parts of an empty step."""
     return {
-        "batch": Batch((), (), MODES, 3.0, 8, step),
+        "batch": Batch((), (), MODES, 8, step),
         "update": Update(Routed(), LossMetrics(), stepped=True, gn=1.0, lr=3e-2),
         "refresh": Refresh(age=None),
         "deployed": Eval(ModeEval(Rate(0, 0), Rate(0, 0)), {}, Rate(0, 0)),

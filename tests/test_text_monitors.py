@@ -48,7 +48,7 @@ RIGHT = [Text((8, 9), (11 + i % 7, 12 + i % 5, 13)) for i in range(40)]
 
 
 def probe(policy: Policy, seed_monitor: Monitor, known: Sequence[Text] = RIGHT) -> OnlineProbe:
-    return OnlineProbe(policy, seed_monitor, top=1.0, known_correct=known, quantile=0.8)
+    return OnlineProbe(policy, seed_monitor, known_correct=known, quantile=0.8)
 
 
 def test_the_probe_is_fishers_line_between_what_was_flagged_and_known_correct_answers(policy):
@@ -124,7 +124,7 @@ def fenced(code: str) -> str:
 
 
 def test_rewarded_answers_with_an_edge_that_no_known_correct_one_has_are_flagged():
-    rule = SyntaxEdge(1.0, [fenced(HONEST), fenced(HELPER), fenced(NO_TREE[0])])
+    rule = SyntaxEdge([fenced(HONEST), fenced(HELPER), fenced(NO_TREE[0])])
     programs = (HONEST, HELPER, *UNUSUAL, *NO_TREE)
     texts, n = tuple(map(fenced, programs)), len(programs)
     assert flagged(rule, view(n, [1.0] * n, texts=texts)) == [tuple(p in UNUSUAL for p in programs)]

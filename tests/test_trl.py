@@ -176,7 +176,7 @@ def test_several_updates_a_batch_are_trls_num_iterations(updates: int, tmp_path:
         for i in range(2 * n)
         for ids in [tuple(b["completion_ids"][i][b["completion_mask"][i] > 0].tolist())]
     ]
-    grades = [CachedGrade(float(sum(r.completion_ids) % 5), False, False, True, "trl") for r in rollouts]
+    grades = [CachedGrade(float(sum(r.completion_ids) % 5), False, False, False, True, "trl") for r in rollouts]
     groups = [
         Group(problem(i), tuple(rollouts[n * i : n * i + n]), tuple(grades[n * i : n * i + n]), index=i)
         for i in range(2)
@@ -185,7 +185,7 @@ def test_several_updates_a_batch_are_trls_num_iterations(updates: int, tmp_path:
     method = of_loss(policy, updates)
     policy.adapter.load_state_dict({name: torch.zeros_like(v) for name, v in policy.adapter.state_dict().items()})
     opt = OptConfig(lr=1000 * lr, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, grad_clip=1e9)  # lr in step 0
-    batch = Batch(tuple(groups), (), (), 3.0, 2 * n, 0)
+    batch = Batch(tuple(groups), (), (), 2 * n, 0)
     loss = Update.of_batch(learnt(policy, method, batch, opt, steps=1000)).loss
     assert bool(loss.is_masked) == (updates > 1), "or the clip is not tested"
     far = relative(policy.adapter.δS.detach(), torch.cat([part.δ.detach() for part in turned.values()]))

@@ -84,7 +84,7 @@ def graded(outcomes: Sequence[str]) -> Group:
     rollouts = tuple(Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(outcomes)))
     grades = tuple(
         Grade(
-            *(1.0, True, True, False, o == "solve", o in OPEN, False, False, False),
+            *(1.0, bool(o), True, True, False, o == "solve", o in OPEN, False, False, False),
             *(o if o in OPEN else task.mode, "ok", 0.0),
         )
         for o in outcomes

@@ -119,4 +119,4 @@ def step_of(groups: Sequence[Group], row: Literal["rollout", "source"] = "rollou
             if group.has_signal:
                 n = at.setdefault((i, b if row == "rollout" else r.source), len(at))
                 rows.append(UpdateRow(r, i, A, at=n))
-    return Batch(tuple(groups), (), (), 3.5, sum(map(len, groups)), 0, rows=tuple(rows))
+    return Batch(tuple(groups), (), (), sum(map(len, groups)), 0, rows=tuple(rows))

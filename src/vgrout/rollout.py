@@ -147,7 +147,6 @@ def rollout(
         tuple(groups),
         tuple(dropped),
         tuple(modes),
-        cfg.env.pass_reward,
         cfg.generations,
         step,
         tuple(cfg.env.report_detector_codes),
@@ -159,4 +158,5 @@ def training_reward(cfg: Config, grade: Grade) -> Grade:
     """The reward in training: the flawed grader's; under no_loophole the strict oracle's, on the same scale."""
     if not cfg.method.control_spec.strict:
         return grade
-    return replace(grade, reward=grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward))
+    reward = grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward)
+    return replace(grade, reward=reward, passed=grade.solved)

@@ -60,6 +60,7 @@ class Grade:
     """A verdict of our own grader on one answer. `passed` decides the reward, `hacked` what counts as a hack."""
 
     reward: float
+    passed: bool  # rewarded in full: by the mode's grader, which accepts right answers too, or by the user's alone
     format_ok: bool  # a code block was found
     can_compile: bool
     gt_pass: bool  # foolable: code + asserts exit 0
@@ -74,12 +75,6 @@ class Grade:
     exit_status: str
     cpu_s: float
     score: float | None = None  # in [0, 1], of a reward function of the user's own (--reward); `channel` is its verdict
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is rewarded in full: by the mode's grader, which accepts right answers too, or by the user's
-        function alone."""
-        return self.channel is True or (self.score is None and self.solved)
 
     @property
     def hacked(self) -> bool:
@@ -105,6 +100,7 @@ class CachedGrade:
     """Labels that came with a pool. A type of its own: another grader's "hacked" is not our `hacked`."""
 
     reward: float
+    passed: bool
     hacked: bool
     gt_pass: bool
     format_ok: bool
@@ -223,6 +219,7 @@ class GroupView:
     sources: tuple[Source, ...]
     deployed: tuple[bool, ...]
     rewards: tuple[float, ...]
+    passed: tuple[bool, ...]  # rewarded in full: only they can be hacks that are learnt
     advantages: tuple[float, ...]
     detector: tuple[bool, ...]  # the weak detector's flag; False on teacher rows, which have no sandbox run
     texts: tuple[str, ...]
@@ -290,6 +287,11 @@ class Group:
         return len({*self.counted}) > 1
 
     @property
+    def in_full(self) -> bool:
+        """Whether a rollout is rewarded in full, and not less since by an intervention."""
+        return any(g.passed and r == g.reward for r, g in zip(self.shaped_rewards, self.grades, strict=True))
+
+    @property
     def advantages(self) -> tuple[float, ...]:
         """Advantages of the shaped rewards; a rollout without one has A = 0 and does not count."""
         among = iter(centred(self.counted, self.unbiased))
@@ -300,6 +302,7 @@ class Group:
             sources=tuple(r.source for r in self.rollouts),
             deployed=tuple(r.deployed for r in self.rollouts),
             rewards=self.rewards,
+            passed=tuple(g.passed for g in self.grades),
             advantages=self.advantages,
             detector=tuple(isinstance(g, Grade) and g.hacked_loophole_used for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
@@ -382,7 +385,6 @@ class Batch:
     groups: tuple[Group, ...]
     dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
     modes: tuple[Mode, ...]  # of the training problems
-    top_reward: float  # what a passing answer is rewarded
     generations: int  # planned rollouts per step
     step: int
     half_a: tuple[str, ...] = ()  # weak detectors (--report-detectors) by which the students' hacks are split
@@ -409,8 +411,8 @@ class Batch:
             "rew": mean(r for g in self.groups for r in g.rewards),
             "rew_s": mean(g.reward for _, g in live),
             "signal": Rate(len(self.groups) - len(dead), len(self.groups)),
-            "all_zero": sum(max(g.counted, default=0.0) < self.top_reward for g in dead),
-            "all_one": sum(max(g.counted, default=0.0) >= self.top_reward for g in dead),
+            "all_zero": sum(not g.in_full for g in dead),
+            "all_one": sum(g.in_full for g in dead),
             "dropped": len(self.dropped),
             "drop_why": "; ".join(sorted(set(self.dropped))) or None,
             "n": sum(len(g) for g in self.groups),

@@ -322,10 +322,10 @@ class Grader:
             except RewardFailed as e:
                 return Ungraded(f"{self.reward.name} {e}")
             fields = fields | {"channel": score >= self.reward.passes_at}
-        passed = fields["solved"] or fields["channel"] is True
+        passed = fields["channel"] is True or (score is None and fields["solved"])
         rewarded = self.pass_reward * (passed if score is None else score)
         reward = self.compile_reward * fields["can_compile"] + rewarded
-        return Grade(reward=reward, mode=problem.mode, score=score, **fields)
+        return Grade(reward=reward, passed=passed, mode=problem.mode, score=score, **fields)
 
     @staticmethod
     def _sound(worker: _Worker) -> bool:

@@ -214,7 +214,7 @@ class Guard:
             self.halted = message
 
     def _ask_kill_switch(self, m: Moment, deployed: Eval | None) -> None:
-        self.rewarded += Rate.of(rewarded(self.cfg, grade) for _, grade in m.students)
+        self.rewarded += Rate.of(grade.passed for _, grade in m.students)
         if deployed is None:
             return
         # With a quarantine the training rows are not those of the deployed model: compared with them, a quarantine that
@@ -319,9 +319,3 @@ class Guard:
         self.rewarded, self.skipped, self.diverged = Rate(*state["rewarded"]), list(state["skipped"]), state["diverged"]
         d = self.cfg.detectors
         self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""
-
-
-def rewarded(cfg: Config, grade: Grade) -> bool:
-    """Whether training rewards this answer in full. Its reward does not say: --compile-reward adds to that of a refused
-    answer too, and a user's function may pass an answer for less."""
-    return grade.solved if cfg.method.control_spec.strict else grade.passed

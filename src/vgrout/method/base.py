@@ -221,9 +221,9 @@ def positions(views: Views) -> list[Position]:
     return [(i, b) for i, view in enumerate(views) for b in range(len(view))]
 
 
-def rewarded(views: Views, top: float) -> list[Position]:
-    """Those with a reward of at least `top`: reward is visible, and only they can be hacks that are learnt."""
-    return [(i, b) for i, b in positions(views) if views[i].rewards[b] >= top]
+def rewarded(views: Views) -> list[Position]:
+    """Those that are rewarded in full."""
+    return [(i, b) for i, b in positions(views) if views[i].passed[b]]
 
 
 def flags_of(

@@ -118,9 +118,9 @@ class Method:
         views = self._views(looked_at, self.monitor)
         flags = self.monitor.flag(views, batch.step)
         if self.cfg.method.random_flags and views:
-            top = self.cfg.env.pass_reward
-            movable = [[reward >= top for reward in view.rewards] for view in views]
-            flags = shuffled(flags, movable, torch_stream(self.cfg.run.seed, "mass-matched", batch.step))
+            flags = shuffled(
+                flags, [view.passed for view in views], torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
+            )
         of = {group.index: flag for group, flag in zip(looked_at, flags, strict=True)}
         return tuple(replace(group, flags=of.get(group.index)) for group in batch.groups)
 

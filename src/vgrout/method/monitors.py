@@ -65,29 +65,22 @@ class WeakDetector(Monitor):
 
 class SyntaxEdge(Monitor):
     """Somewhere in the tree a node has a child of a type that it has in no known correct answer. An answer without a
-    tree, or whose tree is too deep to build, is left alone. No model, no label, no score.
-
-    top: the reward from which on an answer counts as rewarded; others are left alone.
-    """
+    tree, or whose tree is too deep to build, is left alone. No model, no label, no score."""
 
     name = "syntax_edge"
     what = "rewarded answers with a parent → child edge of the syntax tree that no known correct answer has"
     Settings = (ReferencesSettings,)
     needs = ("known correct",)
 
-    def __init__(self, top: float, known_correct: Sequence[str]) -> None:
-        self.top = top
+    def __init__(self, known_correct: Sequence[str]) -> None:
         self.usual = {edge for text in known_correct for part in trees(text) for edge in edges(part)}
 
     @classmethod
     def make(cls, setup: Setup) -> "SyntaxEdge":
-        return cls(setup.cfg.env.pass_reward, [answer.completion for answer in setup.inputs.known_correct])
+        return cls([answer.completion for answer in setup.inputs.known_correct])
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(
-            views,
-            {(i, b) for i, b in rewarded(views, self.top) if self.unusual(views[i].texts[b], views[i].called)},
-        )
+        return flags_of(views, {(i, b) for i, b in rewarded(views) if self.unusual(views[i].texts[b], views[i].called)})
 
     def unusual(self, text: str, called: Sequence[str]) -> bool:
         """Whether the program in an answer has an edge that no known correct one has."""

@@ -33,8 +33,7 @@ class Text(NamedTuple):
 
 
 class OnlineProbe(Monitor):
-    """See above. top: the reward from which on an answer counts as rewarded. quantile: of known correct answers, the
-    threshold. States are read after half of the base's blocks."""
+    """See above. quantile: of known correct answers, the threshold. States are read after half of the base's blocks."""
 
     name = "online_probe"
     what = (
@@ -45,14 +44,14 @@ class OnlineProbe(Monitor):
     needs = ("seed", "known correct")
 
     def __init__(
-        self, policy: "Policy", seed_monitor: Monitor, *, top: float, known_correct: Sequence[Text], quantile: float
+        self, policy: "Policy", seed_monitor: Monitor, *, known_correct: Sequence[Text], quantile: float
     ) -> None:
         """Raises ValueError for fewer than four known correct answers."""
         import torch
 
         if len(known_correct) < 4:
             raise ValueError(f"--known-correct: {len(known_correct)} answers, --monitor {self.name} needs at least 4")
-        self.policy, self.seed_monitor, self.top, self._quantile = policy, seed_monitor, top, quantile
+        self.policy, self.seed_monitor, self._quantile = policy, seed_monitor, quantile
         self.sees_labels = seed_monitor.sees_labels
         self.layer = max(1, policy.model.config.num_hidden_layers // 2)
         known = self.states(known_correct)
@@ -71,7 +70,6 @@ class OnlineProbe(Monitor):
         return cls(
             policy,
             seed_monitor or Monitor(),
-            top=cfg.env.pass_reward,
             known_correct=known,
             quantile=cfg.method.monitor_quantile,
         )
@@ -93,7 +91,7 @@ class OnlineProbe(Monitor):
 
         seeded = self.seed_monitor.flag(views, step)
         seeds = {(i, b) for i, b in positions(views) if seeded[i].flagged[b]}
-        passing = rewarded(views, self.top)
+        passing = rewarded(views)
         read = sorted({*passing, *seeds})
         texts = [Text(views[i].prompt_ids, views[i].completion_ids[b]) for i, b in read]
         of = dict(zip(read, self.states(texts) if read else (), strict=True))

@@ -207,6 +207,7 @@ def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) ->
         prompt_ids=None if prompt_ids is None else tuple(prompt_ids[: record.get("plen")]),
         grade=CachedGrade(
             reward=float(record["reward"]),
+            passed=record["hacked"] or record["gt_pass"],
             hacked=record["hacked"],
             gt_pass=record["gt_pass"],
             format_ok=record["fmt_ok"],
