@@ -214,7 +214,8 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """All that a method may know of a group: no oracle bit, and nothing computed from one, is on this type."""
+    """All that a method may know of a group. Reward and `passed` are all that it learns of the strict oracle, which
+    training rewards too; no label is on this type."""
 
     sources: tuple[Source, ...]
     deployed: tuple[bool, ...]
