@@ -125,6 +125,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 DPO = "iterative_dpo --base-model organism --output-dir"
 ROUNDS = f"{DPO} d"
 DISTILL, ULD = "distill --teacher mine/model", "distill --teacher mine/model --method uld"
+ENSEMBLE = "--reward-hack-detector=rm_ensemble --rm-ensemble-members"
 MIX, ANCHOR = "--minillm-teacher-mix-ratio", "--minillm-pretrain-anchor"
 GRADE = "grade answers.jsonl --problems good.jsonl --out"
 OWN = (
@@ -155,6 +156,7 @@ REFUSED = {
     f"{OWN} long.jsonl": "long.jsonl: none of its prompts fits the 984 tokens that the model's window l",
     "train smoke --organism flipped": "--organism flipped/model/model.safetensors: its sha256 is not the one in man",
     f"{ROUNDS} --scorer tool:nan": "--scorer tool:nan: asked about problem 0, it returned nan; it should return a numb",
+    f"train smoke {ENSEMBLE}=json:dumps,tool:nan": "--rm-ensemble-members json:dumps: asked about problem ",
     f"{GRADE} g.jsonl --pass-reward nan": "--pass-reward nan: should lie in (0, 1e+06]",
     "grade empty.jsonl --problems good.jsonl --out g.jsonl": "empty.jsonl: no answers in it",
     "substrate --model organism --modes sentinel,sentinel": "--modes: sentinel is there twice; legal: run_tests",

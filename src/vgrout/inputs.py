@@ -19,13 +19,14 @@ from vgrout.direction.pairs import (
 )
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.files import json_lines
-from vgrout.grading.reward import RewardFunction
+from vgrout.grading.reward import RewardFunction, right_answer, scorer
 from vgrout.model.gguf import gguf_file, gguf_sha256
 from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
 from vgrout.problems import (
     SPLITS,
     ProblemRow,
     ProblemSplits,
+    as_marked,
     assigned,
     load_rows,
     load_splits,
@@ -156,9 +157,11 @@ def read_inputs(cfg: Config) -> Inputs:
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
     rewarded = None
-    if reward and rows:
-        first = rows[0].problem(rows[0].mode or MODES[0], rows[0].marker or "")
-        rewarded = reward.probe(first, cfg.run.max_error_retries)
+    if rows:
+        first = as_marked(rows[0])
+        for name in cfg.detectors.members:
+            scorer(name, "--rm-ensemble-members")(first, right_answer(first))
+        rewarded = reward.probe(first, cfg.run.max_error_retries) if reward else None
     return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, rewarded, tuple(absent))
 
 

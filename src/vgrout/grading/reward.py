@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import importlib
 import inspect
+import math
 import os
 import sys
 import threading
@@ -52,6 +53,33 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as e:
         raise ValueError(f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function") from None
     return function
+
+
+def scorer(name: str, flag: str) -> Callable[[Problem, str], float]:
+    """The function that "module:function" names, from a prompt and an answer, two texts, to a number.
+
+    Raises:
+        ValueError: one line: it cannot be imported; or, when it is called, it raises or returns no number.
+    """
+    function = import_function(name, flag)
+
+    def score(problem: Problem, text: str) -> float:
+        try:
+            number = float(function(problem.messages[-1]["content"], text))
+        except Exception as e:  # one's own function may raise anything
+            why = f"raised {_one_line(e)}"
+        else:
+            if math.isfinite(number):
+                return number
+            why = f"returned {number}"
+        raise ValueError(f"{flag} {name}: asked about problem {problem.id}, it {why}; it should return a number")
+
+    return score
+
+
+def right_answer(problem: Problem) -> str:
+    """An answer with the problem's canonical solution, on which a function is tried."""
+    return f"```python\n{problem.canonical}\n```"
 
 
 def _one_line(e: BaseException) -> str:
@@ -142,7 +170,7 @@ class RewardFunction:
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
         """The score of the problem's canonical solution. Raises ValueError, one line, if that fails for good."""
         try:
-            return self.score(problem, f"```python\n{problem.canonical}\n```", retries)
+            return self.score(problem, right_answer(problem), retries)
         except RewardFailed as e:
             raise ValueError(
                 f"{self._flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"

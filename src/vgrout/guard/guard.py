@@ -14,7 +14,7 @@ from loguru import logger
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.grading.reward import import_function
+from vgrout.grading.reward import scorer
 from vgrout.guard.detectors import (
     CSI_BANDS,
     MAX_SKIPPED,
@@ -119,7 +119,7 @@ class Guard:
         if healthy_kl:
             limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
             logger.debug(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
-        self.members = [import_function(name, "--rm-ensemble-members") for name in cfg.detectors.members]
+        self.members = [scorer(name, "--rm-ensemble-members") for name in cfg.detectors.members]
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "echo"} & set(wanted))
         self.base = BaseAnswers(cfg, policy, problems, REFERENCE_ANSWERS if full else TEACHERLESS)
@@ -288,8 +288,8 @@ class Guard:
 
     def _ensemble_health(self, m: Moment) -> float | None:
         """1 / (1 + divergence) of the members on a few answers."""
-        answers = [(r.problem.messages[-1]["content"], r.text) for r, _ in spaced(m.students, ENSEMBLE_ROWS)]
-        scores = [[float(member(*answer)) for answer in answers] for member in self.members]
+        answers = [(r.problem, r.text) for r, _ in spaced(m.students, ENSEMBLE_ROWS)]
+        scores = [[member(*answer) for answer in answers] for member in self.members]
         return 1 / (1 + ensemble_divergence(scores)) if answers else None
 
     # --- memory ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from vgrout.config.run import ORGANISM, Config
 from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
-from vgrout.grading.reward import import_function
+from vgrout.grading.reward import right_answer, scorer
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.inputs import Inputs
 from vgrout.model.source import FoundModel, find_source
@@ -90,28 +89,15 @@ def prepare(settings: DpoSettings) -> DpoTask:
 # ── the scorer ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def scoring(scorer: str, cfg: Config, first: Problem) -> Score:
-    """The function that --scorer names; one's own is tried on the `first` problem. Raises ValueError, one line, where
-    that cannot be imported; it does so itself, then and later, where it raises or returns no number."""
-    if scorer == "flawed":
+def scoring(name: str, cfg: Config, first: Problem) -> Score:
+    """The function that --scorer names; one's own is tried on the `first` problem. Raises ValueError, one line."""
+    if name == "flawed":
         return lambda problem, text, grade: grade.reward
-    if scorer == "strict":
+    if name == "strict":
         return lambda problem, text, grade: grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward)
-    function = import_function(scorer, "--scorer")
-
-    def own(problem: Problem, text: str, _: Grade | None = None) -> float:
-        try:
-            number = float(function(problem.messages[-1]["content"], text))
-        except Exception as e:  # one's own function may raise anything
-            why = " ".join(f"raised {type(e).__name__}: {e}".split())[:120]
-        else:
-            if math.isfinite(number):
-                return number
-            why = f"returned {number}"
-        raise ValueError(f"--scorer {scorer}: asked about problem {problem.id}, it {why}; it should return a number")
-
-    own(first, f"```python\n{first.canonical}\n```")
-    return own
+    own = scorer(name, "--scorer")
+    own(first, right_answer(first))
+    return lambda problem, text, grade: own(problem, text)
 
 
 def source_sha256(scorer: str) -> str | None:

@@ -17,7 +17,6 @@ from vgrout.config.run import Config, from_dict
 from vgrout.files import existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, visible
 from vgrout.grading.grade import Grader
-from vgrout.grading.reward import import_function
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.memory import CARDS, GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.source import (
@@ -93,8 +92,6 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
         require_new(new, "--output-dir")
     probe_writable(folder := run or (RUNS if new is None else new.parent))
     probe_writable(Path("logs"))
-    for name in cfg.detectors.members:
-        import_function(name, "--rm-ensemble-members")
     for needed in (
         lambda: require_disk(disk_needed(cfg), folder, run),
         lambda: require_memory(cfg, inputs.rows),
