@@ -110,7 +110,7 @@ class Update:
 
 def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
     """Peak × (1e-3 → 1 over the warm-up, then ½(1 + cos) → 0 at `steps`); `step` counts from 0."""
-    warmup = max(1, int(cfg.warmup_frac * steps))
+    warmup = max(1, int(cfg.warmup_frac * steps + 1e-9))
     if step < warmup:
         return cfg.lr * (1e-3 + (1 - 1e-3) * step / warmup)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -16,7 +16,7 @@ from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
 from vgrout.evaluate import Side, answers, as_side
-from vgrout.files import probe_writable, read_json, require_new, to_json, write_atomic
+from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.grading.reward import RewardFunction
 from vgrout.model.source import Saved, find_adapter, is_small, require_fitting
@@ -86,7 +86,8 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
     size = "".join(f"_{n}{what}" for n, what in ((cli.n_prompts, "problems"), (cli.samples, "answers")) if n)
-    name = f"{saved.path.stem}_{file.stem}_{cli.split}_seed{cfg.run.seed}{size}.json"
+    of = f"{file.stem}-{file_sha256(file)[:8]}"  # another file's numbers stay where they are
+    name = f"{saved.path.stem}_{of}_{cli.split}_seed{cfg.run.seed}{size}.json"
     out = cli.out or saved.path.parent / "evaluations" / name
     probe_writable(out.parent, "--out")
     reward = reward_of(saved, cli.reward)
