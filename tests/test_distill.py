@@ -24,7 +24,7 @@ from vgrout.imitation.distill_methods import MiniLlm, Uld
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
 from vgrout.imitation.settings import DistillSettings
-from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss, as_batch
+from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss
 from vgrout.inputs import Inputs
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
@@ -146,7 +146,7 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
 def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(kind: type[AdapterOnly | FullModel]) -> None:
     student = tiny.policy()
     (rollout, *_), opt = answers(student), task().cfg.opt
-    batch, learner = as_batch(student, [rollout], packs=False), kind(student, opt, 9)
+    batch, learner = student.batch([rollout.prompt_ids], [rollout.completion_ids]), kind(student, opt, 9)
 
     def scaled(by: float) -> Loss:
         return lambda: by * completion_logprobs(student.model, batch).full.sum()

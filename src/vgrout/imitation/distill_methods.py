@@ -14,7 +14,7 @@ from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.mixed_sampling import mixed_model
 from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
-from vgrout.imitation.trainable import Trainable, as_batch, in_forwards
+from vgrout.imitation.trainable import Trainable
 from vgrout.model.attention import uploaded
 from vgrout.model.logprobs import (
     PaddedBatch,
@@ -64,18 +64,16 @@ class MiniLlm:
 
     def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> Numbers:
         """Add the gradient of one step's answers."""
-        lm, teacher = learner.lm, self.teacher
-        packs = lm.packs and teacher.packs
+        lm, teacher = reading_alike(learner.lm, self.teacher)
         total, kls, losses = sum(len(r.completion_ids) for r in rollouts), [], []
 
         def head(h_s: Tensor, h_t: Tensor, target: Tensor) -> tuple[Tensor, ...]:
             s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
             return log_softmax_at(s, target), log_softmax_at(t, target), reverse_kl(s, t)
 
-        for part in in_forwards(lm, rollouts, packs):
-            batch = as_batch(lm, part, packs)
-            T = batch.mask.shape[1]
-            sampler = uploaded([[*(r.logp_full or ()), *[0.0] * (T - len(r.completion_ids))] for r in part], lm.device)
+        for part, batch in lm.batches([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]):
+            T, logps = batch.mask.shape[1], [rollouts[i].logp_full or () for i in part]
+            sampler = uploaded([[*logp, *[0.0] * (T - len(logp))] for logp in logps], lm.device)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
                 wanted = batch.wanted
@@ -150,11 +148,10 @@ class Uld:
 
     def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> Numbers:
         """Add the gradient of one step's answers."""
-        lm, teacher, settings = learner.lm, self.teacher, self.settings
-        packs = lm.packs and teacher.packs
-        translations = {id(t[0]): t for r in rollouts if (t := self.translate(lm, r)) is not None}
-        total = sum(len(own.completion_ids) for own, _, _ in translations.values())
-        n_aligned = sum(len(pairs) for _, _, pairs in translations.values())
+        (lm, teacher), settings = reading_alike(learner.lm, self.teacher), self.settings
+        translations = [t for r in rollouts if (t := self.translate(lm, r)) is not None]
+        total = sum(len(translated.completion_ids) for translated, _, _ in translations)
+        n_aligned = sum(len(pairs) for _, _, pairs in translations)
         if not total:
             return {"loss": math.nan}
         ces, distances, losses = [], [], []
@@ -168,9 +165,9 @@ class Uld:
         def ce(h_s: Tensor, target: Tensor) -> tuple[Tensor, ...]:
             return (-log_softmax_at(wide(head_logits(lm.model, h_s)), target),)
 
-        for part in in_forwards(lm, [own for own, _, _ in translations.values()], packs):
-            batch = as_batch(lm, part, packs)
-            whose = [translations[id(own)] for own in part]
+        own = [translated for translated, _, _ in translations]
+        for part, batch in lm.batches([r.prompt_ids for r in own], [r.completion_ids for r in own]):
+            whose = [translations[i] for i in part]
 
             def loss(batch: PaddedBatch | Packed = batch, whose: Sequence[Translation] = whose) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
@@ -182,7 +179,8 @@ class Uld:
                 if not settings.uld_lambda or not at:
                     return value
                 with torch.no_grad():
-                    h_t = completion_hidden(teacher.model, as_batch(teacher, [r for _, r, _ in whose], packs))
+                    theirs = [r.prompt_ids for _, r, _ in whose], [r.completion_ids for _, r, _ in whose]
+                    h_t = completion_hidden(teacher.model, teacher.batch(*theirs))
                 width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
                 (d,) = in_chunks(compare, width, hidden[at], h_t[teacher_at])
                 distances.append(d.detach().sum())
@@ -198,6 +196,12 @@ class Uld:
 
 
 METHODS: dict[str, type[MiniLlm] | type[Uld]] = {"minillm": MiniLlm, "uld": Uld}
+
+
+def reading_alike(lm: LanguageModel, teacher: LanguageModel) -> tuple[LanguageModel, LanguageModel]:
+    """Both with their rows packed where both can be, else padded."""
+    packs = lm.packs and teacher.packs
+    return replace(lm, packs=packs), replace(teacher, packs=packs)
 
 
 def aligned_rows(translations: Sequence[Translation]) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256
 from vgrout.imitation.losses import dpo
-from vgrout.imitation.trainable import AdapterOnly, as_batch, hack_and_solve, metadata, model_hashes
+from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
 from vgrout.model.packing import Packed
@@ -377,16 +377,17 @@ def best_and_worst(answers: Sequence[Scored], render: Callable[..., tuple[int, .
 
 def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedBatch | Packed]:
     """Batches of as many pairs as the token budget holds, in order; their rows are chosen, rejected, chosen, …"""
-    part: list[Rollout] = []
+    parts: list[list[Rollout]] = []
     tokens = 0
     for pair in pairs:
         more = sum(len(r.prompt_ids) + len(r.completion_ids) for r in pair.rollouts)
-        if part and tokens + more > policy.budget.tokens:
-            yield as_batch(policy, part, policy.packs)
-            part, tokens = [], 0
-        part, tokens = part + pair.rollouts, tokens + more
-    if part:
-        yield as_batch(policy, part, policy.packs)
+        if not parts or tokens + more > policy.budget.tokens:
+            parts.append([])
+            tokens = 0
+        parts[-1] += pair.rollouts
+        tokens += more
+    for part in parts:
+        yield policy.batch([r.prompt_ids for r in part], [r.completion_ids for r in part])
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from vgrout.config.run import Config, OptConfig
 from vgrout.files import write_atomic
-from vgrout.model.logprobs import PaddedBatch, collate
-from vgrout.model.packing import Packed, batches, pack, padded_batches
+from vgrout.model.logprobs import PaddedBatch
+from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.optim import Optimizer, Update, lr_at
 from vgrout.tensor_types import Routed
-from vgrout.types import Rate, Rollout
+from vgrout.types import Rate
 
 Loss = Callable[[], Float[Tensor, ""]]
 
@@ -119,27 +119,6 @@ class FullModel:
 
 
 Trainable = AdapterOnly | FullModel
-
-
-# ── rollouts in forwards: packed into one sequence where every model that reads them can be, else padded rows ─────────
-
-
-def in_forwards(lm: LanguageModel, rollouts: Sequence[Rollout], packs: bool) -> list[list[Rollout]]:
-    """The rollouts in parts, one forward each: those of a prompt together, or of similar length."""
-    prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
-    if packs:
-        parts = batches([0] * len(rollouts), prompts, completions, lm.budget.tokens)
-    else:
-        parts = padded_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], lm.budget.tokens)
-    return [[rollouts[i] for i in part] for part in parts]
-
-
-def as_batch(lm: LanguageModel, rollouts: Sequence[Rollout], packs: bool) -> PaddedBatch | Packed:
-    """One forward's rollouts."""
-    prompts, completions = [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
-    if packs:
-        return pack([0] * len(rollouts), prompts, completions, lm.device, lm.model.dtype)
-    return collate(prompts, completions, lm.device)
 
 
 def model_hashes(**models: LanguageModel) -> dict[str, str | None]:
