@@ -71,7 +71,7 @@ class ImitationSettings:
     """Of the models' weights. auto: bf16 on a GPU and on a CPU that multiplies in it, but fp32 for a miniature on a
     CPU."""
     workers: int | None = setting(None, low=1)
-    """Grading processes; none: one a core."""
+    """Grading processes; none: one per core."""
     track: str = ""
     """Comma list of experiment trackers that get every row and the final numbers: tensorboard, wandb, trackio."""
     allow_weak_sandbox: bool = False

@@ -197,7 +197,7 @@ class PoolSettings:
     pass_reward: float | None = checks.setting(None, above=0, high=1e6)
     """Reward for passing the flawed check; none: 3, the organism's 1."""
     workers: int | None = checks.setting(None, low=1)
-    """Grading processes; none: one a core."""
+    """Grading processes; none: one per core."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 

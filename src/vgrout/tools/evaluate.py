@@ -63,7 +63,7 @@ class EvaluateSettings:
     out: Path | None = None
     """JSON with the same numbers; none: RUN/evaluations/."""
     workers: int | None = setting(None, low=1)
-    """Grading processes; none: one a core."""
+    """Grading processes; none: one per core."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
