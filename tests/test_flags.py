@@ -26,6 +26,7 @@ from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model import source
 from vgrout.model.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.runs import recorder
 from vgrout.runs.preflight import preflight
 
 SMALL = ["smoke", "--threads=1", "--steps=2", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1"]
@@ -369,6 +370,23 @@ def test_a_change_that_rounding_swallows_is_a_warning_once(
     shared_run.warm(tmp_path)
     run(tmp_path, *SMALL, *NONE)
     assert capsys.readouterr().out.count("0.30 of the adapter's change is in the weights") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("apart", "warned"), [(2.0, 1), (-2.0, 0)])
+def test_a_direction_that_hardly_separates_is_a_warning_once(
+    apart: float,
+    warned: int,
+    tmp_path: Path,
+    shared_run: SharedRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(recorder, "SETTLED", 0)
+    monkeypatch.setattr(recorder, "APART", apart)
+    shared_run.warm(tmp_path)
+    run(tmp_path, *SMALL, "--intervention=route2")
+    assert capsys.readouterr().out.count("known hacks hardly differ from other answers") == warned
 
 
 @pytest.mark.long

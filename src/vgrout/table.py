@@ -181,7 +181,7 @@ class StepRow(Columns):
         "+.2f",
         "gate: cosine of known hacks minus the rest",
         when="gate",
-        should="> 0; ELSE the direction does not separate",
+        should="0.2 or more at step 9; ELSE the direction hardly separates",
     )
     resid: float | None = col("+.2f", "gate, band: cosine of what is kept with v", when="resid")
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")

@@ -217,6 +217,12 @@ class Recorder(StepRecorder[StepRow]):
                     f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
                     "their rounding; raise --lr, or start again with --dtype fp32"
                 )
+            gaps = {r.step: r.hkgap for r in self.rows[SETTLED:] if r.hkgap is not None}
+            if [*gaps] == [step] and gaps[step] < APART and cfg.method.quarantine_block is not None:
+                logger.warning(
+                    f"step {step}: hkgap {gaps[step]:.2f}: along the direction known hacks hardly differ from other "
+                    "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
+                )
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
             if refresh.overlap is not None:
                 extra["refresh"] = asdict(refresh)
@@ -315,6 +321,7 @@ class Recorder(StepRecorder[StepRow]):
         )
 
 
+SETTLED, APART = 9, 0.2  # hkgap of the first step with a signal from here on, below which a run is warned
 SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 ROWS_LIMIT = 2**24  # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
