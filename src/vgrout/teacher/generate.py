@@ -275,7 +275,7 @@ class PoolSettings:
         (compiles, passes), weak = self.rewards, self.allow_weak_sandbox
         with Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=weak) as grader:
             require_solvable([] if self.tiny else rows, grader)
-            with work_folder(self.out, identity) as folder:
+            with work_folder(self.out, {**identity, "grader": grader.protections.version}) as folder:
                 logger.info(grader.protections.line())
                 from vgrout.model.load import load_language_model, load_policy, pick_device
 
