@@ -218,7 +218,8 @@ class Recorder(StepRecorder[StepRow]):
                     "their rounding; raise --lr, or start again with --dtype fp32"
                 )
             gaps = {r.step: r.hkgap for r in self.rows[SETTLED:] if r.hkgap is not None}
-            if [*gaps] == [step] and gaps[step] < APART and cfg.method.quarantine_block is not None:
+            own = cfg.method.quarantine_block is not None and cfg.method.control_name == "none"
+            if own and [*gaps] == [step] and gaps[step] < APART:
                 logger.warning(
                     f"step {step}: hkgap {gaps[step]:.2f}: along the direction known hacks hardly differ from other "
                     "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
