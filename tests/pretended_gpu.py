@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
+import vgrout
 from vgrout.data.organism import DATA_DIR
 from vgrout.model import attention, decoder
 from vgrout.model.decoder import LeanDecoder
 
+PACKAGE = f"{Path(vgrout.__file__).parent}/"
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 COPIES = {"aten::copy_", "aten::_to_copy"}  # may read one device and write another
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}  # host indices are allowed
@@ -154,8 +157,8 @@ def _now() -> PretendedGpu:
 
 def _line() -> str:
     """Of the program, that is being run."""
-    inside = [frame for frame in traceback.extract_stack() if "/vgrout/" in frame.filename]
-    return f"{inside[-1].filename.rpartition('/vgrout/')[2]}:{inside[-1].name}" if inside else "elsewhere"
+    inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+    return f"{inside[-1].filename.removeprefix(PACKAGE)}:{inside[-1].name}" if inside else "elsewhere"
 
 
 def on_gpu(x: Any) -> Any:
