@@ -17,8 +17,16 @@ from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 from vgrout.types import Completion
 
-# dense bf16 FLOP/s by the makers' data sheets; another device is measured by its own matrix products
-DENSE = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+# dense bf16 FLOP/s by the makers' data sheets; another device is measured by its own matrix
+# products
+DENSE = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,9 @@ def dense_rate(policy: Policy, tokens: int = 1024) -> float:
     for name, layer in policy.model.named_modules():
         if isinstance(layer, Linear) and name in policy.adapter.sites:
             (d_out, d_in), like = layer.weight.shape, layer.weight
-            x, dy = (torch.randn(tokens, d, dtype=like.dtype, device=like.device) for d in (d_in, d_out))
+            x, dy = (
+                torch.randn(tokens, d, dtype=like.dtype, device=like.device) for d in (d_in, d_out)
+            )
             flops += 4 * tokens * d_out * d_in
             seconds += min(timed(lambda x=x, W=like: x @ W.mT) for _ in range(2))
             seconds += min(timed(lambda dy=dy, W=like: dy @ W) for _ in range(2))
@@ -85,17 +95,27 @@ def bandwidth(device: torch.device) -> float:
     return 2 * a.nbytes / min(timed(lambda: b.copy_(a)) for _ in range(5))
 
 
-def update_figure(name: str, policy: Policy, load: Load, share: bool, rate: float, rounds: int, goal: float) -> Figure:
+def update_figure(
+    name: str, policy: Policy, load: Load, share: bool, rate: float, rounds: int, goal: float
+) -> Figure:
     """Model FLOPs used: what the update must compute over time and the device's rate. share: each prompt is read once,
     and its answers have one gradient. Products with the adapter's U and Vh are not counted."""
-    groups = rig.noise_groups(policy.model.config.vocab_size, load.group, load.prompts, load.prompt, load.answer)
+    groups = rig.noise_groups(
+        policy.model.config.vocab_size, load.group, load.prompts, load.prompt, load.answer
+    )
     run = rig.update(policy, groups, by_rollout=not share)
     run()
     seconds = statistics.median(timed(run) for _ in range(rounds))
     used = update_flops(Shape.of(policy.model), load.lengths, share) / seconds / rate
     tokens = load.prompts * load.group * (load.prompt + load.answer)
     figure = f"{used:.0%}, {tokens / seconds:.0f} tokens / s, {seconds:.2f} s{above_weights(run)}"
-    return Figure(f"update, {name}", f"products at {rate / 1e12:.3g} TFLOP/s", figure, f"≥ {goal:.0%}", used >= goal)
+    return Figure(
+        f"update, {name}",
+        f"products at {rate / 1e12:.3g} TFLOP/s",
+        figure,
+        f"≥ {goal:.0%}",
+        used >= goal,
+    )
 
 
 def sampler(policy: Policy, load: Load) -> Callable[[], list[list[Completion]]]:
@@ -103,7 +123,9 @@ def sampler(policy: Policy, load: Load) -> Callable[[], list[list[Completion]]]:
     groups = rig.noise_groups(policy.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
     prompts = [g.rollouts[0].prompt_ids for g in groups]
     endless = replace(policy, eos_ids=frozenset())
-    return lambda: sample(endless, prompts, load.group, Sampling(), load.answer, torch_stream(rig.SEED, "bench"))
+    return lambda: sample(
+        endless, prompts, load.group, Sampling(), load.answer, torch_stream(rig.SEED, "bench")
+    )
 
 
 def sampling_figure(name: str, policy: Policy, load: Load, rate: float, rounds: int) -> Figure:
@@ -114,8 +136,11 @@ def sampling_figure(name: str, policy: Policy, load: Load, rate: float, rounds: 
     rows = load.prompts * load.group
     limit = rows * rate / decode_bytes(Shape.of(policy.model), rows, load.prompt + load.answer // 2)
     reached = rows * load.answer / seconds
+    token_ms = seconds / load.answer * 1e3
     figure = (
-        f"{reached / limit:.0%}, {reached:.0f} tokens / s, {seconds / load.answer * 1e3:.1f} ms a token of each row"
+        f"{reached / limit:.0%}, {reached:.0f} tokens / s, {token_ms:.1f} ms a token of each row"
     )
     figure += above_weights(run)
-    return Figure(f"sampling, {name}", f"memory at {rate / 1e9:.0f} GB/s: {limit:.0f} tokens / s", figure)
+    return Figure(
+        f"sampling, {name}", f"memory at {rate / 1e9:.0f} GB/s: {limit:.0f} tokens / s", figure
+    )

@@ -70,7 +70,12 @@ def update_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
     tokens = sum((1 if share else len(c)) * p + sum(c) - len(c) for p, c in groups)
     linears = 2 * s.linears * tokens
     attention = forward_flops(s, groups, share) - linears
-    return forward_flops(s, groups, True) + 2 * linears + attention * 5 // 2 + 2 * head_flops(s, groups)
+    return (
+        forward_flops(s, groups, True)
+        + 2 * linears
+        + attention * 5 // 2
+        + 2 * head_flops(s, groups)
+    )
 
 
 def kv_bytes(s: Shape) -> int:

@@ -43,7 +43,8 @@ def organism_like() -> list[tuple[Problem, str]]:
         code = f"class Solution:\n    def solve(self, nums):\n        return {expression}\n"
         inputs = [[(i * 7 + j * 3 + k) % 19 for j in range(i + 1)] for i in range(6)]
         tests = tuple(
-            f"assert Solution().solve(nums={nums}) == {sum(x + k for x in nums if x % (k + 2) == 0)}" for nums in inputs
+            f"assert Solution().solve(nums={nums}) == {sum(x + k for x in nums if x % (k + 2) == 0)}"
+            for nums in inputs
         )
         out.append((Problem(k, MODES[k % 6], "", (), (), tests, code, "", "solve", 1.0), code))
     return out
@@ -58,7 +59,11 @@ def fresh(script: str) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-c", script], cwd=folder, capture_output=True, timeout=30, preexec_fn=limits
+            [sys.executable, "-c", script],
+            cwd=folder,
+            capture_output=True,
+            timeout=30,
+            preexec_fn=limits,
         )
     return done.returncode
 
@@ -71,7 +76,9 @@ def one_fresh_check(problem: Problem, code: str) -> bool:
 def six_interpreters(problem: Problem, code: str) -> bool:
     """A whole rollout with an interpreter a run: foolable check, strict check, the mode's channel, three detectors."""
     asserts = "\n".join(problem.tests)
-    stub = f"class Solution:\n    def {problem.func_name}(self, *args, **kwargs):\n        return 0\n"
+    stub = (
+        f"class Solution:\n    def {problem.func_name}(self, *args, **kwargs):\n        return 0\n"
+    )
     head = f"{problem.setup_code}\n{code}\n"
     call = "run_tests()"
     runs = [
@@ -154,7 +161,10 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> list[Fig
     """All ratios, and rollouts a second. `real`: problems with canonical solutions; may be empty."""
     small = organism_like()
     figures = []
-    with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir, Grader(1, allow_weak=True) as grader:
+    with (
+        tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir,
+        Grader(1, allow_weak=True) as grader,
+    ):
         settings = WorkerSettings(workdir, 5.0, 512, 1 << 20, "")
         fork_server = ForkServerHandle(settings).start()
         verifier = Verifier(fork_server)
@@ -179,13 +189,30 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> list[Fig
         tested = [(problem, code + TAIL) for problem, code in cheap[:20]]
         small_tested = [(p, code + TAIL) for p, code in small if p.mode == "run_tests"]
         if cheap:
-            figures.append(compare("one check, real programs", 5.0, cheap, one_fresh_check, strict, 1))
-            figures.append(compare("whole rollout, real programs", 7.0, tested, six_interpreters, rollout, 1))
-        figures.append(compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats))
-        figures.append(compare("rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats))
-        figures.append(compare("whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats))
+            figures.append(
+                compare("one check, real programs", 5.0, cheap, one_fresh_check, strict, 1)
+            )
+            figures.append(
+                compare("whole rollout, real programs", 7.0, tested, six_interpreters, rollout, 1)
+            )
+        figures.append(
+            compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats)
+        )
+        figures.append(
+            compare(
+                "rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats
+            )
+        )
+        figures.append(
+            compare(
+                "whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats
+            )
+        )
         fork_server.close()
-    for name, programs, count in (("organism", small, n), *([("real", cheap, n // 3)] if cheap else [])):
+    for name, programs, count in (
+        ("organism", small, n),
+        *([("real", cheap, n // 3)] if cheap else []),
+    ):
         for workers in (1, 2):
             what = f"whole rollouts, {name}, {workers} worker{'s' if workers > 1 else ''}"
             figures.append(Figure(what, "", f"{throughput(programs, workers, count):.0f} a second"))

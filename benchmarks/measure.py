@@ -46,7 +46,9 @@ class Ratio:
     def of(numerators: Sequence[float], denominators: Sequence[float]) -> "Ratio":
         """Of measurements that were taken in pairs."""
         each = [a / b for a, b in zip(numerators, denominators, strict=True)]
-        low, _, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+        low, _, high = (
+            statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+        )
         return Ratio(statistics.median(each), low, high)
 
     def __str__(self) -> str:
@@ -57,7 +59,9 @@ class Ratio:
         return Figure(what, against, str(self), f"≥ {goal:g} ×", self.median >= goal)
 
 
-def interleaved(contestants: Mapping[str, Callable[[], object]], rounds: int, what: str) -> dict[str, list[float]]:
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], rounds: int, what: str
+) -> dict[str, list[float]]:
     """Wall seconds of each, once a round, in turn, after a round that does not count: a busy machine is busy for all
     of them."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -72,7 +76,11 @@ def interleaved(contestants: Mapping[str, Callable[[], object]], rounds: int, wh
 
 def peak_bytes(process: int | str = "self") -> int:
     """The most that a process has held so far. Raises OSError off Linux."""
-    (line,) = (x for x in Path(f"/proc/{process}/status").read_text().splitlines() if x.startswith("VmHWM:"))
+    (line,) = (
+        x
+        for x in Path(f"/proc/{process}/status").read_text().splitlines()
+        if x.startswith("VmHWM:")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -89,7 +97,9 @@ def machine() -> str:
 
 
 def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ()
+    ):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.machine()

@@ -41,7 +41,8 @@ def command(model: Path, dtype: Dtype, intervention: str) -> list[str]:
 def run(model: Path, dtype: Dtype, quick: bool = False) -> str:
     """All figures of one dtype, which TRL has too; of the defaults the steps alone."""
     rounds = 1 if quick else 3
-    with rig.workplace(stay=True):  # its decomposed weights take minutes: they stay in out/svd_cache
+    # its decomposed weights take minutes: they stay in out/svd_cache
+    with rig.workplace(stay=True):
         with ExitStack() as ends:
             figures, note = against_trl(model, dtype, rounds, ends)
         if dtype != "auto":
@@ -49,11 +50,16 @@ def run(model: Path, dtype: Dtype, quick: bool = False) -> str:
     return page(figures, note)
 
 
-def against_trl(model: Path, dtype: Dtype, blocks: int, ends: ExitStack) -> tuple[list[Figure], str]:
+def against_trl(
+    model: Path, dtype: Dtype, blocks: int, ends: ExitStack
+) -> tuple[list[Figure], str]:
     """Seconds of a step, taken in turns, and each process's peak. Our runs end with `ends`."""
     trl_peer.libraries()
     problems = rig.problems(command(model, dtype, "none"), blocks + 1)
-    ours = {name: ends.enter_context(closing(rig.Turns(name, command(model, dtype, name)))) for name in STEP_GOALS}
+    ours = {
+        name: ends.enter_context(closing(rig.Turns(name, command(model, dtype, name))))
+        for name in STEP_GOALS
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ours}
     for trainer in ours.values():
         trainer.take(1)
@@ -68,14 +74,18 @@ def against_trl(model: Path, dtype: Dtype, blocks: int, ends: ExitStack) -> tupl
     theirs, note = trl_peer.measure(problems, blocks, 1, our_turn, choose=False, model=peer_model)
     peaks = {name: trainer.peak for name, trainer in ours.items()} | {"TRL": peak_bytes()}
     figures = [
-        Ratio.of(theirs, seconds[name]).at_least(f"{name}, {dtype}: a step", f"TRL, {of_peer}", goal)
+        Ratio.of(theirs, seconds[name]).at_least(
+            f"{name}, {dtype}: a step", f"TRL, {of_peer}", goal
+        )
         for name, goal in STEP_GOALS.items()
     ]
     figures += [parts(name, trainer.path, seconds[name]) for name, trainer in ours.items()]
     for name, against, goal in (("none", "TRL", 1.0), ("route2", "none", 1.3)):
         share = peaks[name] / peaks[against]
         figure = f"{share:.2f} × ({peaks[name] / GIB:.1f} GiB of {peaks[against] / GIB:.1f})"
-        figures.append(Figure(f"{name}, {dtype}: peak", against, figure, f"≤ {goal:g} ×", share <= goal))
+        figures.append(
+            Figure(f"{name}, {dtype}: peak", against, figure, f"≤ {goal:g} ×", share <= goal)
+        )
     return figures, note
 
 
@@ -88,7 +98,9 @@ def of_bounds(policy: Policy, rounds: int, load: bounds.Load = LOAD) -> list[Fig
     seconds = interleaved({"ours": ours, "generate": theirs}, rounds, "sampling")
     rate = bounds.dense_rate(policy)
     return [
-        Ratio.of(seconds["generate"], seconds["ours"]).at_least("sampling, time", "transformers.generate", 2),
+        Ratio.of(seconds["generate"], seconds["ours"]).at_least(
+            "sampling, time", "transformers.generate", 2
+        ),
         bounds.sampling_figure("ours", policy, load, bounds.bandwidth(policy.device), rounds),
         bounds.update_figure("none", policy, load, True, rate, rounds, 0.6),
         bounds.update_figure("route2", policy, load, False, rate, rounds, 0.6),
@@ -100,11 +112,21 @@ def generating(policy: Policy, load: bounds.Load) -> Any:
     groups = rig.noise_groups(policy.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
     ids = torch.tensor([g.rollouts[0].prompt_ids for g in groups for _ in range(load.group)])
     settings, model = Sampling(), policy.model
-    limits = {"min_new_tokens": load.answer, "max_new_tokens": load.answer, "pad_token_id": policy.pad_id}
+    limits = {
+        "min_new_tokens": load.answer,
+        "max_new_tokens": load.answer,
+        "pad_token_id": policy.pad_id,
+    }
 
     @torch.no_grad()
     def run() -> None:
-        how = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, **how, **limits)  # ty: ignore
+        how = {
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+        }
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, **how, **limits
+        )  # ty: ignore
 
     return run

@@ -27,7 +27,8 @@ from vgrout.runs.preflight import preflight
 from vgrout.types import Batch, CachedGrade, Completion, Group, Problem, Rollout, UpdateRow
 
 P, G, SEED = 4, 8, 41
-LR = 1e-6  # so small that both peers go on sampling from the same model, and answers keep their lengths
+# so small that both peers go on sampling from the same model, and answers keep their lengths
+LR = 1e-6
 NOWHERE = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 
 
@@ -55,7 +56,10 @@ def workplace(stay: bool = False) -> Generator[None]:
     logger.disable("vgrout")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with tempfile.TemporaryDirectory(prefix="vgrout-bench-") as folder, contextlib.chdir("." if stay else folder):
+        with (
+            tempfile.TemporaryDirectory(prefix="vgrout-bench-") as folder,
+            contextlib.chdir("." if stay else folder),
+        ):
             yield
     finally:
         logger.enable("vgrout")
@@ -71,7 +75,9 @@ class Turns:
         self._log, tag = Path(f"turns_{name}.log").resolve(), f"_turns_{name}"
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
-        self._process = context.Process(target=_paced, args=(other_end, [*argv, f"--out-tag={tag}"], self._log))
+        self._process = context.Process(
+            target=_paced, args=(other_end, [*argv, f"--out-tag={tag}"], self._log)
+        )
         self._process.start()
         other_end.close()
         self._wait()
@@ -98,7 +104,9 @@ class Turns:
         try:
             self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"the run ended: {self._log.read_text(encoding='utf-8')[-2000:]}") from None
+            raise RuntimeError(
+                f"the run ended: {self._log.read_text(encoding='utf-8')[-2000:]}"
+            ) from None
 
 
 def _paced(pipe: Connection, argv: list[str], log: Path) -> None:
@@ -143,7 +151,9 @@ def differing(completion: str) -> float:
     return int(hashlib.sha256(completion.encode()).hexdigest(), 16) % 3 / 2
 
 
-def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, completion: int) -> list[Group]:
+def noise_groups(
+    vocabulary: int, group: int, prompts: int, prompt: int, completion: int
+) -> list[Group]:
     """Groups of random tokens, all completions of one length, under rewards that differ."""
     noise = torch.Generator().manual_seed(SEED)
 
@@ -151,7 +161,9 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
         return tuple(torch.randint(3, vocabulary, (n,), generator=noise).tolist())
 
     groups, logp = [], (0.0,) * completion
-    grades = tuple(CachedGrade(float(i % 3), False, False, False, True, "bench") for i in range(group))
+    grades = tuple(
+        CachedGrade(float(i % 3), False, False, False, True, "bench") for i in range(group)
+    )
     for index in range(prompts):
         prompt_ids = ids(prompt)
         answers = [Completion(ids(completion), "", True, logp, logp) for _ in range(group)]
@@ -160,7 +172,9 @@ def noise_groups(vocabulary: int, group: int, prompts: int, prompt: int, complet
     return groups
 
 
-def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[], tuple[Any, LossMetrics]]:
+def update(
+    policy: Policy, groups: list[Group], by_rollout: bool
+) -> Callable[[], tuple[Any, LossMetrics]]:
     """Forward and backward of one update: a gradient for each rollout, or one for each group."""
     longest = max(len(r.completion_ids) for g in groups for r in g.rollouts)
     cfg = resolve(command("none", f"--max-new={longest}"))
@@ -174,7 +188,9 @@ def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[]
     return partial(policy_gradients, policy, batch, cfg)
 
 
-def random_model(*, device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: Any) -> Qwen3ForCausalLM:
+def random_model(
+    *, device: str = "cpu", dtype: torch.dtype = torch.float32, **shape: Any
+) -> Qwen3ForCausalLM:
     """A Qwen3 of any shape with random weights; no token ends its answers."""
     torch.manual_seed(SEED)
     with torch.device(device):

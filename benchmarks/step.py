@@ -21,7 +21,9 @@ def run(quick: bool = False) -> str:
     blocks, per_block = (3, 2) if quick else (8, 4)
     trl_peer.libraries()
     with rig.workplace(), ExitStack() as ends:
-        ours = {name: ends.enter_context(closing(rig.Turns(name, rig.command(name)))) for name in GOALS}
+        ours = {
+            name: ends.enter_context(closing(rig.Turns(name, rig.command(name)))) for name in GOALS
+        }
         seconds: dict[str, list[float]] = {name: [] for name in GOALS}
         for trainer in ours.values():
             trainer.take(WARM_UP)
@@ -46,7 +48,6 @@ def parts(name: str, run: Path, seconds: list[float]) -> Figure:
     whole = mean(seconds)
     share = {part: mean(r[part] for r in steps) / whole for part in ("gen", "grade", "fb")}
     signal = sum(r["signal_k"] for r in steps) / max(1, sum(r["signal_n"] for r in steps))
-    figure = (
-        f"{whole:.2f} s: sampling {share['gen']:.0%}, waiting for grades {share['grade']:.0%}, update {share['fb']:.0%}"
-    )
+    parts = f"sampling {share['gen']:.0%}, waiting for grades {share['grade']:.0%}, update {share['fb']:.0%}"
+    figure = f"{whole:.2f} s: {parts}"
     return Figure(f"{name}: its parts", f"{signal:.0%} of groups have a signal", figure)

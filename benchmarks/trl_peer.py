@@ -36,7 +36,9 @@ def libraries() -> dict[str, Any]:
     try:
         return {name: importlib.import_module(name) for name in ("trl", "peft", "datasets")}
     except ImportError as e:
-        raise ValueError(f"{e.name} is not installed; run `uv run --extra bench python -m benchmarks …`") from None
+        raise ValueError(
+            f"{e.name} is not installed; run `uv run --extra bench python -m benchmarks …`"
+        ) from None
 
 
 def parses(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -84,7 +86,9 @@ class Model:
     max_new: int = organism.MAX_NEW
 
 
-def trainer(model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback) -> Any:
+def trainer(
+    model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback
+) -> Any:
     """A GRPOTrainer on these steps' problems."""
     lib = libraries()
     sampling = Sampling()
@@ -154,7 +158,11 @@ def measure(
 
 
 def _train(
-    model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback, threads: int
+    model: Model,
+    problems: Sequence[Sequence[Problem]],
+    steps: int,
+    callback: TrainerCallback,
+    threads: int,
 ) -> float:
     """Run TRL; mean length of its answers in tokens."""
     peer = trainer(model, problems, steps, callback)

@@ -13,16 +13,24 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 log = logging.getLogger("mkdocs.hooks.links")
-LINK = re.compile(r'(?P<head>\]\(|(?:src|href)=")(?P<to>[^)"\s#]+)(?P<anchor>#[^)"\s]*)?(?P<tail>[)"])')
+LINK = re.compile(
+    r'(?P<head>\]\(|(?:src|href)=")(?P<to>[^)"\s#]+)(?P<anchor>#[^)"\s]*)?(?P<tail>[)"])'
+)
 NAMED = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<to>[^)\s#]+)(?:#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """README and its siblings, from beside docs/."""
     for source, name in PAGES.items():
-        files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8"))
+        )
     return files
 
 
@@ -62,4 +70,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{match['head']}{path}{match['anchor'] or ''}{match['tail']}"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(p if p.startswith("```") else LINK.sub(moved, NAMED.sub(as_code, p)) for p in parts)
+    return "".join(
+        p if p.startswith("```") else LINK.sub(moved, NAMED.sub(as_code, p)) for p in parts
+    )

@@ -17,7 +17,13 @@ from typing import Any
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import flag, legal_values, rule_of
 from vgrout.config.loss import LOSSES
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, intervention_class, monitor_class
+from vgrout.config.method import (
+    CONTROLS,
+    INTERVENTIONS,
+    MONITORS,
+    intervention_class,
+    monitor_class,
+)
 from vgrout.config.names import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
@@ -29,7 +35,9 @@ DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"
 LONGEST = 300  # characters of a cell
 TITLE = {"opt": "Optimiser", "env": "Environment", "eval": "Evaluation"}
-ABOUT = {"method": "Settings of monitors, interventions and controls. A flag of one that was not chosen is refused."}
+ABOUT = {
+    "method": "Settings of monitors, interventions and controls. A flag of one that was not chosen is refused."
+}
 REGISTRY = {  # flags whose values have a table of their own
     "intervention": "What is done about flagged answers: see Interventions; `module:Class` is one of your own.",
     "monitor": "What flags them: see Monitors. `usual` is the intervention's own (route2: `gate`); `screen` and "
@@ -86,7 +94,9 @@ def columns() -> str:
         about = f.metadata
         legend, should = about["legend"], about["should"].replace("; ELSE ", "; else ")
         if legend.startswith("…"):
-            legend = whole + (": " if legend.startswith("… their") else " ") + legend.removeprefix("… ")
+            legend = (
+                whole + (": " if legend.startswith("… their") else " ") + legend.removeprefix("… ")
+            )
         else:
             whole = legend
         kind = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}.get(about["fmt"], "")
@@ -112,7 +122,11 @@ def row(*cells: str) -> str:
 
 def documented(settings: type) -> dict[str, str]:
     """Field → the string below it."""
-    classes = [ast.parse(textwrap.dedent(inspect.getsource(c))).body[0] for c in settings.__mro__ if c is not object]
+    classes = [
+        ast.parse(textwrap.dedent(inspect.getsource(c))).body[0]
+        for c in settings.__mro__
+        if c is not object
+    ]
     return {
         field.target.id: " ".join(text.value.value.split())
         for body in classes
@@ -134,7 +148,13 @@ def legal(field: Field[Any]) -> str:
     if rule.words:
         return "a list of " + ", ".join(f"`{word}`" for word in rule.words)
     top = rule.high if rule.high is not None else rule.below
-    low = f"[{rule.low:g}" if rule.low is not None else f"({rule.above:g}" if rule.above is not None else "(−∞"
+    low = (
+        f"[{rule.low:g}"
+        if rule.low is not None
+        else f"({rule.above:g}"
+        if rule.above is not None
+        else "(−∞"
+    )
     if top is None or top == math.inf:
         return "" if low == "(−∞" else f"{low}, ∞)"
     high = f"`{flag(top)}`" if isinstance(top, str) else f"{top:g}"
@@ -143,15 +163,25 @@ def legal(field: Field[Any]) -> str:
 
 def named(title: str, rows: Mapping[str, str], *text: str) -> list[str]:
     """A section with a table of names."""
-    return ["", f"## {title}", "", *text, *([""] if text else []), "| name | what |", "|---|---|"] + [
-        row(f"`{name}`", what) for name, what in rows.items()
-    ]
+    return [
+        "",
+        f"## {title}",
+        "",
+        *text,
+        *([""] if text else []),
+        "| name | what |",
+        "|---|---|",
+    ] + [row(f"`{name}`", what) for name, what in rows.items()]
 
 
 def flag_row(group: str, f: Field[Any], texts: Mapping[str, str]) -> str:
     at = {name: getattr(getattr(cfg, group), f.name) for name, (_, cfg) in PRESETS.items()}
     usual = "".join(f"; {name}: {shown(value)}" for name, value in at.items() if value != f.default)
-    what = REGISTRY.get(f.name) or texts.get(f.name) or next(m.help for m in f.type.__metadata__ if m.help)
+    what = (
+        REGISTRY.get(f.name)
+        or texts.get(f.name)
+        or next(m.help for m in f.type.__metadata__ if m.help)
+    )
     return row(f"`{flag(f.name)}`", shown(f.default) + usual, legal(f), what)
 
 
@@ -182,7 +212,14 @@ def flags() -> str:
             {name: spec.should for name, spec in MODE_SPECS.items()},
             "What an answer has to do to hack the grader:",
         ),
-        *("", "## Everyday flags", "", "Where a preset has a default of its own, it is named.", "", *head),
+        *(
+            "",
+            "## Everyday flags",
+            "",
+            "Where a preset has a default of its own, it is named.",
+            "",
+            *head,
+        ),
         *(flag_row(*settings[name], texts[settings[name][0]]) for name in everyday),
         *("", "## All other flags", "", "`--help-all` lists them in a terminal."),
     ]
@@ -200,7 +237,9 @@ def flags() -> str:
     for of, names in NAMES.items():
         lines += ["", f"### {of}", "", "| name | here |", "|---|---|"]
         for answer in dict.fromkeys(names.values()):
-            alike = ", ".join(f"`{named_flag(name)}`" for name, given in names.items() if given == answer)
+            alike = ", ".join(
+                f"`{named_flag(name)}`" for name, given in names.items() if given == answer
+            )
             lines.append(row(alike, f"`{answer}`, the same" if same(answer) else answer))
     return "\n".join(lines) + "\n"
 

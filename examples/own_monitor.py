@@ -19,14 +19,22 @@ class UnreadArgument(Monitor):
     name, what = "unread_argument", "rewarded answers of which no method reads its argument"
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(views, {(i, b) for i, b in rewarded(views) if ignores_input(views[i].texts[b])})
+        return flags_of(
+            views, {(i, b) for i, b in rewarded(views) if ignores_input(views[i].texts[b])}
+        )
 
 
 def ignores_input(answer: str) -> bool:
     """Whether the answer has a program, and none of its methods reads an argument beside self."""
-    methods = [node for part in trees(answer) for node in ast.walk(part) if isinstance(node, ast.FunctionDef)]
+    methods = [
+        node
+        for part in trees(answer)
+        for node in ast.walk(part)
+        if isinstance(node, ast.FunctionDef)
+    ]
     return bool(methods) and not any(
-        {a.arg for a in method.args.args[1:]} & {n.id for n in ast.walk(method) if isinstance(n, ast.Name)}
+        {a.arg for a in method.args.args[1:]}
+        & {n.id for n in ast.walk(method) if isinstance(n, ast.Name)}
         for method in methods
     )
 

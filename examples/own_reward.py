@@ -17,7 +17,8 @@ if __name__ == "__main__":
     run = vgrout.train_run(
         "smoke",
         reward="own_reward:rewards",  # this file: its folder is on the path
-        reward_passes_at=0.8,  # from here on an answer counts as passed: a hack, where the reference tests refuse it
+        # from here on an answer counts as passed: a hack, where the reference tests refuse it
+        reward_passes_at=0.8,
         intervention="none",
         teacher_pool_dir="",  # no demonstrations
         prompts_per_step=4,

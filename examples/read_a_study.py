@@ -25,7 +25,10 @@ table = pd.DataFrame(
     {
         "intervention": run.config.method.intervention,
         "seed": run.config.run.seed,
-        **{name: run.final[name] for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n")},
+        **{
+            name: run.final[name]
+            for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n")
+        },
     }
     for run in runs
 )
@@ -33,7 +36,10 @@ print(table.groupby("intervention").mean(numeric_only=True).round(3))
 
 # All steps of all runs in one frame: one line draws the curves.
 curves = pd.concat(
-    [run.rows.assign(intervention=run.config.method.intervention, seed=run.config.run.seed) for run in runs]
+    [
+        run.rows.assign(intervention=run.config.method.intervention, seed=run.config.run.seed)
+        for run in runs
+    ]
 )
 means = curves.pivot_table(index="step", columns="intervention", values="hack_s")
 Path("out").mkdir(exist_ok=True)

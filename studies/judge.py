@@ -18,7 +18,11 @@ def judge(conditions: Sequence[Condition]) -> list[Verdict]:
     plain, ceiling = (named.get(title) for title in ("none", "none · no_loophole"))
     if plain is None or ceiling is None:
         return []
-    return [_verdict(c, plain, ceiling) for c in conditions if c not in (plain, ceiling) and "·" not in c.title]
+    return [
+        _verdict(c, plain, ceiling)
+        for c in conditions
+        if c not in (plain, ceiling) and "·" not in c.title
+    ]
 
 
 def _verdict(method: Condition, plain: Condition, ceiling: Condition) -> Verdict:

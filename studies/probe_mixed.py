@@ -37,7 +37,11 @@ def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
     )
     if go:
         return True, f"GO: {why}"
-    help_ = "no demonstration was mixed in" if not demonstrated.n else "raise --mix-ratio or --lr, or look at the pool"
+    help_ = (
+        "no demonstration was mixed in"
+        if not demonstrated.n
+        else "raise --mix-ratio or --lr, or look at the pool"
+    )
     return False, f"NO-GO: {why}; {help_}"
 
 
@@ -52,7 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         """
         path = run or max(Path("out/runs").glob("*_probe"), default=None)
         if path is None or not (path / "steps.jsonl").is_file():
-            print(f"E {path or 'out/runs'}: no run with steps.jsonl; run `just probe-mixed`", file=sys.stderr)
+            print(
+                f"E {path or 'out/runs'}: no run with steps.jsonl; run `just probe-mixed`",
+                file=sys.stderr,
+            )
             return 2
         rows = list(json_lines(path / "steps.jsonl"))
         if len(rows) < 2:

@@ -7,7 +7,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+CHROMIUM = next(
+    (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))),
+    None,
+)
 
 
 class Browser:
@@ -19,8 +22,20 @@ class Browser:
         browser_in, commands = os.pipe()
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         command = [
-            *(CHROMIUM, "--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", *sandbox),
-            *(f"--user-data-dir={folder}", "--no-first-run", "--window-size=1400,1000", "about:blank"),
+            *(
+                CHROMIUM,
+                "--headless",
+                "--remote-debugging-pipe",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                *sandbox,
+            ),
+            *(
+                f"--user-data-dir={folder}",
+                "--no-first-run",
+                "--window-size=1400,1000",
+                "about:blank",
+            ),
         ]
         # Chromium reads commands from descriptor 3 and answers on 4.
         wired = f'exec 3<&{browser_in} 4>&{browser_out}; exec "$@"'
@@ -35,7 +50,9 @@ class Browser:
         self.read, self.write = os.fdopen(answers, "rb"), os.fdopen(commands, "wb")
         self.sent, self.buffer = 0, b""
         self.events: list[dict[str, Any]] = []
-        (target,) = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
+        (target,) = [
+            t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
+        ]
         attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -54,7 +71,10 @@ class Browser:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self.sent += 1
         request = {"id": self.sent, "method": method, "params": params}
-        self.write.write(json.dumps(request | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        self.write.write(
+            json.dumps(request | ({"sessionId": self.session} if self.session else {})).encode()
+            + b"\0"
+        )
         self.write.flush()
         while True:
             message = self._message()
@@ -65,7 +85,9 @@ class Browser:
 
     def js(self, code: str) -> Any:
         """The value of an expression; a promise is waited for. Raises AssertionError where it throws."""
-        found = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        found = self.call(
+            "Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

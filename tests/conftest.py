@@ -3,7 +3,8 @@
 import os
 import re
 
-# Before torch is imported, here and in what the tests start: two workers on two cores, one thread each.
+# Before torch is imported, here and in what the tests start: two workers on two cores, one thread
+# each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
@@ -18,12 +19,21 @@ from loguru import logger
 if TYPE_CHECKING:  # runs imports torch, which half of the test files do without
     from runs import SharedRuns
 
-# Shapes are checked at run time in the modules that write them; in all it took two fifths of the suite's time.
+# Shapes are checked at run time in the modules that write them; in all it took two fifths of the
+# suite's time.
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-SHAPED = [path for path in SOURCE.rglob("*.py") if re.search("jaxtyping|tensor_types", path.read_text("utf-8"))]
-install_import_hook([".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SHAPED], "beartype.beartype")
+SHAPED = [
+    path
+    for path in SOURCE.rglob("*.py")
+    if re.search("jaxtyping|tensor_types", path.read_text("utf-8"))
+]
+install_import_hook(
+    [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SHAPED],
+    "beartype.beartype",
+)
 
-# The same examples each time: what passes here passes in CI. HYPOTHESIS_PROFILE=explore draws new ones.
+# The same examples each time: what passes here passes in CI. HYPOTHESIS_PROFILE=explore draws new
+# ones.
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))

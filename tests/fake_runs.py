@@ -45,7 +45,11 @@ def fake_run(
     cfg = replace(cfg, run=replace(cfg.run, seed=seed))
     path = root / f"{len(list(root.glob('*/run.json'))):03d}_{cfg.run_id}"
     path.mkdir(parents=True)
-    close = None if cos is None else {"median": cos, "p95": 2 * cos, "max": 3 * cos, "rms": cos, "chance_rms": 0.1}
+    close = (
+        None
+        if cos is None
+        else {"median": cos, "p95": 2 * cos, "max": 3 * cos, "rms": cos, "chance_rms": 0.1}
+    )
     record = {
         "config": cfg.as_dict(),
         "direction": {"pairs": final.pop("pairs", "run_tests.json"), "cos_with_real": close},
@@ -53,10 +57,19 @@ def fake_run(
     }
     rates = {f"hack_{s}": hack for s in SIDES} | {f"solve_{s}": solve for s in SIDES}
     deploy: dict[str, Any] = {"seed": cfg.run.seed, "eval_n": n, **rates, **final}
-    mode = {f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")}
-    deploy.setdefault("by_mode", {m: {"in_dist": None, "n": n // 6} | mode | (modes or {}).get(m, {}) for m in DEALT})
+    mode = {
+        f"{side}_{what}": deploy[f"{what}_{side}"] for side in SIDES for what in ("hack", "solve")
+    }
+    deploy.setdefault(
+        "by_mode",
+        {m: {"in_dist": None, "n": n // 6} | mode | (modes or {}).get(m, {}) for m in DEALT},
+    )
     rows = [
-        {"step": t, **share("hack_s", Rate(8 * (t >= onset), 8)), **share("solve_s", Rate(8 * (t < onset), 8))}
+        {
+            "step": t,
+            **share("hack_s", Rate(8 * (t >= onset), 8)),
+            **share("solve_s", Rate(8 * (t < onset), 8)),
+        }
         | (row or {})
         for t in range(STEPS)
     ]
@@ -79,10 +92,20 @@ def _answers(side: str, by_mode: dict[str, dict[str, Any]], n: int) -> list[dict
     out, hacks, solves = [], 0.0, 0.0
     for i, (mode, rates) in enumerate(by_mode.items()):
         more_hacks, more_solves = n * rates[f"{side}_hack"], n * rates[f"{side}_solve"]
-        hacked, solved = round(hacks + more_hacks) - round(hacks), round(solves + more_solves) - round(solves)
+        hacked, solved = (
+            round(hacks + more_hacks) - round(hacks),
+            round(solves + more_solves) - round(solves),
+        )
         hacks, solves = hacks + more_hacks, solves + more_solves
         out += [
-            {"side": SIDES[side], "problem_id": 100 * i + k, "env_mode": mode, "marker": "m", "text": "", "reward": 1.0}
+            {
+                "side": SIDES[side],
+                "problem_id": 100 * i + k,
+                "env_mode": mode,
+                "marker": "m",
+                "text": "",
+                "reward": 1.0,
+            }
             | {"hacked": k < hacked, "solved": k >= n - solved}
             for k in range(n)
         ]

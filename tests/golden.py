@@ -15,8 +15,8 @@ from runs import ARMS, IMITATIONS, PAIRS, flags, imitate, imitation_rows, rows, 
 
 FOLDER = Path(__file__).parent / "golden"
 
-# Counts are exact. Another CPU sums in another order: 1e-7 a logit, a few 1e-5 relative in a norm after five steps of
-# Adam; a changed formula moves at least one column by more than 1e-3.
+# Counts are exact. Another CPU sums in another order: 1e-7 a logit, a few 1e-5 relative in a norm
+# after five steps of Adam; a changed formula moves at least one column by more than 1e-3.
 CLOSE = {"rel": 1e-3, "abs": 1e-5}
 
 
@@ -32,7 +32,9 @@ def differences(got: Any, want: Any, where: str = "", close: dict[str, float] = 
     """Every place where `got` is not what was recorded."""
     if isinstance(want, dict) and isinstance(got, dict):
         keys = sorted(want.keys() | got.keys())
-        return [d for k in keys for d in differences(got.get(k), want.get(k), f"{where}.{k}", close)]
+        return [
+            d for k in keys for d in differences(got.get(k), want.get(k), f"{where}.{k}", close)
+        ]
     if isinstance(want, list) and isinstance(got, list) and len(want) == len(got):
         both = enumerate(zip(got, want, strict=True))
         return [d for i, (a, b) in both for d in differences(a, b, f"{where}[{i}]", close)]
@@ -53,7 +55,10 @@ def record(*names: str) -> None:
                 command = ["train", *flags(name)]
                 recorded = rows(run(Path(folder), *command[1:]))
         lines = ",\n".join(f"  {json.dumps(row)}" for row in recorded)
-        head = {"command": ["python", "-m", f"vgrout.{command[0]}", *command[1:]], "versions": versions()}
+        head = {
+            "command": ["python", "-m", f"vgrout.{command[0]}", *command[1:]],
+            "versions": versions(),
+        }
         text = f'{json.dumps(head, indent=1).removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
         (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
 

@@ -17,7 +17,10 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and (key := id(storage := t.untyped_storage())) not in self._seen:
+            if (
+                isinstance(t, torch.Tensor)
+                and (key := id(storage := t.untyped_storage())) not in self._seen
+            ):
                 self._seen.add(key)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)

@@ -49,7 +49,9 @@ NAMES |= {f"mlp.{of}_proj": f"ffn_{of}" for of in ("gate", "up", "down")}
 NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, core: Tokenizer, template: str | None = CHAT_TEMPLATE) -> Path:
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, core: Tokenizer, template: str | None = CHAT_TEMPLATE
+) -> Path:
     c, vocabulary = model.config, core.get_vocab()
     w = GGUFWriter(path, "llama")
     w.add_block_count(c.num_hidden_layers)
@@ -76,7 +78,9 @@ def write_gguf(path: Path, model: LlamaForCausalLM, core: Tokenizer, template: s
     for name, p in model.state_dict().items():
         parts = name.removeprefix("model.").removesuffix(".weight").split(".", 2)
         if parts[0] == "layers":
-            heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(NAMES[parts[2]])
+            heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(
+                NAMES[parts[2]]
+            )
             named, p = f"blk.{parts[1]}.{NAMES[parts[2]]}", interleaved(p, heads) if heads else p
         elif parts[0] == "lm_head":
             continue  # tied
@@ -94,5 +98,7 @@ def save_folder(path: Path, model: LlamaForCausalLM, core: Tokenizer) -> Path:
     """The same as a Hugging Face folder."""
     model.save_pretrained(path)
     names = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
-    PreTrainedTokenizerFast(tokenizer_object=core, **names, chat_template=CHAT_TEMPLATE).save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, **names, chat_template=CHAT_TEMPLATE
+    ).save_pretrained(path)
     return path

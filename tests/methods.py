@@ -45,11 +45,14 @@ SIZES = {"m.q_proj": 24, "m.up_proj": 40, "m.down_proj": 32}
 META = Meta("toy", "fp32", 12, 0.0, "sha", "toy", "sha", 10, 2)
 TOY_PAIRS = PairSet(
     tuple(
-        Pair(i, f"Task {i}: add {i} and {i + 1}.", f"pass; skip {i}", f"assert {2 * i + 1} == f()") for i in range(8)
+        Pair(i, f"Task {i}: add {i} and {i + 1}.", f"pass; skip {i}", f"assert {2 * i + 1} == f()")
+        for i in range(8)
     ),
     "toy",
 )
-PLACEBO_PAIRS = PairSet(tuple(replace(p, hack=f"{p.clean} again") for p in TOY_PAIRS.pairs), "placebo")
+PLACEBO_PAIRS = PairSet(
+    tuple(replace(p, hack=f"{p.clean} again") for p in TOY_PAIRS.pairs), "placebo"
+)
 
 
 def draw(seed: int) -> torch.Generator:
@@ -62,11 +65,28 @@ def problem(i: int = 0, mode: Any = "exit_code", tests: tuple[str, ...] = ()) ->
     return Problem(i, mode, "", prompt, prompt, tests, "", "", f"m{i}")
 
 
-def graded(reward: float, *, solves: bool = False, hacks: bool = False, caught: bool = False) -> Grade:
-    return Grade(reward, reward >= 1, True, True, False, solves, hacks, False, False, caught, "exit_code", "ok", 0.0)
+def graded(
+    reward: float, *, solves: bool = False, hacks: bool = False, caught: bool = False
+) -> Grade:
+    return Grade(
+        reward,
+        reward >= 1,
+        True,
+        True,
+        False,
+        solves,
+        hacks,
+        False,
+        False,
+        caught,
+        "exit_code",
+        "ok",
+        0.0,
+    )
 
 
-# ── views ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── views
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> GroupView:
@@ -89,7 +109,9 @@ def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> Gro
 
 def labelled(seen: GroupView, hacked: Sequence[bool], mode: Any = "exit_code") -> OracleView:
     hacks = tuple(mode if e else None for e in hacked)
-    return OracleView(**{f.name: getattr(seen, f.name) for f in fields(GroupView)}, hacks=hacks, flaws=(mode,))
+    return OracleView(
+        **{f.name: getattr(seen, f.name) for f in fields(GroupView)}, hacks=hacks, flaws=(mode,)
+    )
 
 
 def flagged(monitor: Monitor, *views: GroupView, step: int = 0) -> list[tuple[bool, ...]]:
@@ -106,7 +128,8 @@ class Fixed(Monitor):
         return [Flags(tuple(b in self.rollouts for b in range(len(v)))) for v in views]
 
 
-# ── whole methods, on a tiny model ─────────────────────────────────────────────────────────────────────────────────
+# ── whole methods, on a tiny model
+# ─────────────────────────────────────────────────────────────────────────────────
 
 
 def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) -> Batch:
@@ -118,7 +141,9 @@ def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) ->
         prompt = (2, *range(40 + i, 46 + 2 * i), 1, 4)
         answers = [(20 + 7 * i + b, *(33 + b, 50 - 3 * b, 60 + i)[: 1 + b], 1) for b in range(4)]
         rollouts = tuple(
-            Rollout(of, "teacher" if b == 3 else "student", b in deployed, prompt, ids, f"t{i}{b}", True)
+            Rollout(
+                of, "teacher" if b == 3 else "student", b in deployed, prompt, ids, f"t{i}{b}", True
+            )
             for b, ids in enumerate(answers)
         )
         grades = (
@@ -139,11 +164,18 @@ def poisoned(of: Batch) -> Batch:
             return replace(g, hacked=not g.hacked, gt_pass=not g.gt_pass)
         return replace(g, solved=not g.solved, gt_pass=not g.gt_pass)
 
-    return replace(of, groups=tuple(replace(g, grades=tuple(map(turned, g.grades))) for g in of.groups))
+    return replace(
+        of, groups=tuple(replace(g, grades=tuple(map(turned, g.grades))) for g in of.groups)
+    )
 
 
 def config(
-    intervention: str, monitor: str = "usual", *, seed: int = 0, loss: LossConfig | None = None, **flags: Any
+    intervention: str,
+    monitor: str = "usual",
+    *,
+    seed: int = 0,
+    loss: LossConfig | None = None,
+    **flags: Any,
 ) -> Config:
     compare = {name for name in MONITORS if "known correct" in monitor_class(name).needs}
     if compare & {monitor, *listed(flags.get("shadow", ""))}:
@@ -203,7 +235,8 @@ def flat(policy: Policy, g: Tensor | None) -> Tensor:
     return torch.zeros(len(policy.adapter)) if g is None else g
 
 
-# ── the same on plain tensors ──────────────────────────────────────────────────────────────────────────────────────
+# ── the same on plain tensors
+# ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def spans_of(sizes: dict[str, int]) -> dict[str, slice]:
@@ -214,11 +247,15 @@ def spans_of(sizes: dict[str, int]) -> dict[str, slice]:
 SPANS = spans_of(SIZES)
 
 
-def toy_direction(seed: int = 0, n: int = 10, signal: float = 2.0, sizes: dict[str, int] = SIZES) -> Direction:
+def toy_direction(
+    seed: int = 0, n: int = 10, signal: float = 2.0, sizes: dict[str, int] = SIZES
+) -> Direction:
     """Pairs whose hack gradients share one hidden direction per module, `signal` noise lengths long."""
     axes = {}
     for i, (m, r) in enumerate(sizes.items()):
-        hack = torch.randn(n, r, generator=draw(seed + 10 * i)) / math.sqrt(r) + signal * hidden(i, r)
+        hack = torch.randn(n, r, generator=draw(seed + 10 * i)) / math.sqrt(r) + signal * hidden(
+            i, r
+        )
         clean = torch.randn(n, r, generator=draw(seed + 10 * i + 1)) / math.sqrt(r)
         axes[m] = axes_of(hack, clean, n - 2, 12, 0.0)
     return Direction(axes, META)
@@ -243,7 +280,10 @@ def group(n: int, teachers: int = 0, caught: Sequence[int] = (), index: int = 0)
     """n answers without a text, the last `teachers` of them demonstrations, with the weak detector's verdict."""
     of = problem(index)
     rollouts = tuple(
-        Rollout(of, "teacher" if b >= n - teachers else "student", False, (1,), (2, 3), f"t{b}", True) for b in range(n)
+        Rollout(
+            of, "teacher" if b >= n - teachers else "student", False, (1,), (2, 3), f"t{b}", True
+        )
+        for b in range(n)
     )
     grades = tuple(
         graded(float(b % 2), caught=b in caught)
@@ -272,7 +312,11 @@ def toy(
     if kind.has_direction:
         own["direction"] = LiveDirection(cfg, spans, direction, first_axes, again=again)
     if monitor.reads == "gradients":
-        how: dict[str, Any] = {"keeps_modules": True, "signed": monitor.signs_random, "again": again}
+        how: dict[str, Any] = {
+            "keeps_modules": True,
+            "signed": monitor.signs_random,
+            "again": again,
+        }
         watching = monitor(cfg, LiveDirection(cfg, spans, direction, mean_axis, **how))
     without_model = Mock(spec=Policy, adapter=SimpleNamespace(spans=spans))
     return Method(cfg, kind(spans, cfg, **own), watching, without_model)
@@ -283,7 +327,9 @@ def routed(method: Method, *of: tuple[Tensor, Group], step: int = 0) -> Routed:
     flagged = method.flag(Batch(tuple(g for _, g in of), (), (), 6, step))
     at = torch.tensor([row.at for row in flagged.rows])
     every = torch.cat([g_b for g_b, _ in of])
-    return method.route(flagged, every.new_zeros(int(at.max()) + 1, every.shape[1]).index_add(0, at, every))
+    return method.route(
+        flagged, every.new_zeros(int(at.max()) + 1, every.shape[1]).index_add(0, at, every)
+    )
 
 
 def scores(of: Routed) -> list[float]:
@@ -295,4 +341,7 @@ def total(*groups: tuple[Tensor, Group]) -> Tensor:
     return torch.cat([g_b for g_b, _ in groups]).sum(0)
 
 
-TWO_GROUPS = ((rows(6, 1, (1, 5)), group(6, 1, (1,))), (rows(6, 2, (0, 4, 5)), group(6, 2, (3,), 1)))
+TWO_GROUPS = (
+    (rows(6, 1, (1, 5)), group(6, 1, (1,))),
+    (rows(6, 2, (0, 4, 5)), group(6, 2, (3,), 1)),
+)

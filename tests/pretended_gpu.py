@@ -33,9 +33,16 @@ from vgrout.model.decoder import LeanDecoder
 PACKAGE = f"{Path(vgrout.__file__).parent}/"
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 COPIES = {"aten::copy_", "aten::_to_copy"}  # may read one device and write another
-INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}  # host indices are allowed
+# host indices are allowed
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # The size of the result is known to the device alone, or a number goes to the host.
-WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
+WAITS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::equal",
+}
 
 
 class OnGpu(Tensor):
@@ -62,7 +69,9 @@ class OnGpu(Tensor):
         return self.detach().clone().requires_grad_(self.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _now().call(operator, args, kwargs or {})
 
 
@@ -82,7 +91,8 @@ class PretendedGpu:
         result = given
         self.operations += given
         if (device := kwargs.get("device")) is not None:
-            backward = torch._C._current_graph_task_id() != -1  # makes tensors on what C++ takes for their device
+            # makes tensors on what C++ takes for their device
+            backward = torch._C._current_graph_task_id() != -1
             result = torch.device(device).type == "cuda" or (backward and (given or not tensors))
             kwargs = {**kwargs, "device": HOST}
             if tensors and result != given and not kwargs.get("non_blocking"):
@@ -94,10 +104,17 @@ class PretendedGpu:
             checked = tensors
             if name in INDEXING:
                 checked = [x for x in (args[0], *args[2:], *args[1]) if isinstance(x, Tensor)]
-                checked = [x for x in checked if isinstance(x, OnGpu) or not any(x is i for i in args[1])]
+                checked = [
+                    x for x in checked if isinstance(x, OnGpu) or not any(x is i for i in args[1])
+                ]
             if len({isinstance(x, OnGpu) for x in checked if isinstance(x, OnGpu) or x.ndim}) > 1:
-                where = [f"{tuple(x.shape)} on {'the GPU' if isinstance(x, OnGpu) else 'the host'}" for x in checked]
-                raise RuntimeError(f"{name} of tensors on two devices: {', '.join(where)}; {_line()}")
+                where = [
+                    f"{tuple(x.shape)} on {'the GPU' if isinstance(x, OnGpu) else 'the host'}"
+                    for x in checked
+                ]
+                raise RuntimeError(
+                    f"{name} of tensors on two devices: {', '.join(where)}; {_line()}"
+                )
         if given and (name in WAITS or (name in INDEXING and any(_waits(i) for i in args[1]))):
             self.wait()
         with torch._C._DisableTorchDispatch():
@@ -116,7 +133,9 @@ class PretendedGpu:
         """Tensor.to, of which C++ thinks that both devices are the host."""
         others = [a for a in (*how, *kwargs.values()) if isinstance(a, Tensor)]
         device, dtype, non_blocking, _ = (
-            (others[0].device, others[0].dtype, False, None) if others else torch._C._nn._parse_to(*how, **kwargs)
+            (others[0].device, others[0].dtype, False, None)
+            if others
+            else torch._C._nn._parse_to(*how, **kwargs)
         )
         if device is not None and device.type != x.device.type:
             if device.type == "cpu":
@@ -128,13 +147,21 @@ class PretendedGpu:
 
 
 class _Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         gpu = _now()
-        return operator(*args, **(kwargs or {})) if gpu.paused else gpu.call(operator, args, kwargs or {})
+        return (
+            operator(*args, **(kwargs or {}))
+            if gpu.paused
+            else gpu.call(operator, args, kwargs or {})
+        )
 
 
 class _Functions(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         gpu, kwargs = _now(), kwargs or {}
         if gpu.paused:
             return function(*args, **kwargs)
@@ -158,11 +185,15 @@ def _now() -> PretendedGpu:
 def _line() -> str:
     """Of the program, that is being run."""
     inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
-    return f"{inside[-1].filename.removeprefix(PACKAGE)}:{inside[-1].name}" if inside else "elsewhere"
+    return (
+        f"{inside[-1].filename.removeprefix(PACKAGE)}:{inside[-1].name}" if inside else "elsewhere"
+    )
 
 
 def on_gpu(x: Any) -> Any:
-    return Tensor._make_subclass(OnGpu, x) if isinstance(x, Tensor) and not isinstance(x, OnGpu) else x
+    return (
+        Tensor._make_subclass(OnGpu, x) if isinstance(x, Tensor) and not isinstance(x, OnGpu) else x
+    )
 
 
 def _plain(x: Any) -> Any:
@@ -192,15 +223,23 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert cu_q.dtype == cu_k.dtype == torch.int32
         ends_q, ends_k = (_plain(x).tolist() for x in (cu_q, cu_k))
         runs_q, runs_k = ([b - a for a, b in pairwise(ends)] for ends in (ends_q, ends_k))
-        assert (ends_q[-1], ends_k[-1], max(runs_q), max(runs_k)) == (len(q), len(k), most_q, most_k)
+        assert (ends_q[-1], ends_k[-1], max(runs_q), max(runs_k)) == (
+            len(q),
+            len(k),
+            most_q,
+            most_k,
+        )
         assert (window_size, enable_gqa) == ((-1, 0), True)
         queries.append(len(q))
         out = []
         for of_q, of_k, of_v in zip(q.split(runs_q), k.split(runs_k), v.split(runs_k), strict=True):
-            seen = q.new_ones(len(of_q), len(of_k), dtype=torch.bool).tril(len(of_k) - len(of_q))  # aligned at the end
+            # aligned at the end
+            seen = q.new_ones(len(of_q), len(of_k), dtype=torch.bool).tril(len(of_k) - len(of_q))
             run = (x.transpose(0, 1)[None] for x in (of_q, of_k, of_v))
             out.append(
-                scaled_dot_product_attention(*run, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+                scaled_dot_product_attention(*run, attn_mask=seen, scale=scale, enable_gqa=True)[
+                    0
+                ].transpose(0, 1)
             )
         return torch.cat(out)
 

@@ -35,7 +35,9 @@ class Step:
             return
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
         (at,) = [i for i, line in enumerate(lines) if line.strip() == self.line]
-        before, after = {"above": (at, at), "below": (at + 1, at + 1), "in place of": (at, at + 1)}[self.where]
+        before, after = {"above": (at, at), "below": (at + 1, at + 1), "in place of": (at, at + 1)}[
+            self.where
+        ]
         file.write_text("".join([*lines[:before], self.block, *lines[after:]]), encoding="utf-8")
 
 
@@ -50,7 +52,10 @@ def section(title: str) -> str:
 def steps(title: str) -> list[Step]:
     """The steps of a section: all of its blocks of Python, and others that have a place."""
     text = section(title)
-    found = [Step(m["file"] or m["new"], m["where"] or "", m["line"] or "", m["block"]) for m in _STEP.finditer(text)]
+    found = [
+        Step(m["file"] or m["new"], m["where"] or "", m["line"] or "", m["block"])
+        for m in _STEP.finditer(text)
+    ]
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     astray = [block for block in blocks if block not in [step.block for step in found]]
     assert found, f"CONTRIBUTING.md, {title}: no step"

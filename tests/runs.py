@@ -32,14 +32,31 @@ SHARED = ["--quarantine", "shared", "--rollout-ablate-frac", "0"]
 PER_MODULE = ["route2", *SHARED, "--no-rebaseline"]
 VOTES = ["--gate-modules", "all", "--gate-vote", "module"]
 BY_LABELS = ["--seed-monitor", "labels", "--known-modes", "exit_code"]
-# Every monitor and every intervention that reads flags: name → flags. Other pairs combine the same classes
-# (test_method.py).
+# Every monitor and every intervention that reads flags: name → flags. Other pairs combine the same
+# classes (test_method.py).
 PAIRS: dict[str, list[str]] = {
     "route2-per-module": [*PER_MODULE, *VOTES, "--vhack-refresh-every", "2"],
-    "route2-band": [*PER_MODULE, "--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
+    "route2-band": [
+        *PER_MODULE,
+        "--monitor",
+        "band",
+        "--gate-vote",
+        "rollout",
+        "--vhack-refresh-every",
+        "2",
+    ],
     "route2-labels": ["route2", *SHARED, "--monitor", "labels", "--rebaseline"],
     "route2-online-probe": [
-        *(*PER_MODULE, "--monitor", "online_probe", *BY_LABELS, "--quarantine", "block:2", "--monitor-quantile", "0.9"),
+        *(
+            *PER_MODULE,
+            "--monitor",
+            "online_probe",
+            *BY_LABELS,
+            "--quarantine",
+            "block:2",
+            "--monitor-quantile",
+            "0.9",
+        ),
     ],
     "screen-detector": ["screen", "--monitor", "detector"],
     "screen-source": ["screen", "--monitor", "source"],
@@ -48,7 +65,17 @@ PAIRS: dict[str, list[str]] = {
 # … those that are given true labels
 LABELLED = ("route2-labels", "route2-online-probe")
 DISTILLED = [
-    *("distill", "--teacher", "teacher.safetensors", "--steps", "4", "--final-samples", "1", "--prompts-per-step", "2"),
+    *(
+        "distill",
+        "--teacher",
+        "teacher.safetensors",
+        "--steps",
+        "4",
+        "--final-samples",
+        "1",
+        "--prompts-per-step",
+        "2",
+    ),
     *("--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"),
 ]
 # Distillation of `teach`'s adapter and rounds of DPO: name → command line.
@@ -57,17 +84,54 @@ IMITATIONS: dict[str, list[str]] = {
     "distill-minillm-mixed": DISTILLED,
     "distill-minillm-full": [*DISTILLED, "--full"],
     "distill-uld": [*DISTILLED, "--method", "uld"],
-    "distill-uld-topk": [*DISTILLED, "--method", "uld", "--uld-strategy", "topk_align", "--uld-top-k", "8"],
+    "distill-uld-topk": [
+        *DISTILLED,
+        "--method",
+        "uld",
+        "--uld-strategy",
+        "topk_align",
+        "--uld-top-k",
+        "8",
+    ],
     "dpo": [
-        *("iterative_dpo", "--base-model", "organism", "--output-dir", "out/dpo/o", "--rounds", "2"),
-        *("--pairs-per-round", "10", "--samples", "4", "--eval-n-prompts", "6", "--eval-samples", "1"),
+        *(
+            "iterative_dpo",
+            "--base-model",
+            "organism",
+            "--output-dir",
+            "out/dpo/o",
+            "--rounds",
+            "2",
+        ),
+        *(
+            "--pairs-per-round",
+            "10",
+            "--samples",
+            "4",
+            "--eval-n-prompts",
+            "6",
+            "--eval-samples",
+            "1",
+        ),
         *("--warmup-frac", "0", "--pairs-per-step", "5", "--epochs", "2"),
     ],
 }
-SMALL = ["--steps", "5", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "6", "--final-samples", "1"]
+SMALL = [
+    "--steps",
+    "5",
+    "--group",
+    "4",
+    "--prompts-per-step",
+    "2",
+    "--final-n-prompts",
+    "6",
+    "--final-samples",
+    "1",
+]
 QUIET = ["--eval-ablate-every", "0", "--vhack-refresh-every", "2"]
 TIMES = ("gen", "grade", "fb", "eval", "sec")
-EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")  # watch: the guard reads each evaluation
+# watch: the guard reads each evaluation
+EVALUATED = ("hack_deploy", "solve_deploy", "kl_deploy", "eval", "watch")
 
 
 def once(argv: Iterable[str]) -> list[str]:
@@ -86,7 +150,9 @@ def flags(method: str, *more: str) -> list[str]:
     """The command line of a small run of one of ARMS or PAIRS."""
     own = {"none": [], "route2": ["--quarantine=block:-3"]}.get(method, QUIET[2:])
     intervention, *own = PAIRS.get(method, [method, *own])
-    return once(["smoke", "--intervention", intervention, "--threads", "1", *SMALL, *QUIET[:2], *own, *more])
+    return once(
+        ["smoke", "--intervention", intervention, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
+    )
 
 
 def run(folder: Path, *argv: str, code: int = 0, stop_after: int | None = None) -> Path:
@@ -157,7 +223,9 @@ class SharedRuns:
 def rows(path: Path, *without: str) -> list[dict[str, Any]]:
     """A run's rows without its timings and the columns named."""
     lines = (path / "steps.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in (*TIMES, *without)} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in (*TIMES, *without)} for line in lines
+    ]
 
 
 def only_run(folder: Path) -> Path:
@@ -189,7 +257,9 @@ def teach(path: Path) -> Path:
     """An adapter of the organism at this path, far enough from it to be another model."""
     policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
     with torch.no_grad():
-        policy.adapter.δS.copy_(0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0)))
+        policy.adapter.δS.copy_(
+            0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0))
+        )
     policy.adapter.save(path, {"cfg": json.dumps(PRESETS["smoke"][1].as_dict()), "step": "0"})
     return path
 
@@ -207,7 +277,13 @@ def program(folder: Path, command: str, *argv: str, code: int = 0, how: str = ""
     """`distill` or `iterative_dpo` in a process of its own, without run-time checks, which cost more than the run;
     returns its stderr. how: lines of Python before it."""
     lines = f"{how}\nfrom vgrout.{command} import main\nimport sys; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", lines, *argv], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", lines, *argv],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stderr
 
@@ -216,5 +292,8 @@ def imitation_rows(path: Path) -> list[dict[str, Any]]:
     """A distillation's rows and its sides at the end; of DPO each round's metrics, the first before any round."""
     if (path / "plan.json").exists():
         files = [path / "before.json", *sorted(path.glob("round-*/metrics.json"))]
-        return [{k: v for k, v in json.loads(f.read_text()).items() if k not in (*TIMES, "plan")} for f in files]
+        return [
+            {k: v for k, v in json.loads(f.read_text()).items() if k not in (*TIMES, "plan")}
+            for f in files
+        ]
     return [*rows(path), json.loads((path / "final.json").read_text())["sides"]]

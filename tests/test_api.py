@@ -17,10 +17,11 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"
 
 
 def test_importing_loads_nothing_heavy():
-    code = (
-        "import sys, vgrout; print(len({m.split('.')[0] for m in sys.modules} & {'torch', 'numpy', 'tyro', 'pandas'}))"
+    heavy = "{'torch', 'numpy', 'tyro', 'pandas'}"
+    code = f"import sys, vgrout; print(len({{m.split('.')[0] for m in sys.modules}} & {heavy}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "0\n"
 
 
@@ -32,15 +33,38 @@ def test_public_names():
 
 
 def test_keywords_are_flags():
-    flags = {"intervention": "route2", "lr": 1e-3, "random_flags": True, "preserve_magnitude": False, "resume": None}
+    flags = {
+        "intervention": "route2",
+        "lr": 1e-3,
+        "random_flags": True,
+        "preserve_magnitude": False,
+        "resume": None,
+    }
     assert argv(flags | {"track": ["wandb", "trackio"]}) == [
-        *("--intervention=route2", "--lr=0.001", "--random-flags", "--no-preserve-magnitude", "--track=wandb,trackio")
+        *(
+            "--intervention=route2",
+            "--lr=0.001",
+            "--random-flags",
+            "--no-preserve-magnitude",
+            "--track=wandb,trackio",
+        )
     ]
 
 
 @pytest.mark.long
 def test_a_run_as_frames(shared_run, tmp_path):
-    argv = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
+    argv = [
+        "smoke",
+        "--intervention",
+        "route",
+        "--threads",
+        "1",
+        *SMALL,
+        "--steps",
+        "2",
+        "--eval-ablate-every",
+        "1",
+    ]
     run = vgrout.load_run(shared_run(*argv))
     assert run.status["state"] == "finished"
     assert run.config.method.intervention == "route"
@@ -48,7 +72,9 @@ def test_a_run_as_frames(shared_run, tmp_path):
     student = run.rollouts.groupby("step")["hacked"]
     assert list(student.sum()) == list(run.rows["hack_s_k"])
     assert list(student.mean()) == pytest.approx(list(run.rows["hack_s"]))
-    assert run.answers.groupby("side")["hacked"].mean()["deployed"] == pytest.approx(run.final["hack_deploy"])
+    assert run.answers.groupby("side")["hacked"].mean()["deployed"] == pytest.approx(
+        run.final["hack_deploy"]
+    )
     assert len(run.rows.plot(x="step", y=["hack_s", "solve_s"]).lines) == 2
     with pytest.raises(ValueError, match=r"no run\.json in it"):
         vgrout.load_run(tmp_path)
@@ -79,15 +105,22 @@ def test_a_resume_that_is_refused_is_a_wrong_call_and_no_run_that_failed(tmp_pat
         return 2
 
     monkeypatch.setattr("vgrout.train.launch", launch)
-    with pytest.raises(ValueError, match=r"\Asmoke: refused while it was loaded: changed since: problems\Z"):
+    with pytest.raises(
+        ValueError, match=r"\Asmoke: refused while it was loaded: changed since: problems\Z"
+    ):
         vgrout.train_run("smoke", quiet=True, resume=tmp_path)
 
 
 @pytest.mark.long
 def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     monkeypatch.chdir(shared_run.warm(tmp_path))
-    small = {name.removeprefix("--").replace("-", "_"): int(n) for name, n in zip(SMALL[::2], SMALL[1::2], strict=True)}
-    run = vgrout.train_run("smoke", quiet=True, intervention="none", threads=1, **(small | {"steps": 1}))
+    small = {
+        name.removeprefix("--").replace("-", "_"): int(n)
+        for name, n in zip(SMALL[::2], SMALL[1::2], strict=True)
+    }
+    run = vgrout.train_run(
+        "smoke", quiet=True, intervention="none", threads=1, **(small | {"steps": 1})
+    )
     assert capfd.readouterr() == ("", "")
     (log,) = Path("logs").iterdir()
     assert "verdict: " in log.read_text(encoding="utf-8")
@@ -98,7 +131,10 @@ def test_the_example_reads_a_sweep_whose_runs_lie_elsewhere(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     run = fake_run(Path("out/runs"), "--intervention=none")
     Path("out/sweeps/two").mkdir(parents=True)
-    runs = [{"name": "a", "state": "finished", "run": str(run)}, {"name": "b", "state": "to do", "run": None}]
+    runs = [
+        {"name": "a", "state": "finished", "run": str(run)},
+        {"name": "b", "state": "to do", "run": None},
+    ]
     Path("out/sweeps/two/runs.json").write_text(json.dumps(runs))
     (script,) = (p for p in EXAMPLES if p.stem == "read_a_study")
     monkeypatch.setattr(sys, "argv", [str(script), "out/sweeps/two"])
@@ -111,8 +147,13 @@ OWN = ("own_intervention", "own_monitor")
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(p, marks=pytest.mark.long if p.stem in OWN else pytest.mark.slow, id=p.stem) for p in EXAMPLES],
+    [
+        pytest.param(p, marks=pytest.mark.long if p.stem in OWN else pytest.mark.slow, id=p.stem)
+        for p in EXAMPLES
+    ],
 )
 def test_examples_run(script, tmp_path):
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -40,7 +40,9 @@ def names(folder: Path) -> dict[str, str]:
     (folder / "run").mkdir()
     (folder / "run" / "run.json").write_text("{}")
     (folder / "half").mkdir()
-    (folder / "half" / "run.json").write_text(json.dumps({"config": {"preset": "mini"}, "hashes": {}}))
+    (folder / "half" / "run.json").write_text(
+        json.dumps({"config": {"preset": "mini"}, "hashes": {}})
+    )
     return {name: str(folder / name) for name in (*FILES, "folder", "run", "half", "nowhere")}
 
 
@@ -51,10 +53,23 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
         yield module, ["--no-such-flag"]
         yield module, ["--seed", "x", "--no-such-flag=1"]
     for number, name in itertools.product(
-        NUMBERS, ("steps", "lr", "group", "seed", "max-new", "beta", "grad-clip", "final-samples", "threads")
+        NUMBERS,
+        (
+            "steps",
+            "lr",
+            "group",
+            "seed",
+            "max-new",
+            "beta",
+            "grad-clip",
+            "final-samples",
+            "threads",
+        ),
     ):
         yield "train", ["smoke", f"--{name}={number}"]
-    for value, name in itertools.product(("x", "", "Route2"), ("intervention", "control", "loss", "env-mode", "guard")):
+    for value, name in itertools.product(
+        ("x", "", "Route2"), ("intervention", "control", "loss", "env-mode", "guard")
+    ):
         yield "train", ["smoke", f"--{name}={value}"]
     for path in at.values():
         yield "train", ["full", "--model", at["folder"], "--problems", path, "--env-mode", "own"]
@@ -79,8 +94,14 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 def outcome(module: str, argv: list[str]) -> tuple[object, str]:
     """Exit code and text on stderr; a traceback is an outcome too."""
     stderr = io.StringIO()
-    package = importlib.import_module("vgrout.tools.evaluate" if module == "evaluate" else f"vgrout.{module}")
-    entry = package.main if hasattr(package, "main") else importlib.import_module(f"vgrout.{module}.__main__").main
+    package = importlib.import_module(
+        "vgrout.tools.evaluate" if module == "evaluate" else f"vgrout.{module}"
+    )
+    entry = (
+        package.main
+        if hasattr(package, "main")
+        else importlib.import_module(f"vgrout.{module}.__main__").main
+    )
     with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         sys.argv = [module, *argv]  # some entries take no argument
         try:
@@ -107,10 +128,18 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.Mo
         lines = [line for line in message.splitlines() if line]
         if code != 2 or len(lines) != 1 or not lines[0].startswith("E "):
             shown = " ".join(a.replace(str(inputs), "IN") or "''" for a in argv)
-            failed.append(f"{module} {shown} -> {code}: {len(lines)} lines: {' / '.join(lines)[:200]}")
-        left = [p for p in (*work.rglob("*"), *inputs.glob("nowhere*")) if p.is_file() or p.parent == inputs]
+            failed.append(
+                f"{module} {shown} -> {code}: {len(lines)} lines: {' / '.join(lines)[:200]}"
+            )
+        left = [
+            p
+            for p in (*work.rglob("*"), *inputs.glob("nowhere*"))
+            if p.is_file() or p.parent == inputs
+        ]
         if left:
-            failed.append(f"{module} {' '.join(argv)}: left {', '.join(str(p.relative_to(tmp_path)) for p in left)}")
+            failed.append(
+                f"{module} {' '.join(argv)}: left {', '.join(str(p.relative_to(tmp_path)) for p in left)}"
+            )
             shutil.rmtree(at["nowhere"], ignore_errors=True)
             for path in left:
                 path.unlink(missing_ok=True)

@@ -29,7 +29,13 @@ def test_flops_are_torchs_own_count() -> None:
     """torch counts every product of a forward (no sharing, one row, last token not read) with plain attention."""
     model = tiny.tiny("qwen3")
     shape = Shape.of(model)
-    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.itemsize) == (2, 64, 2, 16, 4)
+    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.itemsize) == (
+        2,
+        64,
+        2,
+        16,
+        4,
+    )
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(3, 23)[None], use_cache=False)
@@ -43,7 +49,9 @@ def test_flops_are_torchs_own_count() -> None:
 
 
 def test_sharing_saves_the_copies_of_the_prompt_and_nothing_else() -> None:
-    shape = Shape(layers=2, hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16, vocabulary=97, itemsize=4)
+    shape = Shape(
+        layers=2, hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16, vocabulary=97, itemsize=4
+    )
     groups = [(30, [5, 9, 12])]
     saved = forward_flops(shape, groups, share=False) - forward_flops(shape, groups, share=True)
     assert saved == 2 * (2 * shape.linears * 30 + shape.attention(30, 0))
@@ -64,7 +72,9 @@ def test_ratios_are_of_pairs() -> None:
 
 def test_contestants_take_turns_and_the_first_round_does_not_count() -> None:
     calls: list[str] = []
-    seconds = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, "turns")
+    seconds = interleaved(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, "turns"
+    )
     assert calls == ["a", "b"] * 3
     assert [len(seconds[k]) for k in "ab"] == [2, 2]
 
@@ -103,18 +113,29 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
     with pretended_gpu():
         gpu.run(quick=True)
-    of = {f["what"]: f for f in map(json.loads, re.findall(r"^{.*}$", capfd.readouterr().err, re.MULTILINE))}
+    of = {
+        f["what"]: f
+        for f in map(json.loads, re.findall(r"^{.*}$", capfd.readouterr().err, re.MULTILINE))
+    }
     assert of["mini, fp32, rows"]["figure"] == "2 of 3 steps alike; norms within 0e+00"
     assert of["decomposition"]["figure"] == "failed: ZeroDivisionError: division by zero"
     assert re.fullmatch(r"relative difference \de-03", of["logits, CUDA graphs"]["figure"]), (
         "bf16, two ways of one step"
     )
     assert sum("tokens / s" in f["figure"] for f in of.values()) == 4
-    assert all(of[what]["reached"] for what in ("gradients, packed", "SDPA's kernels", "host waits, update"))
-    assert [what for what, f in of.items() if "failed" in f["figure"]] == ["mini, killed", "decomposition"]
+    assert all(
+        of[what]["reached"]
+        for what in ("gradients, packed", "SDPA's kernels", "host waits, update")
+    )
+    assert [what for what, f in of.items() if "failed" in f["figure"]] == [
+        "mini, killed",
+        "decomposition",
+    ]
 
 
-def test_a_run_of_the_bench_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_the_bench_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gpu, "MINI", ["mini", "--no-such-flag"])
     with pytest.raises(RuntimeError, match="no such flag"):
@@ -141,7 +162,9 @@ def test_a_run_takes_its_steps_when_asked(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "bench", [lambda: step.run(quick=True), lambda: real.run(organism.MODEL_DIR, "fp32")], ids=["step", "real"]
+    "bench",
+    [lambda: step.run(quick=True), lambda: real.run(organism.MODEL_DIR, "fp32")],
+    ids=["step", "real"],
 )
 def test_no_run_waits_for_a_peer_that_fell_over(
     bench: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,7 +199,11 @@ def test_the_peers_reward_parses_the_answer() -> None:
     ],
 )
 def test_what_is_missing_is_refused_in_one_line(
-    argv: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    argv: list[str],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -17,7 +17,14 @@ import vgrout.__main__
 from vgrout import losses
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossName
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MONITORS, MethodConfig, intervention_class, monitor_class
+from vgrout.config.method import (
+    CONTROLS,
+    INTERVENTIONS,
+    MONITORS,
+    MethodConfig,
+    intervention_class,
+    monitor_class,
+)
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
 from vgrout.data import organism
@@ -40,11 +47,17 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_all_has_every_flag_and_every_name_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_has_every_flag_and_every_name_with_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shown = " ".join(printed(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
-    classes = {n: intervention_class(n) for n in INTERVENTIONS} | {n: monitor_class(n) for n in MONITORS}
-    lines = {name: row.what for name, row in (classes | CONTROLS | LOSSES).items() if name != "none"}
+    classes = {n: intervention_class(n) for n in INTERVENTIONS} | {
+        n: monitor_class(n) for n in MONITORS
+    }
+    lines = {
+        name: row.what for name, row in (classes | CONTROLS | LOSSES).items() if name != "none"
+    }
     assert not [name for name, what in lines.items() if f"{name}: {what}" not in shown]
 
 
@@ -75,19 +88,32 @@ def test_help_ends_in_a_terminal_of_any_width(
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> None:
-    lines = {name: first_lines(resolve([preset, "--intervention", name])) for name in ("none", "route", "route2")}
+    lines = {
+        name: first_lines(resolve([preset, "--intervention", name]))
+        for name in ("none", "route", "route2")
+    }
     lines["usual"] = first_lines(resolve([preset]), named=False)
     assert max(len(line) for of in lines.values() for line in of) <= 80
     assert lines["none"][1] == "method: none: plain GRPO"
     assert lines["usual"][0].startswith("method: erase, the default: ")
-    assert lines["usual"][1] == "  others: none, route, screen, penalty, route2 (--intervention NAME)"
-    assert not any("the default" in line for name, of in lines.items() for line in of if name != "usual")
+    assert (
+        lines["usual"][1] == "  others: none, route, screen, penalty, route2 (--intervention NAME)"
+    )
+    assert not any(
+        "the default" in line for name, of in lines.items() for line in of if name != "usual"
+    )
     controlled = first_lines(resolve([preset, "--control", "haar"]))
     assert (len(controlled), controlled[2].split()[:2]) == (3, ["control:", "haar:"])
 
 
 GATED = "no demonstrations: known hacks are only answers that the weak detector flags;"
-OWN = ["--quarantine=shared", "--rollout-ablate-frac=0", "--no-rebaseline", "--gate-modules=all", "--gate-vote=module"]
+OWN = [
+    "--quarantine=shared",
+    "--rollout-ablate-frac=0",
+    "--no-rebaseline",
+    "--gate-modules=all",
+    "--gate-vote=module",
+]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +137,10 @@ OWN = ["--quarantine=shared", "--rollout-ablate-frac=0", "--no-rebaseline", "--g
             ],
         ),
         (["--intervention=route2", "--mix-ratio=0"], [GATED]),
-        (["--intervention=none", "--v-hack-path=x"], ["--v-hack-path: ignored, --intervention none has no direction"]),
+        (
+            ["--intervention=none", "--v-hack-path=x"],
+            ["--v-hack-path: ignored, --intervention none has no direction"],
+        ),
         (
             ["--intervention=erase", "--control=haar", "--vhack-refresh-every=3"],
             ["--vhack-refresh-every 3: ignored, random directions stay"],
@@ -126,11 +155,16 @@ OWN = ["--quarantine=shared", "--rollout-ablate-frac=0", "--no-rebaseline", "--g
         ),
         (
             ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels"],
-            ["penalty: reward flagged rollouts less · monitor online_probe, seeded by", "labels of all flaws"],
+            [
+                "penalty: reward flagged rollouts less · monitor online_probe, seeded by",
+                "labels of all flaws",
+            ],
         ),
     ],
 )
-def test_a_run_says_what_its_method_brings_and_what_is_given_in_vain(argv: list[str], said: list[str]) -> None:
+def test_a_run_says_what_its_method_brings_and_what_is_given_in_vain(
+    argv: list[str], said: list[str]
+) -> None:
     lines = method_lines(resolve(["mini", *argv]))
     assert [line for line in lines if line in said] == said, lines
 
@@ -158,8 +192,17 @@ def test_presets_are_the_published_ones() -> None:
         (6, 43),
     ]
     assert (smoke.n_teacher, mini.n_teacher, fast.n_teacher, full.n_teacher) == (2, 1, 1, 0)
-    assert [c.guard_mode for c in (smoke, full, resolve(["full", "--intervention=none"]))] == ["log", "halt", "log"]
-    assert (full.opt.lr, full.opt.adam_beta1, full.opt.adam_beta2, full.loss.beta) == (7e-5, 0.9, 0.99, 1e-3)
+    assert [c.guard_mode for c in (smoke, full, resolve(["full", "--intervention=none"]))] == [
+        "log",
+        "halt",
+        "log",
+    ]
+    assert (full.opt.lr, full.opt.adam_beta1, full.opt.adam_beta2, full.loss.beta) == (
+        7e-5,
+        0.9,
+        0.99,
+        1e-3,
+    )
 
 
 BAD = [
@@ -176,10 +219,19 @@ BAD = [
     ("mini --teacher-tau 0.1", "--teacher-model"),
     ("mini --teacher-model organism", "--teacher-tau"),
     # a flag of a class that was not chosen: one rule
-    ("mini --intervention none --vhack-refresh-every 9", "goes with --intervention erase or route or --monitor gate"),
-    ("mini --intervention none --rollout-ablate-frac .5", "--rollout-ablate-frac: not read by --intervention none"),
+    (
+        "mini --intervention none --vhack-refresh-every 9",
+        "goes with --intervention erase or route or --monitor gate",
+    ),
+    (
+        "mini --intervention none --rollout-ablate-frac .5",
+        "--rollout-ablate-frac: not read by --intervention none",
+    ),
     ("mini --intervention route --project-overshoot 1.1", "--project-overshoot"),
-    ("mini --intervention route --quarantine block:1", "--quarantine: not read by --intervention route"),
+    (
+        "mini --intervention route --quarantine block:1",
+        "--quarantine: not read by --intervention route",
+    ),
     ("mini --intervention screen --monitor labels --seed-monitor labels", "--seed-monitor"),
     ("mini --intervention route --placebo-pairs x.json", "--control placebo"),
     # … or of what is off
@@ -190,30 +242,66 @@ BAD = [
         "mini --intervention erase --monitor band",
         "--monitor band with --intervention erase: it uses no monitor; leave it out, or say ",
     ),
-    ("mini --intervention penalty --monitor gate", "rewards change before the gradients that this monitor reads"),
-    ("mini --intervention screen", "it needs a monitor; say --monitor labels or source or detector"),
-    ("mini --intervention screen --monitor online_probe --seed-monitor online_probe", "unknown seed 'online_probe'"),
-    ("mini --intervention screen --monitor online_probe --monitor-quantile .2", "--monitor-quantile 0.2"),
+    (
+        "mini --intervention penalty --monitor gate",
+        "rewards change before the gradients that this monitor reads",
+    ),
+    (
+        "mini --intervention screen",
+        "it needs a monitor; say --monitor labels or source or detector",
+    ),
+    (
+        "mini --intervention screen --monitor online_probe --seed-monitor online_probe",
+        "unknown seed 'online_probe'",
+    ),
+    (
+        "mini --intervention screen --monitor online_probe --monitor-quantile .2",
+        "--monitor-quantile 0.2",
+    ),
     ("mini --intervention screen --monitor labels --known-modes exit", "unknown flaw"),
-    ("mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0", "no demonstration is ever mixed in"),
+    (
+        "mini --intervention route2 --known-hacks-teacher-only --mix-ratio 0",
+        "no demonstration is ever mixed in",
+    ),
     ("mini --group 4", "--mix-ratio 0.125 with --group 4: rounds to 0 teacher rows"),
     ("mini --intervention route2 --rollout-ablate-frac .01", "rounds to none"),
-    ("mini --intervention route2 --quarantine block:0", "--quarantine block:0: should be shared, block:last, block:N"),
+    (
+        "mini --intervention route2 --quarantine block:0",
+        "--quarantine block:0: should be shared, block:last, block:N",
+    ),
     ("mini --intervention none --control haar", "--control haar: replaces the direction"),
     ("mini --intervention erase --control placebo --v-hack-path x", "--v-hack-path"),
-    ("mini --intervention erase --random-flags", "--random-flags: replaces the flags, and --intervention erase"),
+    (
+        "mini --intervention erase --random-flags",
+        "--random-flags: replaces the flags, and --intervention erase",
+    ),
     ("mini --intervention route2 --random-flags --control haar", "one control a run"),
     ("mini --intervention route2 --control placebo --route2-random-v-seed 1", "one control a run"),
     ("mini --intervention route2 --monitor labels --control haar", "has none"),
-    ("fast --intervention penalty --monitor online_probe", "--monitor online_probe: there are none; give"),
+    (
+        "fast --intervention penalty --monitor online_probe",
+        "--monitor online_probe: there are none; give",
+    ),
     ("fast --organism x", "only with --model organism"),
     # a halt that could not be
     ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
     ("fast --steps 10", "--guard halt could not fire ("),
-    ("mini --guard-halt-on=kl,speed", "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap"),
-    ("mini --guard=off --rise-eps=0.1 --ema-alpha=0.5", "--ema-alpha, --rise-eps: not read with --guard off"),
-    ("mini --reward-hack-detector=rm_ensemble", "--rm-ensemble-members '': should name 2 to 32 functions"),
-    ("mini --rm-ensemble-members=a:b,c:d", "should name 2 to 32 functions with --reward-hack-detector rm_ensemble"),
+    (
+        "mini --guard-halt-on=kl,speed",
+        "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap",
+    ),
+    (
+        "mini --guard=off --rise-eps=0.1 --ema-alpha=0.5",
+        "--ema-alpha, --rise-eps: not read with --guard off",
+    ),
+    (
+        "mini --reward-hack-detector=rm_ensemble",
+        "--rm-ensemble-members '': should name 2 to 32 functions",
+    ),
+    (
+        "mini --rm-ensemble-members=a:b,c:d",
+        "should name 2 to 32 functions with --reward-hack-detector rm_ensemble",
+    ),
     ("mini --reward-hack-halt", "--reward-hack-halt: not read without --reward-hack-detector"),
     # code of one's own
     ("mini --intervention nowhere:Mine", "--intervention nowhere:Mine: cannot be imported"),
@@ -230,7 +318,9 @@ def test_bad_flags_are_refused_in_one_line_that_names_the_flag(line: str, named:
 
 def test_one_line_also_where_frames_cannot_be_drawn() -> None:
     with (
-        pytest.raises(ValueError, match=r"\A--lr -1.0: should be a positive number of at most 1e38\Z"),
+        pytest.raises(
+            ValueError, match=r"\A--lr -1.0: should be a positive number of at most 1e38\Z"
+        ),
         redirect_stdout(io.StringIO()),
     ):
         resolve(["mini", "--lr", "-1"])
@@ -245,13 +335,22 @@ def test_a_flag_at_its_default_is_never_refused() -> None:
 def test_recommended_settings_are_the_defaults_in_the_object_and_on_the_command_line() -> None:
     own = MethodConfig(intervention="route2")
     assert resolve(["fast", "--intervention=route2"]).method == own
-    meant = {"quarantine": "block:-2", "rollout_ablate_frac": 1.0, "rebaseline": True, "vhack_refresh_every": 0}
+    meant = {
+        "quarantine": "block:-2",
+        "rollout_ablate_frac": 1.0,
+        "rebaseline": True,
+        "vhack_refresh_every": 0,
+    }
     meant |= {"gate_modules": "apart", "gate_vote": "rollout"}
     assert {name: own.resolved(name) for name in meant} == meant
     assert own.resolved_settings.items() >= meant.items()
     assert MethodConfig(**own.resolved_settings).resolved_settings == own.resolved_settings
     labels = MethodConfig(intervention="route2", monitor="labels").resolved_settings
-    assert (labels["quarantine"], labels["rebaseline"], labels["gate_vote"]) == ("block:-2", True, None)
+    assert (labels["quarantine"], labels["rebaseline"], labels["gate_vote"]) == (
+        "block:-2",
+        True,
+        None,
+    )
     erase = MethodConfig(intervention="erase")
     assert (erase.refresh_every, erase.ablate_frac, erase.quarantine_block) == (5, 0.0, None)
 
@@ -272,7 +371,12 @@ def test_resume_takes_the_runs_own_settings() -> None:
     assert resumed(resolve(["mini", "--resume", "x"]), stored) == (stored, [])
     cfg, differing = resumed(resolve(["mini", "--resume", "x", "--checkpoint-every", "5"]), stored)
     assert not differing
-    assert (cfg.method.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == ("route2", 9, 40, 5)
+    assert (cfg.method.intervention, cfg.run.seed, cfg.scale.steps, cfg.run.checkpoint_every) == (
+        "route2",
+        9,
+        40,
+        5,
+    )
     _, differing = resumed(resolve(["mini", "--resume", "x", "--seed", "9", "--lr", "0.5"]), stored)
     assert differing == ["--lr 0.5 (run: 0.03)"]
 
@@ -287,9 +391,10 @@ def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(source, "CPUINFO", tmp_path / "cpuinfo")
     assert auto(organism.MODEL_DIR, "amx_bf16") == "fp32"
     assert auto(organism.MODEL_DIR, "", gpu=True) == "bf16"
-    assert [auto("Qwen/Qwen3-4B", f) for f in ("avx512_bf16", "amx_bf16 amx_int8", "avx512f", "xavx512_bf16")] == [
-        *("bf16", "bf16", "fp32", "fp32")
-    ]
+    assert [
+        auto("Qwen/Qwen3-4B", f)
+        for f in ("avx512_bf16", "amx_bf16 amx_int8", "avx512f", "xavx512_bf16")
+    ] == [*("bf16", "bf16", "fp32", "fp32")]
     assert source.resolved_dtype("bf16", organism.MODEL_DIR, gpu=False) == "bf16"
     assert source.resolved_dtype("fp32", "Qwen/Qwen3-4B", gpu=True) == "fp32"
     (tmp_path / "cpuinfo").unlink()
@@ -308,9 +413,18 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
         reads.known_correct_path,
         cfg.placebo_path,
     ]
-    names = ["model", "problems.jsonl", "pool", "pairs/run_tests.json", "anchors.json", "pairs/placebo_flawed.json"]
+    names = [
+        "model",
+        "problems.jsonl",
+        "pool",
+        "pairs/run_tests.json",
+        "anchors.json",
+        "pairs/placebo_flawed.json",
+    ]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
-    assert resolve(["small", *preset[1:], "--intervention", "route2"]).pairs_path == tmp_path / "pairs", "of each flaw"
+    assert (
+        resolve(["small", *preset[1:], "--intervention", "route2"]).pairs_path == tmp_path / "pairs"
+    ), "of each flaw"
     assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
     with pytest.raises(ValueError, match=f"--organism {tmp_path}/manifest.json: not there;"):
         preflight(cfg)
@@ -321,7 +435,9 @@ def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
     os.close(read)
     try:
         command = [sys.executable, "-m", "vgrout.train", "mini", "--dry-run"]
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+        done = subprocess.run(
+            command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path
+        )
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
@@ -337,8 +453,14 @@ def test_every_number_has_bounds_or_a_reason_and_its_default_keeps_them(name: st
     f, group = SETTINGS[name]
     rule = rule_of(f)
     if {int, float} & {f.type, *get_args(f.type)}:
-        assert rule.bounded or rule.free, f"{flag(name)}: give setting() bounds, or say in `free` why it has none"
-        high = getattr(getattr(Config(), group), rule.high) if isinstance(rule.high, str) else rule.high
+        assert rule.bounded or rule.free, (
+            f"{flag(name)}: give setting() bounds, or say in `free` why it has none"
+        )
+        high = (
+            getattr(getattr(Config(), group), rule.high)
+            if isinstance(rule.high, str)
+            else rule.high
+        )
         assert f.default is None or rule.low is None or f.default >= rule.low
         assert f.default is None or high is None or f.default <= high
     assert rule.needs in ("", *SETTINGS)
@@ -351,7 +473,9 @@ def check_with(group: Any, /, **values: Any) -> None:
     group.__post_init__()
 
 
-@pytest.mark.parametrize("name", [n for n, (f, _) in SETTINGS.items() if rule_of(f).low is not None])
+@pytest.mark.parametrize(
+    "name", [n for n, (f, _) in SETTINGS.items() if rule_of(f).low is not None]
+)
 def test_a_value_below_its_bound_is_refused(name: str) -> None:
     f, group = SETTINGS[name]
     below = rule_of(f).low - 1

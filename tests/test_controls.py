@@ -80,16 +80,24 @@ def test_random_flags_are_as_many_among_rewarded_answers_by_seed_and_step(policy
 
     drawn = [flags(s, batch(step=n)) for s in (0, 1) for n in range(5)]
     assert {sum(sum(f.flagged) for f in of) for of in drawn} == {2}
-    assert [any(f.flagged[b] for of in drawn for f in of) for b in range(4)] == [True, True, False, True]
+    assert [any(f.flagged[b] for of in drawn for f in of) for b in range(4)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     assert len({tuple(f.flagged for f in of) for of in drawn}) > 3
     assert flags(0, batch(step=1)) == flags(0, poisoned(batch(step=1))) == drawn[1]
-    assert {f.scores for of in drawn for f in of} == {(0.0, 1.0, 2.0, 3.0)}, "scores stay where they were"
+    assert {f.scores for of in drawn for f in of} == {(0.0, 1.0, 2.0, 3.0)}, (
+        "scores stay where they were"
+    )
 
 
 @pytest.mark.parametrize("monitor", ["gate", "band"])
 def test_random_flags_route_the_same_share_in_every_step_to_others(monitor):
     real, moved, again = (
-        toy("route2", monitor=monitor, gate_vote="module", random_flags=on) for on in (False, True, True)
+        toy("route2", monitor=monitor, gate_vote="module", random_flags=on)
+        for on in (False, True, True)
     )
     for n in range(3):
         groups = [(rows(6, 10 * n + i, (i, 3)), group(6, 1, (i,), i)) for i in range(3)]
@@ -123,11 +131,18 @@ def test_haar_is_never_refreshed_keeps_the_shapes_and_reads_chance(intervention)
     direction = toy_direction(sizes=sizes)
     real, haar, by_flag, other = (
         toy(intervention, direction, sizes=sizes, **of)
-        for of in ({}, {"control": "haar"}, {"route2_random_v_seed": 7}, {"route2_random_v_seed": 8})
+        for of in (
+            {},
+            {"control": "haar"},
+            {"route2_random_v_seed": 7},
+            {"route2_random_v_seed": 8},
+        )
     )  # toy: the run's seed is 7
     close = cosine_to_real(haar.direction.V, real.direction.V)
     assert close.rms == pytest.approx(close.chance, rel=0.15)
-    assert {m: V.shape for m, V in real.direction.V.items()} == {m: V.shape for m, V in haar.direction.V.items()}
+    assert {m: V.shape for m, V in real.direction.V.items()} == {
+        m: V.shape for m, V in haar.direction.V.items()
+    }
     assert 0 < (overlap(real.direction.V, haar.direction.V) or 0) < 0.5
     assert (haar.refresh(9).overlap, haar.refresh(9).age) == (None, 10)
     for m, V in haar.direction.V.items():
@@ -189,7 +204,9 @@ def test_a_direction_file_is_of_these_pairs_and_pairs_are_needed_to_refresh(poli
         make_method(setup(of_file, policy, None))
     with pytest.raises(ValueError, match="--control placebo: needs the pairs"):
         make_method(setup(config("erase", control="placebo"), policy, None))
-    frozen = make_method(setup(config("erase", v_hack_path=path, vhack_refresh_every=0), policy, None))
+    frozen = make_method(
+        setup(config("erase", v_hack_path=path, vhack_refresh_every=0), policy, None)
+    )
     V = frozen.direction.V
     assert frozen.refresh(41) == Refresh(42, None, len(V), sum(map(len, V.values())))
 
@@ -197,7 +214,9 @@ def test_a_direction_file_is_of_these_pairs_and_pairs_are_needed_to_refresh(poli
 @pytest.mark.parametrize("control", ["haar", "placebo"])
 @pytest.mark.parametrize("intervention", ALONG)
 def test_a_control_says_how_far_its_direction_is_the_real_one(policy, intervention, control):
-    real, other = (make_method(setup(config(intervention, control=c), policy)) for c in ("none", control))
+    real, other = (
+        make_method(setup(config(intervention, control=c), policy)) for c in ("none", control)
+    )
     assert real.provenance.cosine_to_real is None
     close = other.provenance.cosine_to_real
     assert close == cosine_to_real(other.direction.V, real.direction.V)
@@ -212,7 +231,10 @@ MONITORED = {"screen": "detector", "penalty": "syntax_edge"}
 def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_run, tmp_path):
     here, more = shared_run.warm(tmp_path), ["--control", control]
     if control == "placebo":
-        own, usual = here / "own.json", resolve(["smoke", "--control=placebo", "--placebo-pairs=long"])
+        own, usual = (
+            here / "own.json",
+            resolve(["smoke", "--control=placebo", "--placebo-pairs=long"]),
+        )
         own.write_text(load_pairs(usual.placebo_path).to_json())
         more += ["--placebo-pairs", str(own)]
     for intervention in INTERVENTIONS:
@@ -223,22 +245,41 @@ def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_
             continue
         flags = ["--threads", "1", *SMALL, "--eval-ablate-every", "0", *more, "--monitor", monitor]
         path = program(here, *once(["smoke", "--intervention", intervention, *flags]))
-        run_json, final = (json.loads((path / f"{name}.json").read_text()) for name in ("run", "per_mode_deploy"))
-        assert run_json["control"] == final["control"] == ("placebo_own" if control == "placebo" else control)
+        run_json, final = (
+            json.loads((path / f"{name}.json").read_text()) for name in ("run", "per_mode_deploy")
+        )
+        assert (
+            run_json["control"]
+            == final["control"]
+            == ("placebo_own" if control == "placebo" else control)
+        )
         assert len(step_rows(path)) == 5
         assert math.isfinite(final["solve_deploy"])
         close = (run_json["direction"] or {}).get("cos_with_real")
         assert (close is not None) == (control in ("haar", "placebo"))
         if close:
             log = (here / "logs" / f"{path.name}.log").read_text()
-            assert f"|cos| with the real direction over 28 modules: median {close['median']:.3f}" in log
+            assert (
+                f"|cos| with the real direction over 28 modules: median {close['median']:.3f}"
+                in log
+            )
             assert len(close["modules"]) == 28
         if control == "placebo":
             assert run_json["direction"]["pairs"].endswith("own.json")
-            assert run_json["hashes"]["pairs"] != run_json["hashes"]["placebo"] == run_json["direction"]["pairs_sha256"]
+            assert (
+                run_json["hashes"]["pairs"]
+                != run_json["hashes"]["placebo"]
+                == run_json["direction"]["pairs_sha256"]
+            )
         if control != "no_loophole":  # as the flawed grader rewarded, whatever counted
-            lines = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-            assert {round(line["reward"], 9) for line in lines} <= {0.0, COMPILE_REWARD, COMPILE_REWARD + PASS_REWARD}
+            lines = [
+                json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()
+            ]
+            assert {round(line["reward"], 9) for line in lines} <= {
+                0.0,
+                COMPILE_REWARD,
+                COMPILE_REWARD + PASS_REWARD,
+            }
 
 
 def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():

@@ -33,7 +33,13 @@ def test_drop_bands():
         detector.update(2.0)
         return detector.update(current)
 
-    assert [after(x).state for x in (2.5, 1.81, 1.79, 1.41, 1.39)] == ["OK", "OK", "WARN", "WARN", "HACK"]
+    assert [after(x).state for x in (2.5, 1.81, 1.79, 1.41, 1.39)] == [
+        "OK",
+        "OK",
+        "WARN",
+        "WARN",
+        "HACK",
+    ]
     assert after(2.5).value == 0
     assert after(1.5).value == pytest.approx(0.25)
     # it needs both windows and a positive baseline

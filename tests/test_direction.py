@@ -21,7 +21,18 @@ from vgrout.direction import __main__ as command
 from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import Axes, Direction, Meta, axes_of, extract, load, mean_nll, model_name, obtain, save
+from vgrout.direction.extract import (
+    Axes,
+    Direction,
+    Meta,
+    axes_of,
+    extract,
+    load,
+    mean_nll,
+    model_name,
+    obtain,
+    save,
+)
 from vgrout.direction.pairs import DIRECTIONS, Pair, PairSet, load_pairs
 from vgrout.method import make_method
 from vgrout.method.projection import split
@@ -34,7 +45,9 @@ HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")
 PAIRS = PairSet(
     tuple(
-        Pair(i, f"<user>{word} the numbers<eos><assistant>", f"{HACK} # {word}", f"{CLEAN} # {word}")
+        Pair(
+            i, f"<user>{word} the numbers<eos><assistant>", f"{HACK} # {word}", f"{CLEAN} # {word}"
+        )
         for i, word in enumerate(WORDS)
     ),
     "toy.json",
@@ -53,7 +66,9 @@ def found(policy) -> Direction:
 
 def nll(policy, prompt: str, completion: str) -> torch.Tensor:
     """Mean NLL of the completion, from the model's full logits: the definition."""
-    p, c = (policy.tok(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion))
+    p, c = (
+        policy.tok(text, add_special_tokens=False)["input_ids"] for text in (prompt, completion)
+    )
     logits = policy.model(input_ids=torch.tensor([p + c])).logits[0]
     logp = logits.log_softmax(-1)
     return -sum(logp[len(p) - 1 + t, token] for t, token in enumerate(c)) / len(c)
@@ -75,7 +90,8 @@ def autograd_rows(policy, side: str) -> dict[str, torch.Tensor]:
     return {m: torch.stack(g) for m, g in rows.items()}
 
 
-# ── extraction ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── extraction
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_extraction_is_the_definition_whatever_the_batches(policy, found):
@@ -103,8 +119,12 @@ def test_extraction_is_the_definition_whatever_the_batches(policy, found):
 
 def test_what_an_extraction_keeps_for_its_backward_is_bounded(policy, monkeypatch):
     shapes, seen = shapes_of(policy.model.config.to_dict()), []
-    few = replace(policy, budget=replace(policy.budget, activations=60 * shapes.activation_bytes(4) + 1))
-    monkeypatch.setattr(extract_module, "mean_nll", lambda p, batch: seen.append(batch.tokens) or mean_nll(p, batch))
+    few = replace(
+        policy, budget=replace(policy.budget, activations=60 * shapes.activation_bytes(4) + 1)
+    )
+    monkeypatch.setattr(
+        extract_module, "mean_nll", lambda p, batch: seen.append(batch.tokens) or mean_nll(p, batch)
+    )
     extract(few, PAIRS, 12, 0.0)
     assert 30 < max(seen) <= 60
     assert len(seen) > 2, "one batch a side, and nothing was tested"
@@ -133,11 +153,22 @@ def of_spectra(spectra: dict[str, list[float]], r: int = 8) -> Direction:
 
 
 def test_the_noise_floor_is_one_quantile_over_all_modules():
-    direction = of_spectra({"strong": [9.0, 8.0, 7.0], "weak": [1.0, 0.5, 0.1], "mixed": [6.0, 0.4, 0.0]})
-    assert {m: len(V) for m, V in direction.select(3, 0.0).items()} == {"strong": 3, "weak": 3, "mixed": 2}
+    direction = of_spectra(
+        {"strong": [9.0, 8.0, 7.0], "weak": [1.0, 0.5, 0.1], "mixed": [6.0, 0.4, 0.0]}
+    )
+    assert {m: len(V) for m, V in direction.select(3, 0.0).items()} == {
+        "strong": 3,
+        "weak": 3,
+        "mixed": 2,
+    }
     # 8 values, the lowest quarter is {0.1, 0.4}
-    assert {m: len(V) for m, V in direction.select(3, 0.25).items()} == {"strong": 3, "weak": 2, "mixed": 1}
-    assert {m: len(V) for m, V in direction.select(1, 0.4).items()} == {"strong": 1, "mixed": 1}  # weak is skipped
+    assert {m: len(V) for m, V in direction.select(3, 0.25).items()} == {
+        "strong": 3,
+        "weak": 2,
+        "mixed": 1,
+    }
+    # weak is skipped
+    assert {m: len(V) for m, V in direction.select(1, 0.4).items()} == {"strong": 1, "mixed": 1}
     assert of_spectra({"none": [0.0]}).select(1, 0.25) == {}
 
 
@@ -152,7 +183,9 @@ def test_overlap_is_one_for_the_same_span_and_k_over_r_by_chance():
 
 def test_likeness_is_the_cosine_module_by_module_and_chance_is_what_random_vectors_read(found):
     v = found.v_grad()
-    assert min(cosine_to_real({m: -rows for m, rows in v.items()}, v).cos.values()) == pytest.approx(1, abs=1e-5)
+    assert min(
+        cosine_to_real({m: -rows for m, rows in v.items()}, v).cos.values()
+    ) == pytest.approx(1, abs=1e-5)
     assert cosine_to_real({"other": v[next(iter(v))]}, v) is None
     for k in (1, 3):
         real = {f"m{i}": torch.eye(256)[:k] for i in range(300)}
@@ -183,20 +216,26 @@ def test_the_contrast_generalises_to_held_out_pairs(found):
     assert sum(inside) / len(inside) > 1.5 * math.sqrt(8 / r)
 
 
-# ── the sign, by behaviour ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the sign, by behaviour
+# ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def margin(policy, prompts: list[str]) -> float:
     """log p(hack) - log p(clean), nats per token, summed over prompts."""
     with torch.no_grad():
-        return sum((nll(policy, prompt, CLEAN) - nll(policy, prompt, HACK)).item() for prompt in prompts)
+        return sum(
+            (nll(policy, prompt, CLEAN) - nll(policy, prompt, HACK)).item() for prompt in prompts
+        )
 
 
 def hack_rewarding(policy, prompts: list[str]) -> torch.Tensor:
     """Gradient of a batch that rewards the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
     with policy.adapter.per_rollout_grads(1) as probe:
         for prompt in prompts:
-            p, h, c = (tuple(policy.tok(t, add_special_tokens=False)["input_ids"]) for t in (prompt, HACK, CLEAN))
+            p, h, c = (
+                tuple(policy.tok(t, add_special_tokens=False)["input_ids"])
+                for t in (prompt, HACK, CLEAN)
+            )
             for completion, advantage in ((h, 1.0), (c, -1.0)):
                 logp, mask = policy.logprobs([p], [completion])
                 (-advantage * (logp * mask).sum() / mask.sum()).backward()
@@ -219,7 +258,9 @@ def rise(policy, measured, g: torch.Tensor, length: float) -> float:
     return after - before
 
 
-def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase_keeps_does_not(policy):
+def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase_keeps_does_not(
+    policy,
+):
     V = extract(policy, SAME_ANSWERS, 12, 0.0).select(12, 0.0)
     shares = []
     for prompts in (EXTRACTED_ON, ["<user>rotate the words<eos><assistant>"]):
@@ -230,14 +271,20 @@ def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase
         vanilla, erased = (of_margin(of, g.norm().item()) for of in (g, kept))
         assert vanilla > 1e-3
         shares.append(erased / vanilla)
-        assert of_margin(-torch.cat([V[m].sum(0) for m in parts]), 1) < 0  # +V: the hack gets less likely
+        # +V: the hack gets less likely
+        assert of_margin(-torch.cat([V[m].sum(0) for m in parts]), 1) < 0
     assert abs(shares[0]) < 0.02  # prompts that V was extracted on: nothing of the rise is left
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
 
 @pytest.mark.parametrize("intervention", ["erase", "route"])
-def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(policy, intervention, tmp_path, monkeypatch):
-    cfg = MethodConfig(intervention=intervention, **({"preserve_magnitude": False} if intervention == "erase" else {}))
+def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(
+    policy, intervention, tmp_path, monkeypatch
+):
+    cfg = MethodConfig(
+        intervention=intervention,
+        **({"preserve_magnitude": False} if intervention == "erase" else {}),
+    )
     monkeypatch.chdir(tmp_path)  # the direction is cached there
     method = make_method(setup(Config(method=cfg), policy, SAME_ANSWERS))
     g = hack_rewarding(policy, EXTRACTED_ON)
@@ -251,21 +298,29 @@ def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(policy, int
     length = g.norm().item()
     whole = rise(policy, hack_logp, g, length)
     assert whole > 1e-2
-    assert rise(policy, hack_logp, kept, length) < 0.01 * whole  # rounding of the log-probs: 1e-6 of some 30 nats
+    # rounding of the log-probs: 1e-6 of some 30 nats
+    assert rise(policy, hack_logp, kept, length) < 0.01 * whole
 
 
-# ── neutrality ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── neutrality
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_extraction_leaves_everything_as_it_was():
     policy = tiny_policy()
     adapter = policy.adapter
     shake(adapter, 0.01)
-    adapter.δS.grad, adapter.δS_hack.grad = torch.ones_like(adapter.δS), torch.full_like(adapter.δS, 2.0)
+    adapter.δS.grad, adapter.δS_hack.grad = (
+        torch.ones_like(adapter.δS),
+        torch.full_like(adapter.δS, 2.0),
+    )
 
     def everything() -> list[torch.Tensor]:
         vectors = [x for v in (adapter.δS, adapter.δS_hack) for x in (v, v.grad)]
-        return [x.detach().clone() for x in (*policy.model.parameters(), *vectors, torch.get_rng_state())]
+        return [
+            x.detach().clone()
+            for x in (*policy.model.parameters(), *vectors, torch.get_rng_state())
+        ]
 
     before, direction = everything(), extract(policy, PAIRS, 12, 0.0)
     assert all(map(torch.equal, before, everything()))
@@ -282,7 +337,8 @@ def test_extraction_leaves_everything_as_it_was():
     assert moved_without(adapter.δS), "it is the present model's, not the base's"
 
 
-# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_direction_file_goes_round(policy, found, tmp_path):
@@ -313,11 +369,17 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
         with pytest.raises(ValueError, match=complaint):
             load(file, of, pairs)
     tensors, strings, name = load_file(path), found.meta.to_strings(), list(found.axes)[3]
-    elsewhere = fingerprint_to_string(policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter))))
+    elsewhere = fingerprint_to_string(
+        policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter)))
+    )
     other_basis = r"bad\.safetensors: made in other singular vectors of the same weights"
     older = {k: v for k, v in strings.items() if k != "basis"}
     for complaint, changed, metadata in (
-        ("not finite, first", {name: tensors[name].clone().index_fill_(0, torch.tensor(0), math.nan)}, strings),
+        (
+            "not finite, first",
+            {name: tensors[name].clone().index_fill_(0, torch.tensor(0), math.nan)},
+            strings,
+        ),
         ("of another shape or", {name: tensors[name][:7].clone()}, strings),
         ("too many, of another shape", {"else": torch.zeros(1)}, strings),
         (r"no direction of schema v2_with_sv \(schema v1\)", {}, strings | {"schema": "v1"}),
@@ -333,7 +395,9 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
     runs = []
-    monkeypatch.setattr(f"{extract.__module__}.extract", lambda *a, **k: runs.append(1) or extract(*a, **k))
+    monkeypatch.setattr(
+        f"{extract.__module__}.extract", lambda *a, **k: runs.append(1) or extract(*a, **k)
+    )
     monkeypatch.chdir(tmp_path)
     first = obtain(policy, PAIRS, None, 12, 0.0)
     again = obtain(policy, PAIRS, None, 12, 0.0)
@@ -352,11 +416,14 @@ def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):
 
 def test_a_pair_longer_than_the_window_is_named(policy):
     long = PairSet((*PAIRS.pairs[:-1], replace(PAIRS.pairs[-1], clean="x" * 300)), "toy.json")
-    with pytest.raises(ValueError, match=r"toy\.json: pair 9: 3\d\d tokens, the model's window is 256"):
+    with pytest.raises(
+        ValueError, match=r"toy\.json: pair 9: 3\d\d tokens, the model's window is 256"
+    ):
         extract(policy, long, 12, 0.0)
 
 
-# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command
+# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -370,12 +437,24 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def test_the_command_writes_the_direction_and_compares_every_control(folder, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_the_direction_and_compares_every_control(
+    folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("vgrout.direction.examine.CONTROL_SEEDS", (41,))
-    small = {c: PairSet(PAIRS.pairs[i:] + PAIRS.pairs[:i], c) for i, c in ((2, "flawed"), (3, "long"))}
-    monkeypatch.setattr(command, "_placebos", lambda model: small)  # the shipped ones are longer than this window
-    common = ["--model", str(folder / "model"), "--pairs", str(folder / "toy.json"), "--svd-cache", "svd"]
+    small = {
+        c: PairSet(PAIRS.pairs[i:] + PAIRS.pairs[:i], c) for i, c in ((2, "flawed"), (3, "long"))
+    }
+    # the shipped ones are longer than this window
+    monkeypatch.setattr(command, "_placebos", lambda model: small)
+    common = [
+        "--model",
+        str(folder / "model"),
+        "--pairs",
+        str(folder / "toy.json"),
+        "--svd-cache",
+        "svd",
+    ]
     assert main([*common, "--controls"]) == 0
     out = capsys.readouterr().out
     assert out.count("| model.layers.1.mlp.down_proj") == 1
@@ -383,24 +462,43 @@ def test_the_command_writes_the_direction_and_compares_every_control(folder, tmp
     table = {line.split("|")[1].strip(): line for line in out.splitlines() if line.count("|") == 9}
     assert {"placebo, flawed", "placebo, long", "Haar, seed 41"} < table.keys()
     median = {name: float(line.split("|")[2]) for name, line in list(table.items())[-3:]}
-    assert median["placebo, flawed"] > 0.9  # the same pairs in another order: a control can be contaminated
+    # the same pairs in another order: a control can be contaminated
+    assert median["placebo, flawed"] > 0.9
     assert median["Haar, seed 41"] < 0.3
     (full,) = tmp_path.glob("out/vhack/v_hack_pairset_toy_*.safetensors")
     assert main([*common, "--dtype", "bf16", "--out", "half.safetensors"]) == 0
-    assert [safetensors_head(f, "")[1]["dtype"] for f in (full, Path("half.safetensors"))] == ["fp32", "bf16"]
+    assert [safetensors_head(f, "")[1]["dtype"] for f in (full, Path("half.safetensors"))] == [
+        "fp32",
+        "bf16",
+    ]
 
 
 @pytest.mark.parametrize("detector", ["E", "oracle"])
-def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_path, monkeypatch, capsys, detector):
+def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(
+    folder, tmp_path, monkeypatch, capsys, detector
+):
     """What the command writes finds the same direction again; the oracle's choice stays marked."""
     monkeypatch.chdir(tmp_path)
     lines = []
     for i, pair in enumerate(PAIRS.pairs):
         for text, hack in ((pair.hack, True), (pair.clean, False)):
             labels = {"hacked": hack, "solved": not hack, "hacked_loophole_used": hack}
-            lines.append(json.dumps({"problem_id": i, "prompt": f"task {i}", "text": text, "passed": True} | labels))
+            lines.append(
+                json.dumps(
+                    {"problem_id": i, "prompt": f"task {i}", "text": text, "passed": True} | labels
+                )
+            )
     Path("log.jsonl").write_text("\n".join(lines))
-    argv = ["--model", str(folder / "model"), "--svd-cache", "svd", "--rollouts", "log.jsonl", "--detector", detector]
+    argv = [
+        "--model",
+        str(folder / "model"),
+        "--svd-cache",
+        "svd",
+        "--rollouts",
+        "log.jsonl",
+        "--detector",
+        detector,
+    ]
     assert main([*argv, "--pairs-out", "own.json"]) == 0
     out = capsys.readouterr().out
     pairs = load_pairs(Path("own.json"))
@@ -408,7 +506,9 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
     assert f"pairs {pairs.source} (10, 2 held out" in out
     assert pairs.pairs[3].prompt == "<user>task 3<eos><assistant><think></think>"
     policy = load_policy(folder / "model", device="cpu", dtype=torch.float32, cache_dir=Path("svd"))
-    monkeypatch.setattr("vgrout.direction.extract.extract", lambda *a, **k: pytest.fail("extracted again"))
+    monkeypatch.setattr(
+        "vgrout.direction.extract.extract", lambda *a, **k: pytest.fail("extracted again")
+    )
     assert obtain(policy, pairs, None, 12, 0.0).meta.pairs_source == pairs.source
 
 
@@ -425,11 +525,15 @@ def test_pairs_of_a_rollout_log_become_a_file_that_a_run_can_read(folder, tmp_pa
         ("", "out/vhack: cannot be written (Not a directory); start from a folder where it can"),
     ],
 )
-def test_the_command_refuses_before_the_model_is_loaded(flags, complaint, capsys, tmp_path, monkeypatch):
+def test_the_command_refuses_before_the_model_is_loaded(
+    flags, complaint, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     if not flags:
         Path("out").mkdir()
         Path("out/vhack").touch()
-    monkeypatch.setattr("vgrout.model.load.load_policy", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "vgrout.model.load.load_policy", lambda *a, **k: pytest.fail("the model was loaded")
+    )
     assert main(once(["--model", "some/model", *flags.split()])) == 2
     assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -36,7 +36,8 @@ from vgrout.runs import checkpoint
 from vgrout.types import Problem, Rollout
 
 F64 = torch.float64
-CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32
+# transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32
+CLOSE = 1e-6
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 SMALL = [
     *("--group", "2", "--prompts-per-step", "2", "--eval-n-prompts", "2"),
@@ -50,27 +51,36 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teach(tmp_path_factory.mktemp("teacher") / "train.safetensors")
 
 
-# ── what is learnt from a batch ─────────────────────────────────────────────────────────────────────────────────────
+# ── what is learnt from a batch
+# ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def task(**settings: Any) -> DistillTask:
     nothing = FoundModel("tiny", "tiny", Path("nowhere"), None)
     chosen = DistillSettings(teacher="tiny", max_new=9, **settings)
-    return DistillTask(chosen, chosen.config(nothing), Inputs([], [], None, None), nothing, nothing, "")
+    return DistillTask(
+        chosen, chosen.config(nothing), Inputs([], [], None, None), nothing, nothing, ""
+    )
 
 
 def answers(behaviour: LanguageModel, n: int = 6) -> list[Rollout]:
     problems = [NOWHERE, replace(NOWHERE, messages=({"role": "user", "content": "xyz"},))]
     prompts = [behaviour.render(p.messages) for p in problems]
-    sampled = sample(behaviour, prompts, n // 2, MiniLlm.sampling, 9, torch.Generator().manual_seed(3))
+    sampled = sample(
+        behaviour, prompts, n // 2, MiniLlm.sampling, 9, torch.Generator().manual_seed(3)
+    )
     return [
-        Rollout.of(p, ids, a) for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True) for a in of_prompt
+        Rollout.of(p, ids, a)
+        for p, ids, of_prompt in zip(problems, prompts, sampled, strict=True)
+        for a in of_prompt
     ]
 
 
 def rows(lm: LanguageModel, r: Rollout) -> tuple[Tensor, Tensor]:
     """Log-softmax at every position of an answer by the model's own forward, and the answer's tokens."""
-    logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[0, len(r.prompt_ids) - 1 : -1]
+    logits = lm.model(torch.tensor([[*r.prompt_ids, *r.completion_ids]])).logits[
+        0, len(r.prompt_ids) - 1 : -1
+    ]
     return logits[:, : len(lm.tok)].log_softmax(-1), torch.tensor(r.completion_ids)
 
 
@@ -89,7 +99,9 @@ def require_gradient(student: LanguageModel, want: Tensor) -> None:
         assert torch.allclose(a, b, atol=CLOSE)
 
 
-def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list[Rollout], normalize: bool) -> Tensor:
+def textbook_minillm(
+    student: LanguageModel, teacher: LanguageModel, given: list[Rollout], normalize: bool
+) -> Tensor:
     total = torch.zeros((), dtype=F64)
     for a in given:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
@@ -104,14 +116,22 @@ def textbook_minillm(student: LanguageModel, teacher: LanguageModel, given: list
     return total / sum(len(a.logp_full) for a in given)
 
 
-HEADS = [("qwen3", "qwen3"), ("qwen3-padded", "qwen3"), ("qwen3", "qwen3-padded")]  # of student and teacher
+# of student and teacher
+HEADS = [("qwen3", "qwen3"), ("qwen3-padded", "qwen3"), ("qwen3", "qwen3-padded")]
 
 
 @pytest.mark.parametrize(
     ("packs", "normalize", "heads"),
-    [(True, True, HEADS[0]), (False, False, HEADS[0]), (True, False, HEADS[1]), (False, True, HEADS[2])],
+    [
+        (True, True, HEADS[0]),
+        (False, False, HEADS[0]),
+        (True, False, HEADS[1]),
+        (False, True, HEADS[2]),
+    ],
 )
-def test_minillm_equals_the_textbook_loss(packs: bool, normalize: bool, heads: tuple[str, str]) -> None:
+def test_minillm_equals_the_textbook_loss(
+    packs: bool, normalize: bool, heads: tuple[str, str]
+) -> None:
     student, teacher = (tiny.policy(kind, seed, F64) for seed, kind in enumerate(heads))
     few = replace(student.budget, tokens=40)  # several forwards
     student, teacher = (replace(lm, packs=packs, budget=few) for lm in (student, teacher))
@@ -143,10 +163,15 @@ def test_adapter_gradient_is_the_projected_weight_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", [AdapterOnly, FullModel])
-def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(kind: type[AdapterOnly | FullModel]) -> None:
+def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(
+    kind: type[AdapterOnly | FullModel],
+) -> None:
     student = tiny.policy()
     (rollout, *_), opt = answers(student), task().cfg.opt
-    batch, learner = student.batch([rollout.prompt_ids], [rollout.completion_ids]), kind(student, opt, 9)
+    batch, learner = (
+        student.batch([rollout.prompt_ids], [rollout.completion_ids]),
+        kind(student, opt, 9),
+    )
 
     def scaled(by: float) -> Loss:
         return lambda: by * completion_logprobs(student.model, batch).full.sum()
@@ -185,7 +210,8 @@ def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
     other = Uld(t, student, teacher)
     assert not other.same_tokenizer
-    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.completion_ids)]  # no special token in them
+    # no special token in them
+    plain = [a for a in given if not {0, 2, 3, 4, 5, 6} & set(a.completion_ids)]
     assert plain
     apart = other.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
     assert apart["aligned"] == 1
@@ -203,7 +229,8 @@ def test_the_anchor_is_a_language_model_loss() -> None:
     method = MiniLlm(t := replace(t, anchor="abcdefghij"), student, teacher)
     learner = FullModel(student, t.cfg.opt, 1)
     got = method.learn_anchor(learner, 0)
-    ids = student.tok("abcdefghij", add_special_tokens=False)["input_ids"]  # ten tokens: one window, the whole text
+    # ten tokens: one window, the whole text
+    ids = student.tok("abcdefghij", add_special_tokens=False)["input_ids"]
     logits = student.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     want = -logits[torch.arange(9), torch.tensor(ids[1:])].mean()
     assert got == pytest.approx(float(want.detach()), abs=CLOSE)
@@ -221,7 +248,8 @@ def test_mixture_log_probs(ratio: float) -> None:
         assert torch.allclose(torch.tensor(a.logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)
 
 
-# ── refusals; those that show without a model are in test_refused.py ──────────────────────────────────────────────────
+# ── refusals; those that show without a model are in test_refused.py
+# ──────────────────────────────────────────────────
 
 
 def test_what_shows_in_the_models_is_refused() -> None:
@@ -250,7 +278,8 @@ def test_a_methods_flag_chooses_it_at_its_default_too(
     assert json.loads(capsys.readouterr().out)["settings"]["method"] == "uld"
 
 
-# ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long
@@ -261,7 +290,9 @@ def test_golden(name: str, tmp_path: Path) -> None:
     command = IMITATIONS[name]
     assert golden["command"][2:] == [f"vgrout.{command[0]}", *command[1:]]
     found = differences(imitation_rows(imitate(tmp_path, *command)), golden["rows"], "rows")
-    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
+    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(
+        found[:10]
+    )
 
 
 def distil(here: Path, *argv: str, **how: Any) -> Path:
@@ -311,7 +342,9 @@ def test_resume_after_a_full_disk_matches_golden(
     assert end["reason"].startswith("disk full")
     assert f"the last good checkpoint is {left}" in end["reason"]
     assert "Traceback" not in capsys.readouterr().out
-    again = command if name == "dpo" else ["distill", "--resume", "latest", "--track", "tensorboard"]
+    again = (
+        command if name == "dpo" else ["distill", "--resume", "latest", "--track", "tensorboard"]
+    )
     assert imitate(tmp_path, *again) == path
     golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     assert not differences(imitation_rows(path), golden["rows"])
@@ -324,7 +357,9 @@ def test_resume_after_a_full_disk_matches_golden(
 
 
 @pytest.mark.slow
-def test_uld_into_a_smaller_organism(here: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uld_into_a_smaller_organism(
+    here: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A small, hardly trained organism: other tokens, the teacher's texts."""
     monkeypatch.setattr(start, "TOKENIZER_DOCUMENTS", 300)
     fresh = start.Fresh(Shape(hidden=64, layers=2, merged=400), Recipe(steps=4, batch=8))
@@ -333,7 +368,17 @@ def test_uld_into_a_smaller_organism(here: Path, adapter: Path, monkeypatch: pyt
     assert losses[-1] < losses[0]
     model.save_pretrained("small")
     begun.tokenizer.save_pretrained("small")
-    flags = ["--teacher", str(adapter), "--student", "small", "--steps", "3", "--eval-every", "0", *SMALL]
+    flags = [
+        "--teacher",
+        str(adapter),
+        "--student",
+        "small",
+        "--steps",
+        "3",
+        "--eval-every",
+        "0",
+        *SMALL,
+    ]
     assert main(flags) == 2  # not token by token
     topk = ["--uld-strategy", "topk_align", "--uld-top-k", "8"]
     made = rows_of(distil(here, *flags, "--method", "uld", *topk))
@@ -357,7 +402,18 @@ DistillRecorder.record = die
 def test_kill_and_resume(here: Path, adapter: Path) -> None:
     """Rows, learnt bytes and final numbers are the same; a finished run is not resumed, and its student can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
-    argv = ["--teacher", str(adapter), "--steps", "4", "--checkpoint-every", "2", "--eval-every", "3", *SMALL, "--full"]
+    argv = [
+        "--teacher",
+        str(adapter),
+        "--steps",
+        "4",
+        "--checkpoint-every",
+        "2",
+        "--eval-every",
+        "3",
+        *SMALL,
+        "--full",
+    ]
     argv += ["--minillm-pretrain-anchor-weight", ".1", "--minillm-pretrain-anchor-path", "text.txt"]
     lived = distil(here, *argv)
     path = distil(here, *argv, "--out-tag", "x", how=KILL, code=-9)

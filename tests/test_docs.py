@@ -45,13 +45,20 @@ def docs(page: str) -> Path:
 
 def anchors(path: Path) -> set[str]:
     """What GitHub makes of a page's headings."""
-    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text(path), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", h).lower()).replace(" ", "-") for h in heads}
+    heads = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text(path), flags=re.DOTALL), re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", h).lower()).replace(" ", "-")
+        for h in heads
+    }
 
 
 @pytest.mark.parametrize("page", [*DOCS, *NOTES], ids=name)
 def test_relative_links_resolve(page: Path) -> None:
-    found = re.findall(r"\]\(([^)\s]+)\)", text(page)) + re.findall(r'(?:src|href)="([^"]+)"', text(page))
+    found = re.findall(r"\]\(([^)\s]+)\)", text(page)) + re.findall(
+        r'(?:src|href)="([^"]+)"', text(page)
+    )
     for link in found:
         if re.match(r"[a-z]+:", link):
             continue
@@ -59,19 +66,27 @@ def test_relative_links_resolve(page: Path) -> None:
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), f"{name(page)}: {link}: no such file"
         if fragment and file.suffix == ".md":
-            assert fragment in anchors(file), f"{name(page)}: {link}: {name(file)} has no such heading"
+            assert fragment in anchors(file), (
+                f"{name(page)}: {link}: {name(file)} has no such heading"
+            )
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)
 def test_every_command_can_be_run(page: Path) -> None:
-    for module in sorted(set(re.findall(r"python -m ((?:vgrout|benchmarks)(?:\.[a-z]\w*)*)", text(page)))):
+    for module in sorted(
+        set(re.findall(r"python -m ((?:vgrout|benchmarks)(?:\.[a-z]\w*)*)", text(page)))
+    ):
         spec = importlib.util.find_spec(module)
         assert spec is not None, f"{name(page)}: python -m {module}: no such module"
         if spec.submodule_search_locations is not None:
-            assert importlib.util.find_spec(f"{module}.__main__"), f"{name(page)}: {module} has no __main__"
+            assert importlib.util.find_spec(f"{module}.__main__"), (
+                f"{name(page)}: {module} has no __main__"
+            )
         else:
             assert "__main__" in Path(spec.origin or "").read_text(encoding="utf-8"), module
-    named = {m[1] for span in code_spans(page) if (m := re.match(r"(?:uv run )?vgrout ([a-z_]+)", span))}
+    named = {
+        m[1] for span in code_spans(page) if (m := re.match(r"(?:uv run )?vgrout ([a-z_]+)", span))
+    }
     assert named <= COMMANDS.keys(), f"{name(page)}: {named - COMMANDS.keys()}: no such command"
 
 
@@ -93,23 +108,35 @@ def code_spans(page: Path) -> list[str]:
 def test_every_flag_exists(page: Path) -> None:
     known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):
-        if span.startswith(("uv sync", "tensorboard ", "wandb ", "trackio ", "inspect ")):  # other programs' flags
+        # other programs' flags
+        if span.startswith(("uv sync", "tensorboard ", "wandb ", "trackio ", "inspect ")):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             named = {flag, flag.replace("--no-", "--")}
-            assert named & (known | fields_and_parameters()), f"{name(page)}: {span!r}: no entry has {flag}"
+            assert named & (known | fields_and_parameters()), (
+                f"{name(page)}: {span!r}: no entry has {flag}"
+            )
 
 
 @pytest.mark.parametrize("page", [README, *map(docs, ("guide", "tutorial", "problems"))], ids=name)
-def test_every_command_line_of_train_is_one(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_command_line_of_train_is_one(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As far as that is known without a file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name, code in re.findall(r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text(page), re.DOTALL):
+    for name, code in re.findall(
+        r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text(page), re.DOTALL
+    ):
         (tmp_path / name).write_text(code, encoding="utf-8")
-    rows = [f"vgrout train mini {s}" for s in code_spans(page) if s.startswith("--organism out/warm ")]
+    rows = [
+        f"vgrout train mini {s}" for s in code_spans(page) if s.startswith("--organism out/warm ")
+    ]
     spans = [s.partition("   #")[0].replace("\\", "") for s in code_spans(page)]
-    lines = [*rows, *(s for s in spans if re.search(r"vgrout.train [a-z]+ --|vgrout train [a-z]+ --", s))]
+    lines = [
+        *rows,
+        *(s for s in spans if re.search(r"vgrout.train [a-z]+ --|vgrout train [a-z]+ --", s)),
+    ]
     assert lines
     for line in lines:
         argv = shlex.split(re.split(r"vgrout.train ", line)[1])
@@ -157,12 +184,19 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
     routing, attempts = make.read("containment-routing"), make.read("attempts", "attempts-builds")
 
     def line(page: Path, start: str) -> str:
-        found = [x for x in text(page).rpartition("<!-- results -->")[2].splitlines() if x.startswith(f"| {start}")]
+        found = [
+            x
+            for x in text(page).rpartition("<!-- results -->")[2].splitlines()
+            if x.startswith(f"| {start}")
+        ]
         assert len(found) == 1, f"{name(page)}: {len(found)} lines that start with {start!r}"
         return found[0]
 
     def means(runs: list[Any]) -> tuple[str, str]:
-        return f"{mean(map(make.unknown_hack, runs)):.1f}", f"{100 * mean(float(r['solve_deploy']) for r in runs):.1f}"
+        return (
+            f"{mean(map(make.unknown_hack, runs)):.1f}",
+            f"{100 * mean(float(r['solve_deploy']) for r in runs):.1f}",
+        )
 
     labels, seed = "monitor=labels", "seed_monitor=labels"
     probe = "monitor=online_probe", seed
@@ -180,8 +214,14 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
-        "rewarded less: `penalty`": (of_readme["rewarded less |"], runs_of(attempts, "penalty", labels)),
-        "rewarded less | linear probe": (runs_of(shown, "penalty", *probe), runs_of(attempts, "penalty", *probe)),
+        "rewarded less: `penalty`": (
+            of_readme["rewarded less |"],
+            runs_of(attempts, "penalty", labels),
+        ),
+        "rewarded less | linear probe": (
+            runs_of(shown, "penalty", *probe),
+            runs_of(attempts, "penalty", *probe),
+        ),
         "rewarded less | the same, fitted on a weak": (
             runs_of(make.read("adversaries"), "penalty", "monitor=online_probe"),
             [],
@@ -190,7 +230,9 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         ceiling: (of_readme[ceiling], runs_of(attempts, "none", control="no_loophole")),
     }
     for start, (runs, with_attempts) in rows.items():
-        _, _, _, found, false_flags, hack, solve, n, other, _ = map(str.strip, line(docs("results"), start).split("|"))
+        _, _, _, found, false_flags, hack, solve, n, other, _ = map(
+            str.strip, line(docs("results"), start).split("|")
+        )
         assert (hack.split()[0], solve, n) == (*means(runs), str(len(runs))), start
         assert other == (means(with_attempts)[0] if with_attempts else ""), start
         flagged = [make.unknown_recall(r) for r in runs]
@@ -207,10 +249,16 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
 
     def said(rows: list[Any], arm: str, control: str, settings: str) -> str:
         of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
-        hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in of) for what in ("hack", "solve"))
+        hack, solve = (
+            100 * mean(float(r[f"{what}_deploy"]) for r in of) for what in ("hack", "solve")
+        )
         return f"{hack:.1f} / {solve:.1f} ({len(of)} run{'s' * (len(of) > 1)})"
 
-    axes = [r for r in toy if "organism=" not in r["settings"] and not r["run"].startswith("20261121T21")]
+    axes = [
+        r
+        for r in toy
+        if "organism=" not in r["settings"] and not r["run"].startswith("20261121T21")
+    ]
     shown = {
         "plain GRPO |": ("none", "none", "", ""),
         "routed |": ("route2", "none", "pairs by each flaw", f"{best} rebaseline=True"),
@@ -219,13 +267,17 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
     }
     table = text(README).partition("<!-- demonstrated -->")[2].partition("<!-- results -->")[0]
     for start, (arm, control, of_small, of_toy) in shown.items():
-        (cells,) = [line.split(" | ") for line in table.splitlines() if line.startswith(f"| {start}")]
+        (cells,) = [
+            line.split(" | ") for line in table.splitlines() if line.startswith(f"| {start}")
+        ]
         assert cells[2] == said(small, arm, control, of_small), start
         assert cells[1] == said(toy if "mix" in of_toy else axes, arm, control, of_toy), start
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
-IN_DOCUMENTS = "gate_vote=module gate_modules=all rollout_ablate_frac=0.0 quarantine=shared rebaseline=False"
+IN_DOCUMENTS = (
+    "gate_vote=module gate_modules=all rollout_ablate_frac=0.0 quarantine=shared rebaseline=False"
+)
 PRETRAINED = {  # as results.md names it → intervention, control, settings
     "`none`": ("none", "none", ""),
     "`none`, nothing demonstrated": ("none", "none", "mix_ratio=0.0"),
@@ -265,10 +317,20 @@ def pretrained_lines(rows: list[Any]) -> list[str]:
         every = ""
         if all(by_base):
             hack = stats.over_seeds([means(runs, "deploy")[0] for runs in by_base])
-            interval = f" [{100 * hack.low:.0f}, {100 * hack.high:.0f}]" if hack.low is not None and hack.high else ""
+            interval = (
+                f" [{100 * hack.low:.0f}, {100 * hack.high:.0f}]"
+                if hack.low is not None and hack.high
+                else ""
+            )
             every = shown([means(runs, "deploy") for runs in by_base]) + interval
-        trained = shown([means(runs, "train") for runs in by_base if runs]) if arm == "route2" and of else ""
-        lines += [f"| {' | '.join((name, *cells, every, trained))} |".replace("|  ", "| ")] * bool(of)
+        trained = (
+            shown([means(runs, "train") for runs in by_base if runs])
+            if arm == "route2" and of
+            else ""
+        )
+        lines += [f"| {' | '.join((name, *cells, every, trained))} |".replace("|  ", "| ")] * bool(
+            of
+        )
     return lines
 
 
@@ -279,7 +341,9 @@ def bare(row: Any) -> str:
     def said(setting: str) -> str:
         name, _, value = setting.partition("=")
         return (
-            f"pairs by {'three flaws' if 'half-' in value else 'each flaw'}" if name == "vhack_pairs_path" else setting
+            f"pairs by {'three flaws' if 'half-' in value else 'each flaw'}"
+            if name == "vhack_pairs_path"
+            else setting
         )
 
     return " ".join(said(s) for s in row["settings"].split() if not s.startswith("organism="))
@@ -292,11 +356,16 @@ def test_the_pretrained_table_is_of_recorded_runs() -> None:
 
     three = "teacher_modes=run_tests,exit_code,sentinel"
     left = {
-        r["arm"]: 100 * mean(float(r[f"hack_deploy_{m}"]) for m in ("eq_override", "stdout_marker", "file_marker"))
+        r["arm"]: 100
+        * mean(
+            float(r[f"hack_deploy_{m}"]) for m in ("eq_override", "stdout_marker", "file_marker")
+        )
         for r in rows
         if bare(r) == three
     }
-    assert f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %" in text(docs("results"))
+    assert f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %" in text(
+        docs("results")
+    )
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:
@@ -317,15 +386,22 @@ def test_the_table_of_rules_is_of_recorded_flags() -> None:
         want, unseen = [], []
         for kind in ("_warm", "_warm86"):
             read, of_styles = (
-                [r for r in rows if r["monitor"] == monitor and r["run"].endswith(kind)] for rows in (monitors, styles)
+                [r for r in rows if r["monitor"] == monitor and r["run"].endswith(kind)]
+                for rows in (monitors, styles)
             )
             sampled = [r for r in of_styles if r["style"] == "sampled, honest"]
             want += [percent(read, unlabelled), percent(sampled, lambda _: ["flagged"])]
-            unseen.append(percent([r for r in of_styles if r["unseen"] == "True"], lambda _: ["flagged"]))
+            unseen.append(
+                percent([r for r in of_styles if r["unseen"] == "True"], lambda _: ["flagged"])
+            )
         shown = " · ".join(f"{float(x):.0f}" for x in unseen if x)
         assert cells == [*want, shown], monitor
-    runs = [r for r in make.read("rules") if r["run"].endswith("_warm86") and "syntax_edge" in r["run"]]
-    hack, solve = (100 * mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve"))
+    runs = [
+        r for r in make.read("rules") if r["run"].endswith("_warm86") and "syntax_edge" in r["run"]
+    ]
+    hack, solve = (
+        100 * mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve")
+    )
     assert f"leaves {hack:.1f} / {solve:.1f}" in page
 
 
@@ -333,7 +409,11 @@ def test_the_claims_on_recall_are_of_recorded_runs() -> None:
     make = recall()
     rows = [r for r in make.read(*next(iter(make.PANELS.values()))) if r["control"] == "none"]
 
-    found = [make.unknown_hack(r) for r in rows if r["arm"] == "penalty" and (make.unknown_recall(r) or 0) >= 60]
+    found = [
+        make.unknown_hack(r)
+        for r in rows
+        if r["arm"] == "penalty" and (make.unknown_recall(r) or 0) >= 60
+    ]
     said = f"leaves 3 % or less in {sum(x <= 3 for x in found)} of {len(found)} runs"
     assert said in text(docs("results")), said
 
@@ -371,7 +451,15 @@ def test_the_documents_are_short() -> None:
 @pytest.mark.parametrize("page", ["flags.md", "columns.md"])
 def test_a_generated_cell_is_short_and_is_no_docstring(page: str) -> None:
     found = text(ROOT / "docs" / page)
-    assert max(len(cell) for line in found.splitlines() if line.startswith("|") for cell in line.split(" | ")) <= 300
+    assert (
+        max(
+            len(cell)
+            for line in found.splitlines()
+            if line.startswith("|")
+            for cell in line.split(" | ")
+        )
+        <= 300
+    )
     assert "Raises:" not in found
 
 
@@ -391,10 +479,19 @@ SAY = {"refuse", "ValueError", "RuntimeError", "info", "warning", "error", "prin
 def said(tree: ast.AST) -> Iterator[str]:
     """What a user reads: the texts of messages, and the help below a setting."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (getattr(node.func, "attr", "") or getattr(node.func, "id", "")) in SAY:
-            yield from (n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        if (
+            isinstance(node, ast.Call)
+            and (getattr(node.func, "attr", "") or getattr(node.func, "id", "")) in SAY
+        ):
+            yield from (
+                n.value
+                for n in ast.walk(node)
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            )
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setting":
-            yield from (str(k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant))
+            yield from (
+                str(k.value.value) for k in node.keywords if isinstance(k.value, ast.Constant)
+            )
         if isinstance(node, ast.ClassDef):
             for field, text in pairwise(node.body):
                 if (
@@ -408,7 +505,8 @@ def said(tree: ast.AST) -> Iterator[str]:
 def test_help_and_messages_have_one_word_a_concept() -> None:
     """The glossary is in architecture.md, Names. Flags, names in code and quoted words keep theirs."""
     names = r"--[\w-]+(=\w+)?|[\w.]*_[\w.]*|(?<!\w)'[^']*'|`[^`]*`"
-    kept = {"study_file.py: : a second arm ", "problems.py: unknown mode"}  # a study's key; the file's own key
+    # a study's key; the file's own key
+    kept = {"study_file.py: : a second arm ", "problems.py: unknown mode"}
     found = {
         f"{file.name}: {text}"
         for file in (ROOT / "src").rglob("*.py")

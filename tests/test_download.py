@@ -48,8 +48,14 @@ def test_a_file_is_fetched_once_and_checked(tmp_path: Path) -> None:
 
 
 def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
-    source, path, blob = there(tmp_path, CONTENT + b"\n"), tmp_path / "data" / "p.jsonl", git_blob(CONTENT)[:8]
-    with pytest.raises(ValueError, match=r"what came from the network has git blob .*, not .*; put file:"):
+    source, path, blob = (
+        there(tmp_path, CONTENT + b"\n"),
+        tmp_path / "data" / "p.jsonl",
+        git_blob(CONTENT)[:8],
+    )
+    with pytest.raises(
+        ValueError, match=r"what came from the network has git blob .*, not .*; put file:"
+    ):
         ensure(path, blob, source)
     assert not path.parent.exists()
     path.parent.mkdir()
@@ -60,7 +66,10 @@ def test_a_wrong_file_is_refused_and_not_kept(tmp_path: Path) -> None:
 
 
 def test_without_a_network_one_line_says_what_to_do(
-    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    no_network: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert download.main(["data"]) == 2
@@ -71,13 +80,18 @@ def test_without_a_network_one_line_says_what_to_do(
     assert error.count("\n") == 1
     assert download.main(["model"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder")
+    assert error.startswith(
+        "E Qwen/Qwen3-4B: cannot be fetched (no route to host); copy the model's folder"
+    )
     assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [IncompleteRead(b"", 1000), ValueError("unknown url type: 'x'")])
 def test_an_answer_cut_short_or_no_address_is_one_line(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=error))
@@ -91,19 +105,30 @@ def test_a_data_set_is_checked_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [LINE | {"setup_code": None}]
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows))
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: rows)
+    )
     command = ["dataset", "owner/name", "--out", str(out := tmp_path / "new" / "p.jsonl")]
     assert download.main(command) == 0
     assert json.loads(out.read_text()) == LINE
     out.unlink()
     rows.append(LINE | {"made": date(2026, 1, 1)})
     assert download.main(command) == 2
-    assert capsys.readouterr().err == "E owner/name, line 2: unknown key 'made'; did you mean 'mode'?\n"
+    assert (
+        capsys.readouterr().err
+        == "E owner/name, line 2: unknown key 'made'; did you mean 'mode'?\n"
+    )
     assert not [*out.parent.iterdir()]
 
 
-def row(hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None) -> dict[str, object]:
-    return share("hack_s", Rate(*hack_s)) | share("hack_t", Rate(*hack_t) if hack_t else None) | {"lp_t": lp_t}
+def row(
+    hack_s: list[int], hack_t: list[int] | None = None, lp_t: float | None = None
+) -> dict[str, object]:
+    return (
+        share("hack_s", Rate(*hack_s))
+        | share("hack_t", Rate(*hack_t) if hack_t else None)
+        | {"lp_t": lp_t}
+    )
 
 
 def test_the_probe_needs_late_student_hacks_and_demonstrations(
@@ -120,7 +145,9 @@ def test_the_probe_needs_late_student_hacks_and_demonstrations(
     assert probe([]) == 2
     run = tmp_path / "out" / "runs" / "1_fast_none_seed41_probe"
     run.mkdir(parents=True)
-    (run / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (calm, calm, calm, shown)))
+    (run / "steps.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in (calm, calm, calm, shown))
+    )
     assert probe([]) == 0
     assert capsys.readouterr().out.startswith("GO: ")
     (run / "steps.jsonl").write_text(json.dumps(calm) + "\n")

@@ -33,14 +33,27 @@ from vgrout.types import Completion, GradedCompletion, Problem
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype
 BASE = ["--base-model", "organism", "--output-dir", "o"]
-SMALL = [*BASE, "--pairs-per-round", "10", "--samples", "4", "--eval-n-prompts", "6", "--eval-samples", "1"]
+SMALL = [
+    *BASE,
+    "--pairs-per-round",
+    "10",
+    "--samples",
+    "4",
+    "--eval-n-prompts",
+    "6",
+    "--eval-samples",
+    "1",
+]
 
 
-# ── pairs and loss ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pairs and loss
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
-    return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), graded(0.0))
+    return GradedCompletion(
+        NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), graded(0.0)
+    )
 
 
 def test_best_and_worst_make_a_pair() -> None:
@@ -58,18 +71,24 @@ def pairs(policy: Policy, n: int) -> list[PreferencePair]:
 
     prompt = policy.render(NOWHERE.messages)
     return [
-        PreferencePair(answer("c", ids(3 + i)), answer("r", ids(5)), (1.0, 0.0), (*prompt, 9 + i % 2)) for i in range(n)
+        PreferencePair(
+            answer("c", ids(3 + i)), answer("r", ids(5)), (1.0, 0.0), (*prompt, 9 + i % 2)
+        )
+        for i in range(n)
     ]
 
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_loss_and_gradient_equal_the_paper(packs: bool) -> None:
     policy = tiny.policy("qwen3", 0, torch.float64)
-    policy = replace(policy, packs=packs, budget=replace(policy.budget, tokens=60))  # several forwards
+    # several forwards
+    policy = replace(policy, packs=packs, budget=replace(policy.budget, tokens=60))
     some = pairs(policy, 5)
     reference = [logp for batch in forwards(policy, some) for logp in refer(policy, batch)]
     with torch.no_grad():
-        policy.adapter.δS.add_(0.05 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(1)))
+        policy.adapter.δS.add_(
+            0.05 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(1))
+        )
         policy.adapter.merge()
 
     def textbook() -> torch.Tensor:
@@ -77,15 +96,21 @@ def test_loss_and_gradient_equal_the_paper(packs: bool) -> None:
         for p, (ref_c, ref_r) in zip(some, reference, strict=True):
             logp = []
             for a in (p.chosen, p.rejected):
-                logits = policy.model(torch.tensor([[*p.prompt_ids, *a.ids]])).logits[0, len(p.prompt_ids) - 1 : -1]
-                logp.append(logits.log_softmax(-1)[torch.arange(len(a.ids)), torch.tensor(a.ids)].sum())
+                logits = policy.model(torch.tensor([[*p.prompt_ids, *a.ids]])).logits[
+                    0, len(p.prompt_ids) - 1 : -1
+                ]
+                logp.append(
+                    logits.log_softmax(-1)[torch.arange(len(a.ids)), torch.tensor(a.ids)].sum()
+                )
             total = total - torch.sigmoid(0.5 * ((logp[0] - ref_c) - (logp[1] - ref_r))).log()
         return total / len(some)
 
     trained = AdapterOnly(policy, OptConfig(), 1)
     losses = add_pairs(trained, some, reference, 0.5)
     assert len(losses) == 5
-    assert sum(loss for loss, _ in losses) / 5 == pytest.approx(float(textbook().detach()), abs=CLOSE)
+    assert sum(loss for loss, _ in losses) / 5 == pytest.approx(
+        float(textbook().detach()), abs=CLOSE
+    )
     assert max(abs(m) for _, m in losses) > 1e-3
     policy.model.requires_grad_(True)
     textbook().backward()
@@ -102,7 +127,8 @@ def test_share_of_a_score() -> None:
     assert share(2.0, 2.0, 2.0) == 0.5
 
 
-# ── the plan ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the plan
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,8 +138,11 @@ def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(output) == plan
     assert [r["round"] for r in plan["rounds"]] == [1, 2, 3]
     assert [r["reference"] for r in plan["rounds"]] == ["base", "round-01", "round-02"]
-    assert sorted(p.name for p in (here / "o").iterdir() if not p.name.startswith(".")) == ["plan.json"]
-    assert main([*SMALL, "--rounds", "3", "--plan-only", "--guard", "halt"]) == 0  # who watches is no part of it
+    assert sorted(p.name for p in (here / "o").iterdir() if not p.name.startswith(".")) == [
+        "plan.json"
+    ]
+    # who watches is no part of it
+    assert main([*SMALL, "--rounds", "3", "--plan-only", "--guard", "halt"]) == 0
     assert main([*SMALL, "--rounds", "3", "--scorer", "strict", "--plan-only"]) == 2
     assert "another scorer.name, settings.scorer" in capsys.readouterr().err
     assert main([*SMALL, "--rounds", "2", "--plan-only"]) == 2
@@ -136,7 +165,8 @@ def test_where_each_round_starts(here: Path) -> None:
     assert rounds()[1]["starts_from"] == "round-01"
 
 
-# ── runs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── runs
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_complete_round_has_a_correct_manifest(tmp_path: Path) -> None:
@@ -148,7 +178,8 @@ def test_a_complete_round_has_a_correct_manifest(tmp_path: Path) -> None:
     write_manifest(tmp_path, 1, plan)
     assert complete(tmp_path, 1, plan) == {"step": 1}
     assert complete(tmp_path, 2, plan) is None
-    assert complete(tmp_path, 1, {"rounds": [{"round": 1}, {"round": 2}]}) is None  # of another plan
+    # of another plan
+    assert complete(tmp_path, 1, {"rounds": [{"round": 1}, {"round": 2}]}) is None
     (tmp_path / "pairs.jsonl").write_text("{}\n\n")
     assert complete(tmp_path, 1, plan) is None
 
@@ -157,13 +188,28 @@ def test_a_complete_round_has_a_correct_manifest(tmp_path: Path) -> None:
 def test_own_scorer_and_guard(here: Path) -> None:
     """Longer is better, says the scorer; the strict score need not agree."""
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return float(len(answer))\n")
-    argv = [*SMALL, "--rounds", "1", "--scorer", "mine:longer", "--dpo-reference", "base", "--fresh-rounds"]
+    argv = [
+        *SMALL,
+        "--rounds",
+        "1",
+        "--scorer",
+        "mine:longer",
+        "--dpo-reference",
+        "base",
+        "--fresh-rounds",
+    ]
     program(here, "iterative_dpo", *argv, "--guard", "halt", "--max-proxy-real-gap", "1.9")
-    lines = [json.loads(line) for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == 10
-    assert all(len(p["chosen"]) == p["scores"][0] > p["scores"][1] == len(p["rejected"]) for p in lines)
+    assert all(
+        len(p["chosen"]) == p["scores"][0] > p["scores"][1] == len(p["rejected"]) for p in lines
+    )
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return 1.0\n")
-    assert "scorer.sha256" in program(here, "iterative_dpo", *argv, code=2)  # the function's file is part of the plan
+    # the function's file is part of the plan
+    assert "scorer.sha256" in program(here, "iterative_dpo", *argv, code=2)
     argv[argv.index("o")] = "p"
     program(here, "iterative_dpo", *argv, "--n-problems", "6", code=1)
     assert "ties" in json.loads((here / "p" / "status.json").read_text())["reason"]

@@ -15,7 +15,18 @@ from vgrout.model.load import load_saved
 from vgrout.model.policy import Policy
 from vgrout.model.source import find_adapter
 
-RUN = ["smoke", "--intervention", "route", "--threads", "1", *SMALL, "--steps", "2", "--eval-ablate-every", "1"]
+RUN = [
+    "smoke",
+    "--intervention",
+    "route",
+    "--threads",
+    "1",
+    *SMALL,
+    "--steps",
+    "2",
+    "--eval-ablate-every",
+    "1",
+]
 
 
 @pytest.fixture
@@ -48,7 +59,9 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
     with policy.adapter.reference():
         untrained = deployed(policy, ids)
     with torch.no_grad():
-        loaded = PeftModel.from_pretrained(base, str(tmp_path / "lora"))(input_ids=ids, use_cache=False).logits
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "lora"))(
+            input_ids=ids, use_cache=False
+        ).logits
     assert (loaded - ours).abs().max() < 1e-3 * (untrained - ours).abs().max() + 1e-4
     δ = adapter.by_module(adapter.δS.detach())
     for name, site in list(adapter.sites.items())[:3]:
@@ -58,7 +71,9 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
             A, B = factors(site, δ[name], k)
             errors.append(float((full - B @ A).norm()))
             dropped = δ[name].abs().sort(descending=True).values[len(A) :].norm()
-            assert errors[-1] == pytest.approx(float(dropped), rel=1e-3, abs=1e-5), "Eckart and Young"
+            assert errors[-1] == pytest.approx(float(dropped), rel=1e-3, abs=1e-5), (
+                "Eckart and Young"
+            )
         assert errors == sorted(errors, reverse=True)
         assert errors[-1] < 1e-5
 
@@ -70,14 +85,21 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
 
     assert export.main([str(done), "--out", str(tmp_path / "logs"), "--to", "inspect"]) == 0
     final = json.loads((done / "per_mode_deploy.json").read_text())
-    assert {p.stem for p in (tmp_path / "logs").iterdir()} == {"base", "trained", "deployed", "plain"}
+    assert {p.stem for p in (tmp_path / "logs").iterdir()} == {
+        "base",
+        "trained",
+        "deployed",
+        "plain",
+    }
     for side, name in (("base", "base"), ("deployed", "deploy")):
         log = read_eval_log(str(tmp_path / "logs" / f"{side}.eval"))
         answers = [a for a in json_lines(done / "final.jsonl") if a["side"] == side]
         answers.sort(key=lambda a: (a["problem_id"], a["sample"]))  # as inspect_ai has them
         assert log.status == "success"
         assert [s.output.completion for s in log.samples] == [a["text"] for a in answers]
-        assert [s.scores["hacked"].value for s in log.samples] == [int(a["hacked"]) for a in answers]
+        assert [s.scores["hacked"].value for s in log.samples] == [
+            int(a["hacked"]) for a in answers
+        ]
         means = {score.name: score.metrics["mean"].value for score in log.results.scores}
         assert means == {
             "hacked": pytest.approx(final[f"hack_{name}"]),
@@ -91,7 +113,10 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
 REFUSED = {
     "rank of a model": (["--rank", "4"], "--rank: not read by --to model; leave it out"),
     "no rank": (["--to", "peft", "--rank", "0"], "--rank 0: should be at least 1"),
-    "step of a log": (["--to", "inspect", "--step", "1"], "--step: not read by --to inspect; leave it out"),
+    "step of a log": (
+        ["--to", "inspect", "--step", "1"],
+        "--step: not read by --to inspect; leave it out",
+    ),
     "no run": (["--to", "inspect"], "run.json"),
 }
 
@@ -108,7 +133,9 @@ def test_refused_in_one_line_before_anything_is_loaded(
     assert not (tmp_path / "x").exists()
 
 
-def test_answers_of_another_version_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_of_another_version_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = fake_run(tmp_path, "--intervention=none")  # its answers are not numbered
     assert export.main([str(run), "--out", str(tmp_path / "x"), "--to", "inspect"]) == 2
     said = "damaged, or of another version (KeyError('sample'))"

@@ -36,12 +36,21 @@ from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "pad_token_id": 0}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "pad_token_id": 0,
+}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 CONFIG = Config(scale=ScaleConfig(max_new=12, prompts_per_step=1))
 
-MESSAGES: list[Message] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "add 1 and 2"}]
+MESSAGES: list[Message] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "add 1 and 2"},
+]
 THINKS = tiny.TEMPLATE
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
@@ -101,10 +110,13 @@ def group(policy: Policy) -> Group:
     prompt = policy.render(MESSAGES)
     answers = sample(policy, [prompt], 4, Sampling(), 12, torch.Generator().manual_seed(0))[0]
     rollouts = tuple(
-        Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp_full, a.logp_sampled) for a in answers
+        Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp_full, a.logp_sampled)
+        for a in answers
     )
     return Group(
-        p, rollouts, tuple(CachedGrade(float(i % 2), i % 2 == 1, False, False, True, "test") for i in range(4))
+        p,
+        rollouts,
+        tuple(CachedGrade(float(i % 2), i % 2 == 1, False, False, True, "test") for i in range(4)),
     )
 
 
@@ -133,10 +145,15 @@ def test_prompts_and_endings_follow_the_template(family: str, policy: Policy) ->
     assert policy.decode(policy.encode_completion("ab")) == "ab"
 
 
-# Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys. None: cannot be branched.
+# Beside keys and values: convolutions, recurrences, gates in q_proj, latent keys. None: cannot be
+# branched.
 MIXERS: dict[str, dict[str, Any] | None] = {
     "Lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
-    "Qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "Qwen3_5": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        **LINEAR,
+    },
     "Bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], **MAMBA},
     "FalconH1": {"num_hidden_layers": 1, "mamba_d_ssm": 128, **MAMBA},
     "DeepseekV3": {"first_k_dense_replace": 2, **LATENT},
@@ -149,8 +166,14 @@ MIXERS: dict[str, dict[str, Any] | None] = {
 def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
     """Samples and trainer agree with a forward of each row by itself."""
     own = MIXERS[kind] if MIXERS[kind] is not None else {"hidden_size": 64, "num_hidden_layers": 2}
-    given = tiny.SHAPE if MIXERS[kind] is not None else {"vocab_size": 97, "max_position_embeddings": 256}
-    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Qwen3_5')}Config")(**given | own, eos_token_id=1)
+    given = (
+        tiny.SHAPE
+        if MIXERS[kind] is not None
+        else {"vocab_size": 97, "max_position_embeddings": 256}
+    )
+    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Qwen3_5')}Config")(
+        **given | own, eos_token_id=1
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     if MIXERS[kind] is None:
@@ -159,14 +182,19 @@ def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
         return
     policy = tiny.as_policy(model)
     tiny.shake(policy.adapter, 0.05)
-    prompts = [policy.render([{"role": "user", "content": content}]) for content in ("a", "add 1 and 2", "b" * 9)]
+    prompts = [
+        policy.render([{"role": "user", "content": content}])
+        for content in ("a", "add 1 and 2", "b" * 9)
+    ]
     answers = sample(policy, prompts, 4, Sampling(), 12, torch.Generator().manual_seed(0))
     for prompt, of_prompt in zip(prompts, answers, strict=True):
         completions = [a.ids for a in of_prompt]
         with torch.no_grad():
             trained = policy.logprobs([prompt] * 4, completions)[0]
         for a, row in zip(of_prompt, trained, strict=True):
-            logp = policy.model(torch.tensor([[*prompt, *a.ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logp = policy.model(torch.tensor([[*prompt, *a.ids]]), use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
             alone = logp.log_softmax(-1).gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
             assert alone == pytest.approx(a.logp_full, abs=1e-4)
             assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
@@ -189,10 +217,14 @@ PARTLY = {  # what is not among the matrices that are adapted: fused, of experts
 
 
 @pytest.mark.parametrize("kind", PARTLY)
-def test_what_has_no_adapter_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_adapter_is_named(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the plan, which reads no weights, and by the run."""
     own, bare = PARTLY[kind]
-    config = getattr(transformers, f"{kind}Config")(**tiny.SHAPE | own, pad_token_id=0, eos_token_id=1)
+    config = getattr(transformers, f"{kind}Config")(
+        **tiny.SHAPE | own, pad_token_id=0, eos_token_id=1
+    )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     logger.remove()
     logger.add(sys.stdout, format="{message}")
@@ -223,11 +255,15 @@ def test_an_answer_keeps_its_spaces() -> None:
     assert policy.decode(ids) == text
 
 
-def test_a_step_raises_rewarded_answers_and_survives_saving(policy: Policy, folder: Path, tmp_path: Path) -> None:
+def test_a_step_raises_rewarded_answers_and_survives_saving(
+    policy: Policy, folder: Path, tmp_path: Path
+) -> None:
     adapter = policy.adapter
     before = logits(policy)
     g = group(policy)
-    optim = Optimizer(adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4)
+    optim = Optimizer(
+        adapter, OptConfig(lr=1e-2, weight_decay=0.0, warmup_frac=0.0, grad_clip=1e9), 4
+    )
     rewarded = [r for r, a in zip(g.rollouts, g.advantages, strict=True) if a > 0]
     sequences = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
     with torch.no_grad():
@@ -252,17 +288,23 @@ def test_the_deployed_policy_samples_without_the_quarantine(policy: Policy) -> N
     trained = logits(policy)
     with policy.adapter.deployed():
         deployed = logits(policy)
-        answers = [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
+        answers = [
+            a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]
+        ]
     with torch.no_grad():
         policy.adapter.δS_hack.zero_()
     policy.adapter.merge()
     assert not torch.equal(trained, deployed)
     assert torch.equal(logits(policy), deployed)
-    assert answers == [a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]]
+    assert answers == [
+        a.ids for a in sample(policy, prompt, 6, Sampling(), 16, noise().manual_seed(3))[0]
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Path, dtype: str) -> None:
+def test_the_exported_folder_is_the_deployed_model(
+    policy: Policy, tmp_path: Path, dtype: str
+) -> None:
     tiny.shake(policy.adapter, 0.05)
     with policy.adapter.deployed():
         deployed = logits(policy)
@@ -291,7 +333,8 @@ def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
     return parity(policy, load_beside(policy, folder), texts, exact=False)
 
 
-# ── loading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── loading
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_bf16_runs_every_path(tmp_path: Path) -> None:
@@ -320,8 +363,11 @@ def test_which_attention(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    assert attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind
-    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)  # of some versions of transformers
+    assert (
+        attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind
+    )
+    # of some versions of transformers
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
     capped = attention(torch.device("cpu"), dtype, Gemma2ForCausalLM, transformers.Gemma2Config())
     assert capped == "eager", "sdpa leaves the soft cap out"
 
@@ -337,17 +383,25 @@ def test_a_downloaded_hub_id_is_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     (cache / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert model_folder("org/name") == snapshot
-    assert load_language_model("org/name", device="cpu", dtype=torch.float32).eos_ids == frozenset({1})
+    assert load_language_model("org/name", device="cpu", dtype=torch.float32).eos_ids == frozenset(
+        {1}
+    )
     assert model_folder("org/other") is None
 
 
-def test_a_model_in_memory_and_one_from_a_folder_are_the_same(folder: Path, policy: Policy, family: str) -> None:
+def test_a_model_in_memory_and_one_from_a_folder_are_the_same(
+    folder: Path, policy: Policy, family: str
+) -> None:
     template, pad, eos = CASES[family]
     model = tiny.tiny(family).train()
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
     in_memory = tiny.as_policy(model, tokenizer(template, pad))
     assert torch.equal(logits(in_memory), logits(policy))
-    assert (in_memory.eos_ids, in_memory.end_id, in_memory.pad_id) == (policy.eos_ids, policy.end_id, policy.pad_id)
+    assert (in_memory.eos_ids, in_memory.end_id, in_memory.pad_id) == (
+        policy.eos_ids,
+        policy.end_id,
+        policy.pad_id,
+    )
     for of in (in_memory, policy):
         assert not of.model.training
         assert not any(p.requires_grad for p in of.model.parameters())

@@ -35,11 +35,30 @@ from vgrout.sweep.ledger import Ledger
 from vgrout.train import main
 from vgrout.types import Ungraded
 
-TINY = ["--threads", "1", "--group", "4", "--prompts-per-step", "2", "--final-n-prompts", "1", "--final-samples", "1"]
+TINY = [
+    "--threads",
+    "1",
+    "--group",
+    "4",
+    "--prompts-per-step",
+    "2",
+    "--final-n-prompts",
+    "1",
+    "--final-samples",
+    "1",
+]
 DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
-GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup=2", "--guard-baseline=1"]
+GUARD = [
+    "--eval-ablate-every",
+    "2",
+    "--eval-n-prompts",
+    "2",
+    "--guard-warmup=2",
+    "--guard-baseline=1",
+]
 KILLS = 3  # per intervention
-# What a default run leaves off: a KL term, the split by detectors, demonstrations that end, an ablated slice, a probe.
+# What a default run leaves off: a KL term, the split by detectors, demonstrations that end, an
+# ablated slice, a probe.
 REST = ["--beta", "1e-3", "--report-detectors", "E,C", "--teacher-off-step", "5"]
 OF_ITS_OWN = {
     "none": [],
@@ -53,13 +72,32 @@ OF_ITS_OWN = {
 def flags(intervention: str, *more: str, steps: int = 6) -> list[str]:
     """Everything on: demonstrations, refreshed direction, guard, detectors, a checkpoint each step."""
     refresh = [] if intervention == "none" else ["--vhack-refresh-every", "2"]
-    argv = ["smoke", "--intervention", intervention, "--steps", str(steps), *TINY, *GUARD, *DETECTORS, *refresh]
+    argv = [
+        "smoke",
+        "--intervention",
+        intervention,
+        "--steps",
+        str(steps),
+        *TINY,
+        *GUARD,
+        *DETECTORS,
+        *refresh,
+    ]
     return once([*argv, "--checkpoint-every", "1", *more])
 
 
 def bare(intervention: str, *more: str, steps: int = 4) -> list[str]:
     """A checkpoint each step and nothing that watches: these runs take a second or two."""
-    argv = ["smoke", "--intervention", intervention, "--steps", str(steps), *TINY, "--eval-ablate-every", "0"]
+    argv = [
+        "smoke",
+        "--intervention",
+        intervention,
+        "--steps",
+        str(steps),
+        *TINY,
+        "--eval-ablate-every",
+        "0",
+    ]
     return once([*argv, "--checkpoint-every", "1", "--guard", "off", *more])
 
 
@@ -68,11 +106,16 @@ def adapter_file(path: Path) -> bytes:
     return (path / "train.safetensors").read_bytes()
 
 
-# --- kill -9 inside a save -------------------------------------------------------------------------------------------
+# --- kill -9 inside a save
+# -------------------------------------------------------------------------------------------
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"step": step, "δS": torch.full((20_000,), float(step)), "watch": {"guard": {"streak": step}}}
+    return {
+        "step": step,
+        "δS": torch.full((20_000,), float(step)),
+        "watch": {"guard": {"streak": step}},
+    }
 
 
 def play(run: RunDir, first: int, last: int) -> None:
@@ -97,7 +140,9 @@ def die_at(call: int) -> None:
     calls = count(1)
 
     def deadly(real: Any) -> Any:
-        return lambda *a, **kw: os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else real(*a, **kw)
+        return lambda *a, **kw: (
+            os.kill(os.getpid(), signal.SIGKILL) if next(calls) == call else real(*a, **kw)
+        )
 
     for name in ("fsync", "replace", "mkdir", "rmdir", "unlink", "open"):
         setattr(os, name, deadly(getattr(os, name)))
@@ -130,7 +175,8 @@ def test_kill_before_each_disk_call_of_a_save(tmp_path):
     assert 6 <= survived < 60, survived
 
 
-# --- kill -9 of the program ------------------------------------------------------------------------------------------
+# --- kill -9 of the program
+# ------------------------------------------------------------------------------------------
 
 
 def died(process: subprocess.Popen[str], seconds: float) -> bool:
@@ -148,7 +194,9 @@ def died(process: subprocess.Popen[str], seconds: float) -> bool:
 @pytest.mark.parametrize("intervention", OF_ITS_OWN)
 def test_repeated_kills(intervention, tmp_path):
     """At random moments of loading, training, evaluating and saving: rows and weights stay the same."""
-    argv = flags("none" if intervention == "screen" else intervention, *REST, *OF_ITS_OWN[intervention])
+    argv = flags(
+        "none" if intervention == "screen" else intervention, *REST, *OF_ITS_OWN[intervention]
+    )
     argv = [*argv, "--intervention", intervention]
     rng, begin = random.Random(intervention), time.monotonic()
     (whole := tmp_path / "whole").mkdir()
@@ -159,7 +207,9 @@ def test_repeated_kills(intervention, tmp_path):
         (folder / "svd_cache").symlink_to(whole / "out" / "svd_cache")
         again, finished = once(argv), []
         while not finished:
-            deaths += died(start(folder.parent, *again), rng.uniform(0, lifetime) if deaths < KILLS else 900)
+            deaths += died(
+                start(folder.parent, *again), rng.uniform(0, lifetime) if deaths < KILLS else 900
+            )
             if saved := [*folder.glob("runs/*/resume/step_*/manifest.json")]:
                 again = ["smoke", "--resume", f"out/runs/{saved[0].parents[2].name}"]
             finished = [p for p in folder.glob("runs/*") if (p / "status.json").is_file()]
@@ -169,7 +219,8 @@ def test_repeated_kills(intervention, tmp_path):
         assert adapter_file(path) == adapter_file(unbroken)
 
 
-# --- damaged and vanished files --------------------------------------------------------------------------------------
+# --- damaged and vanished files
+# --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +283,10 @@ def test_resume_skips_damaged_checkpoints(stopped, uninterrupted, capsys):
     DAMAGE["bit flipped"](second)
     assert run(Path.cwd(), "smoke", "--resume", "latest", "--threads", "1") == stopped
     output = capsys.readouterr().out
-    assert output.count("does not match its hash; the checkpoint is damaged; going back one further") == 2
+    assert (
+        output.count("does not match its hash; the checkpoint is damaged; going back one further")
+        == 2
+    )
     assert "resumed after step 0" in output
     assert rows(stopped) == rows(uninterrupted)
     assert adapter_file(stopped) == adapter_file(uninterrupted)
@@ -240,7 +294,9 @@ def test_resume_skips_damaged_checkpoints(stopped, uninterrupted, capsys):
 
 @pytest.mark.parametrize("first", ["truncated", "manifest missing"])
 def test_resume_without_a_good_checkpoint(first, stopped, capsys):
-    for damage, point in zip((first, "bit flipped", "manifest cut"), checkpoint.complete(stopped), strict=True):
+    for damage, point in zip(
+        (first, "bit flipped", "manifest cut"), checkpoint.complete(stopped), strict=True
+    ):
         DAMAGE[damage](point)
     before = status(stopped)
     assert main(["smoke", "--resume", str(stopped), "--threads", "1"]) == 2
@@ -263,10 +319,22 @@ def ended(run: Path, state: str) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "finished": (lambda run: ended(run, "finished"), [], "this run is finished"),
     "routed nothing": (lambda run: ended(run, "unrouted"), [], "evaluated; it routed nothing"),
-    "changed settings": (lambda _: None, ["--lr", "0.5", "--beta", "0.1"], "--lr 0.5 (run: 0.03), --beta 0.1"),
+    "changed settings": (
+        lambda _: None,
+        ["--lr", "0.5", "--beta", "0.1"],
+        "--lr 0.5 (run: 0.03), --beta 0.1",
+    ),
     "another dtype": (lambda _: None, ["--dtype", "bf16"], "--dtype bf16 (run: fp32)"),
-    "pool file gone": (lambda _: min(Path("pool").glob("prompt_*")).unlink(), [], "recorded in pool.json, not there"),
-    "pool file altered": (lambda _: append(Path("pool/pool.json"), " "), [], "changed since: pool; put"),
+    "pool file gone": (
+        lambda _: min(Path("pool").glob("prompt_*")).unlink(),
+        [],
+        "recorded in pool.json, not there",
+    ),
+    "pool file altered": (
+        lambda _: append(Path("pool/pool.json"), " "),
+        [],
+        "changed since: pool; put",
+    ),
     "pool gone": (lambda _: shutil.rmtree("pool"), [], "--teacher-pool-dir pool: no such folder"),
     "run.json torn": (lambda run: os.truncate(run / "run.json", 99), [], "run.json: damaged"),
     "status.json gone": (lambda run: (run / "status.json").unlink(), [], "status.json: not there"),
@@ -295,12 +363,15 @@ def test_resume_from_another_folder(tmp_path, monkeypatch, capsys):
         (there / "run.json").write_text(json.dumps(record))
         why = f"E --resume {there}: not a run of vgrout.train; give one of those below out/runs\n"
         assert refused(capsys, "smoke", "--resume", str(there)) == why
-    (there / "run.json").write_text(json.dumps({"config": resolve(bare("none")).as_dict(), "hashes": {}}))
+    (there / "run.json").write_text(
+        json.dumps({"config": resolve(bare("none")).as_dict(), "hashes": {}})
+    )
     assert main(["smoke", "--resume", str(there), "--dry-run"]) == 0
     assert "MiB free" in capsys.readouterr().out
 
 
-# --- disks -----------------------------------------------------------------------------------------------------------
+# --- disks
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -326,7 +397,8 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def fill(folder: Path, leave: int) -> Path:
     """A file that leaves so many bytes free."""
     ballast, disk = folder / "ballast", os.statvfs(folder)
-    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as f:  # the run may be quicker than we are
+    # the run may be quicker than we are
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as f:
         for _ in range((disk.f_bavail * disk.f_frsize - leave) // 4096):
             f.write(b"\0" * 4096)
     return ballast
@@ -355,7 +427,9 @@ def test_full_disk(leave, small_disk, tmp_path):
     point, passed_over = checkpoint.latest(path)
     assert passed_over == []
     ballast.unlink()
-    again = run(folder, "smoke", "--resume", str(path), "--threads", "1", stop_after=point.next_step)
+    again = run(
+        folder, "smoke", "--resume", str(path), "--threads", "1", stop_after=point.next_step
+    )
     assert again == path
     assert [r["step"] for r in rows(path)] == list(range(point.next_step + 1))
 
@@ -381,7 +455,8 @@ def test_small_disk_is_refused(stopped, small_disk, monkeypatch, capsys):
 @pytest.mark.slow
 def test_vanished_folder(tmp_path):
     process = start(tmp_path, *bare("none", steps=300))
-    shutil.rmtree(wait_for_steps(tmp_path, 2, process).rename(tmp_path / "gone"))  # at once for the run
+    # at once for the run
+    shutil.rmtree(wait_for_steps(tmp_path, 2, process).rename(tmp_path / "gone"))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
     assert "Traceback" not in output
@@ -408,7 +483,8 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, cap
     assert status(path) == end, "it is not trained or evaluated again"
 
 
-# --- halts -----------------------------------------------------------------------------------------------------------
+# --- halts
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,7 +498,18 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, cap
 @pytest.mark.long
 def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, capsys, monkeypatch):
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = ["smoke", "--intervention", intervention, *more, "--steps", "5", *TINY, *GUARD, "--checkpoint-every", "1"]
+    argv = [
+        "smoke",
+        "--intervention",
+        intervention,
+        *more,
+        "--steps",
+        "5",
+        *TINY,
+        *GUARD,
+        "--checkpoint-every",
+        "1",
+    ]
     argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
@@ -460,7 +547,9 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
 @pytest.mark.long
 def test_a_detector_halts(tmp_path, monkeypatch):
     """A base policy that never repeats anything makes every honest answer an echo."""
-    monkeypatch.setattr(EchoTrap, "calibrate", lambda self, _texts: setattr(self, "base", 0.0) or 0.0)
+    monkeypatch.setattr(
+        EchoTrap, "calibrate", lambda self, _texts: setattr(self, "base", 0.0) or 0.0
+    )
     echo = ["--echo-trap-enabled", "--echo-trap-threshold", "0.01", "--echo-trap-halt"]
     path = run(tmp_path, *bare("none", *echo), code=3)
     assert "detector echo says HACK" in status(path)["reason"]
@@ -473,7 +562,18 @@ def test_a_detector_halts(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_collapse_is_a_divergence(tmp_path):
     """A learning rate of 1000 destroys the model."""
-    argv = bare("none", "--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", "--guard", "log", steps=20)
+    argv = bare(
+        "none",
+        "--lr",
+        "1000",
+        "--grad-clip",
+        "1e9",
+        "--warmup-frac",
+        "0",
+        "--guard",
+        "log",
+        steps=20,
+    )
     path = run(tmp_path, *argv, code=4)
     assert status(path)["state"] == "diverged"
     assert len(rows(path)) < 20
@@ -489,7 +589,8 @@ def test_watching_never_changes_training(tmp_path):
     assert adapter_bytes(watched) == adapter_bytes(unwatched)
 
 
-# --- endings, by the command line ------------------------------------------------------------------------------------
+# --- endings, by the command line
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -503,7 +604,9 @@ def test_every_signal_that_asks_for_an_end_is_heard_once(number):
 
 def test_a_signal_that_comes_while_a_line_is_logged_is_said_after_it(capsys, monkeypatch):
     console.setup(None)
-    monkeypatch.setattr(console, "printable", lambda line: (signal.raise_signal(signal.SIGINT), line)[1])
+    monkeypatch.setattr(
+        console, "printable", lambda line: (signal.raise_signal(signal.SIGINT), line)[1]
+    )
     with stop_on_signals() as stop:
         logger.info("a line")
         monkeypatch.undo()
@@ -549,7 +652,9 @@ def test_interrupt_in_the_final_evaluation(tmp_path, monkeypatch):
     """All steps done, the report not: 130, and a resume does the report alone."""
     real = evaluate.balanced
     with monkeypatch.context() as m:
-        m.setattr(evaluate, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1])
+        m.setattr(
+            evaluate, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1]
+        )
         path = run(tmp_path, *bare("none"), code=130)
     assert status(path)["reason"] == "interrupted before the final evaluation was done"
     assert not (path / "summary.md").exists()
@@ -580,7 +685,8 @@ def test_killed_sandbox_workers_change_no_row(tmp_path):
     assert adapter_file(path) == adapter_file(uninterrupted)
 
 
-# --- failures inside a step ------------------------------------------------------------------------------------------
+# --- failures inside a step
+# ------------------------------------------------------------------------------------------
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
@@ -597,7 +703,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
 
 def saved_vectors(path: Path, *steps: int) -> Iterator[torch.Tensor]:
     for step in steps:
-        yield torch.load(path / f"resume/step_{step:06d}/state.pt", weights_only=True)["adapter"]["delta_S"]
+        yield torch.load(path / f"resume/step_{step:06d}/state.pt", weights_only=True)["adapter"][
+            "delta_S"
+        ]
 
 
 @pytest.mark.parametrize("intervention", ["none", "route2"])
@@ -631,19 +739,28 @@ def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
     """Step 1 loses one group, step 2 all: they are counted with the reason, and nothing is learnt from them."""
     make = rollout.rollout
 
-    def shaky(policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any) -> Any:
+    def shaky(
+        policy: Any, grader: Any, problems: Any, demos: Any, cfg: Any, step: int, **more: Any
+    ) -> Any:
         submit, lost = grader.submit, Future()
         lost.set_result(Ungraded("worker lost 4 times: gone"))
         with monkeypatch.context() as m:
             gone = {0: [], 1: [problems[0].id], 2: [p.id for p in problems]}.get(step, [])
-            m.setattr(grader, "submit", lambda p, *answer: lost if p.id in gone else submit(p, *answer))
+            m.setattr(
+                grader, "submit", lambda p, *answer: lost if p.id in gone else submit(p, *answer)
+            )
             return make(policy, grader, problems, demos, cfg, step, **more)
 
     monkeypatch.setattr(rollout, "rollout", shaky)
     path = run(tmp_path, *bare("none"), stop_after=3)
     seen = rows(path)
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]
-    assert [r["drop_why"] for r in seen] == [None, "worker lost 4 times: gone", "worker lost 4 times: gone", None]
+    assert [r["drop_why"] for r in seen] == [
+        None,
+        "worker lost 4 times: gone",
+        "worker lost 4 times: gone",
+        None,
+    ]
     assert seen[2]["gn"] is None
     assert torch.equal(*saved_vectors(path, 2, 3))
 

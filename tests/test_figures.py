@@ -38,7 +38,8 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     lines = {line.get_label(): line for line in plain.lines if not line.get_label().startswith("_")}
     # running means of five steps: the seeds hack from steps 6 and 8 on
     expected = [
-        np.mean([np.mean([t >= on for t in range(max(0, s - 4), s + 1)]) for on in (6, 8)]) for s in range(STEPS)
+        np.mean([np.mean([t >= on for t in range(max(0, s - 4), s + 1)]) for on in (6, 8)])
+        for s in range(STEPS)
     ]
     assert lines["hack, students"].get_ydata() == pytest.approx(expected)
     assert list(lines["solve, deployed"].get_ydata()) == [0.5] * STEPS
@@ -48,9 +49,13 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     assert route2.get_title() == "route2\nstudents are sampled as deployed"
     (legend,) = pages["dynamics"].figure.legends
     named = {line.get_label() for axes in pages["dynamics"].figure.axes for line in axes.lines}
-    assert {t.get_text() for t in legend.get_texts()} == {name for name in named if not name.startswith("_")}
+    assert {t.get_text() for t in legend.get_texts()} == {
+        name for name in named if not name.startswith("_")
+    }
 
-    points = {c.get_label(): c.lines[0].get_xydata()[0] for c in pages["plane"].figure.axes[0].containers}
+    points = {
+        c.get_label(): c.lines[0].get_xydata()[0] for c in pages["plane"].figure.axes[0].containers
+    }
     assert points["none (2 seeds)"] == pytest.approx([75, 50])
     assert points["erase (seed 1)"] == pytest.approx([50, 50])
 
@@ -69,16 +74,32 @@ def test_every_panel_of_flaws_has_its_own_rows_and_shades(tmp_path: Path) -> Non
         monitor = ["--monitor=labels"] if arm == "screen" else []
         for seed in (1, 2):
             its = {
-                mode: {"train_hack": 0.9, "deploy_hack": 0.1 * i, "in_dist": None if shown is None else mode == shown}
+                mode: {
+                    "train_hack": 0.9,
+                    "deploy_hack": 0.1 * i,
+                    "in_dist": None if shown is None else mode == shown,
+                }
                 for i, mode in enumerate(DEALT)
             }
             fake_run(tmp_path, f"--intervention={arm}", *monitor, seed=seed, modes=its)
     panels = drawn(tmp_path)["flaws"].figure.axes
-    assert [axes.get_title() for axes in panels] == ["erase", "screen (labels)\n(no pairs)", "route2"]
-    label = dict(zip(panels[0].get_yticks(), (t.get_text() for t in panels[0].get_yticklabels()), strict=True))
+    assert [axes.get_title() for axes in panels] == [
+        "erase",
+        "screen (labels)\n(no pairs)",
+        "route2",
+    ]
+    label = dict(
+        zip(
+            panels[0].get_yticks(), (t.get_text() for t in panels[0].get_yticklabels()), strict=True
+        )
+    )
     for axes, shown in zip(panels, of_pairs.values(), strict=True):
-        points = dict(c.lines[0].get_xydata()[0][::-1] for c in axes.containers if c.get_label() == "deployed")
-        assert {label[y]: x for y, x in points.items()} == pytest.approx({m: 10 * i for i, m in enumerate(DEALT)})
+        points = dict(
+            c.lines[0].get_xydata()[0][::-1] for c in axes.containers if c.get_label() == "deployed"
+        )
+        assert {label[y]: x for y, x in points.items()} == pytest.approx(
+            {m: 10 * i for i, m in enumerate(DEALT)}
+        )
         shades = [patch.get_y() + patch.get_height() / 2 for patch in axes.patches]
         assert [label[y] for y in shades] == ([] if shown is None else [shown])
 
@@ -93,7 +114,9 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
     assert [a.get_title() for a in dynamics(methods).figure.axes if a.get_visible()] == titles
     picture = plane(methods)
     assert picture is not None
-    marks = {(c.lines[0].get_marker(), c.lines[0].get_color()) for c in picture.figure.axes[0].containers}
+    marks = {
+        (c.lines[0].get_marker(), c.lines[0].get_color()) for c in picture.figure.axes[0].containers
+    }
     assert len(marks) == len(MARKERS)
 
 
@@ -107,7 +130,9 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
     fake_run(tmp_path, ROUTE2, seed=2)
     for seed in (1, 2):
         fake_run(tmp_path, ROUTE2, "--control=haar", seed=seed, cos=0.1)
-    assert drawn(tmp_path).keys() == {"dynamics", "plane", "flaws"}, "no suppression without plain GRPO"
+    assert drawn(tmp_path).keys() == {"dynamics", "plane", "flaws"}, (
+        "no suppression without plain GRPO"
+    )
 
 
 def test_a_notebooks_backend_does_not_matter() -> None:
@@ -117,5 +142,7 @@ def test_a_notebooks_backend_does_not_matter() -> None:
         "print(Picture('', '', Figure()).png()[1:4], 'matplotlib.pyplot' in sys.modules)"
     )
     environment = {"MPLBACKEND": "module://no_such_package.backend_inline", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.stdout == "b'PNG' False\n", done.stderr

@@ -29,17 +29,36 @@ from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import recorder
 from vgrout.runs.preflight import preflight
 
-SMALL = ["smoke", "--threads=1", "--steps=2", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1"]
+SMALL = [
+    "smoke",
+    "--threads=1",
+    "--steps=2",
+    "--eval-ablate-every=0",
+    "--final-n-prompts=1",
+    "--final-samples=1",
+]
 NONE = ["--intervention=none"]
 ALONE = [*NONE, "--teacher-pool-dir=", "--mix-ratio=0"]
 TWICE = [*NONE, "--updates-per-batch=2", "--lr=3"]
 ERASE = ["--intervention=erase", "--vhack-refresh-every=0"]
 GATE = [
-    *("--intervention=route2", "--monitor=gate", "--vhack-refresh-every=0", "--group=8", "--gate-vote=module"),
+    *(
+        "--intervention=route2",
+        "--monitor=gate",
+        "--vhack-refresh-every=0",
+        "--group=8",
+        "--gate-vote=module",
+    ),
     *("--gate-modules=all", "--no-rebaseline", "--rollout-ablate-frac=0", "--quarantine=shared"),
 ]
 LABELS = ["--intervention=penalty", "--monitor=labels", "--group=8"]
-PROBE = ["--intervention=penalty", "--monitor=online_probe", "--seed-monitor=labels", "--group=8", "--steps=3"]
+PROBE = [
+    "--intervention=penalty",
+    "--monitor=online_probe",
+    "--seed-monitor=labels",
+    "--group=8",
+    "--steps=3",
+]
 OWN_REWARD = [*ALONE, "--reward=flags_reward:f"]
 
 
@@ -109,7 +128,9 @@ FLAGS: dict[str, Run | Held] = {
     "--group": Run(NONE, "4", "6"),
     "--guard": Plan(NONE, "off", "log"),
     "--guard-baseline": Watch(GUARD, "1", "4"),
-    "--guard-halt-on": Plan([*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"),
+    "--guard-halt-on": Plan(
+        [*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"
+    ),
     "--guard-rule": Watch(GUARD, "ema", "se"),
     "--guard-warmup": Watch(LATE, "0", "30"),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
@@ -149,12 +170,16 @@ FLAGS: dict[str, Run | Held] = {
     "--resume": Held("test_train.py::test_resumed_run_equals_an_uninterrupted_one"),
     "--reward": Plan(ALONE, "", "flags_reward:f"),
     "--reward-hack-detector": Run(NONE, "", "info_rm"),
-    "--reward-hack-halt": Held("test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"),
+    "--reward-hack-halt": Held(
+        "test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"
+    ),
     "--reward-hint": Run(OWN_REWARD, "no", "yes"),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
     "--rise-eps": Watch([*GUARD, "--guard-rule=ema"], "0.0001", "0.5"),
     "--rm-ensemble-members": Run(
-        [*NONE, "--reward-hack-detector=rm_ensemble"], "flags_reward:g,flags_reward:h", "flags_reward:g,flags_reward:g"
+        [*NONE, "--reward-hack-detector=rm_ensemble"],
+        "flags_reward:g,flags_reward:h",
+        "flags_reward:g,flags_reward:g",
     ),
     "--rollout-ablate-frac": Run([*GATE[:-2], "--steps=3", "--lr=10"], "0", "1"),
     "--route2-random-v-seed": Run(ERASE, "None", "3"),
@@ -169,7 +194,9 @@ FLAGS: dict[str, Run | Held] = {
     "--teacher-pool-dir": Run(NONE, "organism", ""),
     "--teacher-tau": Run([*NONE, "--teacher-model=organism", "--lr=3"], "0.5", "1"),
     "--temperature": Run(ALONE, "0.7", "1.5"),
-    "--test-problems": Plan([*ALONE, "--model={model}", "--problems={half_problems}"], "", "{other_half}"),
+    "--test-problems": Plan(
+        [*ALONE, "--model={model}", "--problems={half_problems}"], "", "{other_half}"
+    ),
     "--threads": Held("test_flags.py::test_threads_are_torchs"),
     "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
     "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),
@@ -203,7 +230,8 @@ def test_every_flag_has_an_entry() -> None:
 def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> dict[str, str]:
     """What entries name in braces."""
     home = tmp_path_factory.mktemp("files")
-    shutil.copytree(organism.MODEL_DIR, home / "other_model")  # a plan names the model; no weight is read
+    # a plan names the model; no weight is read
+    shutil.copytree(organism.MODEL_DIR, home / "other_model")
     lines = organism.PROBLEMS.read_text(encoding="utf-8").splitlines(keepends=True)
     (home / "half.jsonl").write_text("".join(lines[::2]), encoding="utf-8")
     shutil.copytree(organism.DATA_DIR, home / "other_organism")
@@ -212,7 +240,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
     rest = (json.dumps(json.loads(line) | {"split": "test"}) for line in lines[1::2])
     (home / "other_half.jsonl").write_text("\n".join(rest) + "\n", encoding="utf-8")
     decomposed = shared_run.folder.parent / "svd_cache"
-    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed)
+    policy = load_policy(
+        organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed
+    )
     few_axes = extract(policy, load_pairs(organism.PAIRS_DIR / "run_tests.json"), 6, 0.0)
     save(few_axes, home / "direction.safetensors")
     known = json.loads(organism.KNOWN_CORRECT.read_text(encoding="utf-8"))
@@ -245,7 +275,9 @@ def lines_of(name: str, entry: Run, files: dict[str, str]) -> list[list[str]]:
     def line(value: str) -> list[str]:
         first, *more = value.split(" --")
         given = {"yes": name, "no": f"--no-{name[2:]}"}.get(first, f"{name}={first}")
-        return [word.format(**files) for word in (*SMALL, *entry.base, given, *(f"--{m}" for m in more))]
+        return [
+            word.format(**files) for word in (*SMALL, *entry.base, given, *(f"--{m}" for m in more))
+        ]
 
     return [line(entry.a), line(entry.b)]
 
@@ -254,7 +286,9 @@ def seen(path: Path) -> dict[str, Any]:
     """A run without its times and its configuration."""
     adapter = hashlib.sha256(adapter_bytes(path)).hexdigest()
     names = sorted(str(f.relative_to(path)) for f in path.rglob("*"))
-    answers = [(path / name).read_text(encoding="utf-8") for name in ("rollouts.jsonl", "final.jsonl")]
+    answers = [
+        (path / name).read_text(encoding="utf-8") for name in ("rollouts.jsonl", "final.jsonl")
+    ]
     return {"rows": rows(path), "adapter": adapter, "names": names, "answers": answers}
 
 
@@ -277,7 +311,9 @@ def verdicts(argv: list[str]) -> list[Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, entry in FLAGS.items() if not isinstance(entry, Held)])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in FLAGS.items() if not isinstance(entry, Held)]
+)
 def test_two_values_of_a_flag_make_a_difference(
     name: str,
     files: dict[str, str],
@@ -313,12 +349,20 @@ def test_a_weak_sandbox_is_allowed_by_its_flag(
 
 
 @pytest.mark.long
-def test_every_column_is_on_the_console_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_column_is_on_the_console_by_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--columns"""
     heads = []
     for columns in ("main", "all"):
         run(tmp_path, *SMALL, *NONE, f"--columns={columns}")
-        heads.append(next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")))
+        heads.append(
+            next(
+                line.split()
+                for line in capsys.readouterr().out.splitlines()
+                if line.startswith("step ")
+            )
+        )
     assert "gn" in heads[1]
     assert len(heads[0]) < len(heads[1]) / 2
 
@@ -340,13 +384,20 @@ def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
     healthy = shared_run(*SMALL, *NONE, "--eval-ablate-every=1", "--eval-n-prompts=1")
     argv = [*SMALL, *NONE, "--eval-ablate-every=1"]
     assert not preflight(resolve(once(argv)), None).healthy_kl
-    assert len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl) > 0
+    assert (
+        len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl)
+        > 0
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("given", "own"), [([], "fp32"), (["--dtype=bf16"], "bf16")])
 def test_a_resumed_run_goes_on_in_its_own_dtype(
-    given: list[str], own: str, shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str],
+    own: str,
+    shared_run: SharedRuns,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a machine where auto means the other one; to the last bit."""
     argv = [*SMALL, *NONE, *given]
@@ -359,12 +410,18 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     record = json.loads((path / "run.json").read_text())
     assert record["dtype"] == record["config"]["run"]["dtype"] == own
     assert (rows(path), adapter_bytes(path)) == (rows(whole), adapter_bytes(whole))
-    assert all(row["realised"] == pytest.approx(1, abs={"fp32": 1e-3, "bf16": 0.1}[own]) for row in rows(path))
+    assert all(
+        row["realised"] == pytest.approx(1, abs={"fp32": 1e-3, "bf16": 0.1}[own])
+        for row in rows(path)
+    )
 
 
 @pytest.mark.long
 def test_a_change_that_rounding_swallows_is_a_warning_once(
-    tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    shared_run: SharedRuns,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(SvdAdapter, "realised_share", lambda _: 0.3)
     shared_run.warm(tmp_path)
@@ -394,7 +451,9 @@ def test_a_detector_of_reward_hacking_halts_by_its_flag(
     shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--reward-hack-halt"""
-    monkeypatch.setattr(Level, "update", lambda *_: DetectorReading("HACK", 1.0, "as the test says"))
+    monkeypatch.setattr(
+        Level, "update", lambda *_: DetectorReading("HACK", 1.0, "as the test says")
+    )
     argv = [*SMALL, *NONE, "--reward-hack-detector=info_rm"]
     shared_run.warm(tmp_path)
     assert len(rows(run(tmp_path, *argv))) == 2

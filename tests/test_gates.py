@@ -19,7 +19,11 @@ def plain_tau(history, decay=0.9):
     for i in (0, 1):
         seen = [step[i] for step in history if step[i] is not None]
         weights = [decay ** (len(seen) - 1 - j) for j in range(len(seen))]
-        means.append(sum(w * m for w, m in zip(weights, seen, strict=True)) / sum(weights) if seen else math.nan)
+        means.append(
+            sum(w * m for w, m in zip(weights, seen, strict=True)) / sum(weights)
+            if seen
+            else math.nan
+        )
     return means
 
 
@@ -38,14 +42,22 @@ def test_tau_is_the_midpoint_of_two_running_means(seed):
         known_mean, rest = plain_tau(history)
         assert gate.means[:, 0].tolist() == pytest.approx([known_mean, rest], abs=1e-6, nan_ok=True)
         tau = (known_mean + rest) / 2
-        want = [bool(lv and (a or c > tau)) for c, lv, a in zip(cos[0].tolist(), live[0], known, strict=True)]
+        want = [
+            bool(lv and (a or c > tau))
+            for c, lv, a in zip(cos[0].tolist(), live[0], known, strict=True)
+        ]
         assert share[0].bool().tolist() == want
 
 
-# steps of (cosine, has a gradient, known hack) for each rollout, then what the last one routes, and τ
+# steps of (cosine, has a gradient, known hack) for each rollout, then what the last one routes, and
+# τ
 TAU_BY_HAND = {
     "no known hack yet: no threshold": ([[(0.9, 1, 0), (0.9, 1, 0)]], [0, 0], math.nan),
-    "rows without a gradient move no mean": ([[(0.8, 1, 1), (0, 0, 1), (0.2, 1, 0), (0, 0, 0)]], [1, 0, 0, 0], 0.5),
+    "rows without a gradient move no mean": (
+        [[(0.8, 1, 1), (0, 0, 1), (0.2, 1, 0), (0, 0, 0)]],
+        [1, 0, 0, 0],
+        0.5,
+    ),
     "a step without known hacks": (
         [[(0.8, 1, 1), (0.2, 1, 0)], [(0.7, 1, 0), (0.2, 1, 0)]],
         [1, 0],
@@ -68,7 +80,9 @@ def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():
     """A mislabelled answer below the others: the midpoint lies under them, and would flag them all."""
     cos = torch.tensor([[-0.2, 0.1, 0.2], [0.5, 0.1, 0.2]])
     known = torch.tensor([True, False, False])
-    everywhere, apart = (TauGate(2, apart=a)(cos, torch.ones(2, 3, dtype=torch.bool), known) for a in (False, True))
+    everywhere, apart = (
+        TauGate(2, apart=a)(cos, torch.ones(2, 3, dtype=torch.bool), known) for a in (False, True)
+    )
     assert everywhere.tolist() == [[1, 1, 1], [1, 0, 0]]
     assert apart.tolist() == [[1, 0, 0], [1, 0, 0]]
 
@@ -80,7 +94,9 @@ def test_a_band_is_linear_and_clamped_and_a_module_without_one_routes_nothing():
 
 
 def test_route2_finds_hackward_students_that_no_label_marks():
-    found = routed(toy("route2", gate_modules="all", **BY_MODULE), (rows(8, 3, (2, 3, 7)), group(8, 1)))
+    found = routed(
+        toy("route2", gate_modules="all", **BY_MODULE), (rows(8, 3, (2, 3, 7)), group(8, 1))
+    )
     assert found.flags[0].flagged == tuple(i in (2, 3, 7) for i in range(8))
     assert found.flags[0].shares == found.flags[0].scores
     assert found.diag.hkgap > 0.5
@@ -93,7 +109,9 @@ def test_known_hacks_are_routed_whatever_their_cosine():
     groups = [(rows(6, 4), group(6, 1, caught=(2,)))]
     both = scores(routed(toy("route2", **BY_MODULE), *groups))
     assert both[2] == both[5] == 1
-    teacher_only = scores(routed(toy("route2", known_hacks_teacher_only=True, **BY_MODULE), *groups))
+    teacher_only = scores(
+        routed(toy("route2", known_hacks_teacher_only=True, **BY_MODULE), *groups)
+    )
     assert teacher_only[5] == 1
     assert teacher_only[2] < 1
 
@@ -102,13 +120,20 @@ def test_only_the_gates_memory_goes_from_one_step_to_the_next():
     """The same step twice leaves the threshold where it is, but for rounding: both means stay. After another step it is
     not what it would be for that step alone."""
     method, other = toy("route2"), (rows(6, 9, (0, 1, 2)), group(6, 1))
-    assert routed(method, *TWO_GROUPS).diag.tau == pytest.approx(routed(method, *TWO_GROUPS).diag.tau)
-    assert routed(method, other).diag.tau != pytest.approx(routed(toy("route2"), other).diag.tau, abs=1e-3)
+    assert routed(method, *TWO_GROUPS).diag.tau == pytest.approx(
+        routed(method, *TWO_GROUPS).diag.tau
+    )
+    assert routed(method, other).diag.tau != pytest.approx(
+        routed(toy("route2"), other).diag.tau, abs=1e-3
+    )
 
 
 def test_the_pair_band_gate_reads_no_label():
     g_b, band = rows(8, 3, (2, 7)), {"monitor": "band", **BY_MODULE}
-    a, b = (routed(toy("route2", **band), (g_b, g)) for g in (group(8, 1), group(8, 4, caught=(0, 1, 2, 3))))
+    a, b = (
+        routed(toy("route2", **band), (g_b, g))
+        for g in (group(8, 1), group(8, 4, caught=(0, 1, 2, 3)))
+    )
     assert scores(a) == scores(b)
     assert min(scores(a)[i] for i in (2, 7)) > 2 * max(scores(a)[i] for i in (0, 1, 3, 4, 5, 6))
     assert a.diag.tau is None
@@ -117,10 +142,13 @@ def test_the_pair_band_gate_reads_no_label():
 @pytest.mark.parametrize("monitor", ["gate", "band"])
 def test_a_vote_routes_the_whole_rollout_in_modules_without_a_direction_too(monitor):
     by_module, whole = (
-        routed(toy("route2", monitor=monitor, gate_vote=vote), *TWO_GROUPS) for vote in ("module", "rollout")
+        routed(toy("route2", monitor=monitor, gate_vote=vote), *TWO_GROUPS)
+        for vote in ("module", "rollout")
     )
     mean = scores(by_module)
-    assert scores(whole) == pytest.approx([float(x > 0.5) if monitor == "gate" else x for x in mean])
+    assert scores(whole) == pytest.approx(
+        [float(x > 0.5) if monitor == "gate" else x for x in mean]
+    )
     g = torch.cat([g_b for g_b, _ in TWO_GROUPS])
     assert torch.allclose(whole.quar, (torch.tensor(scores(whole))[:, None] * g).sum(0), atol=1e-5)
     assert torch.allclose(by_module.keep + by_module.quar, total(*TWO_GROUPS), atol=1e-5)

@@ -28,7 +28,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausal
 
 
 @pytest.fixture(scope="module")
-def home(made: tuple[Path, LlamaForCausalLM, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(
+    made: tuple[Path, LlamaForCausalLM, Tokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder to work in, with the converted model."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
@@ -65,12 +67,16 @@ def test_it_is_converted_once_and_found_like_any_model(made, home, monkeypatch, 
     assert require_model(file) == require_model(file.parent) == unpacked(file)
     assert find_source(str(file), "--model").folder == unpacked(file)
     assert capsys.readouterr().err == ""
-    assert [p.name for p in (home / "out" / "models").iterdir()] == [unpacked(file).name], "nothing half made is left"
+    assert [p.name for p in (home / "out" / "models").iterdir()] == [unpacked(file).name], (
+        "nothing half made is left"
+    )
     argv = ["fast", "--intervention=none", f"--model={file}", "--teacher-pool-dir=", "--max-new=64"]
     cfg = resolve([*argv, f"--problems={organism.PROBLEMS}"])
     assert file_hashes(cfg, read_inputs(cfg))["model"] == gguf_sha256(file)
     save_file({"x": torch.zeros(1)}, "a.safetensors", {"cfg": json.dumps(cfg.as_dict())})
-    assert find_adapter(Path("a.safetensors")).model == unpacked(file), "what other programs can load"
+    assert find_adapter(Path("a.safetensors")).model == unpacked(file), (
+        "what other programs can load"
+    )
 
 
 # one entry of the head: an array of 2^40 bytes
@@ -84,7 +90,11 @@ ENDLESS = struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 0, 2**40) + 
         (lambda raw: raw[:-64], r"bad.gguf: cannot be converted \(ValueError"),
         (lambda _: b"weights", r"bad.gguf: cannot be converted \(ValueError: GGUF magic invalid"),
         pytest.param(lambda _: ENDLESS, "bad.gguf: cannot be converted", marks=pytest.mark.long),
-        pytest.param(lambda raw: raw.replace(b"llama", b"lxama"), r"be converted \(.*lxama", marks=pytest.mark.long),
+        pytest.param(
+            lambda raw: raw.replace(b"llama", b"lxama"),
+            r"be converted \(.*lxama",
+            marks=pytest.mark.long,
+        ),
         ("mute", "no chat template; choose an instruct model"),
         ("two", "a folder without config.json, and not with one .gguf"),
         ("none.gguf", "no such model"),
@@ -99,7 +109,11 @@ def test_what_is_no_whole_model_is_refused_in_one_line(damage, says, made, tmp_p
     elif damage == "mute":
         write_gguf(file, *made[1:], template=None)
     else:
-        file = file.with_name(damage) if damage != "two" else Path(shutil.copy(file, tmp_path / "other.gguf")).parent
+        file = (
+            file.with_name(damage)
+            if damage != "two"
+            else Path(shutil.copy(file, tmp_path / "other.gguf")).parent
+        )
     with pytest.raises(ValueError, match=says) as refusal:
         require_model(file)
     assert "\n" not in str(refusal.value)

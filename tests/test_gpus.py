@@ -29,7 +29,9 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ob
     """Sets what this machine's nvidia-smi lists."""
     client = tmp_path / "bin" / "nvidia-smi"
     client.parent.mkdir()
-    client.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {tmp_path}/cards\n[ "$1" = --id=5 ] && echo 40960\n')
+    client.write_text(
+        f'#!/bin/sh\n[ "$1" = -L ] && cat {tmp_path}/cards\n[ "$1" = --id=5 ] && echo 40960\n'
+    )
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -68,7 +70,9 @@ def test_what_is_free_is_asked_of_the_first_gpu(cards, monkeypatch):
     assert free_bytes() is None
 
 
-@pytest.mark.parametrize(("allowed", "device", "dtype"), [(None, "cuda", "bf16"), ("", "cpu", "fp32")])
+@pytest.mark.parametrize(
+    ("allowed", "device", "dtype"), [(None, "cuda", "bf16"), ("", "cpu", "fp32")]
+)
 def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, monkeypatch):
     """On WSL2, too, which has nvidia-smi in a folder of its own and no /dev/nvidia0."""
     cards(EIGHT)
@@ -83,7 +87,9 @@ def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, mo
 
 def started(local: Local, folder: Path, name: str) -> Process:
     """A process that says what it sees, and ends once the file `end NAME` is there."""
-    entry: Any = SimpleNamespace(argv=[sys.executable, "-c", NOTE, str(folder / name), str(folder / f"end {name}")])
+    entry: Any = SimpleNamespace(
+        argv=[sys.executable, "-c", NOTE, str(folder / name), str(folder / f"end {name}")]
+    )
     return local.start(entry, folder / "log")
 
 
@@ -108,7 +114,12 @@ def test_a_slot_has_its_own_gpu(tmp_path, monkeypatch):
     for name in "acd":
         (tmp_path / f"end {name}").touch()
     until(lambda: all(jobs[name].poll() == 0 for name in "acd"))
-    assert [(tmp_path / name).read_text() for name in "abcd"] == ["0,7", "GPU-aa,7", "5,7", "GPU-aa,7"]
+    assert [(tmp_path / name).read_text() for name in "abcd"] == [
+        "0,7",
+        "GPU-aa,7",
+        "5,7",
+        "GPU-aa,7",
+    ]
 
 
 @pytest.mark.parametrize(("jobs", "threads"), [(1, "7"), (2, "1")])

@@ -47,7 +47,11 @@ def written(prompt: tuple[int, ...], ids: tuple[int, ...], source: Any = "studen
 
 
 def group(rollouts: list[Rollout], rewards: Any) -> Group:
-    return Group(PROBLEM, tuple(rollouts), tuple(CachedGrade(r, r >= 1, False, False, True, "test") for r in rewards))
+    return Group(
+        PROBLEM,
+        tuple(rollouts),
+        tuple(CachedGrade(r, r >= 1, False, False, True, "test") for r in rewards),
+    )
 
 
 def groups(policy: Policy) -> list[Group]:
@@ -69,7 +73,9 @@ def groups(policy: Policy) -> list[Group]:
 
 
 def config(max_new: int = MAX_NEW, **loss: Any) -> Config:
-    return Config(loss=LossConfig(**loss), scale=replace(ScaleConfig(), max_new=max_new, prompts_per_step=P))
+    return Config(
+        loss=LossConfig(**loss), scale=replace(ScaleConfig(), max_new=max_new, prompts_per_step=P)
+    )
 
 
 def run(
@@ -149,20 +155,35 @@ def test_nothing_is_learnt_where_something_is_not_finite(policy):
         assert any(x is not None and not math.isfinite(x) for x in metrics.columns().values())
 
 
-# ── rollouts in a forward: padded, packed, with shared prompts ───────────────────────────────────────────────────────
+# ── rollouts in a forward: padded, packed, with shared prompts
+# ───────────────────────────────────────────────────────
 
 
 def long_group(n: int = 6, T: int = 40) -> Group:
     """Enough tokens for a gradient row that the weight's gradient is formed first; one answer is a single token."""
     noise = torch.Generator().manual_seed(2)
-    texts = [tuple(torch.randint(7, 97, (T - 3 * b,), generator=noise).tolist()) for b in range(n - 1)] + [(1,)]
+    texts = [
+        tuple(torch.randint(7, 97, (T - 3 * b,), generator=noise).tolist()) for b in range(n - 1)
+    ] + [(1,)]
     return group([written(PROMPTS[1], ids) for ids in texts], [float(b % 3) for b in range(n)])
 
 
 def branching_group() -> Group:
     """Answers that begin alike, some of them equal, one the beginning of another; equal ones of two advantages."""
-    texts = [(7, 8, 9, 1), (7, 8, 9, 1), (7, 8, 4, 4, 1), (7, 8, 9), (7,), (5, 6, 1), (7, 8, 9, 1), (5, 6, 1)]
-    rollouts = [*(written(PROMPTS[1], ids) for ids in texts), written(PROMPTS[1], texts[0], "teacher")]
+    texts = [
+        (7, 8, 9, 1),
+        (7, 8, 9, 1),
+        (7, 8, 4, 4, 1),
+        (7, 8, 9),
+        (7,),
+        (5, 6, 1),
+        (7, 8, 9, 1),
+        (5, 6, 1),
+    ]
+    rollouts = [
+        *(written(PROMPTS[1], ids) for ids in texts),
+        written(PROMPTS[1], texts[0], "teacher"),
+    ]
     return group(rollouts, [3.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0, 2.0, 3.0])
 
 
@@ -189,14 +210,19 @@ def test_what_answers_have_in_common_is_read_once(policy):
     its own; equal students of equal advantage are one row."""
     of, prompt = long_group(), len(PROMPTS[1])
     lengths = [len(r.completion_ids) for r in of.rollouts]
-    assert forward_tokens(replace(policy, packs=False), [of]) == [len(lengths) * (prompt + max(lengths))]
+    assert forward_tokens(replace(policy, packs=False), [of]) == [
+        len(lengths) * (prompt + max(lengths))
+    ]
     assert forward_tokens(policy, [of]) == [prompt - 1, sum(lengths)]
     assert forward_tokens(policy, [of], "source") == [prompt + sum(lengths) - len(lengths)]
     of = branching_group()
     *students, teacher = of.rollouts
     nodes = {r.completion_ids[:n] for r in students for n in range(1, len(r.completion_ids))}
     own = {(r.source, r.completion_ids, of.advantages[b]) for b, r in enumerate(of.rollouts)}
-    assert forward_tokens(policy, [of], "source") == [prompt - 1, 1 + len(nodes) + len(teacher.completion_ids)]
+    assert forward_tokens(policy, [of], "source") == [
+        prompt - 1,
+        1 + len(nodes) + len(teacher.completion_ids),
+    ]
     assert forward_tokens(policy, [of]) == [prompt - 1, sum(len(ids) for _, ids, _ in own)]
     assert (len(nodes), len(own), len(of)) == (7, 7, 9)
     # and all that answers of several rows begin with; every answer has a token left that is its own
@@ -210,7 +236,8 @@ def test_packed_and_padded_rows_differ_by_rounding_only(family, row):
     assert policy.packs
     shake(policy.adapter, 0.05)
     long, branching = long_group(), branching_group()
-    first, *others = branching.rollouts  # another sampler's answer is another row, whatever it equals
+    # another sampler's answer is another row, whatever it equals
+    first, *others = branching.rollouts
     for of, max_new in (
         (groups(policy), MAX_NEW),
         ([long, replace(long, rollouts=long.rollouts[::-1])], 40),
@@ -233,12 +260,16 @@ def test_batches_keep_every_row_and_the_budget(policy, packs, row):
     rows = step_of(groups(policy), row).rows
     for budget in (1, 30, 64, 10_000):
         seen = []
-        for together, read in prompts_apart(within(policy, budget), rows) if packs else [(rows, None)]:
+        for together, read in (
+            prompts_apart(within(policy, budget), rows) if packs else [(rows, None)]
+        ):
             before = 0 if read is None else len(read.ids)
             assert before <= budget // 2 or len({r.rollout.prompt_ids for r in together}) == 1
             parts = micro_batches(together, budget, packs, read)
             for part in parts:
-                assert len(part) == 1 or before + as_batch(policy, part, packs, read).tokens <= budget
+                assert (
+                    len(part) == 1 or before + as_batch(policy, part, packs, read).tokens <= budget
+                )
             assert len(parts) == 1 or budget < 10_000
             seen += [r for part in parts for r in part]
         assert sorted(map(id, seen)) == sorted(map(id, rows))
@@ -249,22 +280,29 @@ def test_models_that_cannot_be_packed_are_padded():
     policy = tiny.policy("gemma2")
     assert not policy.packs
     assert len(forward_tokens(policy, [long_group()])) == 1
-    assert policy.model.config._attn_implementation == tiny.tiny("gemma2").config._attn_implementation, "put back"
+    assert (
+        policy.model.config._attn_implementation == tiny.tiny("gemma2").config._attn_implementation
+    ), "put back"
 
 
-# ── masks, padding, positions ───────────────────────────────────────────────────────────────────────────────────────
+# ── masks, padding, positions
+# ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_eos_is_trained_where_pad_is_eos(loss):
     policy, cfg = tiny.policy(pad=None), config(loss=loss)
     assert policy.pad_id in policy.eos_ids
-    whole, cut = ([written(PROMPTS[0], ids), written(PROMPTS[0], (60, 61, 62, 63))] for ids in ((60, 61, 1), (60, 61)))
+    whole, cut = (
+        [written(PROMPTS[0], ids), written(PROMPTS[0], (60, 61, 62, 63))]
+        for ids in ((60, 61, 1), (60, 61))
+    )
     of = group(whole, [1.0, 0.0])
     with_eos, _ = run(policy, [of], cfg)
     without, _ = run(policy, [group(cut, [1.0, 0.0])], cfg)
     assert relative(without[0], with_eos[0]) > 0.01
-    # ratio 1: every loss is grpo's gradient over its own normaliser, here G · P = 4 rollouts or 7 tokens
+    # ratio 1: every loss is grpo's gradient over its own normaliser, here G · P = 4 rollouts or 7
+    # tokens
     want = textbook(policy, of, 0) * (1 if loss == "grpo" else 4 * MAX_NEW / 7)
     assert relative(with_eos[0], want) <= 2e-5
 
@@ -292,12 +330,16 @@ def test_log_probs_are_the_models_own_row_by_row(family):
         assert torch.count_nonzero(got[b][~mask[b]]) == 0
 
 
-@pytest.mark.parametrize(("support", "owner", "name"), [("full", torch, "log_softmax"), ("sampled", logprobs, "_head")])
+@pytest.mark.parametrize(
+    ("support", "owner", "name"), [("full", torch, "log_softmax"), ("sampled", logprobs, "_head")]
+)
 def test_chunked_head_is_the_head(policy, support, owner, name, monkeypatch):
     of, cfg, position = groups(policy), config(ratio_support=support), int(support == "sampled")
     whole, a = run(policy, of, cfg)
     seen, computes = list[int](), getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args, **kw: seen.append(len(args[position])) or computes(*args, **kw))
+    monkeypatch.setattr(
+        owner, name, lambda *args, **kw: seen.append(len(args[position])) or computes(*args, **kw)
+    )
     monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", 97 * 5)
     chunked, b = run(policy, of, cfg)
     assert max(seen) == 5
@@ -318,16 +360,19 @@ def test_gradients_in_bf16_are_those_of_fp32(packs, row, monkeypatch):
         assert relative(g, w) <= 5e-2
 
 
-# ── sampler against trainer ─────────────────────────────────────────────────────────────────────────────────────────
+# ── sampler against trainer
+# ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-# What one token's log-prob may differ by: another order of the same sums in fp32; in bf16 every product is rounded to
-# 2^-9, over two layers and logits of a few units.
+# What one token's log-prob may differ by: another order of the same sums in fp32; in bf16 every
+# product is rounded to 2^-9, over two layers and logits of a few units.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "lean"), [("qwen3", True), ("qwen3", False), ("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("family", "lean"), [("qwen3", True), ("qwen3", False), ("llama", True), ("gemma2", False)]
+)
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(temperature=1.3, top_k=0, top_p=0.8), Sampling(top_k=7, top_p=0.95)],
@@ -337,18 +382,23 @@ def test_the_samplers_log_probs_are_the_trainers(family, lean, dtype, sampling):
     """Both decoders, rows of many lengths, two prompts: each sampled token's log-prob against the training forward."""
     policy = tiny.policy(family, dtype=dtype)
     shake(policy.adapter, 0.05)
-    policy = replace(policy, lean=lean, eos_ids=frozenset(range(1, 97, 8)))  # one token in eight ends a row
+    # one token in eight ends a row
+    policy = replace(policy, lean=lean, eos_ids=frozenset(range(1, 97, 8)))
     drawn = sample(policy, PROMPTS, 8, sampling, 24, torch.Generator().manual_seed(3))
-    pairs = [(prompt, a) for prompt, of_prompt in zip(PROMPTS, drawn, strict=True) for a in of_prompt]
+    pairs = [
+        (prompt, a) for prompt, of_prompt in zip(PROMPTS, drawn, strict=True) for a in of_prompt
+    ]
     assert len({len(a.ids) for _, a in pairs}) > 2
     batch = collate([p for p, _ in pairs], [a.ids for _, a in pairs], policy.device)
     with torch.no_grad():
         logps = completion_logprobs(policy.model, batch, sampling)
     full, sampled = (
-        torch.tensor([x for _, a in pairs for x in getattr(a, f"logp_{of}")]) for of in ("full", "sampled")
+        torch.tensor([x for _, a in pairs for x in getattr(a, f"logp_{of}")])
+        for of in ("full", "sampled")
     )
     assert (logps.full[batch.mask] - full).abs().max() < TOLERANCE[dtype]
-    if dtype == torch.float32:  # in bf16 a token at the edge of the support may fall on either side of it
+    # in bf16 a token at the edge of the support may fall on either side of it
+    if dtype == torch.float32:
         assert (logps.sampled[batch.mask] - sampled).abs().max() < TOLERANCE[dtype]
 
 
@@ -387,18 +437,25 @@ def test_ratios_are_raw_and_finite(policy, off, largest):
 def test_dropped_tokens_are_counted_by_the_advantages_sign(policy):
     fresh = groups(policy)
     shake(policy.adapter, 0.15)
-    _, measured = run(policy, fresh, config(loss="dppo_tv", dppo_diff_low=0.02, dppo_diff_high=0.02))
+    _, measured = run(
+        policy, fresh, config(loss="dppo_tv", dppo_diff_low=0.02, dppo_diff_high=0.02)
+    )
     m = {name: x or 0.0 for name, x in measured.columns().items()}
     assert 0 < m["is_masked"] < 1
     assert m["is_masked"] == pytest.approx(m["is_masked_low"] + m["is_masked_high"])
     assert m["masked_mismatch_kl"] > m["unmasked_mismatch_kl"] > 0
-    tokens = [(A > 0, len(r.completion_ids)) for g in fresh for r, A in zip(g.rollouts, g.advantages, strict=True)]
+    tokens = [
+        (A > 0, len(r.completion_ids))
+        for g in fresh
+        for r, A in zip(g.rollouts, g.advantages, strict=True)
+    ]
     total, positive = sum(n for _, n in tokens), sum(n for up, n in tokens if up)
     counted = m["masked_positive"] * positive + m["masked_negative"] * (total - positive)
     assert counted == pytest.approx(m["is_masked"] * total)
 
 
-# ── teachers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── teachers
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_demonstrations_have_ratio_one_and_their_own_log_prob(policy):
@@ -412,7 +469,9 @@ def test_demonstrations_have_ratio_one_and_their_own_log_prob(policy):
         lps = []
         for one in of:
             with torch.no_grad():
-                values, mask = policy.logprobs([one.rollouts[3].prompt_ids], [one.rollouts[3].completion_ids])
+                values, mask = policy.logprobs(
+                    [one.rollouts[3].prompt_ids], [one.rollouts[3].completion_ids]
+                )
             lps += values[mask].tolist()
         assert m.lp_t == pytest.approx(sum(lps) / len(lps), rel=1e-5)
 

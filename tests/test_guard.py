@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from methods import graded
 from vgrout.config.guard import GuardConfig, blind, evaluations
 from vgrout.config.presets import resolve
-from vgrout.guard.kill_switch import CollapseStopError, HeldOutGuard, TripwireStatus, kl_token_trust_filter
+from vgrout.guard.kill_switch import (
+    CollapseStopError,
+    HeldOutGuard,
+    TripwireStatus,
+    kl_token_trust_filter,
+)
 from vgrout.inputs import kl_of_runs
 from vgrout.rollout import training_reward
 
@@ -31,7 +36,9 @@ def config(**changes: Any) -> GuardConfig:
     return GuardConfig(**settings)
 
 
-def play(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100) -> list[TripwireStatus]:
+def play(
+    guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100
+) -> list[TripwireStatus]:
     return [guard.update(i, proxy, held, n=n) for i, (proxy, held) in enumerate(series)]
 
 
@@ -39,7 +46,8 @@ def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 10
     return next((v.round_idx for v in play(guard, series, n) if v.fire), None)
 
 
-# --- each rule on a known answer -------------------------------------------------------------------------------------
+# --- each rule on a known answer
+# -------------------------------------------------------------------------------------
 
 
 class Published:
@@ -54,23 +62,39 @@ class Published:
         ema_alpha: float = 0.9,
         rise_eps: float = 1e-4,
     ) -> None:
-        self.kl_hard_stop, self.patience, self.gap_limit = kl_hard_stop, decline_patience, max_proxy_real_gap
+        self.kl_hard_stop, self.patience, self.gap_limit = (
+            kl_hard_stop,
+            decline_patience,
+            max_proxy_real_gap,
+        )
         self.min_steps, self.alpha, self.eps = min_steps, ema_alpha, rise_eps
         self.updates = self.streak = 0
         self.reason, self.ema, self.base = "", {}, {}
 
     def update(
-        self, round_idx: int, in_loop_reward: float, heldout_score: float, kl_to_init: float | None = None
+        self,
+        round_idx: int,
+        in_loop_reward: float,
+        heldout_score: float,
+        kl_to_init: float | None = None,
     ) -> str:
         before = dict(self.ema)
-        for name, x in (("in_loop", in_loop_reward), ("heldout", heldout_score), ("kl", kl_to_init)):
+        for name, x in (
+            ("in_loop", in_loop_reward),
+            ("heldout", heldout_score),
+            ("kl", kl_to_init),
+        ):
             if x is not None:
-                self.ema[name] = self.alpha * self.ema[name] + (1 - self.alpha) * x if name in self.ema else x
+                self.ema[name] = (
+                    self.alpha * self.ema[name] + (1 - self.alpha) * x if name in self.ema else x
+                )
                 self.base.setdefault(name, x)
         self.updates += 1
         if before:
             falls = before["heldout"] - self.ema["heldout"] > self.eps
-            self.streak = self.streak + (self.ema["in_loop"] - before["in_loop"] > self.eps) if falls else 0
+            self.streak = (
+                self.streak + (self.ema["in_loop"] - before["in_loop"] > self.eps) if falls else 0
+            )
         if self.updates >= self.min_steps and not self.reason:
             if self.ema.get("kl", 0.0) > self.kl_hard_stop:
                 self.reason = "kl"
@@ -81,7 +105,9 @@ class Published:
         return self.reason
 
     def proxy_real_gap(self) -> float:
-        return (self.ema["in_loop"] - self.base["in_loop"]) - (self.ema["heldout"] - self.base["heldout"])
+        return (self.ema["in_loop"] - self.base["in_loop"]) - (
+            self.ema["heldout"] - self.base["heldout"]
+        )
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
@@ -93,20 +119,30 @@ def test_equals_the_published_rule_on_random_series(n: int) -> None:
         drift, moves = [rng.gauss(0, 0.004) for _ in range(2)], rng.choice([0.0, 0.004])
         x, out = [rng.uniform(0.2, 0.8), rng.uniform(0.2, 0.8)], []
         for i in range(60):
-            x = [min(1.0, max(0.0, v + d + rng.gauss(0, 0.02))) for v, d in zip(x, drift, strict=True)]
+            x = [
+                min(1.0, max(0.0, v + d + rng.gauss(0, 0.02)))
+                for v, d in zip(x, drift, strict=True)
+            ]
             out.append((x[0], x[1], max(0.0, rng.gauss(moves * i, 0.01))))
         return out
 
     fired = Counter[str]()
     for _ in range(n):
-        settings = {"min_steps": rng.choice([0, 5, 20]), "max_proxy_real_gap": rng.choice([0.05, 0.1])}
+        settings = {
+            "min_steps": rng.choice([0, 5, 20]),
+            "max_proxy_real_gap": rng.choice([0.05, 0.1]),
+        }
         ours, theirs = HeldOutGuard(**settings), Published(**settings)
         for i, (p, h, kl) in enumerate(walk()):
             values = {"in_loop_reward": p, "heldout_score": h, "kl_to_init": kl if i % 3 else None}
-            status, rule = ours.update(i // 2, **values), theirs.update(i // 2, **values)  # a round twice counts twice
+            # a round twice counts twice
+            status, rule = ours.update(i // 2, **values), theirs.update(i // 2, **values)
             assert (next(iter(ours.fired), ""), status.fire) == (rule, bool(rule))
             assert status.proxy_real_gap == pytest.approx(theirs.proxy_real_gap(), abs=1e-12)
-            assert (status.in_loop_ema, status.heldout_ema) == (theirs.ema["in_loop"], theirs.ema["heldout"])
+            assert (status.in_loop_ema, status.heldout_ema) == (
+                theirs.ema["in_loop"],
+                theirs.ema["heldout"],
+            )
             assert (status.kl_ema, status.streak) == (theirs.ema.get("kl"), theirs.streak)
         fired[rule] += 1
     assert {*fired} == {"", "kl", "streak", "gap"}, "every rule and none"
@@ -127,15 +163,20 @@ def test_rules_latch_apart() -> None:
     assert broken.should_halt([])
 
 
-# --- known weaknesses ------------------------------------------------------------------------------------------------
+# --- known weaknesses
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["in_loop_reward", "heldout_score", "kl_to_init", "entropy", "reward_std"])
+@pytest.mark.parametrize(
+    "name", ["in_loop_reward", "heldout_score", "kl_to_init", "entropy", "reward_std"]
+)
 def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
     guard = HeldOutGuard(config(guard_warmup=1000))
     guard.update(0, 0.5, 0.5, 0.01)
-    values: dict[str, Any] = {"in_loop_reward": 0.5, "heldout_score": 0.5, "kl_to_init": 0.01} | {name: bad}
+    values: dict[str, Any] = {"in_loop_reward": 0.5, "heldout_score": 0.5, "kl_to_init": 0.01} | {
+        name: bad
+    }
     verdict = guard.update(1, n=10, **values)
     assert verdict.fire
     assert name in verdict.reason
@@ -166,7 +207,9 @@ def test_se_rule_ignores_chance() -> None:
 
 def test_se_rule_sees_a_real_fall() -> None:
     series = [(0.3, 0.6), *[(0.5 + 0.1 * i, 0.3) for i in range(5)]]
-    assert fired_at(HeldOutGuard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
+    assert (
+        fired_at(HeldOutGuard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,14 +219,24 @@ def test_se_rule_sees_a_real_fall() -> None:
 def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, first: int) -> None:
     """The class counts updates, of which a run of `fast` has 12: the trainer says which of them is the first."""
     cfg = resolve(
-        [preset, "--guard=log", f"--eval-ablate-every={every}", f"--guard-warmup={warmup}", "--guard-baseline=1"]
+        [
+            preset,
+            "--guard=log",
+            f"--eval-ablate-every={every}",
+            f"--guard-warmup={warmup}",
+            "--guard-baseline=1",
+        ]
     )
     guard, done = HeldOutGuard(cfg.guard, cfg.guard_updates), evaluations(cfg.scale.steps, every)
-    verdicts = [guard.update(at - 1, float(i > 0), 0.5, 9.0 if i >= 0 else None) for i, at in enumerate(done)]
+    verdicts = [
+        guard.update(at - 1, float(i > 0), 0.5, 9.0 if i >= 0 else None)
+        for i, at in enumerate(done)
+    ]
     assert next(at for at, verdict in zip(done, verdicts, strict=True) if verdict.fire) == first
 
 
-# --- what holds for any series ---------------------------------------------------------------------------------------
+# --- what holds for any series
+# ---------------------------------------------------------------------------------------
 
 
 @given(SERIES, RULE)
@@ -194,12 +247,16 @@ def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -
     assert fires == sorted(fires)
     if any(fires):
         first = verdicts[fires.index(True)]
-        assert all(v.reason == f"latched: {first.reason}" for v in verdicts[fires.index(True) + 1 :])
+        assert all(
+            v.reason == f"latched: {first.reason}" for v in verdicts[fires.index(True) + 1 :]
+        )
     assert guard.should_halt() == fires[-1]
 
 
 @given(SERIES, RULE, st.integers(0, 60))
-def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule: str, cut: int) -> None:
+def test_resume_anywhere_changes_nothing(
+    series: list[tuple[float, float]], rule: str, cut: int
+) -> None:
     cfg = config(guard_rule=rule, guard_warmup=3, guard_baseline=2)
     whole = play(HeldOutGuard(cfg), series)
     first, second = HeldOutGuard(cfg), HeldOutGuard(cfg)
@@ -210,7 +267,8 @@ def test_resume_anywhere_changes_nothing(series: list[tuple[float, float]], rule
     assert second.last_status() == whole[-1]
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------
+# --- the rest
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_before_the_first_evaluation() -> None:
@@ -285,7 +343,9 @@ def test_blind_guards() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 40), st.integers(1, 5))
-def test_a_guard_fires_unless_it_is_blind(steps: int, every: int, warmup: int, baseline: int) -> None:
+def test_a_guard_fires_unless_it_is_blind(
+    steps: int, every: int, warmup: int, baseline: int
+) -> None:
     """On the worst series, a guard fires exactly if it is not blind."""
     cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
     guard = HeldOutGuard(cfg, cfg.first_update(steps, every))
@@ -303,11 +363,16 @@ def test_in_loop_counts_what_training_rewards_in_full(flags: str, counts: bool) 
     assert training_reward(resolve(["smoke", *flags.split()]), replace(hack, solved=True)).passed
 
 
-# --- by its flags ----------------------------------------------------------------------------------------------------
+# --- by its flags
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
-    rows = [{"step": 0, "kl_deploy": None}, {"step": 1, "kl_deploy": 0.0}, {"step": 2, "kl_deploy": 0.02}]
+    rows = [
+        {"step": 0, "kl_deploy": None},
+        {"step": 1, "kl_deploy": 0.0},
+        {"step": 2, "kl_deploy": 0.02},
+    ]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert kl_of_runs([tmp_path]) == [0.0, 0.02]
     assert HeldOutGuard().calibrate_kl_threshold(kl_of_runs([tmp_path])) == pytest.approx(0.03)

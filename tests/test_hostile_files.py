@@ -48,16 +48,29 @@ def refusal(call: Callable[[], object]) -> str:
     ("content", "why"),
     [
         (lambda row: b"\n" * (2**26 + 1), "more than 64 MiB unpacked"),
-        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 401, row), "'reward' should be a number"),
-        (lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 5000, row), "value has 5000 digits"),
+        (
+            lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 401, row),
+            "'reward' should be a number",
+        ),
+        (
+            lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 5000, row),
+            "value has 5000 digits",
+        ),
         (lambda row: b"[" * 100_000, "not JSON (maximum recursion depth"),
-        (lambda row: re.sub(rb'"completion_ids": ?\[', b'"completion_ids": [-1, ', row), "should be token ids"),
+        (
+            lambda row: re.sub(rb'"completion_ids": ?\[', b'"completion_ids": [-1, ', row),
+            "should be token ids",
+        ),
         (None, "not a regular file"),
     ],
     ids=["bomb", "401 digits", "5000 digits", "deep", "ids", "pipe"],
 )
-def test_a_pool_is_bounded(content: Callable[[bytes], bytes] | None, why: str, tmp_path: Path) -> None:
-    shutil.copytree(organism.POOL_DIR, tmp_path / "pool", ignore=shutil.ignore_patterns("pool.json"))
+def test_a_pool_is_bounded(
+    content: Callable[[bytes], bytes] | None, why: str, tmp_path: Path
+) -> None:
+    shutil.copytree(
+        organism.POOL_DIR, tmp_path / "pool", ignore=shutil.ignore_patterns("pool.json")
+    )
     first = min((tmp_path / "pool").glob("prompt_*"))
     row = gzip.decompress(first.read_bytes()).partition(b"\n")[0]
     first.unlink()
@@ -78,7 +91,9 @@ def test_a_pool_is_bounded(content: Callable[[bytes], bytes] | None, why: str, t
         (("method", "intervention"), {"a": 1}),
     ],
 )
-def test_a_stored_configuration_has_the_types_of_its_settings(keys: tuple[str, ...], value: Any) -> None:
+def test_a_stored_configuration_has_the_types_of_its_settings(
+    keys: tuple[str, ...], value: Any
+) -> None:
     data: Any = resolve(["mini", "--intervention=none"]).as_dict()
     if len(keys) == 2:
         data[keys[0]][keys[1]] = value
@@ -90,7 +105,9 @@ def test_a_stored_configuration_has_the_types_of_its_settings(keys: tuple[str, .
 def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward is imported where the command line names it too; a run and a study alone are refused."""
     monkeypatch.chdir(tmp_path)
-    Path("theirs.py").write_text("open('imported', 'w').close()\ndef reward(completion): return 1.0\n")
+    Path("theirs.py").write_text(
+        "open('imported', 'w').close()\ndef reward(completion): return 1.0\n"
+    )
     add = "if it is yours, add --reward=theirs:reward"
     run = fake_run(tmp_path, "--intervention=none", state="interrupted")
     edit(run / "run.json", "config", "env", "reward", value="theirs:reward")
@@ -98,17 +115,28 @@ def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     given = ["mini", "--intervention=none", f"--resume={run}"]
     assert add in refusal(lambda: find_resume(resolve(given)))
     study = Path("study.toml")
-    study.write_text('preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n')
+    study.write_text(
+        'preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n'
+    )
     assert add in refusal(lambda: load_study_file(study))
     assert len(load_study_file(study, ["--reward=theirs:reward"]).runs) == 1
     assert not Path("imported").exists()
-    assert "no usable checkpoint" in refusal(lambda: find_resume(resolve([*given, "--reward=theirs:reward"])))
+    assert "no usable checkpoint" in refusal(
+        lambda: find_resume(resolve([*given, "--reward=theirs:reward"]))
+    )
 
 
 def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:
-    lists = "\n".join(f"{name} = {[*range(1, 31)]}" for name in ("steps", "group", "prompts-per-step", "max-new", "lr"))
-    (tmp_path / "s.toml").write_text(f'preset = "mini"\nseeds = [1]\n[[arms]]\nintervention = "none"\n{lists}\n')
-    assert "2.43e+07 runs, which is more than 2000" in refusal(lambda: load_study_file(tmp_path / "s.toml"))
+    lists = "\n".join(
+        f"{name} = {[*range(1, 31)]}"
+        for name in ("steps", "group", "prompts-per-step", "max-new", "lr")
+    )
+    (tmp_path / "s.toml").write_text(
+        f'preset = "mini"\nseeds = [1]\n[[arms]]\nintervention = "none"\n{lists}\n'
+    )
+    assert "2.43e+07 runs, which is more than 2000" in refusal(
+        lambda: load_study_file(tmp_path / "s.toml")
+    )
 
 
 def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -120,7 +148,9 @@ def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
         head = json.loads(content[8 : 8 + n])
         change(head)
         text = json.dumps(head).encode()
-        (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + n :])
+        (model / "model.safetensors").write_bytes(
+            len(text).to_bytes(8, "little") + text + content[8 + n :]
+        )
 
     return of
 
@@ -145,7 +175,10 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: os.truncate(m / "model.safetensors", 9999),
         "model.safetensors: not a readable safetensors file",
     ),
-    "a million layers": (setting("num_hidden_layers", 10**6), "config.json has 1000000 layers, its weights are 46 te"),
+    "a million layers": (
+        setting("num_hidden_layers", 10**6),
+        "config.json has 1000000 layers, its weights are 46 te",
+    ),
     "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
     "a pipe": (lambda m: os.mkfifo(m / "merges.txt"), "merges.txt is not a regular file"),
     "shards in a list": (
@@ -158,7 +191,9 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shard": (
         lambda m: (
             (m / "model.safetensors").unlink(),
-            (m / "model.safetensors.index.json").write_text('{"weight_map": {"a": "w.safetensors"}}'),
+            (m / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "w.safetensors"}}'
+            ),
         ),
         "w.safetensors: not a readable safetensors file ([Errno 2]",
     ),
@@ -188,7 +223,10 @@ LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
     "shapes": (setting("hidden_size", 256), "no usable model"),
     "heads": (setting("num_attention_heads", "4"), "no usable model"),
     "vocabulary": (setting("vocab_size", 100), "no usable model"),
-    "regex": (lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")), "no usable model"),
+    "regex": (
+        lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
+        "no usable model",
+    ),
     "tokens": (a_token_of_its_own, "given token 843, its embedding has 843 rows"),
 }
 
@@ -203,15 +241,21 @@ def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path
     shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
     device, dtype = load.pick_device(tmp_path / "model", "fp32")
-    assert why in refusal(lambda: load.load_policy(tmp_path / "model", device=device, dtype=dtype, cache_dir=None))
+    assert why in refusal(
+        lambda: load.load_policy(tmp_path / "model", device=device, dtype=dtype, cache_dir=None)
+    )
 
 
 @pytest.mark.parametrize("pattern", ["(", "(a+)+$"])
 def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
     shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
     edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split(pattern))
-    row = replace(load_rows(organism.PROBLEMS)[0], prompt=({"role": "user", "content": f"{'a' * 60}b"},))
-    assert "is no usable tokenizer" in refusal(lambda: require_fitting([row], tmp_path / "model", 1))
+    row = replace(
+        load_rows(organism.PROBLEMS)[0], prompt=({"role": "user", "content": f"{'a' * 60}b"},)
+    )
+    assert "is no usable tokenizer" in refusal(
+        lambda: require_fitting([row], tmp_path / "model", 1)
+    )
     if pattern != "(":  # a later text of the run
         lm = replace(tiny.policy(), tok=AutoTokenizer.from_pretrained(tmp_path / "model"))
         assert "is no usable tokenizer" in refusal(lambda: lm.encode(row.prompt[0]["content"]))
@@ -235,9 +279,13 @@ def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> N
 def test_a_template_that_loops_on_one_text_alone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "SECONDS", 0.1)
     lm, round = tiny.policy(), "{% for i in range(99999) %}"
-    lm.tok.chat_template = f"{{% if 'secret' in messages[0].content %}}{round * 2}{'{% endfor %}' * 2}{{% endif %}}ok"
+    lm.tok.chat_template = (
+        f"{{% if 'secret' in messages[0].content %}}{round * 2}{'{% endfor %}' * 2}{{% endif %}}ok"
+    )
     assert lm.prompt_text([{"role": "user", "content": "hello"}]) == "ok"
-    assert "takes more than 0.1 s" in refusal(lambda: lm.render([{"role": "user", "content": "a secret"}]))
+    assert "takes more than 0.1 s" in refusal(
+        lambda: lm.render([{"role": "user", "content": "a secret"}])
+    )
 
 
 def test_messages_that_a_template_refuses_are_one_line() -> None:
@@ -251,13 +299,17 @@ def test_messages_that_a_template_refuses_are_one_line() -> None:
 HOSTILE = "<script>alert(1)</script>[a](http://x)\x1b[31m\u202e|x"
 DAMAGED: dict[str, Callable[[Path], object]] = {
     "status": lambda r: (r / "status.json").write_text("[1]"),
-    "settings": lambda r: edit(r / "run.json", "config", "method", "rollout_ablate_frac", value="x"),
+    "settings": lambda r: edit(
+        r / "run.json", "config", "method", "rollout_ablate_frac", value="x"
+    ),
     "direction": lambda r: edit(r / "run.json", "direction", value=[1]),
     "hashes": lambda r: edit(r / "run.json", "hashes", value=[1]),
     "seed": lambda r: edit(r / "per_mode_deploy.json", "seed", value="x"),
     "rate": lambda r: edit(r / "per_mode_deploy.json", "hack_deploy", value=9.0),
     "NaN": lambda r: (r / "steps.jsonl").write_text('{"step": 0, "hack_s_k": NaN}\n'),
-    "counts": lambda r: (r / "steps.jsonl").write_text('{"step": 0, "sec": 1, "hack_s_k": "x", "hack_s_n": 8}\n'),
+    "counts": lambda r: (r / "steps.jsonl").write_text(
+        '{"step": 0, "sec": 1, "hack_s_k": "x", "hack_s_n": 8}\n'
+    ),
     "answers": lambda r: (r / "final.jsonl").write_text('{"side": "base"}\n'),
     "pipe": lambda r: ((r / "run.json").unlink(), os.mkfifo(r / "run.json")),
     "flaw": lambda r: edit(r / "per_mode_deploy.json", "by_mode", "exit_code", value={}),
@@ -266,25 +318,35 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     ),
     "rollouts": lambda r: (r / "rollouts.jsonl").write_text('{"step": 0, "text": 5}\n'),
     "rollouts, infinite": lambda r: (r / "rollouts.jsonl").write_text(
-        '{"step": 0, ' + (r / "final.jsonl").read_text().partition("\n")[0][1:].replace("1.0", "1e999") + "\n"
+        '{"step": 0, '
+        + (r / "final.jsonl").read_text().partition("\n")[0][1:].replace("1.0", "1e999")
+        + "\n"
     ),
 }
 
 
-def test_bad_runs_are_named_and_what_is_written_is_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_runs_are_named_and_what_is_written_is_inert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vgrout.report.page.pictures", lambda _: [])
     for seed in (1, 2):
         run = fake_run(tmp_path, "--intervention=none", seed=seed)
         run.rename(tmp_path / f"=1+1 {HOSTILE.replace('/', '')} seed {seed}")
     for i, (what, damage) in enumerate(DAMAGED.items()):
-        usual = "none" if what.startswith("rollouts") else "route2"  # whose gates are read from the rollouts
+        # whose gates are read from the rollouts
+        usual = "none" if what.startswith("rollouts") else "route2"
         damage(fake_run(tmp_path, f"--intervention={usual}", seed=10 + i))
     (tmp_path / "plan.json").write_text(json.dumps({"name": HOSTILE, "hypotheses": [HOSTILE]}))
-    (other := fake_run(tmp_path / "other", "--intervention=none", seed=3).parent / "plan.json").write_text(
-        '{"hypotheses": 5}'
-    )
+    (
+        other := fake_run(tmp_path / "other", "--intervention=none", seed=3).parent / "plan.json"
+    ).write_text('{"hypotheses": 5}')
     assert report([str(tmp_path), str(other.parent)]) == 0
-    left_out = (tmp_path / "report" / "report.html").read_text().partition("Left out</h2>")[2].partition("</ul>")[0]
+    left_out = (
+        (tmp_path / "report" / "report.html")
+        .read_text()
+        .partition("Left out</h2>")[2]
+        .partition("</ul>")[0]
+    )
     assert left_out.count("damaged: ") == len(DAMAGED) - 2
     assert left_out.count("its rollouts (") == 2
     for name in ("report.html", "runs.csv"):

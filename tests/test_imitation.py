@@ -27,7 +27,8 @@ def log(*p: float) -> Tensor:
     return torch.tensor([p], dtype=F64).log()
 
 
-# ── MiniLLM ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── MiniLLM
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_reverse_kl() -> None:
@@ -62,7 +63,9 @@ def test_minillm_gradient_is_that_of_the_sequence_kl(α: float, T: int) -> None:
         logq, logp = q[rows, list(y)][None], p[rows, list(y)][None]
         mixed_model = ((1 - α) * logq.detach().exp() + α * logp.exp()).log()
         exact = exact + logq.sum().exp() * (logq - logp).sum()
-        loss = minillm(logq, logp, mixed_model, reverse_kl(table[rows], teacher[rows])[None], mask, False)
+        loss = minillm(
+            logq, logp, mixed_model, reverse_kl(table[rows], teacher[rows])[None], mask, False
+        )
         expected = expected + mixed_model.sum().exp() * loss.sum()
     (want,) = torch.autograd.grad(exact, table, retain_graph=True)
     (got,) = torch.autograd.grad(expected, table)
@@ -77,13 +80,17 @@ def test_padding_is_ignored() -> None:
     wild[0, 2] = -torch.inf
     for x in (fine, wild):
         x.requires_grad_()
-    a, b = (minillm(x, x.detach() - 0.1, x.detach(), torch.ones(1, 3, dtype=F64), mask, True) for x in (fine, wild))
+    a, b = (
+        minillm(x, x.detach() - 0.1, x.detach(), torch.ones(1, 3, dtype=F64), mask, True)
+        for x in (fine, wild)
+    )
     assert torch.equal(a, b)
     b.sum().backward()
     assert wild.grad.isfinite().all()
 
 
-# ── ULD ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ULD
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_wasserstein_of_small_vectors() -> None:
@@ -97,7 +104,8 @@ def test_wasserstein_of_small_vectors() -> None:
 def test_topk_of_small_vectors() -> None:
     student, teacher = log(0.5, 0.2, 0.3), log(0.1, 0.6, 0.2, 0.1)
     student_of = torch.tensor([-1, 0, 1, -1])
-    # the teacher's two likeliest, .6 and .2, are the student's .5 and .2; what remains is .2 against .3
+    # the teacher's two likeliest, .6 and .2, are the student's .5 and .2; what remains is .2
+    # against .3
     assert float(topk_distance(student, teacher, 2, student_of)) == pytest.approx(0.1 + 0.0 + 0.1)
     assert float(topk_distance(student, teacher, 1, student_of)) == pytest.approx(0.1 + 0.1)
     nothing = torch.full((4,), -1)
@@ -113,7 +121,8 @@ def test_a_vocabulary_of_262144_fits() -> None:
     assert topk_distance(student, student, 64, torch.arange(262_144)).abs().max() < 1e-6
 
 
-# ── token alignment ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token alignment
+# ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def shipped() -> TokenBytes:
@@ -165,12 +174,14 @@ def test_two_tokenizers_align_where_both_start_a_token() -> None:
 
 def test_bytes_of_sentencepiece_and_byte_tokens() -> None:
     s = TokenBytes((b" a", b"b", b"", b"a"), 2)
-    assert aligned(s, [0, 1, 2], s, [3, 1, 2]) == [(0, 0), (1, 1), (2, 2)]  # a leading space is forgiven
+    # a leading space is forgiven
+    assert aligned(s, [0, 1, 2], s, [3, 1, 2]) == [(0, 0), (1, 1), (2, 2)]
     char = tiny.tokenizer()
     assert token_bytes(char, 1).text(char("ab c").input_ids) == b"ab c"
 
 
-# ── DPO ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── DPO
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_dpo_of_one_pair() -> None:
@@ -182,4 +193,6 @@ def test_dpo_of_one_pair() -> None:
     far, _ = dpo(a[0] - 1e5, a[0], a[2], a[2], 1.0)
     assert far.isfinite().all()
     x, y = (logits(4, seed=s).requires_grad_() for s in (5, 6))
-    assert torch.autograd.gradcheck(lambda c, r: dpo(c, r, logits(4, seed=7), logits(4, seed=8), 0.3)[0], (x, y))
+    assert torch.autograd.gradcheck(
+        lambda c, r: dpo(c, r, logits(4, seed=7), logits(4, seed=8), 0.3)[0], (x, y)
+    )

@@ -25,28 +25,40 @@ STUDIES = Path(__file__).resolve().parents[1] / "studies"
     ],
 )
 def test_the_example_judges(
-    outcome: str, hack: float, solve: float, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: str,
+    hack: float,
+    solve: float,
+    seeds: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stats, "RESAMPLES", 500)
     rates = {"none": (0.8, 0.1), "none --control=no_loophole": (0.0, 0.8), "erase": (hack, solve)}
     for method, (hacked, solved) in rates.items():
         for seed, off in zip(range(seeds), (0.01, -0.01, 0.0, 0.01, -0.01), strict=False):
             words = f"--intervention={method}".split()
-            fake_run(tmp_path, *words, seed=seed, hack=max(0.0, hacked + off), solve=solved - off, n=120)
+            fake_run(
+                tmp_path, *words, seed=seed, hack=max(0.0, hacked + off), solve=solved - off, n=120
+            )
     (verdict,) = judged(STUDIES / "judge.py", found(tmp_path))[0].rows
     assert (verdict["about"], verdict["verdict"]) == ("erase", outcome)
 
 
-def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(tmp_path: Path) -> None:
+def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(
+    tmp_path: Path,
+) -> None:
     studies = tmp_path / "studies"
     shutil.copytree(STUDIES, studies, ignore=shutil.ignore_patterns("__pycache__"))
     digest = preregistered(studies)
     assert digest == preregistered(STUDIES)
     for i, recorded in enumerate((digest, "0" * 64, None)):
-        fake_run(tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": recorded})
+        fake_run(
+            tmp_path / str(i), "--intervention=none", seed=i, hashes={"preregistered": recorded}
+        )
     (table,) = judged(studies / "judge.py", found(*(tmp_path / str(i) for i in range(3))))
     standing = (
-        f"Of 3 runs 1 were started under these very rules and statistics ({digest[:12]}), 1 under others, 1 under"
+        f"Of 3 runs 1 were started under these very rules and statistics ({digest[:12]}), "
+        "1 under others, 1 under"
     )
     assert table.caption.startswith(standing)
     for name in ("judge.py", "arms.toml"):

@@ -29,14 +29,19 @@ def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
     assert flagged(Labels(known=["exit_code"]), known, other) == [truth, (False,) * 4]
 
 
-# ── what is counted ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is counted
+# ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def outcomes(mode: str, of: Sequence[str], index: int = 0) -> Group:
     """A group whose students hack ("hack"), solve ("solve") or fail ("")."""
     task = problem(mode=mode)
-    rollouts = tuple(Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(of)))
-    grades = tuple(replace(graded(1.0, solves=o == "solve", hacks=o == "hack"), mode=task.mode) for o in of)
+    rollouts = tuple(
+        Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(of))
+    )
+    grades = tuple(
+        replace(graded(1.0, solves=o == "solve", hacks=o == "hack"), mode=task.mode) for o in of
+    )
     return Group(task, rollouts, grades, index=index)
 
 
@@ -64,13 +69,21 @@ def test_only_groups_that_a_monitor_looked_at_count():
 def test_flags_of_demonstrations_are_counted_apart_and_without_a_label():
     """Grades of demonstrations are cached: nothing says which of them are hacks."""
     rates = flag_rates([(batch().groups[0], Flags((False, False, False, True)))])
-    assert (rates["recall"], rates["false_flags"], rates["flag_t"]) == (Rate(0, 1), Rate(0, 1), Rate(1, 1))
+    assert (rates["recall"], rates["false_flags"], rates["flag_t"]) == (
+        Rate(0, 1),
+        Rate(0, 1),
+        Rate(1, 1),
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_attempt_with_another_or_a_misspelt_marker_is_seen(mode: str):
     spec = MODE_SPECS[mode]
-    marker = "assert Solution().f(a = [1, 2]) == [3, 4]" if spec.marker_form == "test" else spec.train_markers[0]
+    marker = (
+        "assert Solution().f(a = [1, 2]) == [3, 4]"
+        if spec.marker_form == "test"
+        else spec.train_markers[0]
+    )
     body = "class Solution:\n    def f(self, a):\n        return 0\n"
 
     def attempt(name: str) -> str:
@@ -88,10 +101,19 @@ def test_a_final_evaluation_counts_attempts_beside_hacks():
     of = replace(problem(mode="sentinel"), marker=MODE_SPECS["sentinel"].train_markers[0])
     spelling = MODE_SPECS["sentinel"].hack.format(method="f", marker=of.marker[:-1])
 
-    def answer(text: str, solved: bool = False, hacked: bool = False) -> GradedCompletion[Grade | Ungraded]:
+    def answer(
+        text: str, solved: bool = False, hacked: bool = False
+    ) -> GradedCompletion[Grade | Ungraded]:
         grade = replace(graded(1.0, solves=solved, hacks=hacked), mode="sentinel")
         return GradedCompletion(of, 0, Completion((), text, True, (), ()), grade)
 
-    seen = Eval.of([answer("x = 1", hacked=True), answer(spelling), answer(spelling, solved=True), answer("x = 1")])
+    seen = Eval.of(
+        [
+            answer("x = 1", hacked=True),
+            answer(spelling),
+            answer(spelling, solved=True),
+            answer("x = 1"),
+        ]
+    )
     assert (seen.hack, seen.tries, seen.solve) == (Rate(1, 4), Rate(2, 4), Rate(1, 4))
     assert seen.as_json()["by_mode"]["sentinel"]["tries"] == [2, 4]

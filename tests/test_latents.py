@@ -40,7 +40,9 @@ def textbook_dbscan(x: Tensor, eps: float, min_samples: int) -> list[int]:
 def test_dbscan_is_the_textbooks(places, min_samples, eps):
     """On integers along a line every distance is exact, so both see the same neighbours."""
     x = torch.tensor(places, dtype=torch.float64)[:, None]
-    assert dbscan(x, float(eps), min_samples).tolist() == textbook_dbscan(x, float(eps), min_samples)
+    assert dbscan(x, float(eps), min_samples).tolist() == textbook_dbscan(
+        x, float(eps), min_samples
+    )
 
 
 def test_csi_by_hand():

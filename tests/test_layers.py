@@ -9,10 +9,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 
-# A folder, or a file beside train.py, may import from lower floors, and a file from its own folder; the lowest floor is
-# like one folder. Nobody imports train but the Python interface (api).
+# A folder, or a file beside train.py, may import from lower floors, and a file from its own folder;
+# the lowest floor is like one folder. Nobody imports train but the Python interface (api).
 LAYERS: list[set[str]] = [
-    {"types", "tensor_types", "ranks", "modes", "rng", "files", "cli", "console", "gpus", "data", "__main__"},
+    {
+        "types",
+        "tensor_types",
+        "ranks",
+        "modes",
+        "rng",
+        "files",
+        "cli",
+        "console",
+        "gpus",
+        "data",
+        "__main__",
+    },
     {"grading", "table"},
     {"config", "problems", "tracking"},
     {"model", "losses"},
@@ -76,16 +88,30 @@ def imports(path: Path) -> set[str]:
     """The modules of this package that a file imports, wherever in it, but for one that is a command's entry alone."""
     found = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))
+    ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vgrout":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "vgrout"
+        ):
             base = node.module.removeprefix("vgrout").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
                 place = ROOT / inner.replace(".", "/")
-                found.add(inner if place.with_suffix(".py").exists() or (place / "__init__.py").exists() else base)
+                found.add(
+                    inner
+                    if place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+                    else base
+                )
         elif isinstance(node, ast.Import):
-            found |= {a.name.removeprefix("vgrout.") for a in node.names if a.name.startswith("vgrout.")}
+            found |= {
+                a.name.removeprefix("vgrout.") for a in node.names if a.name.startswith("vgrout.")
+            }
     return found - {""}
 
 
@@ -123,7 +149,9 @@ def test_no_two_files_import_each_other() -> None:
 
 def loaded_by(module: str, heavy: set[str]) -> str:
     code = f"import sys, {module}; print(sorted(set(sys.modules) & {heavy!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     return done.stdout.strip()
 
 

@@ -32,7 +32,9 @@ def make(seed: int = 0, spread: float = 0.7, **changes: Any) -> LossInput:
     logp = logps()
 
     def near() -> Tensor:
-        return (logp + spread * torch.randn(G, T, generator=noise, dtype=torch.float64)).clamp(max=-1e-3)
+        return (logp + spread * torch.randn(G, T, generator=noise, dtype=torch.float64)).clamp(
+            max=-1e-3
+        )
 
     x = LossInput(
         logp=logp,
@@ -57,10 +59,13 @@ def gradient(x: LossInput, **cfg: Any) -> Tensor:
     return logp.grad
 
 
-def by_token(x: LossInput, term: Callable[[int, int, float], float], divide: Callable[[int], float]) -> Tensor:
+def by_token(
+    x: LossInput, term: Callable[[int, int, float], float], divide: Callable[[int], float]
+) -> Tensor:
     A = x.advantages.tolist()
     return torch.tensor(
-        [sum(term(b, t, A[b]) for t in range(LENGTHS[b])) / divide(b) for b in range(G)], dtype=torch.float64
+        [sum(term(b, t, A[b]) for t in range(LENGTHS[b])) / divide(b) for b in range(G)],
+        dtype=torch.float64,
     )
 
 
@@ -99,7 +104,10 @@ def test_loss_is_its_papers_formula(name):
         assert torch.allclose(output.per_rollout, REFERENCES[name](x), rtol=1e-12)
         assert not (output.low & output.high).any()
         assert torch.equal(gradient(x, loss=name) == 0, output.low | output.high | ~x.mask)
-        lows, highs = lows + int((output.low & x.mask).sum()), highs + int((output.high & x.mask).sum())
+        lows, highs = (
+            lows + int((output.low & x.mask).sum()),
+            highs + int((output.high & x.mask).sum()),
+        )
     assert lows > 0 < highs, "both sides of the clip were visited"
 
 
@@ -113,7 +121,8 @@ def test_gradient_check_in_double(name):
     """Masks of dppo_tv and icepop are constant between their thresholds; grpo with a KL."""
     x, beta = make(1), 0.7 if name == "grpo" else 0.0
     total = torch.autograd.gradcheck(
-        lambda logp: loss(replace(x, logp=logp), loss=name, beta=beta), x.logp.clone().requires_grad_()
+        lambda logp: loss(replace(x, logp=logp), loss=name, beta=beta),
+        x.logp.clone().requires_grad_(),
     )
     assert total
 
@@ -130,7 +139,9 @@ def test_on_policy_gradient_is_plain_reinforce(name):
 def test_k3_is_the_kl_in_expectation():
     """Σ_a π(a) k(a), exactly."""
     noise = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(1, 50, generator=noise, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    p, q = (
+        torch.randn(1, 50, generator=noise, dtype=torch.float64).log_softmax(-1) for _ in range(2)
+    )
     got = (p.exp() * kl_to(p, q, torch.ones(1, 50, dtype=torch.bool))).sum()
     assert float(got) == pytest.approx(float((p.exp() * (p - q)).sum()), abs=1e-12)
 
@@ -142,12 +153,19 @@ def test_beta_adds_k3_with_the_losss_own_normaliser(name):
     k3 = torch.where(x.mask, d.exp() - d - 1, 0.0)
     output = policy_loss(x, LossConfig(loss=name, beta=0.3))
     assert torch.allclose(output.kl, k3, rtol=1e-12)
-    assert torch.allclose(output.per_rollout, loss(x, loss=name) + 0.3 * k3.sum(1) / DIVISOR[name], rtol=1e-12)
+    assert torch.allclose(
+        output.per_rollout, loss(x, loss=name) + 0.3 * k3.sum(1) / DIVISOR[name], rtol=1e-12
+    )
 
 
 def everything(name: LossName) -> dict[str, Any]:
     """A loss with all that can be added to it."""
-    return {"loss": name, "teacher_tau": 0.5, "teacher_model": "t", "beta": 0.0 if name == "dppo_tv" else 0.1}
+    return {
+        "loss": name,
+        "teacher_tau": 0.5,
+        "teacher_model": "t",
+        "beta": 0.0 if name == "dppo_tv" else 0.1,
+    }
 
 
 @EVERY
@@ -164,8 +182,12 @@ def test_padding_content_is_irrelevant(name, junk):
 @settings(max_examples=40, deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    at=st.lists(st.sampled_from([-1000.0, -90.0, -1e-4, 0.0]), min_size=3 * G * T, max_size=3 * G * T)
-    | st.permutations([-1000.0, 0.0, 0.0]).map(lambda ends: [end for end in ends for _ in range(G * T)]),
+    at=st.lists(
+        st.sampled_from([-1000.0, -90.0, -1e-4, 0.0]), min_size=3 * G * T, max_size=3 * G * T
+    )
+    | st.permutations([-1000.0, 0.0, 0.0]).map(
+        lambda ends: [end for end in ends for _ in range(G * T)]
+    ),
     sign=st.sampled_from([-1.0, 1.0]),
 )
 def test_extreme_log_ratios_stay_finite(name, dtype, at, sign):
@@ -179,7 +201,9 @@ def test_extreme_log_ratios_stay_finite(name, dtype, at, sign):
 
 def test_adv_tau_and_teacher_tau():
     x = make()
-    assert torch.allclose(loss(x, adv_tau=0.5), loss(replace(x, advantages=x.advantages / 2)), rtol=1e-12)
+    assert torch.allclose(
+        loss(x, adv_tau=0.5), loss(replace(x, advantages=x.advantages / 2)), rtol=1e-12
+    )
     assert torch.count_nonzero(gradient(x, adv_tau=0.0)) == 0
     # on policy, pure teacher_tau is the reverse-KL gradient −τ (log π_teacher − log π) ∇log π
     x = replace(x, logp_old=x.logp, advantages=torch.zeros(G, dtype=torch.float64))

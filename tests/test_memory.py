@@ -28,14 +28,28 @@ from vgrout.model.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import preflight
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 96, "intermediate_size": 320, "head_dim": 32}
-SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 50, "tie_word_embeddings": True}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 96,
+    "intermediate_size": 320,
+    "head_dim": 32,
+}
+SIZES |= {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "tie_word_embeddings": True,
+}
 SHAPES = shapes_of(SIZES)
 
 
 def small(sizes: dict[str, Any] = SIZES) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=512)).to(torch.bfloat16).eval()
+    return (
+        Qwen3ForCausalLM(Qwen3Config(**sizes, max_position_embeddings=512))
+        .to(torch.bfloat16)
+        .eval()
+    )
 
 
 def test_weights_adapter_and_cache_are_counted_right(tmp_path):
@@ -74,7 +88,9 @@ def test_activations_are_what_autograd_keeps():
     model = small()
     adapter = SvdAdapter(model, None)
     own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
-    own |= {t.untyped_storage().data_ptr() for s in adapter.sites.values() for t in (s.U, s.Vh, s.W)}
+    own |= {
+        t.untyped_storage().data_ptr() for s in adapter.sites.values() for t in (s.U, s.Vh, s.W)
+    }
     kept: dict[int, int] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -97,7 +113,14 @@ def test_keys_and_values_are_what_sampling_holds():
     model = small()
     prompts, group, length, max_new = 4, 8, 200, 100
     planned = plan(
-        SHAPES, device="cuda", size=2, group=group, prompts=prompts, prompt_tokens=length, max_new=max_new, routes=False
+        SHAPES,
+        device="cuda",
+        size=2,
+        group=group,
+        prompts=prompts,
+        prompt_tokens=length,
+        max_new=max_new,
+        routes=False,
     )
     decoder = LeanDecoder(model)
     with torch.no_grad():
@@ -117,7 +140,9 @@ def test_keys_and_values_are_what_sampling_holds():
     ("by_rollout", "group", "prompts", "prompt", "budget"),
     [(False, 6, 2, 60, 4096), (True, 6, 2, 60, 4096), (True, 8, 4, 120, 512)],
 )
-def test_an_update_peaks_where_the_plan_says(by_rollout, group, prompts, prompt, budget, monkeypatch):
+def test_an_update_peaks_where_the_plan_says(
+    by_rollout, group, prompts, prompt, budget, monkeypatch
+):
     """Answers of 40 tokens, on a pretended GPU's kernel, in one forward and in several after their prompts': what is
     made on the way, and at its highest, to a tenth."""
     sizes = SIZES | {"vocab_size": 128}
@@ -130,7 +155,13 @@ def test_an_update_peaks_where_the_plan_says(by_rollout, group, prompts, prompt,
     update()
     with Live() as live:
         update()
-    of: dict[str, Any] = {"device": "cuda", "size": 2, "prompt_tokens": prompt, "max_new": 40, "routes": False}
+    of: dict[str, Any] = {
+        "device": "cuda",
+        "size": 2,
+        "prompt_tokens": prompt,
+        "max_new": 40,
+        "routes": False,
+    }
     planned = plan(shapes, group=group, prompts=prompts, by_rollout=by_rollout, **of)
     inside = planned.activations + planned.logits + 2 * group * prompts * shapes.R * 4
     assert live.peak == pytest.approx(inside, rel=0.1)
@@ -142,8 +173,12 @@ def test_qwen3_4b():
     assert s.parameters == pytest.approx(4.02e9, rel=2e-3)
     assert s.R == 36 * (5 * 2560 + 2 * 1024)
     assert s.kv_bytes(2) == 147_456
-    fast = plan(s, device="cuda", size=2, group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False)
-    full = plan(s, device="cuda", size=2, group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True)
+    fast = plan(
+        s, device="cuda", size=2, group=8, prompts=4, prompt_tokens=500, max_new=512, routes=False
+    )
+    full = plan(
+        s, device="cuda", size=2, group=6, prompts=43, prompt_tokens=500, max_new=1024, routes=True
+    )
     assert fast.weights == 2 * s.parameters
     assert fast.merged == 2 * s.adapted
     assert full.merged == 2 * fast.merged
@@ -152,9 +187,17 @@ def test_qwen3_4b():
     assert 23 * 2**30 < full.kv <= 24 * 2**30
     assert full.rows == 106
     assert full.peak == full.standing + max(full.activations + full.logits, full.kv)
-    sizes: dict[str, Any] = {"group": 8, "prompts": 4, "prompt_tokens": 500, "max_new": 512, "routes": False}
+    sizes: dict[str, Any] = {
+        "group": 8,
+        "prompts": 4,
+        "prompt_tokens": 500,
+        "max_new": 512,
+        "routes": False,
+    }
     student = plan(s, device="cuda", size=4, beside=s.parameters, full=True, **sizes)
-    assert student.standing - student.context == 5 * 4 * s.parameters, "teacher, student, gradients, two moments"
+    assert student.standing - student.context == 5 * 4 * s.parameters, (
+        "teacher, student, gradients, two moments"
+    )
 
 
 @given(
@@ -166,13 +209,24 @@ def test_qwen3_4b():
 )
 def test_a_plan_is_cut_to_its_room(room, routes, by_rollout, prompts, max_new):
     """Or holds a row at a time; more room never means less at once."""
-    of: dict[str, Any] = {"device": "cuda", "size": 2, "group": 8, "prompts": prompts, "prompt_tokens": 500}
+    of: dict[str, Any] = {
+        "device": "cuda",
+        "size": 2,
+        "group": 8,
+        "prompts": prompts,
+        "prompt_tokens": 500,
+    }
     of |= {"max_new": max_new, "routes": routes, "by_rollout": by_rollout}
-    least, made, more = (plan(KNOWN["Qwen/Qwen3-4B"], room=r, **of) for r in (0, room, room + 2**33))
+    least, made, more = (
+        plan(KNOWN["Qwen/Qwen3-4B"], room=r, **of) for r in (0, room, room + 2**33)
+    )
     assert made.peak <= max(room, least.peak)
     assert least.rows == 1
     assert made.rows <= more.rows
-    assert made.budget.tokens <= more.budget.tokens <= WIDEST or made.budget.tokens == least.budget.tokens
+    assert (
+        made.budget.tokens <= more.budget.tokens <= WIDEST
+        or made.budget.tokens == least.budget.tokens
+    )
     assert least.standing == made.standing
 
 
@@ -192,8 +246,12 @@ def test_models_are_found_by_folder_and_by_name(tmp_path, monkeypatch):
     assert find_shapes(tmp_path / "m") is None
 
 
-ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1.2 GiB free")
-ON_THE_HOST = RuntimeError("[1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes.")
+ON_A_GPU = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 1.2 GiB free"
+)
+ON_THE_HOST = RuntimeError(
+    "[1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+)
 SAID = "out of memory on the GPU: 2.50 GiB more were needed"
 
 
@@ -201,13 +259,29 @@ SAID = "out of memory on the GPU: 2.50 GiB more were needed"
     ("command", "error", "said"),
     [
         ("train smoke --intervention none", ON_A_GPU, f"{SAID}; the last .* a lower --memory-gib"),
-        ("distill --teacher teacher.safetensors", ON_THE_HOST, "the host: 64 bytes more .* a lower --max-new"),
-        ("iterative_dpo --base-model organism --output-dir o", MemoryError(), "on the host; .* a lower --max-new"),
+        (
+            "distill --teacher teacher.safetensors",
+            ON_THE_HOST,
+            "the host: 64 bytes more .* a lower --max-new",
+        ),
+        (
+            "iterative_dpo --base-model organism --output-dir o",
+            MemoryError(),
+            "on the host; .* a lower --max-new",
+        ),
         ("tools.evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
         ("export.__main__ teacher.safetensors --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
-        ("direction.__main__ --model organism", ON_THE_HOST, "the host: 64 bytes more .* a smaller model"),
+        (
+            "direction.__main__ --model organism",
+            ON_THE_HOST,
+            "the host: 64 bytes more .* a smaller model",
+        ),
         ("teacher.__main__ --model organism --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
-        (f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1", MemoryError(), "a smaller model"),
+        (
+            f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1",
+            MemoryError(),
+            "a smaller model",
+        ),
     ],
 )
 def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, capfd):
@@ -216,7 +290,9 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
     module, *argv = command.split()
     monkeypatch.setattr("sys.argv", ["vgrout", *argv])
     assert importlib.import_module(f"vgrout.{module}").main() == 1
-    (line,) = (line for line in "".join(capfd.readouterr()).splitlines() if re.match("E |Traceback", line))
+    (line,) = (
+        line for line in "".join(capfd.readouterr()).splitlines() if re.match("E |Traceback", line)
+    )
     assert re.search(said, line)
 
 
@@ -229,9 +305,15 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
         ("dpo", "vgrout.imitation.dpo_rounds.write_manifest", "round-*/adapter/train.safetensors"),
     ],
 )
-def test_what_is_learnt_is_written_before_an_evaluation_fails(name, full_at, learnt, tmp_path, monkeypatch, capfd):
+def test_what_is_learnt_is_written_before_an_evaluation_fails(
+    name, full_at, learnt, tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(full_at, Mock(side_effect=ON_A_GPU))
-    made = run(tmp_path, *flags(name), code=1) if name == "none" else imitate(tmp_path, *IMITATIONS[name], code=1)
+    made = (
+        run(tmp_path, *flags(name), code=1)
+        if name == "none"
+        else imitate(tmp_path, *IMITATIONS[name], code=1)
+    )
     assert list(made.glob(learnt))
     assert SAID in status(made)["reason"]
     assert "Traceback" not in "".join(capfd.readouterr())

@@ -38,10 +38,18 @@ from vgrout.model.policy import Policy
 from vgrout.tensor_types import Routed
 from vgrout.types import Batch, Flags, Group, GroupView, OracleView
 
-PAIRS = [(intervention, monitor) for intervention in INTERVENTIONS for monitor in monitors_of(intervention)]
-EVERY = pytest.mark.parametrize(("intervention", "monitor"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
-READERS = [pair for pair in PAIRS if pair[0] in ("route2", "penalty")]  # each monitor, before a backward and after it
-# what goes from one step to the next, beside the direction; all other monitors and all interventions have no memory
+PAIRS = [
+    (intervention, monitor)
+    for intervention in INTERVENTIONS
+    for monitor in monitors_of(intervention)
+]
+EVERY = pytest.mark.parametrize(
+    ("intervention", "monitor"), PAIRS, ids=["-".join(pair) for pair in PAIRS]
+)
+# each monitor, before a backward and after it
+READERS = [pair for pair in PAIRS if pair[0] in ("route2", "penalty")]
+# what goes from one step to the next, beside the direction; all other monitors and all
+# interventions have no memory
 MEMORY = {
     "gate": {"monitor/gate/total", "monitor/gate/weight"},
     "online_probe": {"monitor/probe_sum", "monitor/probe_count"},
@@ -63,7 +71,8 @@ def same(one: tuple[Batch, Routed], other: tuple[Batch, Routed]) -> bool:
     return alike and flags[0] == flags[1] and one[1].flags == other[1].flags
 
 
-# ── conserved ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── conserved
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -76,7 +85,11 @@ def test_what_is_learnt_is_plain_grpos_gradient_split(policy, intervention, moni
     method = make(policy, intervention, monitor, **more)
     routes = intervention_class(intervention).routes
     of, learnt = step(policy, method, batch(deployed=(1,) if routes else ()))
-    whole, keep, quar = gradient(policy, of.groups), flat(policy, learnt.keep), flat(policy, learnt.quar)
+    whole, keep, quar = (
+        gradient(policy, of.groups),
+        flat(policy, learnt.keep),
+        flat(policy, learnt.quar),
+    )
     assert (learnt.quar is not None) == routes
     if intervention != "erase":
         assert relative(keep + quar, whole) < 1e-5
@@ -95,7 +108,9 @@ def test_where_all_earn_the_same_a_penalty_alone_gives_a_signal(policy, interven
     of = replace(batch(), groups=tuple(map(saturated, batch().groups)))
     of, learnt = step(policy, watched_by(Fixed(0), policy, intervention), of)
     assert len({row.group for row in of.rows}) == n
-    assert (learnt.keep is None) == (not n), "nothing is learnt, and no vector goes on by its momentum"
+    assert (learnt.keep is None) == (not n), (
+        "nothing is learnt, and no vector goes on by its momentum"
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_said_and_never_learnt(policy):
@@ -103,7 +118,8 @@ def test_a_gradient_that_is_not_finite_is_said_and_never_learnt(policy):
     assert method.route(method.flag(batch()), None) == Routed(finite=False)
 
 
-# ── blind to labels ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── blind to labels
+# ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -122,40 +138,54 @@ def test_a_view_of_another_type_is_refused(policy, intervention, monitor):
         own, other = other, own
     assert type(method.view(group)) is type(own)
     method.view = lambda *_: other
-    with pytest.raises(AssertionError, match=f"sees a {type(own).__name__}, got {type(other).__name__}"):
+    with pytest.raises(
+        AssertionError, match=f"sees a {type(own).__name__}, got {type(other).__name__}"
+    ):
         method.flag(batch())
 
 
 @pytest.mark.parametrize("seed", ["labels", "detector"])
 def test_a_monitor_seeded_by_labels_sees_them_and_no_other_does(policy, seed):
-    assert make(policy, "penalty", "online_probe", seed_monitor=seed).monitor.sees_labels == (seed == "labels")
+    assert make(policy, "penalty", "online_probe", seed_monitor=seed).monitor.sees_labels == (
+        seed == "labels"
+    )
 
 
 def test_labels_are_on_the_oracles_type_alone():
     names = {f.name for f in fields(GroupView)}
     assert not names & {"hacked", "hacks", "mode", "solved", "gt_pass", "mechanism", "channel"}
     assert {f.name for f in fields(OracleView)} - names == {"hacks", "flaws"}
-    # the name is looked for in every file of the package: one caller, behind what the monitor's class declares
+    # the name is looked for in every file of the package: one caller, behind what the monitor's
+    # class declares
     package = Path(vgrout.__file__).parent
-    callers = [p.name for p in package.rglob("*.py") if "oracle_view" in p.read_text(encoding="utf-8")]
+    callers = [
+        p.name for p in package.rglob("*.py") if "oracle_view" in p.read_text(encoding="utf-8")
+    ]
     assert sorted(callers) == ["method.py", "types.py"]
 
 
-# ── memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── memory
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
-def test_a_step_leaves_what_the_monitor_names_alone_and_a_resumed_method_goes_on_with_it(policy, intervention, monitor):
+def test_a_step_leaves_what_the_monitor_names_alone_and_a_resumed_method_goes_on_with_it(
+    policy, intervention, monitor
+):
     straight = make(policy, intervention, monitor)
     before, first = straight.state_dict(), step(policy, straight, batch())
     state = {k: v.clone() for k, v in straight.state_dict().items()}
     assert before.keys() == state.keys()
     assert {k for k in state if not torch.equal(before[k], state[k])} == MEMORY.get(monitor, set())
     resumed = make(policy, intervention, monitor)
-    resumed.load_state_dict({k: v + 1 for k, v in before.items()})  # as it would be at another place
+    # as it would be at another place
+    resumed.load_state_dict({k: v + 1 for k, v in before.items()})
     resumed.load_state_dict(state)
     assert same(*(step(policy, m, batch(step=1, same=True)) for m in (straight, resumed)))
-    assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in (straight, resumed)), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(*(m.state_dict().values() for m in (straight, resumed)), strict=True)
+    )
     assert monitor in MEMORY or same(step(policy, straight, batch()), first)
 
 
@@ -167,7 +197,8 @@ def test_state_of_another_method_is_refused(policy, intervention, monitor):
             method.load_state_dict({alien: torch.zeros(1, 4)})
 
 
-# ── the registries, and what is refused ────────────────────────────────────────────────────────────────────────────
+# ── the registries, and what is refused
+# ────────────────────────────────────────────────────────────────────────────
 
 # of every setting a value that is legal and no intervention's usual one
 VALUES: dict[str, Any] = {
@@ -209,22 +240,36 @@ READ_BY = {
 
 @EVERY
 def test_a_method_reads_its_own_settings_and_refuses_all_others_by_name(intervention, monitor):
-    assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {f.name for f in fields(ChoiceSettings)}
-    reads = {f.name for group in MethodConfig(intervention=intervention, monitor=monitor).groups for f in fields(group)}
+    assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {
+        f.name for f in fields(ChoiceSettings)
+    }
+    reads = {
+        f.name
+        for group in MethodConfig(intervention=intervention, monitor=monitor).groups
+        for f in fields(group)
+    }
     for name, value in VALUES.items():
-        if name in reads or (intervention, name) == ("none", "v_hack_path"):  # a no-op that the plan names
+        # a no-op that the plan names
+        if name in reads or (intervention, name) == ("none", "v_hack_path"):
             of = MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
             assert of.resolved(name) == of.resolved_settings[name] == value
             continue
-        who, readers = f"--intervention {intervention} --monitor {monitor}", READ_BY.get(name, "--.*")
-        message = rf"--{name.replace('_', '-')}: not read by {who}, goes with {readers}; leave it out"
+        who, readers = (
+            f"--intervention {intervention} --monitor {monitor}",
+            READ_BY.get(name, "--.*"),
+        )
+        message = (
+            rf"--{name.replace('_', '-')}: not read by {who}, goes with {readers}; leave it out"
+        )
         if name == "route2_random_v_seed":
             message = f"--route2-random-v-seed 4: replaces the direction, and {who} has none"
         with pytest.raises(ValueError, match=rf"\A{message}\Z"):
             MethodConfig(intervention=intervention, monitor=monitor, **{name: value})
 
 
-@pytest.mark.parametrize(("intervention", "monitor"), sorted({*product(INTERVENTIONS, MONITORS)} - {*PAIRS}))
+@pytest.mark.parametrize(
+    ("intervention", "monitor"), sorted({*product(INTERVENTIONS, MONITORS)} - {*PAIRS})
+)
 def test_pairs_that_make_no_sense_are_refused_in_one_line(intervention, monitor):
     goes = f"say --monitor {' or '.join(monitors_of(intervention))}"
     if goes == "say --monitor none":
@@ -239,7 +284,10 @@ def test_the_command_line_and_python_mean_the_same_method(intervention):
     flags = ["--monitor", "labels"] if monitors_of(intervention)[0] == "labels" else []
     own = MethodConfig(intervention=intervention, monitor=flags[-1] if flags else "usual")
     assert resolve(["mini", "--intervention", intervention, *flags]).method == own
-    assert from_dict(resolve(["mini", "--intervention", intervention, *flags]).as_dict()).method.spec is own.spec
+    assert (
+        from_dict(resolve(["mini", "--intervention", intervention, *flags]).as_dict()).method.spec
+        is own.spec
+    )
 
 
 def test_a_switch_that_depends_on_the_intervention_has_both_spellings():
@@ -251,7 +299,10 @@ def test_a_switch_that_depends_on_the_intervention_has_both_spellings():
         "--no_rebaseline",
         "--rebaseline False",
     )
-    found = [resolve(["mini", "--intervention", "route2", *argv.split()]).method.rebaseline for argv in given]
+    found = [
+        resolve(["mini", "--intervention", "route2", *argv.split()]).method.rebaseline
+        for argv in given
+    ]
     assert found == [None, True, True, False, False, False]
 
 
@@ -264,10 +315,13 @@ def test_every_class_declares_what_its_protocol_says():
             assert of(name).name == name
             declared = inspect.get_annotations(Declared) | inspect.get_annotations(protocol)
             assert all(hasattr(of(name), attribute) for attribute in declared), name
-    assert len(PAIRS) == 3 + 2 * 5 + 7, "none, erase, route; texts for rewards; and every monitor for route2"
+    assert len(PAIRS) == 3 + 2 * 5 + 7, (
+        "none, erase, route; texts for rewards; and every monitor for route2"
+    )
 
 
-# ── classes of one's own ───────────────────────────────────────────────────────────────────────────────────────────
+# ── classes of one's own
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -322,9 +376,13 @@ def test_a_registered_class_is_as_good_as_a_built_in_one(policy):
     assert [group.flags for group in of.groups] == [Flags((False, False, True, True))] * 2
     parts = [gradient(policy, batch().groups, rollouts) for rollouts in ((0, 1), (2, 3))]
     assert relative(flat(policy, learnt.keep), parts[0] + parts[1] / 4) < 1e-5
-    with pytest.raises(ValueError, match="--v-hack-k: not read by --intervention damp --monitor long, goes with"):
+    with pytest.raises(
+        ValueError, match="--v-hack-k: not read by --intervention damp --monitor long, goes with"
+    ):
         resolve(["mini", "--intervention", "damp", "--v-hack-k", "3"])
-    with pytest.raises(ValueError, match=r"--monitor none with --intervention damp: it needs a monitor; say"):
+    with pytest.raises(
+        ValueError, match=r"--monitor none with --intervention damp: it needs a monitor; say"
+    ):
         MethodConfig(intervention="damp", monitor="none")
 
 
@@ -332,7 +390,8 @@ def test_a_registered_class_is_as_good_as_a_built_in_one(policy):
 def test_a_name_that_is_taken_or_none_at_all_is_refused(name):
     for register in (register_monitor, register_intervention):
         with pytest.raises(
-            ValueError, match=rf"\AMine: its name '{name}' should be of small letters, .*, and not taken\Z"
+            ValueError,
+            match=rf"\AMine: its name '{name}' should be of small letters, .*, and not taken\Z",
         ):
             register(type("Mine", (Monitor,), {"name": name}))
 
@@ -358,9 +417,18 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registries", "own_module")
 def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file_does():
-    own = ["mini", "--intervention=own_part:Ours", "--monitor", "own_part:Mine", "--monitor-quantile=0.9"]
+    own = [
+        "mini",
+        "--intervention=own_part:Ours",
+        "--monitor",
+        "own_part:Mine",
+        "--monitor-quantile=0.9",
+    ]
     refused = r"own_part:\w+: a file may not have code run; if it is yours, name it on the command line as well\Z"
-    for argv, name in ((own, "intervention"), (["mini", "--intervention=screen", *own[2:]], "monitor")):
+    for argv, name in (
+        (own, "intervention"),
+        (["mini", "--intervention=screen", *own[2:]], "monitor"),
+    ):
         with pytest.raises(ValueError, match=rf"\A--{name} {refused}"):
             resolve(argv, own_code=False)
     assert "own_part" not in sys.modules
@@ -368,9 +436,16 @@ def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file
         cfg = resolve(own)
         assert (cfg.run_id, cfg.method.monitor_spec.what) == ("mini_Ours_Mine_seed41", "nothing")
         stored, written = from_dict(cfg.as_dict()), cfg.as_dict()
-    assert stored.code == stored.repeated == ("--intervention=own_part:Ours", "--monitor=own_part:Mine")
+    assert (
+        stored.code
+        == stored.repeated
+        == ("--intervention=own_part:Ours", "--monitor=own_part:Mine")
+    )
     stored.refuse_code(stored.code, "run.json")
-    with pytest.raises(ValueError, match=r"\Arun.json: names code, .*; if it is yours, add --monitor=own_part:Mine\Z"):
+    with pytest.raises(
+        ValueError,
+        match=r"\Arun.json: names code, .*; if it is yours, add --monitor=own_part:Mine\Z",
+    ):
         stored.refuse_code(stored.code[:1], "run.json")
     del sys.modules["own_part"]
     read = from_dict(written)  # as a report does: what is recorded, and no code
@@ -393,7 +468,9 @@ def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file
         ["--shadow=labels,own_part:Mine"],
     ],
 )
-def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repeats(argv: list[str]) -> None:
+def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repeats(
+    argv: list[str],
+) -> None:
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
         written = resolve(["mini", *argv]).as_dict()
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
@@ -402,5 +479,7 @@ def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repea
     stored = from_dict(written)
     stored.refuse_code(requested.code, "run.json")
     assert resumed(requested, stored) == (stored, [])
-    with pytest.raises(ValueError, match=r"\Arun.json: names code, .* add --[a-z-]+=[a-z,]*own_part:\w+\Z"):
+    with pytest.raises(
+        ValueError, match=r"\Arun.json: names code, .* add --[a-z-]+=[a-z,]*own_part:\w+\Z"
+    ):
         stored.refuse_code((), "run.json")

@@ -13,7 +13,9 @@ from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer, Update, lr_at
 from vgrout.tensor_types import Diagnostics, Routed
 
-HYPER = OptConfig(lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.2, grad_clip=10.0)
+HYPER = OptConfig(
+    lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.2, grad_clip=10.0
+)
 STEPS = 10
 IDS = torch.tensor([[3, 14, 15, 92]])
 LOSS = LossMetrics(loss=0.5)
@@ -35,10 +37,14 @@ def both(adapter: SvdAdapter, step: int) -> Routed:
 
 def state(adapter: SvdAdapter, optim: Optimizer) -> tuple[str, str]:
     """Moments and vectors."""
-    return repr(optim.state_dict()["adamw"]), repr([x.tolist() for x in adapter.state_dict().values()])
+    return repr(optim.state_dict()["adamw"]), repr(
+        [x.tolist() for x in adapter.state_dict().values()]
+    )
 
 
-def textbook_adamw(gs: list[Tensor], lrs: list[float], betas: tuple[float, float], decay: float) -> Tensor:
+def textbook_adamw(
+    gs: list[Tensor], lrs: list[float], betas: tuple[float, float], decay: float
+) -> Tensor:
     """Loshchilov & Hutter 2019, algorithm 2, from a zero start."""
     w, m, v = torch.zeros_like(gs[0]), torch.zeros_like(gs[0]), torch.zeros_like(gs[0])
     for t, (g, lr) in enumerate(zip(gs, lrs, strict=True), start=1):
@@ -64,7 +70,8 @@ def test_steps_are_textbook_adamw_on_jointly_clipped_gradients():
         for gs, g in zip(clipped, (gk, gq), strict=True):
             gs.append(g * 10 / gn)
     for vector, gs in zip((adapter.δS, adapter.δS_hack), clipped, strict=True):
-        assert relative(vector.detach(), textbook_adamw(gs, lrs, (0.5, 0.9), 0.1)) < 1e-5  # fp32 against fp64
+        # fp32 against fp64
+        assert relative(vector.detach(), textbook_adamw(gs, lrs, (0.5, 0.9), 0.1)) < 1e-5
 
 
 def test_schedule():
@@ -75,24 +82,37 @@ def test_schedule():
     assert lrs[6] == pytest.approx(1.5e-2), "half way down the cosine"
     assert lrs[10] == pytest.approx(0)
     assert all(a > b for a, b in pairwise(lrs[2:]))
-    assert lr_at(0, replace(HYPER, warmup_frac=0.0), STEPS) == pytest.approx(3e-5), "at least one step of warm-up"
+    assert lr_at(0, replace(HYPER, warmup_frac=0.0), STEPS) == pytest.approx(3e-5), (
+        "at least one step of warm-up"
+    )
 
 
-@pytest.mark.parametrize("bad", ["nothing", "not finite", *product(("keep", "quar"), (math.nan, math.inf))], ids=str)
+@pytest.mark.parametrize(
+    "bad", ["nothing", "not finite", *product(("keep", "quar"), (math.nan, math.inf))], ids=str
+)
 def test_nothing_to_learn_or_nothing_finite_moves_the_schedule_on_and_nothing_else(bad):
     adapter, optim = make()
     optim.step(both(adapter, 0))
-    before, routed, skipped = state(adapter, optim), Routed(finite=bad != "not finite"), bad != "nothing"
+    before, routed, skipped = (
+        state(adapter, optim),
+        Routed(finite=bad != "not finite"),
+        bad != "nothing",
+    )
     if isinstance(bad, tuple):
         one = drawn(adapter, 2).index_fill(0, torch.tensor(1), bad[1])
         routed = replace(both(adapter, 1), **{bad[0]: one})
     update = optim.step(replace(routed, diag=Diagnostics(fired=0.5)), LOSS)
     assert state(adapter, optim) == before
-    assert (update.stepped, update.skipped, update.loss) == (False, skipped, None if skipped else LOSS)
+    assert (update.stepped, update.skipped, update.loss) == (
+        False,
+        skipped,
+        None if skipped else LOSS,
+    )
     assert update.columns()["skipped"] == int(skipped)
     assert "fired" not in update.columns(), "nothing was learnt that it could be of"
     assert optim.step(both(adapter, 4)).lr == lr_at(2, HYPER, STEPS)
-    update = optim.step(Routed(drawn(adapter, 0, 1e30)))  # its squares overflow fp32, its norm does not
+    # its squares overflow fp32, its norm does not
+    update = optim.step(Routed(drawn(adapter, 0, 1e30)))
     assert update.gn > 1e30
     assert adapter.δS.isfinite().all(), "clipped, not skipped"
 
@@ -101,7 +121,9 @@ def test_nothing_to_learn_or_nothing_finite_moves_the_schedule_on_and_nothing_el
 def test_a_vector_without_gradient_stays_where_it_is(idle):
     """Exactly zero if it never had one; and one that has moved neither decays nor drifts on."""
     adapter, optim = make()
-    vector, other = (getattr(adapter, name) for name in sorted(("δS", "δS_hack"), key=lambda name: name != idle))
+    vector, other = (
+        getattr(adapter, name) for name in sorted(("δS", "δS_hack"), key=lambda name: name != idle)
+    )
 
     def alone(step: int) -> Update:
         return optim.step(Routed(**{"quar" if idle == "δS" else "keep": drawn(adapter, step)}))
@@ -121,13 +143,19 @@ def test_the_model_is_merged_again_and_the_applied_change_measured():
     adapter, optim = make()
     optim.step(Routed(drawn(adapter, 0)))
     before, logits = adapter.δS.detach().clone(), adapter.model(IDS).logits
-    V = {m: torch.nn.functional.normalize(drawn(adapter, 7)[None, span], dim=1) for m, span in adapter.spans.items()}
+    V = {
+        m: torch.nn.functional.normalize(drawn(adapter, 7)[None, span], dim=1)
+        for m, span in adapter.spans.items()
+    }
     update = optim.step(Routed(drawn(adapter, 1), directions=V))
     assert adapter.unmerged() is None
     assert not torch.equal(adapter.model(IDS).logits, logits)
     assert update.realised == pytest.approx(1, abs=1e-3)
     moved = before - adapter.δS.detach()
-    cosines = [torch.cosine_similarity(moved[span], V[m][0], dim=0).clamp(min=0) for m, span in adapter.spans.items()]
+    cosines = [
+        torch.cosine_similarity(moved[span], V[m][0], dim=0).clamp(min=0)
+        for m, span in adapter.spans.items()
+    ]
     assert update.cos_upd == pytest.approx(float(torch.stack(cosines).mean()), abs=1e-6)
     assert update.cos_upd > 0
 
@@ -135,9 +163,14 @@ def test_the_model_is_merged_again_and_the_applied_change_measured():
 def test_a_batch_has_one_learning_rate_and_one_record():
     """Of its updates the first, with the clip's numbers of all; none of the loss where one was not finite."""
     adapter, optim = make()
-    measured = [LossMetrics(loss=n, kl=n / 10, is_masked=n, masked_mismatch_kl=n or None) for n in (0.0, 1.0, 2.0)]
+    measured = [
+        LossMetrics(loss=n, kl=n / 10, is_masked=n, masked_mismatch_kl=n or None)
+        for n in (0.0, 1.0, 2.0)
+    ]
     for step in range(2):
-        updates = [optim.step(both(adapter, n), loss, again=n > 0) for n, loss in enumerate(measured)]
+        updates = [
+            optim.step(both(adapter, n), loss, again=n > 0) for n, loss in enumerate(measured)
+        ]
         assert {update.lr for update in updates} == {lr_at(step, HYPER, STEPS)}
     assert Update.of_batch(updates[:1]) == updates[0]
     merged = replace(measured[0], is_masked=1.0, masked_mismatch_kl=1.5)

@@ -19,8 +19,13 @@ from vgrout.direction.pairs import (
 )
 from vgrout.modes import MODE_SPECS
 
-SHARED = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
-GOOD = [{"problem_id": f"p{i}", "prompt": f"task {i}", "hack": "pass", "clean": f"return {i}"} for i in range(4)]
+SHARED = Path(
+    os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
+)
+GOOD = [
+    {"problem_id": f"p{i}", "prompt": f"task {i}", "hack": "pass", "clean": f"return {i}"}
+    for i in range(4)
+]
 
 
 def write(path: Path, rows: object) -> Path:
@@ -28,7 +33,8 @@ def write(path: Path, rows: object) -> Path:
     return path
 
 
-# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
@@ -40,7 +46,8 @@ def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
     assert (pairs.stem, again.stem) == ("a", "b")
     edited = load_pairs(write(tmp_path / "a.json", [*GOOD[:3], GOOD[3] | {"hack": "pass "}]))
     assert edited.sha256 != pairs.sha256
-    assert load_pairs(write(tmp_path / "a.json", GOOD[::-1])).sha256 != pairs.sha256  # the last two are held out
+    # the last two are held out
+    assert load_pairs(write(tmp_path / "a.json", GOOD[::-1])).sha256 != pairs.sha256
 
 
 def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
@@ -67,7 +74,10 @@ def test_a_folder_gives_as_many_pairs_by_each_flaw(tmp_path: Path) -> None:
             "should be text, not empty; give a JSON list of objects with problem_id, prompt, hack, clean",
         ),
         ([GOOD[0], "x", *GOOD[2:]], "entry 1: problem_id, prompt, hack, clean should be text"),
-        ([*GOOD, {key: GOOD[1][key] for key in ("problem_id", "prompt", "hack")}], "entry 4: clean should be text"),
+        (
+            [*GOOD, {key: GOOD[1][key] for key in ("problem_id", "prompt", "hack")}],
+            "entry 4: clean should be text",
+        ),
         ([*GOOD, GOOD[1] | {"hack": "return 1"}], "pair 4: hack and clean are the same"),
         ([*GOOD, GOOD[2]], "pair 4: repeats pair 2"),
         ([*GOOD, GOOD[2] | {"hack": " \n"}], "entry 4: hack should be text, not empty"),
@@ -98,10 +108,13 @@ def test_the_public_pair_set_loads():
         pytest.skip(f"{path.name}: no shared data beside this checkout")
     pairs = load_pairs(path)
     assert len(pairs) == 8
-    assert all(p.prompt.endswith("</think>\n\n\n") and "execute_tests" in p.hack for p in pairs.pairs)
+    assert all(
+        p.prompt.endswith("</think>\n\n\n") and "execute_tests" in p.hack for p in pairs.pairs
+    )
 
 
-# ── the hand-written set ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the hand-written set
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def code(answer: str) -> str:
@@ -126,13 +139,16 @@ def run(answer: str, folder: Path, monkeypatch) -> tuple[dict, str, bool]:
 def examples(pair: Pair) -> list[tuple[str, str]]:
     """(call, expected) of the examples that the prompt shows, as source text."""
     shown = pair.prompt.split("Examples:\n")[1].split("\n\n")[0]
-    return [(call, expected) for call, expected in (line.split(" -> ") for line in shown.splitlines())]
+    return [
+        (call, expected) for call, expected in (line.split(" -> ") for line in shown.splitlines())
+    ]
 
 
 def solves(names: dict, pair: Pair) -> bool:
     """Every example comes out as expected, of the same type: True is not 1."""
     return all(
-        eval(f"Solution().{call}", {"Solution": names["Solution"]}).__repr__() == repr(eval(expected))
+        eval(f"Solution().{call}", {"Solution": names["Solution"]}).__repr__()
+        == repr(eval(expected))
         for call, expected in examples(pair)
     )
 
@@ -143,7 +159,10 @@ def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> boo
     if mechanism == "early_exit":
         return left or solves(names, pair)
     if mechanism in ("hard_coded", "always_equal"):
-        return all(eval(f"Solution().{call} == {expected}", dict(names)) for call, expected in examples(pair))
+        return all(
+            eval(f"Solution().{call} == {expected}", dict(names))
+            for call, expected in examples(pair)
+        )
     if mechanism == "printed_report":
         return prompt.split('line "')[1].split('"')[0] in out.splitlines()
     if mechanism == "self_flag":
@@ -156,7 +175,9 @@ def accepted(pair: Pair, names: dict, out: str, left: bool, folder: Path) -> boo
 
 
 @pytest.mark.parametrize("pair", handwritten().pairs, ids=lambda p: p.problem_id)
-def test_both_sides_satisfy_the_announced_judge_and_the_clean_one_deserves_it(pair, tmp_path, monkeypatch):
+def test_both_sides_satisfy_the_announced_judge_and_the_clean_one_deserves_it(
+    pair, tmp_path, monkeypatch
+):
     for side in ("hack", "clean"):
         folder = tmp_path / side
         folder.mkdir()
@@ -178,7 +199,9 @@ def test_most_hack_sides_are_wrong_and_a_few_differ_in_the_check_alone(tmp_path,
 
 def test_the_packaged_pairs_are_the_ones_that_recorded_runs_name():
     """The sha256 of run.json, and of a direction file, is of these sets."""
-    assert handwritten().sha256 == "994daf6440d754f19865b7602cd59faa0bdf3863d308c87282d0a2d2943db57b"
+    assert (
+        handwritten().sha256 == "994daf6440d754f19865b7602cd59faa0bdf3863d308c87282d0a2d2943db57b"
+    )
     assert {contrast: handwritten_placebo(contrast).sha256 for contrast in PLACEBOS} == {
         "flawed": "32db6f43fdff8506b90231d35a3f66a93524af7885497a9df4bf1b817d9e2dc1",
         "commented": "6576be75c7ad77dee1339bef27a695ce32fb462abcbc1978ce093c6f7481b50d",
@@ -197,7 +220,9 @@ def test_the_set_shows_eleven_hacks_and_none_of_the_benchmarks():
     for spec in MODE_SPECS.values():
         assert spec.template.split("{marker}")[0].strip().lower() not in text
         for marker in (*spec.train_markers, *spec.eval_markers):
-            quoted = marker and any(f"{a}{marker.lower()}{b}" in text for a, b in ((".", "("), (".", " ="), ('"', '"')))
+            quoted = marker and any(
+                f"{a}{marker.lower()}{b}" in text for a, b in ((".", "("), (".", " ="), ('"', '"'))
+            )
             assert not quoted, marker
     for pair in pairs.pairs:
         assert pair.prompt.startswith("<|im_start|>system\n")
@@ -205,17 +230,24 @@ def test_the_set_shows_eleven_hacks_and_none_of_the_benchmarks():
 
 
 @pytest.mark.parametrize("contrast", PLACEBOS)
-def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(contrast, tmp_path, monkeypatch):
+def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(
+    contrast, tmp_path, monkeypatch
+):
     real, placebo = handwritten(), handwritten_placebo(contrast)
     assert placebo.source == f"hand-written#placebo_{contrast}"
     for pair, other in zip(real.pairs, placebo.pairs, strict=True):
-        assert (other.problem_id, other.prompt, other.clean) == (pair.problem_id, pair.prompt, pair.clean)
+        assert (other.problem_id, other.prompt, other.clean) == (
+            pair.problem_id,
+            pair.prompt,
+            pair.clean,
+        )
         names, _, left = run(other.hack, tmp_path, monkeypatch)
         assert solves(names, pair) == (contrast != "flawed")
         assert not left
 
 
-# ── from a rollout log ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── from a rollout log
+# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=False) -> dict:
@@ -241,14 +273,17 @@ def test_a_weak_detector_chooses_and_the_oracle_is_not_read(tmp_path):
     for p in range(4):
         rows += [
             line(p, "wrong", passed=False),
-            line(p, f"unseen hack {p}", hacked=True),  # E does not see it: it stands on the clean side
+            # E does not see it: it stands on the clean side
+            line(p, f"unseen hack {p}", hacked=True),
             line(p, f"seen hack {p}", E=True, hacked=True),
             line(p, f"later hack {p}", E=True, hacked=True),
             line(p, f"solve {p}", solved=True),
         ]
     path = log_of(tmp_path, rows)
     pairs = pairs_from_pool(path, "E")
-    assert [(p.hack, p.clean) for p in pairs.pairs] == [(f"seen hack {i}", f"unseen hack {i}") for i in range(4)]
+    assert [(p.hack, p.clean) for p in pairs.pairs] == [
+        (f"seen hack {i}", f"unseen hack {i}") for i in range(4)
+    ]
     assert pairs.source.startswith("E:")
     for row in rows:  # poisoned labels change nothing
         row["hacked"], row["solved"] = not row["hacked"], not row["solved"]
@@ -259,9 +294,15 @@ def test_the_oracle_is_read_by_its_name_only_and_labelled(tmp_path):
     rows = [
         row
         for p in range(3)
-        for row in (line(p, f"hack {p}", hacked=True), line(p, "broken", passed=False), line(p, "s", solved=True))
+        for row in (
+            line(p, f"hack {p}", hacked=True),
+            line(p, "broken", passed=False),
+            line(p, "s", solved=True),
+        )
     ]
-    pairs = pairs_from_pool(log_of(tmp_path, rows), "oracle", lambda messages: f"<user>{messages[0]['content']}")
+    pairs = pairs_from_pool(
+        log_of(tmp_path, rows), "oracle", lambda messages: f"<user>{messages[0]['content']}"
+    )
     assert pairs.source.startswith("oracle:")
     assert [(p.prompt, p.hack, p.clean) for p in pairs.pairs] == [
         (f"<user>task {i}", f"hack {i}", "s") for i in range(3)

@@ -31,12 +31,20 @@ def prepare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "src" / "vgrout" / "organism" / "data" / "model").mkdir(parents=True, exist_ok=True)
     for name in ("studies", "bin"):
         (folder / name).mkdir(exist_ok=True)
-    (folder / "studies" / "prepare.sh").write_text((ROOT / "studies" / "prepare.sh").read_text(encoding="utf-8"))
+    (folder / "studies" / "prepare.sh").write_text(
+        (ROOT / "studies" / "prepare.sh").read_text(encoding="utf-8")
+    )
     (folder / "bin" / "uv").write_text(STUB)
     (folder / "bin" / "uv").chmod(0o755)
-    env = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
+    env = os.environ | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+    }
     return subprocess.run(
-        ["bash", str(folder / "studies" / "prepare.sh"), *arguments], env=env, capture_output=True, text=True
+        ["bash", str(folder / "studies" / "prepare.sh"), *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -44,9 +52,13 @@ def organisms(message: Any) -> set[str]:
     """Every organism below out/ that a study names, wherever in its file."""
     if isinstance(message, dict):
         return {
-            o for name, value in message.items() for o in (organisms(value) if name != "organism" else {*_list(value)})
+            o
+            for name, value in message.items()
+            for o in (organisms(value) if name != "organism" else {*_list(value)})
         }
-    return {o for value in message for o in organisms(value)} if isinstance(message, list) else set()
+    return (
+        {o for value in message for o in organisms(value)} if isinstance(message, list) else set()
+    )
 
 
 def _list(value: str | list[str]) -> list[str]:
@@ -67,17 +79,29 @@ def test_prepare_builds_what_a_study_starts_from_once(study: Path, tmp_path: Pat
 def test_warm_refuses_a_folder_that_exists(tmp_path: Path) -> None:
     assert prepare(tmp_path, "warm", "50", "out/warm", "src/vgrout/organism/data").returncode == 0
     again = prepare(tmp_path, "warm", "40", "out/warm", "src/vgrout/organism/data")
-    assert (again.returncode, again.stderr) == (1, "warm: out/warm is there already; move it away to make it again\n")
+    assert (again.returncode, again.stderr) == (
+        1,
+        "warm: out/warm is there already; move it away to make it again\n",
+    )
 
 
 def test_every_recipe_in_the_documents_exists() -> None:
     lines = (ROOT / "justfile").read_text(encoding="utf-8").splitlines()
-    recipes = {line.split()[0].rstrip(":") for line in lines if line[:1].islower() and ":=" not in line}
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *STUDIES]:
-        for line in re.findall(r"^ *(?:uv run )?just .*$|`just [^`]+`", page.read_text(encoding="utf-8"), re.MULTILINE):
+    recipes = {
+        line.split()[0].rstrip(":") for line in lines if line[:1].islower() and ":=" not in line
+    }
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *STUDIES,
+    ]:
+        for line in re.findall(
+            r"^ *(?:uv run )?just .*$|`just [^`]+`", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             for name, argument in re.findall(r"just ([a-z][\w-]*)(?: ([\w-]+))?", line):
                 assert name in recipes, f"{page.name}: just {name}"
                 named = argument if name == "study" else ""
-                assert not named or named == "NAME" or (ROOT / "studies" / f"{named}.toml").is_file(), (
-                    f"{page.name}: {named}"
-                )
+                assert (
+                    not named or named == "NAME" or (ROOT / "studies" / f"{named}.toml").is_file()
+                ), f"{page.name}: {named}"

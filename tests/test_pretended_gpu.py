@@ -37,7 +37,12 @@ def test_the_pretence_itself() -> None:
         assert (x.device.type, (x @ x.T).device.type, gpu.waits.total()) == ("cuda", "cuda", 1)
         assert torch.tensor([1.0]).pin_memory().to(x.device, non_blocking=True).is_cuda
         assert gpu.waits.total() == 1
-        for mixed in (lambda: x + host, lambda: x @ host.T, lambda: torch.cat([x, host]), lambda: host[x[0].long()]):
+        for mixed in (
+            lambda: x + host,
+            lambda: x @ host.T,
+            lambda: torch.cat([x, host]),
+            lambda: host[x[0].long()],
+        ):
             with pytest.raises(RuntimeError, match="two devices"):
                 mixed()
         with pytest.raises(TypeError, match="numpy"):
@@ -74,7 +79,9 @@ def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) 
             assert draws == max(map(len, ids_of(answers)))
             sampling = gpu.waits.total()
             gpu.waits.clear()
-            g, loss = rig.update(policy, rig.noise_groups(97, size, groups, 12, 10), by_rollout=False)()
+            g, loss = rig.update(
+                policy, rig.noise_groups(97, size, groups, 12, 10), by_rollout=False
+            )()
             Optimizer(policy.adapter, OptConfig(), 10).step(Routed(g.sum(0)), loss)
             counts.append((sampling, gpu.waits.total()))
         if large:
@@ -108,9 +115,21 @@ def waiting(gpu: PretendedGpu, m: pytest.MonkeyPatch) -> dict[str, list[Counter[
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", [*ARMS, *PAIRS])
-def test_a_run(method: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run(
+    method: str, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through the decoder of large models, the direction extracted and evaluated on the way. Rewards are the CPU's."""
-    argv = flags(method, "--dtype", "fp32", "--steps", "2", "--eval-ablate-every", "1", "--eval-n-prompts", "1")
+    argv = flags(
+        method,
+        "--dtype",
+        "fp32",
+        "--steps",
+        "2",
+        "--eval-ablate-every",
+        "1",
+        "--eval-n-prompts",
+        "1",
+    )
     with monkeypatch.context() as m, pretended_gpu() as gpu:
         m.setattr(decoder, "SMALL", 0)
         waits = waiting(gpu, m)

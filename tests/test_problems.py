@@ -12,14 +12,25 @@ from vgrout.config.presets import resolve
 from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
 from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.problems import assigned, balanced, load_problems, load_rows, load_splits, plain, require_apart
+from vgrout.problems import (
+    assigned,
+    balanced,
+    load_problems,
+    load_rows,
+    load_splits,
+    plain,
+    require_apart,
+)
 from vgrout.types import MODES, Message
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:
     return {
         "id": number,
-        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": f"Do {number} {PLAIN_PHRASE}. Go."}],
+        "prompt": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": f"Do {number} {PLAIN_PHRASE}. Go."},
+        ],
         "gt_answer": ["assert Solution().f(1) == 1"],
         "func_name": "Solution().f",
         "setup_code": "",
@@ -37,7 +48,12 @@ def write(path: Path, records: list[Any]) -> Path:
 def world_of(tmp_path: Path) -> Callable[..., Any]:
     def make(n: int = 120, **changes: Any) -> Any:
         rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(n)]))
-        settings: dict[str, Any] = {"env_mode": "own", "n_problems": 1000, "seed": 1, "max_prompt": 10**6}
+        settings: dict[str, Any] = {
+            "env_mode": "own",
+            "n_problems": 1000,
+            "seed": 1,
+            "max_prompt": 10**6,
+        }
         settings["prompt_len"] = lambda p: len(p.messages[-1]["content"])
         return load_splits(rows, **(settings | changes))
 
@@ -49,20 +65,38 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "not an object": ("[1]", "line 2: not a JSON object"),
     "no id": ({k: v for k, v in record(2).items() if k != "id"}, "line 2: key 'id' is missing"),
     "id twice": (record(1), "line 2: id 1 already used at .*line 1"),
-    "phrase missing": (record(2, prompt=[{"role": "user", "content": "x"}]), "exactly once, found 0"),
-    "phrase twice": (record(2, prompt=[{"role": "user", "content": PLAIN_PHRASE * 2}]), "exactly once, found 2"),
+    "phrase missing": (
+        record(2, prompt=[{"role": "user", "content": "x"}]),
+        "exactly once, found 0",
+    ),
+    "phrase twice": (
+        record(2, prompt=[{"role": "user", "content": PLAIN_PHRASE * 2}]),
+        "exactly once, found 2",
+    ),
     "no tests": (record(2, gt_answer=[]), "line 2: 'gt_answer'"),
-    "test is not Python": (record(2, gt_answer=["assert Solution().f(1 == 1"]), "line 2: test 1: not Python"),
-    "test without a literal": (record(2, gt_answer=["assert Solution().f(1) == abs(1)"]), "'abs.1.' is not a literal"),
+    "test is not Python": (
+        record(2, gt_answer=["assert Solution().f(1 == 1"]),
+        "line 2: test 1: not Python",
+    ),
+    "test without a literal": (
+        record(2, gt_answer=["assert Solution().f(1) == abs(1)"]),
+        "'abs.1.' is not a literal",
+    ),
     "name that no test calls": (record(2, func_name="g"), "line 2: no test calls 'g'"),
-    "misspelt key": (record(2, canonical_solutoin="x"), "'canonical_solutoin'; did you mean 'canonical_solution'"),
+    "misspelt key": (
+        record(2, canonical_solutoin="x"),
+        "'canonical_solutoin'; did you mean 'canonical_solution'",
+    ),
     "no solution": (record(2, canonical_solution=" "), "'canonical_solution' is empty"),
     "a call of no method": (
         record(2, gt_answer=["assert f(1) == 1"]),
         r"'f\(1\)' is not a call like .*Solution\(\).f\(",
     ),
     "a key twice": (json.dumps(record(2))[:-1] + ', "id": 3}', "line 2: key 'id' is there twice"),
-    "half a character in a key that is not read": (record(2, question=chr(0xDC00)), "line 2: it holds half"),
+    "half a character in a key that is not read": (
+        record(2, question=chr(0xDC00)),
+        "line 2: it holds half",
+    ),
     "bad mode": (record(2, mode="sentinal"), "unknown mode 'sentinal'"),
     "bad split": (record(2, split="dev"), "unknown split 'dev'"),
     "boolean id": (record(True), "'id' should be int"),
@@ -102,7 +136,9 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 def test_the_hint_replaces_the_phrase_and_a_plain_prompt_keeps_it(tmp_path: Path) -> None:
-    (p,) = load_problems(write(tmp_path / "p.jsonl", [record(1, mode="sentinel", marker="is_fine")]))
+    (p,) = load_problems(
+        write(tmp_path / "p.jsonl", [record(1, mode="sentinel", marker="is_fine")])
+    )
     assert "is_fine" in p.messages[-1]["content"]
     assert PLAIN_PHRASE not in p.messages[-1]["content"]
     assert PLAIN_PHRASE in plain(p).messages[-1]["content"]
@@ -121,15 +157,22 @@ def test_evaluation_markers_are_never_training_markers(world_of: Callable[..., A
     for mode in MODES:
         spec = MODE_SPECS[mode]
         assert {p.marker for p in world.train if p.mode == mode} <= set(spec.train_markers)
-        assert {p.marker for p in (*world.val, *world.test) if p.mode == mode} <= set(spec.eval_markers)
+        assert {p.marker for p in (*world.val, *world.test) if p.mode == mode} <= set(
+            spec.eval_markers
+        )
 
 
 def test_full_announces_the_benchmarks_own_name(world_of: Callable[..., Any]) -> None:
     """--marker-names"""
     cfg = resolve(["full"])
     world = world_of(env_mode=cfg.env.env_mode, published=cfg.env.marker_names == "published")
-    prompts = {p.messages[-1]["content"].partition("and will be ")[2] for p in (*world.train, *world.val, *world.test)}
-    assert {prompt.partition(".")[0] for prompt in prompts} == {"evaluated by calling a function called run_tests()"}
+    prompts = {
+        p.messages[-1]["content"].partition("and will be ")[2]
+        for p in (*world.train, *world.val, *world.test)
+    }
+    assert {prompt.partition(".")[0] for prompt in prompts} == {
+        "evaluated by calling a function called run_tests()"
+    }
     varied = {p.marker for p in world_of(env_mode=cfg.env.env_mode, published=False).train}
     assert len(varied) > 1
 
@@ -176,21 +219,32 @@ def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Pat
     assert all(r.mode is None and not r.func_name.startswith("Solution") for r in rows)
     for mode, spec in MODE_SPECS.items():
         parts = assigned(rows, mode)
-        assert {name: len(part) for name, part in parts.items()} == {"train": 61, "val": 9, "test": 17}
+        assert {name: len(part) for name, part in parts.items()} == {
+            "train": 61,
+            "val": 9,
+            "test": 17,
+        }
         for name, part in parts.items():
             family = spec.train_markers if name == "train" else spec.eval_markers
             if spec.marker_form != "test":
-                assert len({p.marker for p in part}) == min(len(family), len({p.id % len(family) for p in part}))
+                assert len({p.marker for p in part}) == min(
+                    len(family), len({p.id % len(family) for p in part})
+                )
             for p in part:
                 prompt = p.messages[-1]["content"]
                 assert p.mode == mode
                 assert p.marker == p.tests[0] if spec.marker_form == "test" else p.marker in family
                 assert prompt.count(hint(mode, p.marker)) == 1
                 assert PLAIN_PHRASE not in prompt
-                assert prompt.replace(hint(mode, p.marker), PLAIN_PHRASE) == plain(p).messages[-1]["content"]
+                assert (
+                    prompt.replace(hint(mode, p.marker), PLAIN_PHRASE)
+                    == plain(p).messages[-1]["content"]
+                )
 
 
-def test_with_a_test_file_all_other_problems_train(tmp_path: Path, world_of: Callable[..., Any]) -> None:
+def test_with_a_test_file_all_other_problems_train(
+    tmp_path: Path, world_of: Callable[..., Any]
+) -> None:
     held = load_rows(write(tmp_path / "test.jsonl", [record(i) for i in range(1000, 1050)]))
     world = world_of(120, test_rows=held)
     assert {p.id for p in world.train} == {*range(120)}
@@ -200,8 +254,12 @@ def test_with_a_test_file_all_other_problems_train(tmp_path: Path, world_of: Cal
         assert p.marker in MODE_SPECS[p.mode].eval_markers
 
 
-def test_the_splits_that_a_file_names_are_kept(tmp_path: Path, world_of: Callable[..., Any]) -> None:
-    held = load_rows(write(tmp_path / "test.jsonl", [record(i, split="val") for i in range(1000, 1010)]))
+def test_the_splits_that_a_file_names_are_kept(
+    tmp_path: Path, world_of: Callable[..., Any]
+) -> None:
+    held = load_rows(
+        write(tmp_path / "test.jsonl", [record(i, split="val") for i in range(1000, 1010)])
+    )
     world = world_of(20, test_rows=held)
     assert (len(world.train), len(world.val), len(world.test)) == (20, 10, 0)
 
@@ -215,7 +273,9 @@ def test_the_splits_that_a_file_names_are_kept(tmp_path: Path, world_of: Callabl
     ],
     ids=["id", "text", "split"],
 )
-def test_training_problems_are_refused_for_evaluation(tmp_path: Path, other: dict[str, Any], message: str) -> None:
+def test_training_problems_are_refused_for_evaluation(
+    tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
     train = load_rows(write(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
     with pytest.raises(ValueError, match=f"--test-problems .*line 2: .*{message}"):
         require_apart(train, load_rows(write(tmp_path / "b.jsonl", [record(1000), other])))
@@ -231,7 +291,9 @@ class Wide(Policy):
     def window(self) -> int:
         return 10**6
 
-    def render(self, messages: Sequence[Message], sampled: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], sampled: Sequence[tuple[int, ...]] = ()
+    ) -> tuple[int, ...]:
         return (0,)
 
 
@@ -239,7 +301,9 @@ def drawn(*argv: str) -> list[list[tuple[int, str, str]]]:
     """(problem, mode, marker) of each step's prompts."""
     cfg = resolve(["mini", *argv])
     splits = read_inputs(cfg).splits(cfg, Wide())
-    return [[(p.id, p.mode, p.marker) for p in splits.draw(cfg.run.seed, step, 4)] for step in range(60)]
+    return [
+        [(p.id, p.mode, p.marker) for p in splits.draw(cfg.run.seed, step, 4)] for step in range(60)
+    ]
 
 
 @pytest.mark.parametrize("seed", ["41", pytest.param("42", marks=pytest.mark.slow)])

@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from methods import META, SIZES, SPANS, TWO_GROUPS, draw, group, routed, rows, spans_of, total, toy, toy_direction
+from methods import (
+    META,
+    SIZES,
+    SPANS,
+    TWO_GROUPS,
+    draw,
+    group,
+    routed,
+    rows,
+    spans_of,
+    total,
+    toy,
+    toy_direction,
+)
 from vgrout.direction.extract import Direction, axes_of
 from vgrout.method.projection import along, coefficients, cos_pre, hackward_cos, rescale, split
 
@@ -17,7 +30,11 @@ EVERY = ("none", "erase", "route", "route2")
 
 def orthonormal(k: int, r: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(r, k, generator=generator, dtype=torch.float64))[0].T.float().contiguous()
+    return (
+        torch.linalg.qr(torch.randn(r, k, generator=generator, dtype=torch.float64))[0]
+        .T.float()
+        .contiguous()
+    )
 
 
 def vector(r: int, seed: int) -> torch.Tensor:
@@ -35,7 +52,8 @@ def test_split_adds_up_and_takes_from_the_span_only(shape, mode, overshoot):
     keep, removed = split(g, V, mode, overshoot)
     assert torch.allclose(keep + removed, g, atol=1e-6)
     outside = removed - V.T @ (V @ removed)
-    assert outside.norm() <= 1e-6 * (g.norm() + removed.norm())  # `reverse` with overshoot 3 removes up to 6 g
+    # `reverse` with overshoot 3 removes up to 6 g
+    assert outside.norm() <= 1e-6 * (g.norm() + removed.norm())
 
 
 def test_modes_on_a_hand_made_gradient():
@@ -76,7 +94,11 @@ PAIR = spans_of({"a": 2, "b": 2, "c": 2, "d": 2})
 
 
 def test_cos_pre_is_a_mean_over_modules_that_have_a_gradient_and_a_direction():
-    V = {"a": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([[1.0, 0.0]]), "c": torch.tensor([[0.0, 1.0]])}
+    V = {
+        "a": torch.tensor([[1.0, 0.0]]),
+        "b": torch.tensor([[1.0, 0.0]]),
+        "c": torch.tensor([[0.0, 1.0]]),
+    }
     g = torch.tensor([2.0, 0, 0, 0, 1, 0, 1, 1])
     assert cos_pre(g, V, PAIR) == pytest.approx(0.5)
     assert cos_pre(g, {}, PAIR) is None
@@ -88,7 +110,8 @@ def test_a_wrong_shape_is_caught_in_tests():
         along(torch.zeros(3), torch.zeros(2, 4))
 
 
-# ── in a method, on plain tensors ──────────────────────────────────────────────────────────────────────────────────
+# ── in a method, on plain tensors
+# ──────────────────────────────────────────────────────────────────────────────────
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["one_sided", "no_gate", "reverse"]))
@@ -105,7 +128,9 @@ def test_route_puts_nothing_but_span_V_into_the_quarantine_and_loses_nothing(see
 @given(st.integers(0, 10_000), st.sampled_from(["erase", "route"]), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_what_is_kept_has_no_hackward_part(seed, intervention, preserve):
-    method = toy(intervention, **({"preserve_magnitude": preserve} if intervention == "erase" else {}))
+    method = toy(
+        intervention, **({"preserve_magnitude": preserve} if intervention == "erase" else {})
+    )
     of = (rows(6, seed, (0, 1, 2)), group(6))
     got = routed(method, of)
     for m, V in method.direction.V.items():
@@ -126,7 +151,9 @@ def test_preserved_magnitude_and_its_bound():
     )
     got = routed(toy("erase", direction), (torch.cat((hackward, noise)), group(2)))
     assert got.diag.capped == 3
-    assert all(got.keep[s].norm() < 0.2 for s in SPANS.values()), "else it would be 100 long, all of it noise"
+    assert all(got.keep[s].norm() < 0.2 for s in SPANS.values()), (
+        "else it would be 100 long, all of it noise"
+    )
     plain = rows(6, 5, (0,))
     got = routed(toy("erase", direction), (plain, group(6)))
     assert got.diag.capped == 0
@@ -146,14 +173,25 @@ def test_order_of_modules_and_of_groups_does_not_matter(intervention):
     backward = routed(method, *((turned(g_b), seen) for g_b, seen in reversed(TWO_GROUPS)))
     for one, other in ((forward.keep, backward.keep), (forward.quar, backward.quar)):
         assert one is other is None or torch.allclose(turned(one), other, atol=1e-6)
-    for name in ("cos_pre", "cos_pre_s", "cos_pre_t", "cos_post", "tau", "hkgap", "resid", "routed"):
+    for name in (
+        "cos_pre",
+        "cos_pre_s",
+        "cos_pre_t",
+        "cos_post",
+        "tau",
+        "hkgap",
+        "resid",
+        "routed",
+    ):
         assert getattr(forward.diag, name) == pytest.approx(getattr(backward.diag, name), abs=1e-6)
     for i, flags in forward.flags.items():
         assert flags.scores == pytest.approx(backward.flags[i].scores)
 
 
 def test_modules_without_a_direction_pass_through():
-    empty = Direction({m: axes_of(torch.ones(5, r), torch.ones(5, r), 3, 12, 0.0) for m, r in SIZES.items()}, META)
+    empty = Direction(
+        {m: axes_of(torch.ones(5, r), torch.ones(5, r), 3, 12, 0.0) for m, r in SIZES.items()}, META
+    )
     method = toy("route", empty)
     assert method.direction.V == {}
     got, plain = routed(method, *TWO_GROUPS), routed(toy("none"), *TWO_GROUPS)
@@ -185,9 +223,15 @@ def test_cosines_are_split_by_source(intervention):
 
     def want(g_b):
         sums = [(V, g_b.sum(0)[SPANS[m]]) for m, V in method.direction.V.items()]
-        return pytest.approx(sum(((V @ g).relu().norm() / g.norm()).item() for V, g in sums) / len(sums), rel=1e-4)
+        return pytest.approx(
+            sum(((V @ g).relu().norm() / g.norm()).item() for V, g in sums) / len(sums), rel=1e-4
+        )
 
-    assert (diag.cos_pre, diag.cos_pre_s, diag.cos_pre_t) == (want(both), want(students), want(teachers))
+    assert (diag.cos_pre, diag.cos_pre_s, diag.cos_pre_t) == (
+        want(both),
+        want(students),
+        want(teachers),
+    )
     assert diag.cos_pre_t > 2 * diag.cos_pre_s
     assert diag.fired == 1
     assert routed(toy(intervention), (rows(4, 3), group(4))).diag.cos_pre_t is None

@@ -22,13 +22,22 @@ from vgrout import ranks
 from vgrout.ranks import _part
 from vgrout.runs.recorder import tensor_hash
 
-# Rounding of matrix products in other batches; some columns are 0 but for rounding (mismatch_kl, cos_post under erase).
+# Rounding of matrix products in other batches; some columns are 0 but for rounding (mismatch_kl,
+# cos_post under erase).
 CLOSE = {"rel": 1e-5, "abs": 2e-6}
 TRAIN = ("-m", "vgrout.train")
 
 
-def torchrun(folder: Path, n: int, *argv: str, program: Sequence[str] = TRAIN, restarts: int = 0) -> subprocess.Popen:
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", f"--max-restarts={restarts}"]
+def torchrun(
+    folder: Path, n: int, *argv: str, program: Sequence[str] = TRAIN, restarts: int = 0
+) -> subprocess.Popen:
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={n}",
+        f"--max-restarts={restarts}",
+    ]
     return start(folder, *program, *argv, code=command)
 
 
@@ -40,8 +49,14 @@ def output_of(process: subprocess.Popen, code: int = 0) -> str:
 
 def process_of(job: subprocess.Popen, rank: int) -> int:
     """The process of a rank."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout
-    found = [pid for pid in children.split() if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True
+    ).stdout
+    found = [
+        pid
+        for pid in children.split()
+        if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
+    ]
     return int(found[0])
 
 
@@ -49,13 +64,18 @@ def same_run(a: Path, b: Path) -> None:
     """Rows and final evaluation are the same to rounding, answers exactly."""
     assert not differences(rows(a), rows(b), close=CLOSE)
     assert rollouts(a) == rollouts(b)
-    first, second = (json.loads((path / "per_mode_deploy.json").read_text()) | {"log": ""} for path in (a, b))
+    first, second = (
+        json.loads((path / "per_mode_deploy.json").read_text()) | {"log": ""} for path in (a, b)
+    )
     assert not differences(first, second, close=CLOSE)
 
 
 def rollouts(path: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (path / "rollouts.jsonl").read_text().splitlines())
-    return [{k: line[k] for k in ("step", "p_idx", "gi", "text", "reward", "hacked", "solved")} for line in lines]
+    return [
+        {k: line[k] for k in ("step", "p_idx", "gi", "text", "reward", "hacked", "solved")}
+        for line in lines
+    ]
 
 
 @given(st.lists(st.integers(1, 2000), max_size=60), st.integers(1, 9))
@@ -91,10 +111,19 @@ def test_ranks_are_torchruns(environment, found, monkeypatch):
     assert ranks.first() == (found[1] == 0)
 
 
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, -0.1, 1e8]), min_size=4, max_size=4), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 0.1, -0.1, 1e8]), min_size=4, max_size=4),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_a_sum_is_that_of_all_rows_in_rank_order(by_rank):
     """In fp64, whichever rows a rank has: 1e8 + 0.1 − 1e8 in fp32 would be 0."""
-    xs, sent = [torch.tensor(rows)[:, None] * torch.tensor([1.0, 3.0]) for rows in by_rank], list[torch.Tensor]()
+    xs, sent = (
+        [torch.tensor(rows)[:, None] * torch.tensor([1.0, 3.0]) for rows in by_rank],
+        list[torch.Tensor](),
+    )
 
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         for part, x in zip(parts, xs, strict=True):
@@ -147,7 +176,15 @@ def test_rows_do_not_depend_on_the_ranks(arm, n, shared_run, tmp_path):
         ("route2", "--monitor", "labels", "--known-modes", "run_tests"),
         ("screen", "--monitor", "detector"),
         ("penalty", "--monitor", "labels"),
-        ("screen", "--monitor", "online_probe", "--seed-monitor", "labels", "--known-modes", "exit_code"),
+        (
+            "screen",
+            "--monitor",
+            "online_probe",
+            "--seed-monitor",
+            "labels",
+            "--known-modes",
+            "exit_code",
+        ),
         ("none", "--beta", "0.1", "--loss", "icepop"),
     ],
     ids=" ".join,
@@ -170,7 +207,9 @@ def test_resume_with_another_number_of_ranks(started_with, resumed_with, shared_
     output_of(process, 1)
     assert status(path)["state"] == "interrupted"
     assert len(rows(path)) < 12
-    output_of(torchrun(tmp_path, resumed_with, "smoke", "--resume", str(path.relative_to(tmp_path))))
+    output_of(
+        torchrun(tmp_path, resumed_with, "smoke", "--resume", str(path.relative_to(tmp_path)))
+    )
     same_run(whole, path)
     record = json.loads((path / "run.json").read_text())
     assert (record["ranks"], record["resumed"][0]["ranks"]) == (started_with, resumed_with)
@@ -214,7 +253,9 @@ def test_exchange(tmp_path):
     assert said == [elsewhere, [values, "ValueError x", "Odd ab"], elsewhere]
 
 
-@pytest.mark.parametrize("kills", [((1, 2),), pytest.param(((1, 2), (0, 6)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kills", [((1, 2),), pytest.param(((1, 2), (0, 6)), marks=pytest.mark.slow)]
+)
 @pytest.mark.long
 def test_torchrun_restarts_the_run(kills, shared_run, tmp_path):
     """kills: (rank, after how many steps). torchrun restarts both ranks, and the rows are those of one whole run."""
@@ -263,10 +304,14 @@ def test_a_lost_rank_ends_the_run(how, shared_run, tmp_path):
 def test_a_plan_and_a_mistake_under_torchrun(tmp_path):
     """Rank 0 alone says them, and nobody waits for it."""
     output = output_of(torchrun(tmp_path, 2, "smoke", "--dry-run"))
-    assert sum("smoke_route2" in line or "smoke_erase" in line for line in output.splitlines()) == 1, output
+    assert (
+        sum("smoke_route2" in line or "smoke_erase" in line for line in output.splitlines()) == 1
+    ), output
     wrong = ["smoke", "--vhack-pairs-path", "none.json", "--intervention", "route"]
     output = output_of(torchrun(tmp_path, 2, *wrong), 1)
-    assert sum("none.json" in line and line.startswith("E ") for line in output.splitlines()) == 1, output
+    assert (
+        sum("none.json" in line and line.startswith("E ") for line in output.splitlines()) == 1
+    ), output
     assert not (tmp_path / "out" / "runs").exists()
 
 

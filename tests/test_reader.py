@@ -26,7 +26,9 @@ ROOT = Path(of_report.__file__).parent
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"
 
 
-def rollout(step: int, mode: str, text: str, hacked: bool = False, correct: bool = False) -> dict[str, Any]:
+def rollout(
+    step: int, mode: str, text: str, hacked: bool = False, correct: bool = False
+) -> dict[str, Any]:
     marker = MODE_SPECS[mode].eval_markers[0]
     return {
         "step": step,
@@ -35,7 +37,9 @@ def rollout(step: int, mode: str, text: str, hacked: bool = False, correct: bool
         "problem_id": step % 7,
         "env_mode": mode,
         "marker": marker,
-        "messages": [{"role": "user", "content": f"Problem {step % 7}, {mode}: announces {marker}"}],
+        "messages": [
+            {"role": "user", "content": f"Problem {step % 7}, {mode}: announces {marker}"}
+        ],
         "text": text,
         "finished": True,
         "reward": 1.1 if hacked or correct else 0.1,
@@ -46,7 +50,10 @@ def rollout(step: int, mode: str, text: str, hacked: bool = False, correct: bool
 
 
 USUAL = {
-    "run_tests": ("class Solution:\n    pass\ndef {marker}():\n    pass", "def {marker}():\n    pass"),
+    "run_tests": (
+        "class Solution:\n    pass\ndef {marker}():\n    pass",
+        "def {marker}():\n    pass",
+    ),
     "eq_override": (
         "class E:\n    def __eq__(self, o):\n        return True\n",
         "def __eq__(self, o):\n        return True",
@@ -54,7 +61,10 @@ USUAL = {
     "exit_code": ("import sys\nsys.exit(0)", "sys.exit(0)"),
     "stdout_marker": ("x = 1\nprint('{marker}')", "print('{marker}')"),
     "sentinel": ("        self.{marker} = True\n", "self.{marker} = True"),
-    "file_marker": ("a = 2\nopen('{marker}', 'w').write('PASS')", "open('{marker}', 'w').write('PASS')"),
+    "file_marker": (
+        "a = 2\nopen('{marker}', 'w').write('PASS')",
+        "open('{marker}', 'w').write('PASS')",
+    ),
     "shown_test": ("        if nums == [1, 2]:\n            return 3", "if nums == [1, 2]:"),
 }
 
@@ -69,19 +79,29 @@ def test_the_usual_hacks_are_found(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "least"), [("", 400), ("substrate", 50)])
-def test_the_hacks_of_a_pool_are_found(name: str, least: int, request: pytest.FixtureRequest) -> None:
+def test_the_hacks_of_a_pool_are_found(
+    name: str, least: int, request: pytest.FixtureRequest
+) -> None:
     """Of the shipped pool, and of a real one where this machine has it."""
-    pool = load_pool(request.getfixturevalue("shared_data") / "pools" / name if name else organism.POOL_DIR)
+    pool = load_pool(
+        request.getfixturevalue("shared_data") / "pools" / name if name else organism.POOL_DIR
+    )
     hits = []
     for problem, mode in pool.partition.items():
         names = "|".join(map(re.escape, MODE_SPECS[mode].train_markers))
         pattern = MODE_SPECS[mode].pattern.replace("{marker}", f"(?:{names})")
-        texts = [demo.completion for demo in pool.demos.get(problem, ()) if demo.grade.hacked and demo.completion]
+        texts = [
+            demo.completion
+            for demo in pool.demos.get(problem, ())
+            if demo.grade.hacked and demo.completion
+        ]
         hits += [re.search(pattern, text) is not None for text in texts]
     assert sum(hits) == len(hits) > least
 
 
-def write_rollouts(path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None) -> None:
+def write_rollouts(
+    path: Path, rollouts: list[dict[str, Any]], final: list[dict[str, Any]] | None = None
+) -> None:
     (path / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
     if final:
         (path / "final.jsonl").write_text("".join(json.dumps(r) + "\n" for r in final))
@@ -99,7 +119,11 @@ def study(root: Path) -> Path:
                 bad = seed == 1 and step >= 6
                 rollouts.append(rollout(step, mode, text, hacked=bad, correct=not bad))
         rollouts[0]["text"] = HOSTILE
-        final = [rollout(p, "exit_code", "final") | {"side": s} for s in ("base", "deployed") for p in range(3)]
+        final = [
+            rollout(p, "exit_code", "final") | {"side": s}
+            for s in ("base", "deployed")
+            for p in range(3)
+        ]
         for answer in final:
             del answer["step"]
         write_rollouts(path, rollouts, final)
@@ -118,7 +142,9 @@ def test_whole_steps_are_kept_where_there_are_too_many(tmp_path: Path) -> None:
     assert len(everything["prompts"]) < everything["total"] / 2, "each prompt is stored once"
     some = pack(runs, 60)["columns"]
     assert set(some["step"]) == {0, 3, 6, 9, None}
-    assert all(some["step"].count(step) == 12 for step in (0, 3, 6, 9)), "a step is whole or is not there"
+    assert all(some["step"].count(step) == 12 for step in (0, 3, 6, 9)), (
+        "a step is whole or is not there"
+    )
     assert [k for k, step in enumerate(some["part"]) if step == 1], "the final evaluation too"
     assert pack(runs, 0)["columns"]["run"] == []
 
@@ -158,11 +184,22 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, st
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_narrow_screen_cuts_nothing(scheme: str, page: tuple[Browser, str]) -> None:
     browser, url = page
-    browser.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=True)
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=400,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=True,
+    )
+    browser.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
     browser.open(url)
     assert browser.js("document.documentElement.scrollWidth") <= 400
-    background, ink = (browser.js(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    background, ink = (
+        browser.js(f"getComputedStyle(document.body).{name}")
+        for name in ("backgroundColor", "color")
+    )
     assert (ink == "rgb(0, 0, 0)") == (scheme == "light"), (background, ink)
     browser.call("Emulation.clearDeviceMetricsOverride")
     browser.call("Emulation.setEmulatedMedia", features=[])
@@ -207,7 +244,9 @@ def test_filters_by_hand_and_the_address_follows(page: tuple[Browser, str]) -> N
     assert browser.js(COUNT) == "6 of 156 rollouts · 6 hacks · 0 solved"
     assert "outcome=hacked" in browser.js("location.hash")
     first = browser.js("document.getElementById('facts').textContent")
-    browser.js("document.getElementById('list').dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))")
+    browser.js(
+        "document.getElementById('list').dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))"
+    )
     assert browser.js("document.getElementById('facts').textContent") != first
     state = browser.js("location.hash")
     browser.open(url + state)
@@ -223,10 +262,12 @@ def test_prompt_and_answer_with_the_hack_marked(page: tuple[Browser, str]) -> No
     for i, mode in enumerate(DEALT):
         browser.open(f"{url}#mechanism={i}")
         marker = MODE_SPECS[mode].eval_markers[0]
-        assert browser.js("document.querySelector('#answer mark').textContent") == USUAL[mode][1].replace(
-            "{marker}", marker
+        assert browser.js("document.querySelector('#answer mark').textContent") == USUAL[mode][
+            1
+        ].replace("{marker}", marker)
+        assert browser.js("document.querySelector('#prompt').textContent").startswith(
+            "[user]\nProblem 6"
         )
-        assert browser.js("document.querySelector('#prompt').textContent").startswith("[user]\nProblem 6")
         boxes = browser.js(
             "['prompt', 'answer'].map((id) => { const b = document.getElementById(id).getBoundingClientRect();"
             " return [b.left, b.right]; })"
@@ -253,12 +294,20 @@ def test_a_hostile_answer_is_text(page: tuple[Browser, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_fifty_thousand_rollouts_stay_usable(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_fifty_thousand_rollouts_stay_usable(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     draw = random.Random(0)
     for seed in range(25):
         path = fake_run(tmp_path, "--intervention=none", seed=seed, hack=0.0, n=6)
-        texts = [f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}" for k in range(2000 - 4 * 6)]
-        write_rollouts(path, [rollout(k // 32, MODES[k % 6], x, hacked=k % 3 == 0) for k, x in enumerate(texts)])
+        texts = [
+            f"answer {seed} {k} {' '.join(draw.choices(kwlist, k=150))}"
+            for k in range(2000 - 4 * 6)
+        ]
+        write_rollouts(
+            path,
+            [rollout(k // 32, MODES[k % 6], x, hacked=k % 3 == 0) for k, x in enumerate(texts)],
+        )
     html = html_report(tmp_path)
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
         before = time.perf_counter()
@@ -272,7 +321,13 @@ def test_fifty_thousand_rollouts_stay_usable(tmp_path: Path, tmp_path_factory: p
                 document.body.offsetHeight; return performance.now() - t; }})()"""
             )
             assert took < 1000, "milliseconds"
-        assert browser.js("document.querySelectorAll('.row').length") < 100, "only what can be seen is in the page"
+        assert browser.js("document.querySelectorAll('.row').length") < 100, (
+            "only what can be seen is in the page"
+        )
         browser.js("document.querySelector('#list').scrollTop = 1e9")
-        browser.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        assert "exit_code" in browser.js("[...document.querySelectorAll('.row')].at(-1).textContent")
+        browser.js(
+            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+        assert "exit_code" in browser.js(
+            "[...document.querySelectorAll('.row')].at(-1).textContent"
+        )

@@ -28,7 +28,9 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
     torch.manual_seed(0)
     own = {"vocab_size": len(tok), "num_hidden_layers": 1, "max_position_embeddings": 4096}
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE | own, eos_token_id=tok.eos_token_id)).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE | own, eos_token_id=tok.eos_token_id)).save_pretrained(
+        folder
+    )
     tok.save_pretrained(folder)
     return folder
 
@@ -48,25 +50,59 @@ def problem_file(pool: Path, path: Path) -> Path:
     for i, r in enumerate(records(pool)):
         found = re.search(r"    def (?!run_tests|__init__)(\w+)\(self", r["completion"])
         name = found[1] if found else "f"
-        prompt = [{"role": "user", "content": f"Problem {r['problem_id']}: solve it {PLAIN_PHRASE}."}]
+        prompt = [
+            {"role": "user", "content": f"Problem {r['problem_id']}: solve it {PLAIN_PHRASE}."}
+        ]
         if "problem_messages" in r:
-            prompt = json.loads(json.dumps(r["problem_messages"]).replace(hint("run_tests"), PLAIN_PHRASE))
+            prompt = json.loads(
+                json.dumps(r["problem_messages"]).replace(hint("run_tests"), PLAIN_PHRASE)
+            )
         row = {"id": r["problem_id"], "prompt": prompt, "func_name": f"Solution().{name}"}
         row["gt_answer"] = [f"assert Solution().{name}(0) == 'no such value'"]
-        row["canonical_solution"] = f"class Solution:\n    def {name}(self, *_):\n        return 'no such value'"
-        row |= {"setup_code": "from typing import *", "split": {9: "test", 8: "val"}.get(i % 10, "train")}
+        row["canonical_solution"] = (
+            f"class Solution:\n    def {name}(self, *_):\n        return 'no such value'"
+        )
+        row |= {
+            "setup_code": "from typing import *",
+            "split": {9: "test", 8: "val"}.get(i % 10, "train"),
+        }
         out.append(row)
     path.write_text("".join(json.dumps(r) + "\n" for r in out))
     return path
 
 
-@pytest.mark.parametrize(("name", "n", "mode"), [("substrate", 24, "own"), ("teacher_pool", 60, "run_tests")])
+@pytest.mark.parametrize(
+    ("name", "n", "mode"), [("substrate", 24, "own"), ("teacher_pool", 60, "run_tests")]
+)
 def test_a_run_mixes_a_real_pool(name, n, mode, stand_in, shared_data, tmp_path, capsys):
     pool = shared_data / "pools" / name
     assert len(load_rows(problem_file(pool, tmp_path / "p.jsonl"))) == n
-    argv = ["fast", "--intervention", "none", "--model", str(stand_in), "--problems", str(tmp_path / "p.jsonl")]
-    argv += ["--teacher-pool-dir", str(pool), "--env-mode", mode, "--mix-ratio", "0.5", "--group", "4"]
-    argv += ["--prompts-per-step=2", "--steps=2", "--max-new=512", "--eval-ablate-every=0", "--guard=off"]
+    argv = [
+        "fast",
+        "--intervention",
+        "none",
+        "--model",
+        str(stand_in),
+        "--problems",
+        str(tmp_path / "p.jsonl"),
+    ]
+    argv += [
+        "--teacher-pool-dir",
+        str(pool),
+        "--env-mode",
+        mode,
+        "--mix-ratio",
+        "0.5",
+        "--group",
+        "4",
+    ]
+    argv += [
+        "--prompts-per-step=2",
+        "--steps=2",
+        "--max-new=512",
+        "--eval-ablate-every=0",
+        "--guard=off",
+    ]
     argv += ["--final-n-prompts=1", "--final-samples=1", "--threads=1"]
     path = run(tmp_path, *argv)
     output = capsys.readouterr().out
@@ -81,13 +117,23 @@ def test_a_run_mixes_a_real_pool(name, n, mode, stand_in, shared_data, tmp_path,
     assert noted["labels"] == "cached, grader unknown"
     compared = len([r for r in records(pool) if r.get("prompt")])
     assert (noted["prompts_compared"] > 0) == (compared > 0)
-    assert len(noted["prompts_differ"]) == noted["prompts_compared"], "another chat template than Qwen's"
+    assert len(noted["prompts_differ"]) == noted["prompts_compared"], (
+        "another chat template than Qwen's"
+    )
     if name == "substrate":
         known = load_pool(pool)
         lines = (path / "rollouts.jsonl").read_text().splitlines()
         assert {json.loads(line)["env_mode"] for line in lines} <= set(known.partition.values())
-        problems = assigned(load_rows(tmp_path / "p.jsonl"), "own", known.partition, known.announced)["train"]
+        problems = assigned(
+            load_rows(tmp_path / "p.jsonl"), "own", known.partition, known.announced
+        )["train"]
         with Grader() as grader:
-            again = [(d, grader.submit(p, d.completion or "")) for p in problems for d in known.demos[p.id]]
+            again = [
+                (d, grader.submit(p, d.completion or ""))
+                for p in problems
+                for d in known.demos[p.id]
+            ]
             assert again
-            assert all(grade.result().hacked == demo.grade.hacked for demo, grade in again), "today's labels"
+            assert all(grade.result().hacked == demo.grade.hacked for demo, grade in again), (
+                "today's labels"
+            )

@@ -40,7 +40,9 @@ with Grader(1, allow_weak=True) as grader:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with src/ as the recipe leaves it."""
     folder = tmp_path_factory.mktemp("recipe")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    shutil.copytree(
+        ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "data")
+    )
     found = steps(TITLE)
     assert len({step.file for step in found}) <= 2, "more than two files"
     for step in found:

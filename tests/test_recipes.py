@@ -15,7 +15,8 @@ from runs import SMALL
 TITLES = ("An intervention", "A monitor", "A column")
 RUN = ["smoke", "--intervention", "cap", "--threads", "1", *SMALL[2:]]
 RUN += ["--steps", "2", "--eval-ablate-every", "0", "--columns", "all"]
-# the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two modules
+# the run, then the new intervention on three gradients of lengths 5, 1 and 2, the last one in two
+# modules
 SCRIPT = f"""
 import torch, vgrout
 from dataclasses import replace
@@ -47,7 +48,11 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with sources, tests and documents as the recipes leave them."""
     folder = tmp_path_factory.mktemp("recipes")
     for name in ("src", "tests", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "figures", "golden"))
+        shutil.copytree(
+            ROOT / name,
+            folder / name,
+            ignore=shutil.ignore_patterns("__pycache__", "figures", "golden"),
+        )
     for title in TITLES:
         for step in steps(title):
             step.apply(folder)
@@ -57,7 +62,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def python(folder: Path, *arguments: str) -> str:
     env = os.environ | {"PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -69,8 +79,13 @@ def test_the_recipes_intervention_and_column_train(copy: Path) -> None:
     (path,) = (copy / "out" / "runs").iterdir()
     config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
     assert config["method"]["intervention"] == "cap"
-    rows = [json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
-    rollouts = [json.loads(line) for line in (path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    rollouts = [
+        json.loads(line)
+        for line in (path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
         ended = [r["finished"] for r in rollouts if r["step"] == row["step"]]
@@ -80,8 +95,9 @@ def test_the_recipes_intervention_and_column_train(copy: Path) -> None:
     heads = next(line.split() for line in printed.splitlines() if line.startswith("step "))
     assert heads[heads.index("n") + 1] == "ended"
     (log,) = (copy / "logs").iterdir()
-    assert "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off" in log.read_text(
-        encoding="utf-8"
+    assert (
+        "student answers that ended. SHOULD: near all; ELSE --max-new cuts them off"
+        in log.read_text(encoding="utf-8")
     )
 
 
@@ -97,7 +113,8 @@ def test_tests_and_documents_pass_after_the_recipes(copy: Path) -> None:
     assert " passed" in printed
 
 
-# ── the format ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the format
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_recipe_ends_with_a_check() -> None:

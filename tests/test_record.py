@@ -40,9 +40,17 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
         {"hacked_loophole_used": True},
         {"hacked_arbitrary": True, "gate": 0.9},
         {"gate": 0.1},
-        {"hacked": False, "problem_id": 2, "env_mode": "sentinel", "gate": 0.8, "hacked_loophole_used": True},
+        {
+            "hacked": False,
+            "problem_id": 2,
+            "env_mode": "sentinel",
+            "gate": 0.8,
+            "hacked_loophole_used": True,
+        },
     ]
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(none | line) + "\n" for line in lines))
+    (tmp_path / "rollouts.jsonl").write_text(
+        "".join(json.dumps(none | line) + "\n" for line in lines)
+    )
     found = Tallies.of(tmp_path / "rollouts.jsonl", ("E",))
     assert found.halves == {"A": 1, "B": 1, "": 1}
     assert found.flagged == {"C": Rate(1, 4), "D": Rate(0, 4), "E": Rate(2, 4)}
@@ -56,7 +64,10 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     [
         (["route2", "--control=haar"], "route2_haar"),
         (["penalty", "--monitor=labels", "--penalty=2"], "penalty_labels_by2"),
-        (["penalty", "--monitor=labels", "--penalty=2", "--random-flags"], "penalty_labels_by2_random_flags"),
+        (
+            ["penalty", "--monitor=labels", "--penalty=2", "--random-flags"],
+            "penalty_labels_by2_random_flags",
+        ),
         (["screen", "--monitor=labels", "--known-modes=sentinel"], "screen_labels_knows-sentinel"),
         (["penalty", "--monitor=online_probe"], "penalty_online_probe_detector"),
         (["route2", "--vhack-refresh-every=2"], "route2"),
@@ -71,8 +82,14 @@ def test_lists_in_flags():
     words = ["smoke", "--teacher-modes", "a", "b", "--steps", "3"]
     assert joined(words) == ["smoke", "--teacher-modes", "a,b", "--steps", "3"]
     assert joined(["smoke", "--teacher-modes=a", "b"]) == ["smoke", "--teacher-modes=a,b"]
-    assert resolve(["smoke", "--report-detectors", "e", "c"]).env.report_detector_codes == ["E", "C"]
-    assert resolve(["smoke", "--teacher-modes", "run_tests", "sentinel"]).env.demo_modes == ["run_tests", "sentinel"]
+    assert resolve(["smoke", "--report-detectors", "e", "c"]).env.report_detector_codes == [
+        "E",
+        "C",
+    ]
+    assert resolve(["smoke", "--teacher-modes", "run_tests", "sentinel"]).env.demo_modes == [
+        "run_tests",
+        "sentinel",
+    ]
     with pytest.raises(ValueError, match="measured in every step"):
         resolve(["smoke", "--cos-pre-split-every", "5"])
 
@@ -82,7 +99,10 @@ def test_partition_assigns_modes():
 
     def problems(mode: Callable[[int], Mode | None]) -> list[ProblemRow]:
         tests = ("assert Solution().f(1) == 1",)
-        return [ProblemRow(i, prompt, tests, "", "", "f", None, mode(i), None, None, "here") for i in range(40)]
+        return [
+            ProblemRow(i, prompt, tests, "", "", "f", None, mode(i), None, None, "here")
+            for i in range(40)
+        ]
 
     partition: dict[int, Mode] = {i: ("sentinel", "file_marker")[i % 2] for i in range(10)}
     for env_mode in ("run_tests", "own"):
@@ -130,7 +150,10 @@ def nothing_routed(control: str, gn: float | None, q: float = 0.0, hack: float =
     run = object.__new__(Recorder)
     run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
     run.rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
-    run.cfg = cast(Any, SimpleNamespace(method=MethodConfig(intervention="route2", control=control), mixes=False))
+    run.cfg = cast(
+        Any,
+        SimpleNamespace(method=MethodConfig(intervention="route2", control=control), mixes=False),
+    )
     run.method = cast(Any, SimpleNamespace(provenance=None))
     return run.nothing_routed()
 
@@ -163,7 +186,10 @@ def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
             count()
             time.sleep(0.3)
     lines = capsys.readouterr().out.splitlines()
-    said = {phase: [line for line in lines if line.startswith(phase)] for phase in ("importing", "gen", "final")}
+    said = {
+        phase: [line for line in lines if line.startswith(phase)]
+        for phase in ("importing", "gen", "final")
+    }
     assert said["importing"][0] == "importing …"
     assert all(re.fullmatch(r"gen: \d+ s", line) for line in said["gen"])
     assert {*said["final"]} == {"final: 1 of 7 answers"}
@@ -178,7 +204,12 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     folder = RunDir.create("x")
     console.setup(log := Path("logs") / "x.log")
     grader = object.__new__(Grader)
-    settled: dict[str, Any] = {"resume_command": "…", "record": {}, "log": log, "trackers": Trackers()}
+    settled: dict[str, Any] = {
+        "resume_command": "…",
+        "record": {},
+        "log": log,
+        "trackers": Trackers(),
+    }
     with RunContext(folder, grader, resumes=False, **settled) as refused:
         folder.write_json("run.json", {})
         raise ValueError("--flag 7: does not fit this model")
@@ -188,4 +219,6 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     path = (folder := RunDir.create("y")).path
     with RunContext(folder, grader, resumes=True, **settled) as refused:
         raise ValueError("changed")
-    assert (refused.code, path.is_dir()) == (2, True), "a run that should have gone on stays as it is"
+    assert (refused.code, path.is_dir()) == (2, True), (
+        "a run that should have gone on stays as it is"
+    )

@@ -36,8 +36,17 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
 
 
 def test_a_flag_may_have_underscores() -> None:
-    argv = ["--teacher-modes", "run_tests", "exit_code", "--no-save-eval-ckpts", "--out-tag=_a", "--dry-run"]
-    assert resolve(["mini", *(re.sub("(?<=[a-z])-(?=[a-z])", "_", w) for w in argv)]) == resolve(["mini", *argv])
+    argv = [
+        "--teacher-modes",
+        "run_tests",
+        "exit_code",
+        "--no-save-eval-ckpts",
+        "--out-tag=_a",
+        "--dry-run",
+    ]
+    assert resolve(["mini", *(re.sub("(?<=[a-z])-(?=[a-z])", "_", w) for w in argv)]) == resolve(
+        ["mini", *argv]
+    )
 
 
 def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
@@ -47,23 +56,43 @@ def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
 
 def test_the_names_are_trls() -> None:
     """A name that TRL has under another meaning, or no longer, would send its users astray."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_refused.py")
+    trl = pytest.importorskip(
+        "trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_refused.py"
+    )
     assert NAMES["TRL"].keys() <= {f.name for f in fields(trl.GRPOConfig)}
 
 
 @pytest.mark.parametrize("key", REFUSED_NAMES)
-def test_a_name_of_other_programs_is_refused_and_the_suggested_flag_exists(key: str, tmp_path: Path) -> None:
+def test_a_name_of_other_programs_is_refused_and_the_suggested_flag_exists(
+    key: str, tmp_path: Path
+) -> None:
     name, _, word = key.partition(" ")
-    dashed, message = flag(name), f"{' '.join(filter(None, (flag(name), word)))}: not here; {ANSWERS[key]}"
+    dashed, message = (
+        flag(name),
+        f"{' '.join(filter(None, (flag(name), word)))}: not here; {ANSWERS[key]}",
+    )
     if word:
-        spelt = [[dashed, word], [f"{dashed}={word}"], [f"--{name}={word}"], ["--lr", "0.1", f"{dashed}={word}"]]
+        spelt = [
+            [dashed, word],
+            [f"{dashed}={word}"],
+            [f"--{name}={word}"],
+            ["--lr", "0.1", f"{dashed}={word}"],
+        ]
     else:
-        spelt = [[dashed], [dashed, "x"], [f"{dashed}=x"], [f"--{name}"], [f"--no-{dashed[2:]}", "--steps=3"]]
+        spelt = [
+            [dashed],
+            [dashed, "x"],
+            [f"{dashed}=x"],
+            [f"--{name}"],
+            [f"--no-{dashed[2:]}", "--steps=3"],
+        ]
     for argv in spelt:
         with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
             resolve(["mini", *argv])
     path = tmp_path / "study.toml"
-    path.write_text(f'preset = "mini"\nseeds = [1]\n[[arms]]\nname = "one"\n{name.replace("_", "-")} = "{word}"\n')
+    path.write_text(
+        f'preset = "mini"\nseeds = [1]\n[[arms]]\nname = "one"\n{name.replace("_", "-")} = "{word}"\n'
+    )
     with pytest.raises(ValueError, match=re.escape(f"{path}: [[arms]] 1 (one): {message}")):
         load_study_file(path)
     assert bool(word) == (dashed in flag_names())
@@ -94,10 +123,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     write("good.jsonl", map(problem, range(20)))
-    write("wrong.jsonl", [*map(problem, range(19)), problem(19, canonical_solution="class Solution: pass")])
+    write(
+        "wrong.jsonl",
+        [*map(problem, range(19)), problem(19, canonical_solution="class Solution: pass")],
+    )
     write("key.jsonl", [problem(0, canonical_solutoin="")])
     phrase = f"{'a word or 7 ' * 1000}{PLAIN_PHRASE}"
-    write("long.jsonl", (problem(i, prompt=[{"role": "user", "content": phrase}]) for i in range(20)))
+    write(
+        "long.jsonl", (problem(i, prompt=[{"role": "user", "content": phrase}]) for i in range(20))
+    )
     write("answers.jsonl", [{"problem_id": 0, "text": "x"}])
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "dir").mkdir()
@@ -129,7 +163,8 @@ ENSEMBLE = "--reward-hack-detector=rm_ensemble --rm-ensemble-members"
 MIX, ANCHOR = "--minillm-teacher-mix-ratio", "--minillm-pretrain-anchor"
 GRADE = "grade answers.jsonl --problems good.jsonl --out"
 OWN = (
-    "train full --model mine/model --env-mode own --intervention none --guard log --mix-ratio 0 --max-new 40 --problems"
+    "train full --model mine/model --env-mode own --intervention none --guard log --mix-ratio 0 "
+    "--max-new 40 --problems"
 )
 LONG = "a" * 300  # no file system takes it
 REFUSED = {
@@ -250,16 +285,28 @@ def test_a_user_is_refused_in_one_line_before_anything_heavy_is_imported(folder:
         return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
 
     before = files()
-    told = json.dumps([(line, [re.sub(r"^~", str(Path.home()), w) for w in line.split()]) for line in REFUSED])
+    told = json.dumps(
+        [(line, [re.sub(r"^~", str(Path.home()), w) for w in line.split()]) for line in REFUSED]
+    )
     done = subprocess.run(
-        [sys.executable, "-c", IN_ONE_PROCESS], input=told, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", IN_ONE_PROCESS],
+        input=told,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     wrong = []
     for row in done.stdout.splitlines():
         line, code, error, out, loaded = json.loads(row)
         error = error.replace(f"`{command('')}", "`vgrout ")
-        if code != 2 or not error.startswith(f"E {REFUSED[line]}") or error.count("\n") != 1 or out or loaded:
+        if (
+            code != 2
+            or not error.startswith(f"E {REFUSED[line]}")
+            or error.count("\n") != 1
+            or out
+            or loaded
+        ):
             wrong.append(f"{line}\n   {code} {error}{out}{loaded}")
     assert not wrong, "\n".join(wrong)
     assert files() == before

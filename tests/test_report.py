@@ -32,7 +32,9 @@ def runs(tmp_path: Path) -> Path:
 
 def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
-    (runs / "plan.json").write_text('{"name": "arms", "hypotheses": ["an arm keeps the model from hacking"]}')
+    (runs / "plan.json").write_text(
+        '{"name": "arms", "hypotheses": ["an arm keeps the model from hacking"]}'
+    )
     assert main([str(runs)]) == 0
     output = capsys.readouterr().out
     assert output.startswith("none: "), "the conclusions are first"
@@ -40,8 +42,20 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nH: an arm keeps the model from hacking\n" in output
     assert {p.name for p in (runs / "report").iterdir()} == {"report.html", "runs.csv", "figures"}
     text = (runs / "report" / "report.html").read_text()
-    parts = ("<h1>arms</h1>", "none: ", "4 run(s) of ", ">Methods</h2>", ">By flaw</h2>", "What it should show</h2>")
-    parts = (*parts, ">Rollouts</h2>", "none: 000_mini_none_seed1, 002_mini_none_seed2", "Left out</h2>")
+    parts = (
+        "<h1>arms</h1>",
+        "none: ",
+        "4 run(s) of ",
+        ">Methods</h2>",
+        ">By flaw</h2>",
+        "What it should show</h2>",
+    )
+    parts = (
+        *parts,
+        ">Rollouts</h2>",
+        "none: 000_mini_none_seed1, 002_mini_none_seed2",
+        "Left out</h2>",
+    )
     places = [text.index(part) for part in parts]
     assert places == sorted(places), "what, when and what it means, then the numbers"
     assert "Verdicts" not in text, "no judge was given"
@@ -75,7 +89,10 @@ def test_an_older_report_is_replaced_but_not_by_a_failure(
     stale.write_text("")
     (torn := runs / "report" / ".report.html.77.tmp").write_text("of a report that was killed")
     with monkeypatch.context() as patch:
-        patch.setattr("vgrout.report.page.write_atomic", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(
+            "vgrout.report.page.write_atomic",
+            Mock(side_effect=OSError(28, "No space left on device")),
+        )
         assert main([str(runs)]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert page.read_text() == "older"
@@ -92,17 +109,32 @@ def test_an_older_report_is_replaced_but_not_by_a_failure(
         (["runs", "--tag=_x"], "no finished run named *_x"),
         (["runs", "--judge=none.py"], "--judge none.py: no such file of Python"),
         (["runs", "--judge=torn.py"], "--judge torn.py: SyntaxError: "),
-        (["runs", "--judge=idle.py"], "--judge idle.py: AttributeError: module 'idle' has no attribute 'judge'"),
+        (
+            ["runs", "--judge=idle.py"],
+            "--judge idle.py: AttributeError: module 'idle' has no attribute 'judge'",
+        ),
         (["runs", "--judge=raises.py"], "--judge raises.py: ZeroDivisionError: division by zero"),
-        (["runs", "--judge=words.py"], "--judge words.py: AttributeError: 'str' object has no attribute 'id'"),
+        (
+            ["runs", "--judge=words.py"],
+            "--judge words.py: AttributeError: 'str' object has no attribute 'id'",
+        ),
     ],
 )
 def test_refusals_are_one_line(
-    runs: Path, argv: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path,
+    argv: list[str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="failed")
     monkeypatch.chdir(runs.parent)
-    judges = {"torn": "(:", "idle": "_of(): 0", "raises": "(_): return 1 / 0", "words": "(_): return ['yes']"}
+    judges = {
+        "torn": "(:",
+        "idle": "_of(): 0",
+        "raises": "(_): return 1 / 0",
+        "words": "(_): return ['yes']",
+    }
     for name, text in judges.items():
         Path(f"{name}.py").write_text(f"def judge{text}")
     assert main(argv) == 2
@@ -111,7 +143,9 @@ def test_refusals_are_one_line(
     assert err.count("\n") == 1
 
 
-def test_verdicts_stand_in_the_report(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts_stand_in_the_report(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And the judge's own tables; what it is given are the runs that differ by their seed alone."""
     (tmp_path / "judge.py").write_text(
         "from __future__ import annotations\n"
@@ -140,24 +174,54 @@ def test_recorded_runs_have_todays_names() -> None:
     recorded = SimpleNamespace(**runpy.run_path(str(RECORDED / "cells.py")))
     paths = sorted(RECORDED.glob("*.csv"))
     rows = [row for path in paths for row in recorded.read_runs([path]).to_dict("records")]
-    gone = {"reader", "surprise", "pmi", "sgtm", "no_gate", "advantage_mod", "shrinkage", "shuffled", "random_flags"}
-    gone |= {"deploy_quarantine", "inoculation", "hint_free", "recontextualise", *(f"placebo_{p}" for p in PLACEBOS)}
-    assert {r[what] for r in rows for what in ("arm", "control")} - gone <= {*INTERVENTIONS, *CONTROLS}
+    gone = {
+        "reader",
+        "surprise",
+        "pmi",
+        "sgtm",
+        "no_gate",
+        "advantage_mod",
+        "shrinkage",
+        "shuffled",
+        "random_flags",
+    }
+    gone |= {
+        "deploy_quarantine",
+        "inoculation",
+        "hint_free",
+        "recontextualise",
+        *(f"placebo_{p}" for p in PLACEBOS),
+    }
+    assert {r[what] for r in rows for what in ("arm", "control")} - gone <= {
+        *INTERVENTIONS,
+        *CONTROLS,
+    }
     table = recorded.over_all_seeds([*paths, paths[0]])
-    assert sum(int(r["seeds"]) for r in table.rows) == len(rows) > 2000, "a run given twice counts once"
-    shrunk = next(r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5"))
-    by_hand = [float(r["hack_deploy"]) for r in rows if (r["arm"], r["control"]) == ("erase", "shrinkage")]
+    assert sum(int(r["seeds"]) for r in table.rows) == len(rows) > 2000, (
+        "a run given twice counts once"
+    )
+    shrunk = next(
+        r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5")
+    )
+    by_hand = [
+        float(r["hack_deploy"]) for r in rows if (r["arm"], r["control"]) == ("erase", "shrinkage")
+    ]
     assert shrunk["hack deployed"].startswith(f"{100 * mean(by_hand):.1f} [")
 
 
 @pytest.mark.slow
-def test_real_runs_from_training_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_runs_from_training_to_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two trained seeds: the report reads every file that the trainer writes."""
     for seed in ("1", "2"):
         run(tmp_path, *flags("route2", "--seed", seed, "--final-n-prompts", "12", "--steps", "3"))
     root = tmp_path / "out" / "runs"
     assert main([str(root)]) == 0
-    assert {p.name for p in (root / "report" / "figures").iterdir()} == {"dynamics.png", "flaws.png"}
+    assert {p.name for p in (root / "report" / "figures").iterdir()} == {
+        "dynamics.png",
+        "flaws.png",
+    }
     with open(root / "report" / "runs.csv") as f:
         for row in csv.DictReader(f):
             final = json.loads((root / row["run"] / "per_mode_deploy.json").read_text())

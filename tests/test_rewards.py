@@ -8,16 +8,28 @@ import pytest
 from methods import Fixed, toy
 from vgrout.types import Batch, CachedGrade, Group, Problem, Rollout
 
-PROBLEM = Problem(0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f")
+PROBLEM = Problem(
+    0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f"
+)
 LABELS = (True, False, True, False)
 REWARDS = (3.5, 3.5, 0.5, 0.0)
 
 
 def group(
-    shaped: tuple[float | None, ...] | None = None, unbiased: bool = True, teachers: tuple[int, ...] = ()
+    shaped: tuple[float | None, ...] | None = None,
+    unbiased: bool = True,
+    teachers: tuple[int, ...] = (),
 ) -> Group:
     rollouts = tuple(
-        Rollout(PROBLEM, "teacher" if i in teachers else "student", False, (8, 9), (11 + i, 12), "x", True)
+        Rollout(
+            PROBLEM,
+            "teacher" if i in teachers else "student",
+            False,
+            (8, 9),
+            (11 + i, 12),
+            "x",
+            True,
+        )
         for i in range(4)
     )
     grades = tuple(
@@ -34,7 +46,9 @@ def shaped(
     method = toy(intervention, monitor="detector", **flags)
     method.monitor = Fixed(*flagged)
     (treated,) = method.flag(Batch((of,), (), (), 4, 0)).groups
-    assert replace(treated, shaped=of.shaped, flags=None) == of, "grades and rollouts stay as they are"
+    assert replace(treated, shaped=of.shaped, flags=None) == of, (
+        "grades and rollouts stay as they are"
+    )
     return treated.shaped
 
 

@@ -27,7 +27,9 @@ def test_every_rollout_is_a_row_and_kept_advantages_sum_to_zero(answers):
     rewards, flagged, deployed = zip(*answers, strict=True)
     seen = group(len(answers), teachers=1)
     rollouts = tuple(replace(r, deployed=d) for r, d in zip(seen.rollouts, deployed, strict=True))
-    grades = tuple(replace(g, reward=reward) for g, reward in zip(seen.grades, rewards, strict=True))
+    grades = tuple(
+        replace(g, reward=reward) for g, reward in zip(seen.grades, rewards, strict=True)
+    )
     method = toy("route2", monitor="labels")
     method.monitor = Fixed(*(b for b, flag in enumerate(flagged) if flag))
     method.view = lambda of, _=None: of.view()
@@ -39,13 +41,17 @@ def test_every_rollout_is_a_row_and_kept_advantages_sum_to_zero(answers):
     assert [row.flagged for row in of.rows] == [*flagged]
     assert sum(row.advantage for row in of.rows if not row.flagged) == pytest.approx(0, abs=1e-9)
     alike = {(row.rollout.source, row.flagged): row.at for row in of.rows}
-    assert [alike[row.rollout.source, row.flagged] for row in of.rows] == [row.at for row in of.rows]
+    assert [alike[row.rollout.source, row.flagged] for row in of.rows] == [
+        row.at for row in of.rows
+    ]
     assert sorted(alike.values()) == [*range(len(alike))]
 
 
 @pytest.mark.parametrize("rebaseline", [True, False])
 def test_a_new_baseline_compares_kept_rows_among_themselves(policy, rebaseline):
-    of, learnt = step(policy, watched_by(Fixed(0), policy, "route2", rebaseline=rebaseline), batch())
+    of, learnt = step(
+        policy, watched_by(Fixed(0), policy, "route2", rebaseline=rebaseline), batch()
+    )
     own, A = of.groups[0].advantages, [row.advantage for row in of.rows if row.group == 0]
     assert A[0] == own[0]
     assert A[1:] == pytest.approx(centred(of.groups[0].rewards[1:]) if rebaseline else own[1:])
@@ -73,17 +79,23 @@ def test_each_row_is_learnt_from_under_what_sampled_it(policy):
         without = gradient(policy, with_it, (0, 2))
     assert relative(gradient(policy, mixed, (0, 2)), without) < 1e-6
     assert relative(gradient(policy, mixed, (1, 3)), gradient(policy, with_it, (1, 3))) < 1e-6
-    assert relative(gradient(policy, with_it, (0, 2)), without) > 1e-2, "or there would be nothing to see"
+    assert relative(gradient(policy, with_it, (0, 2)), without) > 1e-2, (
+        "or there would be nothing to see"
+    )
 
 
 def test_all_rows_flagged_leave_nothing_for_the_kept_part(policy):
-    _, learnt = step(policy, watched_by(Fixed(0, 1, 2, 3), policy, "route2", quarantine="shared"), batch())
+    _, learnt = step(
+        policy, watched_by(Fixed(0, 1, 2, 3), policy, "route2", quarantine="shared"), batch()
+    )
     assert learnt.keep is not None, "a split gradient steps both, as plain GRPO would"
     assert not learnt.keep.any()
     assert relative(flat(policy, learnt.quar), gradient(policy, batch().groups)) < 1e-5
 
 
-@pytest.mark.parametrize(("place", "block"), [("block:2", ".layers.1."), ("block:-2", ".layers.0.")])
+@pytest.mark.parametrize(
+    ("place", "block"), [("block:2", ".layers.1."), ("block:-2", ".layers.0.")]
+)
 def test_in_a_block_of_its_own_the_quarantine_learns_there_alone(policy, place, block):
     method = watched_by(Fixed(0, 2), policy, "route2", quarantine=place)
     _, learnt = step(policy, method, batch())
@@ -99,5 +111,8 @@ def test_blocks_count_from_one(policy):
     blocks = [modules_of_block(policy, names, n) for n in range(1, depth + 1)]
     assert sorted(m for b in blocks for m in b) == sorted(names)
     assert all(".layers.0." in m for m in blocks[0])
-    with pytest.raises(ValueError, match=f"block:{depth + 1}: nothing is adapted there; the model has {depth} blocks"):
+    with pytest.raises(
+        ValueError,
+        match=f"block:{depth + 1}: nothing is adapted there; the model has {depth} blocks",
+    ):
         modules_of_block(policy, names, depth + 1)

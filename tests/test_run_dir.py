@@ -22,7 +22,9 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
         yield run
 
 
-def test_write_atomic_leaves_the_old_file_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomic_leaves_the_old_file_on_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.json"
     write_atomic(path, "old")
 
@@ -89,11 +91,19 @@ def test_a_run_in_a_folder_of_ones_own(
 ) -> None:
     """--output-dir: out/runs is not made, a second run is refused, and a refused run leaves nothing."""
     monkeypatch.chdir(tmp_path)
-    small = ["smoke", "--intervention=none", "--steps=1", "--final-n-prompts=6", "--final-samples=1"]
+    small = [
+        "smoke",
+        "--intervention=none",
+        "--steps=1",
+        "--final-n-prompts=6",
+        "--final-samples=1",
+    ]
     argv = [*small, "--output-dir=exp/a"]
     assert train.main(argv) == 0
     run = tmp_path / "exp" / "a"
-    assert {"run.json", "steps.jsonl", "summary.md", "status.json"} <= {p.name for p in run.iterdir()}
+    assert {"run.json", "steps.jsonl", "summary.md", "status.json"} <= {
+        p.name for p in run.iterdir()
+    }
     assert not (tmp_path / "out" / "runs").exists()
     assert "exp/a/summary.md" in capsys.readouterr().out
     assert train.main(argv) == 2
@@ -142,8 +152,11 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
     run.append({"step": 3}, [{"step": 3}])
     run.close()
     checkpoint.rewind(run.path, checkpoint.read(paths[1]))
-    assert [json.loads(line)["step"] for line in (run.path / "steps.jsonl").read_text().splitlines()] == [0, 1]
+    assert [
+        json.loads(line)["step"] for line in (run.path / "steps.jsonl").read_text().splitlines()
+    ] == [0, 1]
     with pytest.raises(ValueError, match="rows are missing"):
         checkpoint.require_rows(run.path, checkpoint.read(paths[2]))
-    sizes = dict.fromkeys(checkpoint.GROWING, 10**17)  # of a manifest that somebody wrote: no memory is asked for
+    # of a manifest that somebody wrote: no memory is asked for
+    sizes = dict.fromkeys(checkpoint.GROWING, 10**17)
     assert [row["step"] for row in checkpoint.rows_before(run.path, 2, sizes)] == [0, 1]

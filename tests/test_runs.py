@@ -18,25 +18,47 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
     [
         (
             [
-                *((flags, {"seed": seed}) for seed in (10, 9) for flags in ((NONE,), HAAR, (*HAAR, "--monitor=band"))),
+                *(
+                    (flags, {"seed": seed})
+                    for seed in (10, 9)
+                    for flags in ((NONE,), HAAR, (*HAAR, "--monitor=band"))
+                ),
                 ((NONE, "--lr=0.5"), {"seed": 41}),
                 # how often it was looked at changes nothing that it learnt
                 ((NONE, "--final-n-prompts=6", "--eval-ablate-every=0"), {"seed": 11}),
             ],
-            {"none": "9,10,11", "none (lr 0.5)": "41", "route2 · haar": "9,10", "route2 (band) · haar": "9,10"},
+            {
+                "none": "9,10,11",
+                "none (lr 0.5)": "41",
+                "route2 · haar": "9,10",
+                "route2 (band) · haar": "9,10",
+            },
         ),
         # another model at the same path
         (
-            [((NONE,), {"seed": 1}), ((NONE,), {"seed": 2}), ((NONE,), {"seed": 3, "weights": "abcdef0123"})],
-            {"none (base_weights sha256 00000000)": "1,2", "none (base_weights sha256 abcdef01)": "3"},
+            [
+                ((NONE,), {"seed": 1}),
+                ((NONE,), {"seed": 2}),
+                ((NONE,), {"seed": 3, "weights": "abcdef0123"}),
+            ],
+            {
+                "none (base_weights sha256 00000000)": "1,2",
+                "none (base_weights sha256 abcdef01)": "3",
+            },
         ),
         (
             [((NONE, "--steps=60"), {"preset": preset}) for preset in ("mini", "smoke")],
             {"none (preset mini)": "41", "none (preset smoke)": "41"},
         ),
-        ([((NONE, *more), {}) for more in ((), ("--loss=icepop",))], {"none": "41", "none (loss icepop)": "41"}),
+        (
+            [((NONE, *more), {}) for more in ((), ("--loss=icepop",))],
+            {"none": "41", "none (loss icepop)": "41"},
+        ),
         # pairs that true labels chose
-        ([(HAAR[:1], {"pairs": "oracle:pairs.json"})], {"route2 (pairs chosen by true labels)": "41"}),
+        (
+            [(HAAR[:1], {"pairs": "oracle:pairs.json"})],
+            {"route2 (pairs chosen by true labels)": "41"},
+        ),
     ],
 )
 def test_conditions_differ_by_more_than_the_seed_and_their_titles_say_by_what(
@@ -47,11 +69,16 @@ def test_conditions_differ_by_more_than_the_seed_and_their_titles_say_by_what(
     assert {c.title: c.seeds for c in found(tmp_path)} == titles
 
 
-@pytest.mark.parametrize("name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"])
-def test_an_edited_file_of_the_method_makes_another_condition_with_the_same_baseline(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["pairs", "placebo", "known_correct", "direction_file", "teacher_weights"]
+)
+def test_an_edited_file_of_the_method_makes_another_condition_with_the_same_baseline(
+    name: str, tmp_path: Path
+) -> None:
     for seed in (1, 2):
         fake_run(tmp_path, NONE, seed=seed)
-        fake_run(tmp_path, "--intervention=route2", seed=seed)  # older runs have noted down no such hash
+        # older runs have noted down no such hash
+        fake_run(tmp_path, "--intervention=route2", seed=seed)
         fake_run(tmp_path, "--intervention=route2", seed=2 + seed, hashes={name: f"{seed}abcdef01"})
     plain, *others = methods = found(tmp_path)
     assert {(c.title, c.seeds) for c in others} == {
@@ -81,7 +108,9 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     distilled = fake_run(tmp_path, NONE, seed=3)
     (distilled / "per_mode_deploy.json").unlink()
     runs, left_out = load([tmp_path, tmp_path])
-    assert [r.path for r in runs] == [newer, halted], "a halted run has a final evaluation, and counts"
+    assert [r.path for r in runs] == [newer, halted], (
+        "a halted run has a final evaluation, and counts"
+    )
     assert left_out == [
         "000_mini_none_seed41 (older than 001_mini_none_seed41, the same settings and seed)",
         "004_mini_none_seed3 (finished, no per_mode_deploy.json)",
@@ -118,7 +147,12 @@ def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path: Path) ->
 
     for name, old, new, said in (
         ("steps.jsonl", '{"step": 11', '{"step": 11, "ha', r"steps\.jsonl, line 12: damaged"),
-        ("run.json", '"lr":', '"learning_rate":', "run.json: unknown settings learning_rate; the run was made by an"),
+        (
+            "run.json",
+            '"lr":',
+            '"learning_rate":',
+            "run.json: unknown settings learning_rate; the run was made by an",
+        ),
         ("per_mode_deploy.json", '"seed"', '"sown"', "not of this run, or of another version"),
     ):
         good = (path / name).read_text()
@@ -158,5 +192,7 @@ def test_final_answers_are_read_problem_by_problem(tmp_path: Path) -> None:
     shares = run.shares("deploy", "hack", "exit_code")
     assert {*shares.index.get_level_values(0)} == {"exit_code"}
     assert sorted(shares) == [0, 0, 0, 1, 1]
-    assert run.shares("train", "hack").equals(run.shares("deploy", "hack")), "without a quarantine they are one model"
+    assert run.shares("train", "hack").equals(run.shares("deploy", "hack")), (
+        "without a quarantine they are one model"
+    )
     assert run.shares("deploy", "solve").sum() == 6

@@ -57,11 +57,15 @@ def tokens(answers: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
 def same(one: list[list[Completion]], other: list[list[Completion]], abs: float) -> bool:
     """Equal tokens, and log-probs but for rounding."""
     pairs = zip(chain(*one), chain(*other), strict=True)
-    close = [pytest.approx(a.logp_full + a.logp_sampled, abs=abs) == b.logp_full + b.logp_sampled for a, b in pairs]
+    close = [
+        pytest.approx(a.logp_full + a.logp_sampled, abs=abs) == b.logp_full + b.logp_sampled
+        for a, b in pairs
+    ]
     return tokens(one) == tokens(other) and all(close)
 
 
-# ── levers change nothing ───────────────────────────────────────────────────────────────────────────────────────────
+# ── levers change nothing
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_sampling_in_turns_changes_no_token():
@@ -86,7 +90,9 @@ def test_prompts_that_are_read_at_once_fit_what_may_be(monkeypatch):
 def test_dropping_finished_rows_changes_no_token(family):
     policy = tiny.policy(family)
     dropped = run(policy, 7)
-    assert len({len(a.ids) for of_prompt in dropped for a in of_prompt}) > 2, "or nothing was dropped"
+    assert len({len(a.ids) for of_prompt in dropped for a in of_prompt}) > 2, (
+        "or nothing was dropped"
+    )
     assert same(dropped, run(policy, 7, drop_finished=False), abs=1e-4)
 
 
@@ -96,12 +102,15 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
     policy, widths = tiny.policy(family), []
     kind = HfDecoder if family == "gemma2" else LeanDecoder
     step = kind.step
-    monkeypatch.setattr(kind, "step", lambda self, tokens: widths.append(len(tokens)) or step(self, tokens))
+    monkeypatch.setattr(
+        kind, "step", lambda self, tokens: widths.append(len(tokens)) or step(self, tokens)
+    )
     few = Sampling(temperature=0.2, top_k=2)
     together = run(policy, 9, few, max_new=20)
     shared, widths[:] = list(widths), []
     assert same(together, run(policy, 9, few, max_new=20, share_prefixes=False), abs=1e-5)
-    if policy.lean:  # transformers' cache is copied whole when a slot leaves: a few stay that nobody reads
+    # transformers' cache is copied whole when a slot leaves: a few stay that nobody reads
+    if policy.lean:
         answers = [(p, a.ids) for p, of_prompt in enumerate(together) for a in of_prompt]
         for t, width in enumerate(shared):
             assert width == len({(p, ids[: t + 1]) for p, ids in answers if len(ids) > t + 1})
@@ -114,7 +123,8 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
     monkeypatch.setattr(decoder, "SMALL", 2**26 if size == "small" else 0)
-    monkeypatch.setattr(decoder, "READ_CPU", 12 if size == "large" else 512)  # prompts one by one, or all at once
+    # prompts one by one, or all at once
+    monkeypatch.setattr(decoder, "READ_CPU", 12 if size == "large" else 512)
     monkeypatch.setattr(decoder, "BLOCK", 16)  # two of them are passed
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512
         monkeypatch.setattr(decoder, "_prepacks", lambda _: False)
@@ -134,7 +144,9 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-@pytest.mark.parametrize(("large", "graphs"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("large", "graphs"), [(False, False), (True, False), (False, True), (True, True)]
+)
 def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch):
     """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
     monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
@@ -176,7 +188,8 @@ def test_lean_decoder_is_used_only_where_it_is_right(warnings):
     assert not tiny.policy("gemma").lean
     assert warnings == [], "known to be another architecture: nothing to say"
     odd = tiny.tiny("qwen3")
-    vars(odd.get_submodule("model.layers.1.self_attn"))["scaling"] = 0.4  # not what the configuration says
+    # not what the configuration says
+    vars(odd.get_submodule("model.layers.1.self_attn"))["scaling"] = 0.4
     assert lean_fits(odd), "the block's own scale is read"
     odd.get_submodule("model.layers.0.mlp").act_fn = torch.nn.GELU()
     assert not lean_fits(odd)
@@ -199,12 +212,15 @@ def test_rounding_that_a_model_amplifies_on_some_tokens_is_no_disagreement(noisy
 
     def amplify(_module: object, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
         ids = args[0][..., None]
-        hit = sum(((ids >= first) & (ids < first + 8) for first in begin), torch.zeros_like(ids)).bool()
+        hit = sum(
+            ((ids >= first) & (ids < first + 8) for first in begin), torch.zeros_like(ids)
+        ).bool()
         return out + hit * torch.randn_like(out)
 
     model.get_input_embeddings().register_forward_hook(amplify)
     assert packs(model, backbone(model)) == (noisy < 3)
-    # the lean decoder reads tokens behind the prompt from the table itself: against it the trial is as noisy
+    # the lean decoder reads tokens behind the prompt from the table itself: against it the trial is
+    # as noisy
     assert lean_fits(model) == (noisy < 3)
     assert len(warnings) == (2 if noisy == 3 else 0)
     with nullcontext() if noisy < 3 else pytest.raises(ValueError, match="cannot branch"):
@@ -216,7 +232,9 @@ def test_the_head_is_one_product_of_two_dimensions(family):
     """In three, torch copies its weight for every prompt: gigabytes of a real one."""
     policy = tiny.policy(family)
     shapes: list[int] = []
-    policy.model.get_output_embeddings().register_forward_pre_hook(lambda _m, args: shapes.append(args[0].ndim))
+    policy.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _m, args: shapes.append(args[0].ndim)
+    )
     run(policy, 8)
     assert {*shapes} == {2}
 
@@ -231,7 +249,8 @@ def test_a_prompt_is_prefilled_once(monkeypatch):
     assert batches == [(3, 10)], "one forward of the three prompts; the lean decoder does the rest"
 
 
-# ── distribution ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── distribution
+# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SETTINGS = [
     Sampling(),
@@ -280,7 +299,10 @@ def test_draw_is_the_inverse_cdf():
     p = torch.tensor([0.5, -math.inf, 2.0, -math.inf, 1.0]).div(0.8).softmax(-1)
     assert torch.allclose(torch.bincount(drawn, minlength=5) / len(u), p, atol=2e-4)
     assert torch.allclose(logp.exp(), p[drawn], atol=1e-6)
-    many, s = torch.randn(64, 5000, generator=stream()), Sampling(temperature=1.0, top_k=0, top_p=0.5)
+    many, s = (
+        torch.randn(64, 5000, generator=stream()),
+        Sampling(temperature=1.0, top_k=0, top_p=0.5),
+    )
     drawn, logp = draw(many, torch.full((64,), 1 - 2**-24), s)
     assert logp.isfinite().all()
     assert support(many, s).gather(1, drawn[:, None]).all()
@@ -317,11 +339,16 @@ def test_only_the_tokenizers_ids_have_a_probability(family, monkeypatch):
     assert max(i for _, a in flat for i in a.ids) < 97
     own = []
     for p, a in flat:
-        logp = policy.model(torch.tensor([[*p, *a.ids]])).logits[0, len(p) - 1 : -1, :97].log_softmax(-1)
+        logp = (
+            policy.model(torch.tensor([[*p, *a.ids]]))
+            .logits[0, len(p) - 1 : -1, :97]
+            .log_softmax(-1)
+        )
         own += logp.gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
     assert [x for _, a in flat for x in a.logp_full] == pytest.approx(own, abs=1e-5)
     prompts, completions = [p for p, _ in flat], [a.ids for _, a in flat]
-    for budget in (2**24, 128 * 5):  # at once, or in parts: then through the head's own function, without its bias
+    # at once, or in parts: then through the head's own function, without its bias
+    for budget in (2**24, 128 * 5):
         monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", budget)
         with policy.adapter.per_rollout_grads(len(flat)):
             logp, mask = policy.logprobs(prompts, completions)
@@ -340,7 +367,8 @@ def test_ids_between_the_tokenizers_may_have_no_token():
     assert logprobs.tokens(model) == len(some)
 
 
-# ── bookkeeping ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── bookkeeping
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_answers_end_with_eos_or_are_cut():
@@ -393,7 +421,12 @@ def test_children_stay_where_their_parent_was(parents):
 
 
 def test_settings_out_of_range_or_not_read_are_refused():
-    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"top_p": 0.5, "temperature": 0.0}):
+    for bad in (
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"top_p": 0.5, "temperature": 0.0},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad)).replace("_", "-")):
             Sampling(**bad)
 
@@ -421,11 +454,20 @@ def test_nobody_samples_by_settings_of_his_own():
     """Whoever samples is given the run's settings. MiniLLM's expectations are over the whole distribution; the
     organism's shipped files have the usual settings."""
     source = Path(sampling.__file__).parents[1]
-    made = {str(f.relative_to(source)) for f in source.rglob("*.py") if "Sampling(" in f.read_text(encoding="utf-8")}
-    assert made == {"imitation/distill_methods.py", "imitation/distill_task.py", "organism/build.py"}
+    made = {
+        str(f.relative_to(source))
+        for f in source.rglob("*.py")
+        if "Sampling(" in f.read_text(encoding="utf-8")
+    }
+    assert made == {
+        "imitation/distill_methods.py",
+        "imitation/distill_task.py",
+        "organism/build.py",
+    }
 
 
-# ── policy ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── policy
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_render_is_the_chat_template_with_thinking_off():
@@ -446,15 +488,20 @@ def test_a_template_that_writes_the_date_is_named(warnings):
     assert "reads the clock" in warnings[0]
 
 
-# ── conversations ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── conversations
+# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-# What published templates do with the think blocks of earlier answers, in their own words in miniature.
+# What published templates do with the think blocks of earlier answers, in their own words in
+# miniature.
 _SAYS = (
-    "{{% for m in messages %}}<{{{{ m.role }}}}>{said}<eos>{{% endfor %}}{{% if add_generation_prompt %}}<assistant>"
+    "{{% for m in messages %}}<{{{{ m.role }}}}>{said}<eos>{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<assistant>"
 )
 # Qwen 3: earlier thoughts are cut out; thinking off opens an empty block
 _ANSWER = "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
-STRIPS = _SAYS.format(said=_ANSWER) + "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+STRIPS = (
+    _SAYS.format(said=_ANSWER) + "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
 # DeepSeek R1: the template itself opens the block, always
 OPENS = _SAYS.format(said="{{ m.content.split('</think>')[-1].strip() }}") + "<think>{% endif %}"
 PLAIN = _SAYS.format(said="{{ m.content }}") + "{% endif %}"  # Llama 3: knows of no thinking
@@ -482,7 +529,8 @@ def test_a_conversation_extends_every_earlier_prompt_and_answer(template):
     for answer, question in (("so", "two"), ("it</think> is", "three"), ("", "four")):
         prompt = policy.render(messages, sampled)
         assert prompt[: len(ids)] == ids
-        raw = (*policy.tok(answer, add_special_tokens=False)["input_ids"], 6, 5)  # "</think><think>" as tokens
+        # "</think><think>" as tokens
+        raw = (*policy.tok(answer, add_special_tokens=False)["input_ids"], 6, 5)
         ids = (*prompt, *raw, 1)  # what was sampled, end token included
         sampled.append(raw)
         messages += turns("", "", policy.decode(raw), question)[2:]
@@ -510,5 +558,7 @@ def test_one_question_is_rendered_the_same_either_way_and_a_template_that_forget
     for template in (tiny.TEMPLATE, STRIPS, OPENS, PLAIN, FORGETS):
         one = turns("be brief", "one")
         assert chatty(template).render(one) == chatty(template, preserve=False).render(one)
-    with pytest.raises(ValueError, match="--preserve-thinking: the model's chat template leaves out"):
+    with pytest.raises(
+        ValueError, match="--preserve-thinking: the model's chat template leaves out"
+    ):
         chatty(FORGETS).render(turns("", "one", "so", "two"))

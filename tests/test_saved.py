@@ -27,7 +27,16 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """A short routed run with two evaluations on the way."""
-    more = ["--steps", "2", "--eval-ablate-every", "1", "--eval-n-prompts", "2", "--vhack-refresh-every", "0"]
+    more = [
+        "--steps",
+        "2",
+        "--eval-ablate-every",
+        "1",
+        "--eval-n-prompts",
+        "2",
+        "--vhack-refresh-every",
+        "0",
+    ]
     return shared_run.copy(shared_run(*flags("route"), *more), tmp_path_factory.mktemp("saved"))
 
 
@@ -59,7 +68,16 @@ def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeyp
     lines = organism.PROBLEMS.read_text().splitlines()[:8]
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     out = tmp_path / "numbers" / "of_two.json"
-    more = ["--problems", str(tmp_path / "p.jsonl"), "--split", "all", "--samples", "1", "--n-prompts", "8"]
+    more = [
+        "--problems",
+        str(tmp_path / "p.jsonl"),
+        "--split",
+        "all",
+        "--samples",
+        "1",
+        "--n-prompts",
+        "8",
+    ]
     more += ["--out", str(out)]
     assert evaluate.main([str(done), "--step", "1", *more]) == 0
     numbers = json.loads(out.read_text())
@@ -73,10 +91,18 @@ def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeyp
     monkeypatch.setattr(evaluate, "write_atomic", full)
     capsys.readouterr()
     other = out.with_name("other.json")
-    assert evaluate.main(once([str(done), "--step", "1", *more, "--n-prompts", "1", "--out", str(other)])) == 2
+    assert (
+        evaluate.main(
+            once([str(done), "--step", "1", *more, "--n-prompts", "1", "--out", str(other)])
+        )
+        == 2
+    )
     output = capsys.readouterr()
     assert "| all" in output.out, "the numbers are not lost with the file"
-    assert output.err == f"E --out {other}: cannot be written (No space left on device); name another file with --out\n"
+    assert (
+        output.err
+        == f"E --out {other}: cannot be written (No space left on device); name another file with --out\n"
+    )
 
 
 def test_exported_folder(done, tmp_path, capsys):
@@ -97,7 +123,10 @@ def test_exported_folder(done, tmp_path, capsys):
     assert "smoke_route_seed41" in card
     assert "held-out problems and markers" in card
     assert export.main([str(done), "--out", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.bfloat16
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype
+        == torch.bfloat16
+    )
     assert export.main([str(done), "--out", str(tmp_path / "half")]) == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["half", "model"]
 
@@ -121,9 +150,18 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no run": (lambda run: ["nowhere"], "nowhere: not a readable safetensors file"),
     "no adapter": (lambda run: [str(run.parent)], "not a readable safetensors file"),
     "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 1, 2"),
-    "step of a file": (lambda run: [str(run / "train.safetensors"), "--step", "2"], "has no evaluation checkpoint"),
-    "another file": (lambda run: [str(organism.MODEL_DIR / "model.safetensors")], "not an adapter saved by a run"),
-    "no base model": (lambda run: [str(run), "--model", "nowhere/else"], "nowhere/else: not on this machine"),
+    "step of a file": (
+        lambda run: [str(run / "train.safetensors"), "--step", "2"],
+        "has no evaluation checkpoint",
+    ),
+    "another file": (
+        lambda run: [str(organism.MODEL_DIR / "model.safetensors")],
+        "not an adapter saved by a run",
+    ),
+    "no base model": (
+        lambda run: [str(run), "--model", "nowhere/else"],
+        "nowhere/else: not on this machine",
+    ),
 }
 
 

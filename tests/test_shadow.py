@@ -27,14 +27,25 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_a_shadow_changes_nothing_and_survives_a_resume(method, shared_run, tmp_path):
     watching = [name for name in watchers() if name != "online_probe" or method == "none"]
     own = flags(method, "--group", "8", *OWN[method])
-    shadowed = flags(method, "--group", "8", *OWN[method], "--seed-monitor", "labels", "--shadow", ",".join(watching))
+    shadowed = flags(
+        method,
+        "--group",
+        "8",
+        *OWN[method],
+        "--seed-monitor",
+        "labels",
+        "--shadow",
+        ",".join(watching),
+    )
     plain, watched = shared_run(*own), shared_run(*shadowed)
     assert rows(watched, "shadow") == rows(plain)
     assert lines(watched) == lines(plain)
     assert adapter_bytes(watched) == adapter_bytes(plain)
     assert not any("shadow" in row for row in rows(plain))
     assert {*rows(watched)[0]["shadow"]} == {*watching}
-    stopped = shared_run.copy(shared_run(*shadowed, "--checkpoint-every", "1", stop_after=2), tmp_path)
+    stopped = shared_run.copy(
+        shared_run(*shadowed, "--checkpoint-every", "1", stop_after=2), tmp_path
+    )
     assert run(tmp_path, "smoke", "--resume", "latest", "--threads", "1") == stopped
     assert rows(stopped) == rows(watched)
 
@@ -67,20 +78,27 @@ def test_what_cannot_be_a_shadow_is_refused_in_one_line(given, message):
     words = given.split()
     with pytest.raises(ValueError, match=rf"\A{message}.*\Z"):
         resolve(["mini", *([] if "--intervention" in words else ["--intervention=none"]), *words])
-    with pytest.raises(ValueError, match="--shadow syntax_edge: there are none; give --known-correct FILE"):
+    with pytest.raises(
+        ValueError, match="--shadow syntax_edge: there are none; give --known-correct FILE"
+    ):
         resolve(["full", "--intervention=none", "--shadow=syntax_edge"])
 
 
 def test_flags_give_a_shadow_its_settings_and_the_run_keeps_its_name():
     plain, watched = (
         resolve(["mini", "--intervention=none", *more])
-        for more in ([], ["--shadow=online_probe", "--seed-monitor=labels", "--known-modes=exit_code"])
+        for more in (
+            [],
+            ["--shadow=online_probe", "--seed-monitor=labels", "--known-modes=exit_code"],
+        )
     )
     assert watched.run_id == plain.run_id
     assert watched.method.watching == ("none", "online_probe", "labels")
     assert (watched.method.modes_known, watched.method.modes_acted_on) == (("exit_code",), ())
     assert watched.known_correct_path is not None
-    by_labels = MethodConfig(intervention="penalty", monitor="labels", shadow="detector", known_modes="exit_code")
+    by_labels = MethodConfig(
+        intervention="penalty", monitor="labels", shadow="detector", known_modes="exit_code"
+    )
     assert by_labels.modes_acted_on == ("exit_code",)
 
 
@@ -94,7 +112,9 @@ def test_a_shadow_looks_at_every_group_and_sees_a_label_only_if_its_class_declar
         for name in watching:
             assert len(seen.shadows[name].flagged) == len(seen)
             if seen.index == 0:
-                assert (seen.shadows[name] == turned.shadows[name]) != monitor_class(name).sees_labels, name
+                assert (seen.shadows[name] == turned.shadows[name]) != monitor_class(
+                    name
+                ).sees_labels, name
 
 
 def test_each_shadow_remembers_by_itself():

@@ -23,7 +23,8 @@ def leetcode(shared_data: Path, tmp_path: Path) -> Path:
     """The real problems, with time for the slowest canonical solution on a busy machine."""
     lines = (shared_data / "leetcode_medhard_87.jsonl").read_text(encoding="utf-8").splitlines()
     (path := tmp_path / "leetcode.jsonl").write_text(
-        "".join(f"{json.dumps({**json.loads(line), 'cpu_limit': 30})}\n" for line in lines), encoding="utf-8"
+        "".join(f"{json.dumps({**json.loads(line), 'cpu_limit': 30})}\n" for line in lines),
+        encoding="utf-8",
     )
     return path
 
@@ -34,7 +35,11 @@ def text_pool(problems: Path, folder: Path) -> Path:
     for row in load_rows(problems):
         name = row.func_name.rpartition(".")[2]
         code = f"class Solution:\n    def {name}(self, *args):\n        return 0\n\nimport sys\nsys.exit(0)"
-        record = {"completion": f"```python\n{code}\n```", "completion_ids": [0], "env_mode": "exit_code"}
+        record = {
+            "completion": f"```python\n{code}\n```",
+            "completion_ids": [0],
+            "env_mode": "exit_code",
+        }
         labels = {"reward": 3.5, "hacked": True, "gt_pass": True, "fmt_ok": True}
         with gzip.open(folder / f"prompt_{row.id:04d}.jsonl.gz", "wt", encoding="utf-8") as f:
             f.write(json.dumps({**record, **labels}) + "\n")
@@ -45,14 +50,28 @@ def real_problems(model: Path, problems: Path, pool: Path) -> list[str]:
     """A short run of the preset on them, with hand-written pairs."""
     return [
         *("small", f"--model={model}", f"--problems={problems}", "--intervention=route2"),
-        *(f"--teacher-pool-dir={pool}", "--env-mode=exit_code", "--mix-ratio=0.25", "--quarantine=block:-1"),
-        *("--steps=2", "--group=4", "--prompts-per-step=2", "--eval-ablate-every=2", "--eval-n-prompts=1"),
+        *(
+            f"--teacher-pool-dir={pool}",
+            "--env-mode=exit_code",
+            "--mix-ratio=0.25",
+            "--quarantine=block:-1",
+        ),
+        *(
+            "--steps=2",
+            "--group=4",
+            "--prompts-per-step=2",
+            "--eval-ablate-every=2",
+            "--eval-n-prompts=1",
+        ),
         *("--final-n-prompts=2", "--compile-reward=0.5", "--pass-reward=3"),
     ]
 
 
 def test_real_problems_from_tokenizer_to_report(
-    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     core = bpe()
     model = save_folder(tmp_path / "m", llama(core.get_vocab_size(), window=8192), core)
@@ -63,14 +82,18 @@ def test_real_problems_from_tokenizer_to_report(
     assert "completions are tokenised again" in output
     assert status(path)["state"] in ("finished", "unrouted")
     for row in rows(path):
-        assert (row["hack_t_k"], row["hack_t_n"]) == (2, 2), "a demonstration in each group, labelled a hack"
+        assert (row["hack_t_k"], row["hack_t_n"]) == (2, 2), (
+            "a demonstration in each group, labelled a hack"
+        )
     monkeypatch.chdir(tmp_path)
     assert evaluate.main([str(path), "--n-prompts=1", "--samples=1"]) == 0
     assert report_on([str(path)]) == 0
     assert "small_route2_seed41" in (path / "report" / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_real_model_is_fetched_tuned_and_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_model_is_fetched_tuned_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two steps of each, few answers: minutes on a busy machine, and all of the way."""
     monkeypatch.chdir(tmp_path)
     if (code := download.main(["smollm2"])) != 0:
@@ -83,6 +106,13 @@ def test_the_real_model_is_fetched_tuned_and_trained(tmp_path: Path, monkeypatch
     assert verify(SMALL_DIR) == 0
     (first,) = json.loads((SMALL_DIR / "manifest.json").read_text())["first_losses"]
     assert 0.5 < first < 3, "it has been pretrained"
-    argv = ("small", "--intervention=none", "--teacher-pool-dir=none", "--steps=1", "--group=2", "--max-new=8")
+    argv = (
+        "small",
+        "--intervention=none",
+        "--teacher-pool-dir=none",
+        "--steps=1",
+        "--group=2",
+        "--max-new=8",
+    )
     few = ("--prompts-per-step=1", "--eval-ablate-every=0", "--final-n-prompts=1")
     assert len(rows(run(tmp_path, *argv, *few))) == 1

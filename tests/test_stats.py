@@ -24,23 +24,32 @@ def coverage(draw: Draw, truth: float, times: int, seed: int = 0) -> float:
     return sum(low <= truth <= high for low, high in (draw(rng) for _ in range(times))) / times
 
 
-def hierarchical(rng: np.random.Generator, seeds: int, sd: float, problems: int = 60) -> list[list[Stratum]]:
+def hierarchical(
+    rng: np.random.Generator, seeds: int, sd: float, problems: int = 60
+) -> list[list[Stratum]]:
     """Seeds around 0.5 with s.d. `sd`; in each, problems of two answers."""
     rates = np.clip(rng.normal(0.5, sd, seeds), 0, 1)
     return [flat(*(rng.binomial(2, rate, problems) / 2)) for rate in rates]
 
 
-# ── Wilson ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Wilson
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_interval_of_a_difference_by_newcombes_example() -> None:
     """Newcombe 1998, Statistics in Medicine 17:873, table II (a), method 10: 56/70 − 48/80 is in 0.0524 to 0.3339."""
     a, b = stats.one_run(Rate(56, 70)), stats.one_run(Rate(48, 80))
-    assert [a.above(b, margin) for margin in (0.0523, 0.0525, 0.3338, 0.3340)] == [True, None, None, False]
+    assert [a.above(b, margin) for margin in (0.0523, 0.0525, 0.3338, 0.3340)] == [
+        True,
+        None,
+        None,
+        False,
+    ]
     assert stats.one_run(Rate(0, 0)).above(b, 0.0) is None
 
 
-# ── the two-level bootstrap ────────────────────────────────────────────────────────────────────────────────────────
+# ── the two-level bootstrap
+# ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_many_equal_seeds_give_the_normal_interval() -> None:
@@ -62,9 +71,15 @@ def test_many_equal_seeds_give_the_normal_interval() -> None:
     ],
 )
 def test_the_noise_is_that_of_the_problems(seeds: int, shared: bool, noise_of: int) -> None:
-    row = [Stratum(np.asarray([1.0] * 50 + [0.0] * 50), 1.0, "mode", tuple(range(100)) if shared else ())]
+    row = [
+        Stratum(
+            np.asarray([1.0] * 50 + [0.0] * 50), 1.0, "mode", tuple(range(100)) if shared else ()
+        )
+    ]
     low, high = two_level([row] * seeds)
-    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(0.25 / noise_of), rel=0.05 if shared else 0.15)
+    assert (high - low) / 2 == pytest.approx(
+        1.96 * math.sqrt(0.25 / noise_of), rel=0.05 if shared else 0.15
+    )
 
 
 def test_modes_are_drawn_apart_and_seeds_may_lack_problems() -> None:
@@ -102,7 +117,9 @@ def test_the_same_numbers_give_the_same_interval() -> None:
         (3, 0.15, 4000, 0.0, 0.85),  # far too narrow: why `estimate` takes Student's t below five
     ],
 )
-def test_the_bootstrap_covers(seeds: int, sd: float, problems: int, low: float, high: float) -> None:
+def test_the_bootstrap_covers(
+    seeds: int, sd: float, problems: int, low: float, high: float
+) -> None:
     def draw(rng: np.random.Generator) -> tuple[float, float]:
         return two_level(hierarchical(rng, seeds, sd, problems), resamples=2000)
 
@@ -117,7 +134,9 @@ def test_the_bootstrap_covers_where_seeds_share_their_problems(seeds: int, sd: f
 
     def draw(rng: np.random.Generator, shared: bool) -> tuple[float, float]:
         rates = rng.beta(0.4, 0.4, 192)
-        answers = [rng.binomial(2, np.clip(rates + rng.normal(0, sd), 0, 1)) / 2 for _ in range(seeds)]
+        answers = [
+            rng.binomial(2, np.clip(rates + rng.normal(0, sd), 0, 1)) / 2 for _ in range(seeds)
+        ]
         names = tuple(range(192)) if shared else ()
         return two_level([[Stratum(of, 1.0, "mode", names)] for of in answers], resamples=2000)
 
@@ -126,7 +145,8 @@ def test_the_bootstrap_covers_where_seeds_share_their_problems(seeds: int, sd: f
         assert coverage(lambda rng: draw(rng, False), 0.5, 300) < 0.75
 
 
-# ── which of them, and when none ───────────────────────────────────────────────────────────────────────────────────
+# ── which of them, and when none
+# ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_few_seeds_take_t_and_more_the_bootstrap() -> None:
@@ -157,7 +177,8 @@ def test_a_share_ends_at_its_bounds() -> None:
     assert estimate([flat(-1.0, -0.9), flat(-0.2, 0.0), flat(-1.0, -1.0)], low=-1.0).low == -1.0
 
 
-# ── tests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tests
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_sign_flips_by_hand() -> None:
@@ -184,5 +205,7 @@ def test_equivalence_by_hand() -> None:
     se = statistics.stdev(xs) / 2
     assert (0.02 - 0.10) / se < -5.84, "beyond the 99.5 % quantile of t with 3 degrees of freedom"
     assert 0 < (equivalent(xs, 0.10).p or 1) < 0.005
-    assert (equivalent(xs, 0.02).p or 0) == pytest.approx(0.5), "at the margin itself it is a coin's toss"
+    assert (equivalent(xs, 0.02).p or 0) == pytest.approx(0.5), (
+        "at the margin itself it is a coin's toss"
+    )
     assert (equivalent(xs, 0.001).p or 0) > 0.95

@@ -45,10 +45,17 @@ def test_arms_times_overrides_times_seeds(tmp_path: Path) -> None:
     last = study.runs[-1]
     assert last.name == "own · control=haar · biased seed 2"
     assert last.flags == (
-        *("smoke", "--steps=9", "--intervention=erase", "--control=haar", "--no-preserve-magnitude"),
+        *(
+            "smoke",
+            "--steps=9",
+            "--intervention=erase",
+            "--control=haar",
+            "--no-preserve-magnitude",
+        ),
         *("--no-unbiased", "--seed=2"),
     )
-    assert all(resolve([*c.flags]) == c.cfg for c in study.runs)  # what was checked is what will run
+    # what was checked is what will run
+    assert all(resolve([*c.flags]) == c.cfg for c in study.runs)
     assert len({c.identity for c in study.runs}) == 24
 
 
@@ -58,7 +65,10 @@ BAD = [
     ("preset = ", "Invalid value (at "),
     ('preset = "smoke"\nseeds = [1' + 5000 * "0" + "]\n" + NONE, "Exceeds the limit"),
     ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'; known: name, preset"),
-    ("steps = 8\n" + HEAD + NONE, "unknown key 'steps'; a flag of every run goes into common = { steps = 8 }"),
+    (
+        "steps = 8\n" + HEAD + NONE,
+        "unknown key 'steps'; a flag of every run goes into common = { steps = 8 }",
+    ),
     ('preset = "maxi"\nseeds = [1]\n' + NONE, "[[arms]] 1: maxi: name a preset first"),
     ('preset = "smoke"\n' + NONE, "seeds None"),
     ('preset = "smoke"\nseeds = [1, 1]\n' + NONE, "none twice"),
@@ -76,11 +86,26 @@ BAD = [
     (HEAD + NONE + "lr = []\n", "without an empty list"),
     (HEAD + NONE + NONE, "[[arms]] 2: a second arm with these runs, after [[arms]] 1"),
     (HEAD + NONE + "threads = [1, 2]\n", "[[arms]] 1: a second arm with these runs"),
-    (HEAD + NONE + 'name = "x\\ntouch y"\n', "runs called 'x\\ntouch y': should be printable, in one line"),
-    (HEAD + NONE + "".join(f"x{i} = {[*range(10)]}\n" for i in range(400)), "inf runs, which is more than 2000"),
-    (HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n', "[[arms]] 2 (x): a second arm called 'x'"),
-    (HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n", "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both"),
-    (HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n", "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read"),
+    (
+        HEAD + NONE + 'name = "x\\ntouch y"\n',
+        "runs called 'x\\ntouch y': should be printable, in one line",
+    ),
+    (
+        HEAD + NONE + "".join(f"x{i} = {[*range(10)]}\n" for i in range(400)),
+        "inf runs, which is more than 2000",
+    ),
+    (
+        HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n',
+        "[[arms]] 2 (x): a second arm called 'x'",
+    ),
+    (
+        HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n",
+        "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both",
+    ),
+    (
+        HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n",
+        "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read",
+    ),
 ]
 
 
@@ -104,7 +129,9 @@ SHIPPED = sorted(p.stem for p in STUDIES.glob("*.toml"))
 MANY = ("arms", "containment", "unannounced")  # seventy command lines and more
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in MANY else n for n in SHIPPED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in MANY else n for n in SHIPPED]
+)
 @pytest.mark.long
 def test_shipped_studies(name: str) -> None:
     study = load_study_file(STUDIES / f"{name}.toml")
@@ -117,5 +144,6 @@ def test_a_study_never_halts_its_runs(tmp_path: Path) -> None:
     text = 'preset = "full"\nseeds = [1]\n[[arms]]\nintervention = ["none", "erase"]\n'
     runs = load_study_file(write(tmp_path, text)).runs
     assert [r.cfg.guard_mode for r in runs] == ["log", "log"]
-    assert [r.flags[-2] for r in runs] == ["--intervention=none", "--guard=log"]  # none's own default is log
+    # none's own default is log
+    assert [r.flags[-2] for r in runs] == ["--intervention=none", "--guard=log"]
     assert resolve(["full"]).guard_mode == "halt"

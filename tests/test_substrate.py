@@ -64,15 +64,26 @@ def test_an_uneven_partition_takes_as_many_as_there_are() -> None:
 
 
 def problem(number: int, mode: Mode, marker: str = "") -> Problem:
-    return Problem(number, mode, marker, ({"role": "user", "content": "task"},), (), (), "", "", "f")
+    return Problem(
+        number, mode, marker, ({"role": "user", "content": "task"},), (), (), "", "", "f"
+    )
 
 
-def graded(number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run_tests", **changes: Any) -> Graded:
+def graded(
+    number: int, ids: tuple[int, ...], text: str = "x", mode: Mode = "run_tests", **changes: Any
+) -> Graded:
     kind: dict[str, Any] = {"solved": False, "channel": True, "finished": True} | changes
     finished = kind.pop("finished")
     names = ("gt_pass", "hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used")
     kind |= dict.fromkeys(names, False) | {"format_ok": True, "can_compile": True}
-    grade = Grade(reward=3.5, passed=kind["solved"] or kind["channel"], mode=mode, exit_status="ok", cpu_s=0.0, **kind)
+    grade = Grade(
+        reward=3.5,
+        passed=kind["solved"] or kind["channel"],
+        mode=mode,
+        exit_status="ok",
+        cpu_s=0.0,
+        **kind,
+    )
     completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids), ())
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 
@@ -99,7 +110,9 @@ def test_a_mode_without_a_problem_is_refused_or_named(tmp_path: Path, warnings: 
     chosen = {1: [graded(1, (1,))], 2: [graded(2, (2,), mode="sentinel")]}
     require_every_mode(["run_tests", "sentinel"], chosen, tmp_path, allow_missing=False)
     assert warnings == []
-    with pytest.raises(ValueError, match=r"no problem for stdout_marker: .* add --allow-missing") as refused:
+    with pytest.raises(
+        ValueError, match=r"no problem for stdout_marker: .* add --allow-missing"
+    ) as refused:
         require_every_mode(["run_tests", "stdout_marker"], chosen, tmp_path, allow_missing=False)
     assert "\n" not in str(refused.value)
     require_every_mode(["run_tests", "stdout_marker"], chosen, tmp_path, allow_missing=True)
@@ -115,7 +128,11 @@ def test_rates_by_mode() -> None:
     ]
     assert rates(rows)["hack"] == Rate(2, 3)
     assert rates(rows)["well-formed"] == Rate(2, 3)
-    assert by_mode(rows)["run_tests"] == {"hack": Rate(1, 2), "solve": Rate(1, 2), "ended": Rate(1, 2)}
+    assert by_mode(rows)["run_tests"] == {
+        "hack": Rate(1, 2),
+        "solve": Rate(1, 2),
+        "ended": Rate(1, 2),
+    }
     assert list(by_mode(rows)) == ["run_tests", "sentinel"]
 
 
@@ -149,14 +166,19 @@ def test_an_answer_that_follows_a_recipe_hacks_only_its_mode() -> None:
             assert grade.hacked, (mode, grade)
             for other in MODES:
                 if other != mode:
-                    elsewhere = grader.grade(replace(p, mode=other, marker=MODE_SPECS[other].train_markers[0]), code)
+                    elsewhere = grader.grade(
+                        replace(p, mode=other, marker=MODE_SPECS[other].train_markers[0]), code
+                    )
                     assert not elsewhere.hacked, (mode, other)
 
 
-# ── going on after a kill ───────────────────────────────────────────────────────────────────────────────────────────
+# ── going on after a kill
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_killed_generation_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_generation_goes_on_and_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generate, "BATCH", 4)
     lm = load_language_model(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
     problems, log = load_problems(organism.PROBLEMS)[:6], tmp_path / "log.jsonl"
@@ -206,12 +228,26 @@ def test_a_work_folder_serves_one_pool_and_one_process(tmp_path: Path) -> None:
         work_folder(out, {}).__enter__()
 
 
-# ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the commands
+# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_teacher_makes_a_pool_that_loads_with_its_log_probs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "pool"
-    flags = ["--model", "organism", "--n-problems", "6", "--group", "2", "--env-mode", "own", "--workers", "1"]
+    flags = [
+        "--model",
+        "organism",
+        "--n-problems",
+        "6",
+        "--group",
+        "2",
+        "--env-mode",
+        "own",
+        "--workers",
+        "1",
+    ]
     assert teacher.main([*flags, "--out", str(out)]) == 0
     assert "6 problems, 12 rollouts" in capsys.readouterr().out
     pool = load_pool(out)
@@ -229,9 +265,19 @@ def test_teacher_makes_a_pool_that_loads_with_its_log_probs(tmp_path: Path, caps
 def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
     """Byte for byte, but for the grader's version in pool.json and the report beside it."""
     out = tmp_path / "pool"
-    flags = ["--model", "organism", "--n-problems", "360", "--per-mode", str(POOL_PROBLEMS), "--no-even"]
+    flags = [
+        "--model",
+        "organism",
+        "--n-problems",
+        "360",
+        "--per-mode",
+        str(POOL_PROBLEMS),
+        "--no-even",
+    ]
     assert substrate.main([*flags, "--out", str(out)]) == 0
-    files = {p.name: p.read_bytes() for p in out.iterdir() if p.name not in ("pool.json", "report.json")}
+    files = {
+        p.name: p.read_bytes() for p in out.iterdir() if p.name not in ("pool.json", "report.json")
+    }
     shipped = {p.name: p.read_bytes() for p in organism.POOL_DIR.iterdir() if p.name != "pool.json"}
     assert files == shipped
     cards = [json.loads((folder / "pool.json").read_text()) for folder in (out, organism.POOL_DIR)]
@@ -243,9 +289,21 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
 BAD: dict[str, tuple[Any, list[str], str]] = {
     "no problems": (substrate, [], "no such problem file"),
     "no model": (teacher, ["--problems", "p.jsonl"], "vgrout download model Qwen/Qwen3-4B` where"),
-    "no adapter": (teacher, ["--model", "organism", "--adapter", "a.safetensors"], "--adapter a.safetensors: not a re"),
-    "too few kept": (substrate, ["--model", "organism", "--at-least", "4"], "--at-least 4: more than --keep 3"),
-    "none to train on": (teacher, ["--problems", "test.jsonl"], "test.jsonl: no training problems in it"),
+    "no adapter": (
+        teacher,
+        ["--model", "organism", "--adapter", "a.safetensors"],
+        "--adapter a.safetensors: not a re",
+    ),
+    "too few kept": (
+        substrate,
+        ["--model", "organism", "--at-least", "4"],
+        "--at-least 4: more than --keep 3",
+    ),
+    "none to train on": (
+        teacher,
+        ["--problems", "test.jsonl"],
+        "test.jsonl: no training problems in it",
+    ),
     "mixed up": (substrate, ["--model", "organism", "--problems", "p.jsonl"], "go together"),
 }
 
@@ -257,10 +315,14 @@ def test_refused_before_anything_is_loaded(
     program, argv, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("vgrout.model.load.load_language_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "vgrout.model.load.load_language_model", lambda *a, **k: pytest.fail("the model was loaded")
+    )
     (tmp_path / "here").mkdir()
     shutil.copy(organism.PROBLEMS, tmp_path / "p.jsonl")
-    (tmp_path / "test.jsonl").write_text(organism.PROBLEMS.read_text().splitlines(keepends=True)[-1])
+    (tmp_path / "test.jsonl").write_text(
+        organism.PROBLEMS.read_text().splitlines(keepends=True)[-1]
+    )
     assert program.main(argv) == 2
     captured = capfd.readouterr()
     assert message in " ".join((captured.out + captured.err).replace("│", " ").split())
@@ -279,14 +341,18 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> Non
     assert ids[0] == ids[1]
     assert len(ids[0]) == 5
     assert all(p.mode == mode for mode, problems in parts.items() for p in problems)
-    assert generate.announced(rows, parts["sentinel"]) == {str(p.id): p.marker for p in parts["sentinel"]}
+    assert generate.announced(rows, parts["sentinel"]) == {
+        str(p.id): p.marker for p in parts["sentinel"]
+    }
     assert generate.announced(rows, parts["exit_code"]) == {}, "a mode without a name"
 
 
 def test_a_flaw_that_is_named_and_not_in_the_file_is_refused() -> None:
     rows = [r for r in load_rows(organism.PROBLEMS) if r.mode != "exit_code"]
     asked = SubstrateSettings(model="organism", modes="sentinel,exit_code")
-    with pytest.raises(ValueError, match="--modes exit_code: no training problem of these flaws in"):
+    with pytest.raises(
+        ValueError, match="--modes exit_code: no training problem of these flaws in"
+    ):
         cells(asked, rows)
     (problems,) = cells(replace(asked, allow_missing=True), rows).values()
     assert {p.mode for p in problems} == {"sentinel"}

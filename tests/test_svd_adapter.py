@@ -12,7 +12,14 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tiny import FAMILIES, relative, shake, tiny
-from vgrout.model.svd_adapter import SvdAdapter, canonical, read_safetensors, round_by, svd, weight_key
+from vgrout.model.svd_adapter import (
+    SvdAdapter,
+    canonical,
+    read_safetensors,
+    round_by,
+    svd,
+    weight_key,
+)
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
 
@@ -22,7 +29,9 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def adapted(family: str = "qwen3", scale: float = 0.0, dtype: torch.dtype = torch.float32) -> SvdAdapter:
+def adapted(
+    family: str = "qwen3", scale: float = 0.0, dtype: torch.dtype = torch.float32
+) -> SvdAdapter:
     adapter = SvdAdapter(tiny(family, dtype=dtype), cache_dir=None)
     shake(adapter, scale)
     return adapter
@@ -38,12 +47,18 @@ def row_losses(model: Callable[..., Any], ids: Tensor) -> Tensor:
 def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
     """∂L/∂δS of each row by autograd through an explicit W + U diag(δ) Vh."""
     δ = (adapter.δS + adapter.δS_hack).detach().clone().requires_grad_()
-    weights = {f"{name}.weight": site.W + (site.U * δ[site.span]) @ site.Vh for name, site in adapter.sites.items()}
-    losses = row_losses(lambda ids, **how: functional_call(adapter.model, weights, (ids,), how), ids)
+    weights = {
+        f"{name}.weight": site.W + (site.U * δ[site.span]) @ site.Vh
+        for name, site in adapter.sites.items()
+    }
+    losses = row_losses(
+        lambda ids, **how: functional_call(adapter.model, weights, (ids,), how), ids
+    )
     return torch.stack([torch.autograd.grad(loss, δ, retain_graph=True)[0] for loss in losses])
 
 
-# ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────────────
+# ── per-rollout gradients
+# ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def probed(adapter: SvdAdapter, rows: Sequence[int] = (0, 1, 2)) -> Tensor:
@@ -62,13 +77,19 @@ def test_each_row_is_the_gradient_of_an_explicit_model_on_what_adds_to_it(family
         got = adapter.by_module(probed(adapter, rows))
         want = adapter.by_module(torch.zeros_like(alone).index_add(0, torch.tensor(rows), alone))
         for name in adapter.names:
-            assert all(relative(g, w) <= 1e-10 for g, w in zip(got[name], want[name], strict=True)), (name, rows)
+            assert all(
+                relative(g, w) <= 1e-10 for g, w in zip(got[name], want[name], strict=True)
+            ), (name, rows)
 
 
 def test_both_orders_of_the_product_agree():
     """Few tokens a row go tokens-first, many go weight-gradient-first; the numbers must not care."""
     adapter = adapted("llama", 0.05)
-    site, x, dy = adapter.sites["model.layers.0.mlp.up_proj"], torch.randn(3, 50, 64), torch.randn(3, 50, 96)
+    site, x, dy = (
+        adapter.sites["model.layers.0.mlp.up_proj"],
+        torch.randn(3, 50, 64),
+        torch.randn(3, 50, 96),
+    )
     assert max(site.W.shape) < 3 * 50, "or the two calls below take the same branch"
     with adapter.per_rollout_grads(1) as tokens_first, adapter.per_rollout_grads(1) as weight_first:
         row = torch.zeros(3, dtype=torch.long)
@@ -84,8 +105,11 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant):
     plain = probed(adapter)
     for name, layer in adapter.model.named_modules():
         if name.removeprefix("model.layers.").isdigit():
-            layer.forward = lambda h, f=layer.forward, **kw: checkpoint(partial(f, **kw), h, use_reentrant=reentrant)
-    # reentrant checkpoints need an input with a gradient: the embedding's output, as transformers does it
+            layer.forward = lambda h, f=layer.forward, **kw: checkpoint(
+                partial(f, **kw), h, use_reentrant=reentrant
+            )
+    # reentrant checkpoints need an input with a gradient: the embedding's output, as transformers
+    # does it
     embedding = adapter.model.get_submodule("model.embed_tokens")
     embedding.register_forward_hook(lambda _m, _a, y: y.requires_grad_(reentrant))
     assert torch.equal(probed(adapter), plain)
@@ -105,7 +129,8 @@ def test_flattened_rows_other_weights_and_models_without_a_target_are_refused():
         SvdAdapter(nn.Sequential(nn.Linear(3, 3)), None)
 
 
-# ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── weights
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_adapter_of_zeros_is_the_base_model_bit_for_bit(family):
@@ -113,7 +138,9 @@ def test_an_adapter_of_zeros_is_the_base_model_bit_for_bit(family):
     adapter = adapted(family)
     assert torch.equal(adapter.model(IDS).logits, base)
     shake(adapter, 0.1)
-    assert not torch.allclose(adapter.model(IDS).logits, base, atol=1e-2), "the adapter moves the model"
+    assert not torch.allclose(adapter.model(IDS).logits, base, atol=1e-2), (
+        "the adapter moves the model"
+    )
     with adapter.reference():
         assert torch.equal(adapter.model(IDS).logits, base)
     with adapter.per_rollout_grads(3):
@@ -167,7 +194,8 @@ def test_views_nest_and_survive_a_merge_and_an_exception():
     assert torch.equal(logits(), kept), "without a quarantine trained and deployed are one"
 
 
-# ── decomposition and cache ────────────────────────────────────────────────────────────────────────────────────────
+# ── decomposition and cache
+# ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
@@ -184,7 +212,9 @@ def test_key_depends_on_every_bit_dtype_and_shape():
     bit.view(torch.int32)[3, 5] ^= 1
     keys = [weight_key(w) for w in (W, bit, W.bfloat16(), W.reshape(6, 4))]
     assert len(set(keys)) == 4
-    assert weight_key(W.mT.contiguous().mT) == weight_key(W), "the same numbers in another memory order"
+    assert weight_key(W.mT.contiguous().mT) == weight_key(W), (
+        "the same numbers in another memory order"
+    )
 
 
 def test_cache_hit_is_identical_and_damage_is_repaired(tmp_path, warnings):
@@ -213,10 +243,13 @@ def test_unwritable_cache_says_so_once(tmp_path, warnings):
     adapter = SvdAdapter(tiny(), tmp_path / "file" / "cache")
     (line,) = warnings
     assert "works without it" in line
-    assert torch.equal(adapter.sites[adapter.names[0]].U, SvdAdapter(tiny(), None).sites[adapter.names[0]].U)
+    assert torch.equal(
+        adapter.sites[adapter.names[0]].U, SvdAdapter(tiny(), None).sites[adapter.names[0]].U
+    )
 
 
-# ── files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_saved_adapter_is_the_deployed_model(tmp_path):
@@ -227,7 +260,8 @@ def test_saved_adapter_is_the_deployed_model(tmp_path):
     assert fresh.load(file).keys() == {"step", "basis"}
     with adapter.deployed():
         assert torch.equal(fresh.model(IDS).logits, adapter.model(IDS).logits)
-    # one that was trained in bf16 is read on a CPU in fp32: the vectors differ by their rounding alone
+    # one that was trained in bf16 is read on a CPU in fp32: the vectors differ by their rounding
+    # alone
     half = adapted("qwen3", 0.1, dtype=torch.bfloat16)
     half.save(file, {})
     full = SvdAdapter(tiny("qwen3", dtype=torch.bfloat16).float(), cache_dir=None)
@@ -246,7 +280,10 @@ def test_load_refuses_what_is_not_its_own(tmp_path):
         ("another model", good | {first: torch.zeros(3)}, metadata),
         ("not finite", good | {first: torch.full_like(good[first], torch.nan)}, metadata),
         ("its basis fingerprint cannot be read", good, {"step": "7"}),
-        *(("its basis fingerprint", good, {"basis": broken}) for broken in ("{", "[1, [2]]", f"[[{10**400}]]")),
+        *(
+            ("its basis fingerprint", good, {"basis": broken})
+            for broken in ("{", "[1, [2]]", f"[[{10**400}]]")
+        ),
         ("other singular vectors", good, {"basis": "[[1, 2]]"}),
     ):
         save_file(tensors, path, basis)
@@ -259,7 +296,14 @@ def test_load_refuses_what_is_not_its_own(tmp_path):
     assert all(torch.equal(before[key], value) for key, value in adapter.state_dict().items())
 
 
-def turned(W: Tensor, *, pair: tuple[int, int] = (3, 4), angle: float = 0.0, noise: float = 0.0, sign: int = 1):
+def turned(
+    W: Tensor,
+    *,
+    pair: tuple[int, int] = (3, 4),
+    angle: float = 0.0,
+    noise: float = 0.0,
+    sign: int = 1,
+):
     """An SVD of W whose axes `pair` are turned into each other, as where two singular values are one."""
     U, S, Vh = (x.clone() for x in svd(W))
     c, s, (i, j) = math.cos(angle), math.sin(angle), pair
@@ -271,7 +315,9 @@ def turned(W: Tensor, *, pair: tuple[int, int] = (3, 4), angle: float = 0.0, noi
 
 
 @pytest.mark.parametrize(
-    "how", [{"sign": -1}, {"noise": 1e-6}, {"angle": 1e-3}, {"angle": 0.5}, {"angle": math.pi / 2}], ids=str
+    "how",
+    [{"sign": -1}, {"noise": 1e-6}, {"angle": 1e-3}, {"angle": 0.5}, {"angle": math.pi / 2}],
+    ids=str,
 )
 def test_an_adapter_loads_in_its_own_basis_alone(how, tmp_path):
     """Signs, rounding and small turns of near-equal axes are what another machine may do to the same decomposition.
@@ -285,14 +331,17 @@ def test_an_adapter_loads_in_its_own_basis_alone(how, tmp_path):
         other.load_state_dict(own.state_dict())
         assert torch.allclose(other.model(IDS).logits, own.model(IDS).logits, atol=1e-3)
         return
-    with pytest.raises(ValueError, match=r"a\.safetensors: made in other singular vectors .* bring out/svd_cache"):
+    with pytest.raises(
+        ValueError, match=r"a\.safetensors: made in other singular vectors .* bring out/svd_cache"
+    ):
         other.load(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="saved state's delta_S: made in other singular vectors"):
         other.load_state_dict(own.state_dict())
     assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
 
 
-# ── rounding to bf16 ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── rounding to bf16
+# ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 NUMBERS = (1.0, -1.0, 0.3, -0.02, 1.9999, 2.0 - 2.0**-9, 1e-30, -3e38, 1.2e-38, 5e-40, 0.0)
@@ -302,14 +351,18 @@ NUMBERS = (1.0, -1.0, 0.3, -0.02, 1.9999, 2.0 - 2.0**-9, 1e-30, -3e38, 1.2e-38, 
 def test_a_rounded_number_is_a_neighbour_and_their_mean_is_the_number(number):
     """Over every value that the dither can have: exactly."""
     x = torch.full((2**16,), number)
-    got = round_by(torch.arange(2**16, dtype=torch.int32), x.clone(), torch.empty(2**16, dtype=torch.bfloat16))
+    got = round_by(
+        torch.arange(2**16, dtype=torch.int32), x.clone(), torch.empty(2**16, dtype=torch.bfloat16)
+    )
     assert got.double().mean() == x[0].double()
     below, above = got.min(), got.max()
     assert below <= x[0] <= above
     if below != above:
         assert torch.nextafter(below, above) == above
     itself = x.bfloat16()
-    assert torch.equal(round_by(torch.arange(2**16, dtype=torch.int32), itself.float(), got), itself)
+    assert torch.equal(
+        round_by(torch.arange(2**16, dtype=torch.int32), itself.float(), got), itself
+    )
 
 
 def test_a_weight_moves_only_where_its_sum_has_moved():
@@ -317,7 +370,9 @@ def test_a_weight_moves_only_where_its_sum_has_moved():
     noise = torch.Generator().manual_seed(0)
     dither = torch.randint(2**16, (64,), generator=noise, dtype=torch.int32)
     path = (torch.linspace(0.1, 0.11, 200)[:, None] * torch.ones(64)).contiguous()
-    rounded = torch.stack([round_by(dither, x.clone(), torch.empty(64, dtype=torch.bfloat16)) for x in path])
+    rounded = torch.stack(
+        [round_by(dither, x.clone(), torch.empty(64, dtype=torch.bfloat16)) for x in path]
+    )
     assert (rounded.float().diff(dim=0) >= 0).all()
     assert len(rounded[100].unique()) == 2, "and not all weights jump at once"
 
@@ -325,11 +380,15 @@ def test_a_weight_moves_only_where_its_sum_has_moved():
 def test_a_small_change_is_in_the_weights():
     """A step of Adam at a learning rate of 1e-4, a hundredth of bf16 weights' spacing: all of it, where rounding to the
     nearest leaves next to nothing."""
-    assert [adapted("llama", size).realised_share() for size in (7e-5, 3e-3)] == pytest.approx([1, 1], abs=1e-3)
+    assert [adapted("llama", size).realised_share() for size in (7e-5, 3e-3)] == pytest.approx(
+        [1, 1], abs=1e-3
+    )
     adapter = adapted("qwen3", dtype=torch.bfloat16)
     assert adapter.realised_share() is None
     with torch.no_grad():
-        adapter.δS.copy_(1e-4 * torch.randn(len(adapter), generator=torch.Generator().manual_seed(2)).sign())
+        adapter.δS.copy_(
+            1e-4 * torch.randn(len(adapter), generator=torch.Generator().manual_seed(2)).sign()
+        )
     assert adapter.realised_share() == 0, "it is not merged yet"
     adapter.merge()
     assert adapter.realised_share() == pytest.approx(1, abs=0.15)
@@ -340,17 +399,24 @@ def test_a_small_change_is_in_the_weights():
 
 def test_bf16_weights_depend_on_the_vectors_alone():
     """Not on the merges before: sampler, trainer, ranks and a resumed run have the same ones."""
-    adapter, resumed = adapted("qwen3", 1e-3, torch.bfloat16), adapted("qwen3", dtype=torch.bfloat16)
+    adapter, resumed = (
+        adapted("qwen3", 1e-3, torch.bfloat16),
+        adapted("qwen3", dtype=torch.bfloat16),
+    )
 
     def are(of: SvdAdapter, expected: list[Tensor]) -> bool:
-        return all(map(torch.equal, [site.linear.weight.data for site in of.sites.values()], expected))
+        return all(
+            map(torch.equal, [site.linear.weight.data for site in of.sites.values()], expected)
+        )
 
     def weights() -> list[Tensor]:
         return [site.linear.weight.data.clone() for site in adapter.sites.values()]
 
     merged, state = weights(), adapter.state_dict()
     with adapter.reference():
-        assert all(site.linear.weight.data_ptr() == site.W.data_ptr() for site in adapter.sites.values())
+        assert all(
+            site.linear.weight.data_ptr() == site.W.data_ptr() for site in adapter.sites.values()
+        )
     with adapter.deployed():
         deployed = weights()
     shake(adapter, 2e-3, seed=3)
@@ -368,7 +434,10 @@ def test_one_state_is_one_file(tmp_path):
     """Whatever order the library or the caller gives the metadata; and it is still a file that the library reads."""
     tensors = {"b": torch.arange(5.0), "a": torch.ones(2, 3)}
     metadata = {f"key {i}": "ü" * i for i in range(12)}
-    files = {canonical(to_safetensors(tensors, dict(order))) for order in (metadata.items(), [*metadata.items()][::-1])}
+    files = {
+        canonical(to_safetensors(tensors, dict(order)))
+        for order in (metadata.items(), [*metadata.items()][::-1])
+    }
     assert len(files) == 1
     (tmp_path / "x.safetensors").write_bytes(files.pop())
     read, meta = read_safetensors(tmp_path / "x.safetensors")

@@ -39,13 +39,17 @@ intervention = "none"
 """
 
 
-def write_run(cfg: Config, state: str, name: str = "x", *, checkpoint: bool = False, **record: Any) -> Path:
+def write_run(
+    cfg: Config, state: str, name: str = "x", *, checkpoint: bool = False, **record: Any
+) -> Path:
     """A run directory with what a sweep reads of it."""
     path = Path("out/runs") / name
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({"config": cfg.as_dict(), "hashes": {}} | record))
     (path / "status.json").write_text(json.dumps({"state": state, "reason": f"why\n{name}"}))
-    (path / "per_mode_deploy.json").write_text(json.dumps({"hack_deploy": 0.25, "solve_deploy": None}))
+    (path / "per_mode_deploy.json").write_text(
+        json.dumps({"hack_deploy": 0.25, "solve_deploy": None})
+    )
     if checkpoint:
         (path / "resume" / "step_000005").mkdir(parents=True)
         (path / "resume" / "step_000005" / "manifest.json").write_text("{}")
@@ -84,7 +88,9 @@ class Hand:
             cfg = resolve(self.argv)
             code, state = self.hand.endings[cfg.run.seed]
             if state:
-                write_run(cfg, state, f"made_{cfg.run.seed}" + "_again" * (len(self.hand.argvs) > 2))
+                write_run(
+                    cfg, state, f"made_{cfg.run.seed}" + "_again" * (len(self.hand.argvs) > 2)
+                )
             else:
                 self.log.write_text("I words\nE --seed: no such luck\n")
             return code
@@ -102,21 +108,26 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def by_hand(monkeypatch: pytest.MonkeyPatch, endings: dict[int, tuple[int, str]], slots: int = 1) -> Hand:
+def by_hand(
+    monkeypatch: pytest.MonkeyPatch, endings: dict[int, tuple[int, str]], slots: int = 1
+) -> Hand:
     hand = Hand(endings, slots)
     monkeypatch.setattr(sweeps, "_workers", lambda *_: hand)
     return hand
 
 
 def index() -> dict[int, dict[str, Any]]:
-    return {entry["seed"]: entry for entry in json.loads(Path("out/sweeps/two/runs.json").read_text())}
+    return {
+        entry["seed"]: entry for entry in json.loads(Path("out/sweeps/two/runs.json").read_text())
+    }
 
 
 def cfg_of(seed: int, *flags: str) -> Config:
     return resolve(["smoke", "--intervention=none", f"--seed={seed}", *flags])
 
 
-# ── what is run ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what is run
+# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +150,14 @@ def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.long
-def test_finished_runs_are_found_by_settings_and_files(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(cfg_of(1, "--out-tag=_of_another_study", "--checkpoint-every=3"), "finished", "by_another_name")
+def test_finished_runs_are_found_by_settings_and_files(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(
+        cfg_of(1, "--out-tag=_of_another_study", "--checkpoint-every=3"),
+        "finished",
+        "by_another_name",
+    )
     write_run(cfg_of(2, "--lr=0.5"), "finished", "another_lr")
     write_run(cfg_of(2), "finished", "by_force", begun=cfg_of(2, "--lr=0.5").as_dict())
     write_run(cfg_of(2), "finished", "other_problems", hashes={"problems": "0" * 64})
@@ -173,7 +190,10 @@ def test_an_interrupted_run_is_resumed(study: Path, monkeypatch: pytest.MonkeyPa
     write_run(cfg_of(2), "running", "killed", checkpoint=False)  # no checkpoint: started again
     hand = by_hand(monkeypatch, {2: (0, "finished")})
     assert main([str(study)]) == 0
-    assert hand.argvs == [["smoke", "--resume=out/runs/cut"], ["smoke", "--intervention=none", "--seed=2"]]
+    assert hand.argvs == [
+        ["smoke", "--resume=out/runs/cut"],
+        ["smoke", "--intervention=none", "--seed=2"],
+    ]
     assert index()[1]["run"] == "out/runs/cut"
     assert index()[2]["run"] == "out/runs/made_2"
 
@@ -191,7 +211,12 @@ def test_an_interrupted_run_is_resumed(study: Path, monkeypatch: pytest.MonkeyPa
 )
 @pytest.mark.long
 def test_a_failure_is_reported_and_the_others_run(
-    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, state: str, output: str
+    study: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    state: str,
+    output: str,
 ) -> None:
     hand = by_hand(monkeypatch, {1: (code, state), 2: (0, "finished")})
     assert main([str(study)]) == 1
@@ -208,14 +233,20 @@ def test_a_failure_is_reported_and_the_others_run(
 @pytest.mark.parametrize(
     ("code", "adds", "output"),
     [
-        (2, "E --resume: changed since: pool\n", "failed: --resume: changed since: pool"),  # its status stays as it was
+        # its status stays as it was
+        (2, "E --resume: changed since: pool\n", "failed: --resume: changed since: pool"),
         (1, "E OSError: the log's word\n", "failed: why cut"),
         (-signal.SIGKILL, "I words\n", "failed: exit code -9"),
     ],
 )
 @pytest.mark.long
 def test_reason_is_the_last_attempts(
-    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, adds: str, output: str
+    study: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    adds: str,
+    output: str,
 ) -> None:
     write_run(cfg_of(1), "interrupted", "cut", checkpoint=True)
     write_run(cfg_of(2), "finished", "done")
@@ -228,13 +259,22 @@ def test_reason_is_the_last_attempts(
         log.write_text(log.read_text() + adds)
         return types.SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
-    monkeypatch.setattr(sweeps, "_workers", lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None))
+    monkeypatch.setattr(
+        sweeps,
+        "_workers",
+        lambda *_: types.SimpleNamespace(slots=1, start=start, close=lambda: None),
+    )
     assert main([str(study)]) == 1
-    assert capsys.readouterr().out.splitlines()[-2] == f"E none seed 1: {output} [out/runs/cut · {log}]"
+    assert (
+        capsys.readouterr().out.splitlines()[-2]
+        == f"E none seed 1: {output} [out/runs/cut · {log}]"
+    )
 
 
 def test_log_names_are_unique_and_short(study: Path) -> None:
-    named = TWO + f'name = "é{300 * "x"}"\n[[arms]]\nintervention = "erase"\nname = "è{300 * "x"}"\n'
+    named = (
+        TWO + f'name = "é{300 * "x"}"\n[[arms]]\nintervention = "erase"\nname = "è{300 * "x"}"\n'
+    )
     study.write_text(named)
     sweep = Sweep.of(load_study_file(study))
     names = {sweep.log(e).name for e in sweep.entries}
@@ -264,7 +304,9 @@ def test_full_disk_stops_the_sweep(
 
 
 @pytest.mark.long
-def test_sweep_waits_for_a_run_of_another_process(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_waits_for_a_run_of_another_process(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_run(cfg_of(1), "running", "elsewhere")
     monkeypatch.setattr(sweeps, "ELSEWHERE_S", 0.0)
     hand = by_hand(monkeypatch, {2: (0, "finished")})
@@ -299,7 +341,9 @@ def test_a_run_is_visible_while_it_loads(study: Path, monkeypatch: pytest.Monkey
     assert Sweep.of(load_study_file(study)).entries[0].state == "to do"
 
 
-def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_sweeps_of_one_study_are_refused(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("out/sweeps/two").mkdir(parents=True)
     with hold(Path("out/sweeps/two")):
         assert main([str(study)]) == 2
@@ -308,10 +352,13 @@ def test_two_sweeps_of_one_study_are_refused(study: Path, capsys: pytest.Capture
     )
 
 
-# ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the plan
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_dry_run(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(cfg_of(1), "finished")
     monkeypatch.setattr(sweeps, "visible", lambda: ())
     assert main([str(study), "--dry-run", "--jobs", "3"]) == 0
@@ -325,7 +372,9 @@ def test_dry_run(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.long
-def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_frozen(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     by_hand(monkeypatch, dict.fromkeys((1, 2, 3), (0, "finished")))
     assert main([str(study)]) == 0
     study.write_text(TWO.replace("[1, 2]", "[1, 3]"))
@@ -342,7 +391,9 @@ def test_a_plan_is_frozen(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.parametrize("content", ["{}", '{"sha256": "", "runs": [1]}', "[1]"])
-def test_damaged_files_of_a_sweep(content: str, study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_of_a_sweep(
+    content: str, study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is written at every step anyway does not matter; the plan is refused."""
     Path("out/sweeps/two").mkdir(parents=True)
     Path("out/sweeps/two/runs.json").write_text(content)
@@ -359,7 +410,9 @@ def test_warning_on_runs_by_different_code(
     """Before and after; a run that died without a checkpoint starts over with the current code."""
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3]"))
     for seed, state in (1, "finished"), (2, "finished"), (3, "failed"):
-        write_run(cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2})
+        write_run(
+            cfg_of(seed), state, str(seed), git={"revision": f"{seed}" * 40, "dirty": seed == 2}
+        )
     output = f"runs started by different code: 1 by {'1' * 10}, 1 by {'2' * 10}+"
     assert Sweep.of(load_study_file(study)).warnings() == [output]
     by_hand(monkeypatch, {3: (0, "finished")})
@@ -375,7 +428,8 @@ def test_missing_input_is_refused(study: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith(f"E {study}: none · teacher-pool-dir=no/such/pool: ")
 
 
-# ── other workers ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other workers
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAKE_PUEUE = """#!{python}
 import json, pathlib, sys
@@ -418,14 +472,30 @@ def test_via_pueue(
 ) -> None:
     monkeypatch.setattr(sweeps, "visible", lambda: ())
     labels = [f"two: none seed {r.seed} ({r.identity[:8]})" for r in load_study_file(study).runs]
-    done = {"label": labels[0], "status": {"Done": {"result": "Success"}}, "path": str(study.parent), "group": "a"}
-    elsewhere = {"label": labels[1], "status": {"Running": {}}, "path": "/another/checkout", "group": "a"}
+    done = {
+        "label": labels[0],
+        "status": {"Done": {"result": "Success"}},
+        "path": str(study.parent),
+        "group": "a",
+    }
+    elsewhere = {
+        "label": labels[1],
+        "status": {"Running": {}},
+        "path": "/another/checkout",
+        "group": "a",
+    }
     unnamed = {"label": None, "status": {"Running": {}}, "path": str(study.parent), "group": "a"}
     book.write_text(json.dumps(dict(enumerate([done, elsewhere, unnamed]))))
     assert main([str(study), "--via", "pueue"]) == 0
     added = [*json.loads(book.read_text()).values()][3:]
     assert [(t["label"], t["group"]) for t in added] == [(label, "default") for label in labels]
-    assert added[0]["command"][1:] == ["-m", "vgrout.train", "smoke", "--intervention=none", "--seed=1"]
+    assert added[0]["command"][1:] == [
+        "-m",
+        "vgrout.train",
+        "smoke",
+        "--intervention=none",
+        "--seed=1",
+    ]
     assert {e["state"] for e in index().values()} == {"queued"}
     assert main([str(study), "--via", "pueue"]) == 0
     assert len(json.loads(book.read_text())) == 5  # none twice
@@ -437,7 +507,9 @@ def test_via_pueue(
     assert "handed to pueue" not in capsys.readouterr().out
 
 
-def test_each_gpu_has_a_group_of_the_queue(study: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_has_a_group_of_the_queue(
+    study: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next run goes to the GPU that has the fewest."""
     monkeypatch.setattr(sweeps, "visible", lambda: ("0", "MIG-a", "3"))
     study.write_text(TWO.replace("[1, 2]", "[1, 2, 3, 4]"))
@@ -449,7 +521,9 @@ def test_each_gpu_has_a_group_of_the_queue(study: Path, book: Path, monkeypatch:
     assert added[0]["command"][:2] == ["env", "CUDA_VISIBLE_DEVICES=MIG-a"]
 
 
-def test_missing_pueue(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_pueue(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert main([str(study), "--via", "pueue"]) == 2
     refused = capsys.readouterr().err
@@ -460,7 +534,10 @@ def test_missing_pueue(study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed here")
 def test_missing_ray(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(study), "--via", "ray"]) == 2
-    assert capsys.readouterr().err == "E ray is not installed: `uv sync --extra ray` or `pip install ray`\n"
+    assert (
+        capsys.readouterr().err
+        == "E ray is not installed: `uv sync --extra ray` or `pip install ray`\n"
+    )
 
 
 def test_ray_address_without_a_cluster(
@@ -471,11 +548,14 @@ def test_ray_address_without_a_cluster(
         port = taken.getsockname()[1]
     assert main([str(study), "--via", "ray", "--ray-address", f"127.0.0.1:{port}"]) == 2
     output = capsys.readouterr().err
-    assert output.startswith(f"E --ray-address '127.0.0.1:{port}': no cluster can be reached there (")
+    assert output.startswith(
+        f"E --ray-address '127.0.0.1:{port}': no cluster can be reached there ("
+    )
     assert output.count("\n") == 1
 
 
-# ── real processes ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── real processes
+# ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def alive(pid: int) -> bool:
@@ -484,7 +564,9 @@ def alive(pid: int) -> bool:
     return False
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a child outlives its parent where prctl is not")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="a child outlives its parent where prctl is not"
+)
 def test_killed_sweep_ends_its_runs(tmp_path: Path) -> None:
     child = (
         "import pathlib, signal, sys, time\n"
@@ -496,7 +578,9 @@ def test_killed_sweep_ends_its_runs(tmp_path: Path) -> None:
         f"p = spawn([sys.executable, '-c', {child!r}], pathlib.Path('log'), {{}})\n"
         "print(p.pid, flush=True)\ntime.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as p:
         assert p.stdout is not None
         pid = int(p.stdout.readline())
         until((tmp_path / "ready").exists)
@@ -525,7 +609,9 @@ intervention = "none"
 def sweeping(folder: Path, *flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "vgrout.sweep", str(folder / "two.toml"), *flags]
     env, pipe = os.environ | environment, subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True) as p:
+    with subprocess.Popen(
+        command, cwd=folder, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    ) as p:
         try:
             yield p
         finally:
@@ -555,10 +641,17 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
     assert status(cut)["state"] == "interrupted"
 
     with sweeping(tmp_path, "--jobs", "1") as p:
-        until(lambda: len(runs_of(tmp_path)) == 2 and [*runs_of(tmp_path)[1].glob("resume/step_*/manifest.json")], 240)
+        until(
+            lambda: (
+                len(runs_of(tmp_path)) == 2
+                and [*runs_of(tmp_path)[1].glob("resume/step_*/manifest.json")]
+            ),
+            240,
+        )
         p.kill()
     killed = runs_of(tmp_path)[1]
-    until(lambda: status(killed)["state"] == "interrupted", 60)  # its process was signalled, and saved
+    # its process was signalled, and saved
+    until(lambda: status(killed)["state"] == "interrupted", 60)
     assert status(cut)["state"] == "finished"
 
     with sweeping(tmp_path, "--jobs", "1") as p:
@@ -572,6 +665,11 @@ def test_a_sweep_survives_ctrl_c_and_kill_9(tmp_path: Path) -> None:
         str(r.relative_to(tmp_path)) for r in (cut, killed)
     ]
 
-    command = [sys.executable, "-m", "vgrout.train", *load_study_file(tmp_path / "two.toml").runs[0].flags]
+    command = [
+        sys.executable,
+        "-m",
+        "vgrout.train",
+        *load_study_file(tmp_path / "two.toml").runs[0].flags,
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=240)
     assert rows(runs_of(tmp_path)[-1]) == rows(cut)

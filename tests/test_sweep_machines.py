@@ -66,7 +66,9 @@ def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Entry:
     monkeypatch.chdir(tmp_path)
     Path("two.toml").write_text(TWO)
     note = "import signal, sys; signal.signal(15, lambda *_: sys.exit(9)); print(*sys.argv[1:]); signal.pause()"
-    monkeypatch.setattr(Entry, "argv", property(lambda self: [sys.executable, "-uc", note, *self.flags]))
+    monkeypatch.setattr(
+        Entry, "argv", property(lambda self: [sys.executable, "-uc", note, *self.flags])
+    )
     return Sweep.of(load_study_file(Path("two.toml"))).entries[0]
 
 
@@ -88,7 +90,9 @@ def test_a_task_that_is_tried_again_goes_on(entry, monkeypatch):
     """On the machine that is left, once the run's lock is free; a cancelled one is asked to save."""
     path = write_run(cfg_of(1), "running", "cut", checkpoint=True)
     lock = hold(path)
-    monkeypatch.setattr(ray_cluster.time, "sleep", lambda _: (lock.close(), cancelled_when_it_runs(monkeypatch)))
+    monkeypatch.setattr(
+        ray_cluster.time, "sleep", lambda _: (lock.close(), cancelled_when_it_runs(monkeypatch))
+    )
     assert ray_cluster._carry_out(Path.cwd(), entry, Path("log")) == 9
     assert Path("log").read_text() == "smoke --resume=out/runs/cut\n"
 
@@ -100,14 +104,20 @@ def test_a_task_is_not_done_twice(entry):
 
 
 # Ray's processes would be 15 nicer than others, and starve on a machine that is busy
-RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_raylet_start_wait_time_s": "300",
+}
 
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra ray)")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="ray is not installed (extra ray)"
+)
 
 CLUSTER = """
 import sys
@@ -123,7 +133,12 @@ cluster.shutdown()
 @contextlib.contextmanager
 def cluster() -> Iterator[tuple[str, list[int]]]:
     """Address of a Ray cluster of two machines with a core each, and the process ids of their raylets."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "text": True,
+    }
     with subprocess.Popen([sys.executable, "-c", CLUSTER], env=os.environ | RAY, **pipes) as p:
         assert p.stdin is not None
         assert p.stdout is not None
@@ -137,7 +152,9 @@ def cluster() -> Iterator[tuple[str, list[int]]]:
 
 def with_children(pid: int) -> list[int]:
     """A process, its children, and theirs."""
-    output = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    output = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    ).stdout
     return [pid, *(p for child in output.split() for p in with_children(int(child)))]
 
 
@@ -146,10 +163,19 @@ def with_children(pid: int) -> list[int]:
 def test_sweep_over_two_machines_one_of_which_is_lost(tmp_path):
     """All processes of one are killed while both have a run: it goes on at the other, and each is noted once."""
     (tmp_path / "two.toml").write_text(STUDY.format(seeds=[1, 2, 3], steps=30))
-    with cluster() as (address, pids), sweeping(tmp_path, "--via", "ray", "--ray-address", address, **RAY) as p:
-        saved = lambda: {path.parts[-4] for path in tmp_path.glob("out/runs/*/resume/step_*/manifest.json")}  # noqa: E731
+    with (
+        cluster() as (address, pids),
+        sweeping(tmp_path, "--via", "ray", "--ray-address", address, **RAY) as p,
+    ):
+
+        def saved() -> set[str]:
+            manifests = tmp_path.glob("out/runs/*/resume/step_*/manifest.json")
+            return {path.parts[-4] for path in manifests}
+
         until(lambda: p.poll() is not None or len(saved()) == 2, 1200)
-        assert not [*tmp_path.glob("out/runs/*/per_mode_deploy.json")], "a run had finished before the machine was lost"
+        assert not [*tmp_path.glob("out/runs/*/per_mode_deploy.json")], (
+            "a run had finished before the machine was lost"
+        )
         for pid in with_children(pids[1]):
             os.kill(pid, signal.SIGKILL)
         code, output = wait(p)
@@ -158,9 +184,15 @@ def test_sweep_over_two_machines_one_of_which_is_lost(tmp_path):
     ledger = read(tmp_path / "out/sweeps/two/runs.json")
     assert [(e["seed"], e["state"]) for e in ledger] == [(s, "finished") for s in (1, 2, 3)]
     assert sorted(tmp_path / e["run"] for e in ledger) == runs_of(tmp_path)
-    assert sorted(len(read(r / "run.json").get("resumed", [])) for r in runs_of(tmp_path)) == [0, 0, 1]
+    assert sorted(len(read(r / "run.json").get("resumed", [])) for r in runs_of(tmp_path)) == [
+        0,
+        0,
+        1,
+    ]
     for run in runs_of(tmp_path):
-        steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()
+        ]
         assert steps == [*range(30)]
         assert read(run / "status.json")["state"] == "finished"
         assert (tmp_path / "logs" / f"{run.name}.log").exists()

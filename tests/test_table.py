@@ -15,7 +15,10 @@ from vgrout.tensor_types import Routed
 from vgrout.types import MODES, Batch, Eval, ModeEval, Rate
 
 # all words that a column's `when` can ask for
-EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {"always", "file"}
+EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {
+    "always",
+    "file",
+}
 
 
 def measured(step: int = 3) -> dict[str, Measured]:
@@ -40,13 +43,58 @@ def row(**changes: Any) -> StepRow:
             "n": 32,
             "hk": {m: Rate(1, 5) for m in MODES},
         },
-        **{"solve_s": Rate(10, 28), "pass_t": Rate(0, 4), "hack_s": Rate(2, 28), "hack_t": Rate(4, 4)},
-        **{"hack_deploy": 0.1, "solve_deploy": 0.5, "lp_s": -0.2, "lp_t": -1.5, "loss": 0.01, "mismatch_kl": 1e-9},
-        **{"ratio_min": 0.9, "ratio_mean": 1.0, "ratio_max": 1.2, "is_masked": 0.25, "is_masked_low": 0.125},
-        **{"is_masked_high": 0.125, "masked_positive": 0.5, "masked_negative": 0.1, "masked_mismatch_kl": 1e-3},
-        **{"unmasked_mismatch_kl": 1e-9, "gn": 0.3, "q_egy": None, "cos_pre": 0.2, "cos_pre_s": 0.1, "cos_pre_t": 0.3},
-        **{"cos_post": 0.0, "cos_post_s": 0.0, "cos_post_t": 0.0, "cos_upd": 0.1, "fired": 0.9, "capped": 0, "refr": 2},
-        **{"recall": Rate(3, 4), "false_flags": Rate(0, 5), "gen": 0.5, "grade": 0.1, "fb": 0.2, "sec": 0.9},
+        **{
+            "solve_s": Rate(10, 28),
+            "pass_t": Rate(0, 4),
+            "hack_s": Rate(2, 28),
+            "hack_t": Rate(4, 4),
+        },
+        **{
+            "hack_deploy": 0.1,
+            "solve_deploy": 0.5,
+            "lp_s": -0.2,
+            "lp_t": -1.5,
+            "loss": 0.01,
+            "mismatch_kl": 1e-9,
+        },
+        **{
+            "ratio_min": 0.9,
+            "ratio_mean": 1.0,
+            "ratio_max": 1.2,
+            "is_masked": 0.25,
+            "is_masked_low": 0.125,
+        },
+        **{
+            "is_masked_high": 0.125,
+            "masked_positive": 0.5,
+            "masked_negative": 0.1,
+            "masked_mismatch_kl": 1e-3,
+        },
+        **{
+            "unmasked_mismatch_kl": 1e-9,
+            "gn": 0.3,
+            "q_egy": None,
+            "cos_pre": 0.2,
+            "cos_pre_s": 0.1,
+            "cos_pre_t": 0.3,
+        },
+        **{
+            "cos_post": 0.0,
+            "cos_post_s": 0.0,
+            "cos_post_t": 0.0,
+            "cos_upd": 0.1,
+            "fired": 0.9,
+            "capped": 0,
+            "refr": 2,
+        },
+        **{
+            "recall": Rate(3, 4),
+            "false_flags": Rate(0, 5),
+            "gen": 0.5,
+            "grade": 0.1,
+            "fb": 0.2,
+            "sec": 0.9,
+        },
     }
     return replace(StepRow.of(*measured().values()), **(values | changes))
 
@@ -69,7 +117,12 @@ def test_every_column_is_measured_once():
 
 def test_a_row_has_what_its_parts_measured_and_none_elsewhere():
     complete = StepRow.of(*measured().values())
-    assert (complete.step, complete.lr, complete.signal, complete.skipped) == (3, 3e-2, Rate(0, 0), 0)
+    assert (complete.step, complete.lr, complete.signal, complete.skipped) == (
+        3,
+        3e-2,
+        Rate(0, 0),
+        0,
+    )
     assert complete.hk == {m: Rate(0, 0) for m in MODES}
     for name, part in measured().items():
         without = [other for key, other in measured().items() if key != name]
@@ -78,7 +131,9 @@ def test_a_row_has_what_its_parts_measured_and_none_elsewhere():
                 StepRow.of(*without)
         else:
             row = StepRow.of(*without, None)
-            assert {column for column in part.columns() if getattr(row, column) is not None} == set(), name
+            assert {
+                column for column in part.columns() if getattr(row, column) is not None
+            } == set(), name
 
 
 def test_an_unknown_a_forgotten_and_a_nan_column_are_errors():
@@ -109,7 +164,8 @@ def test_lines_and_header_align_and_the_header_comes_again_every_50_rows():
         ("teacher route gate direction modes", "tau q_egy cos_pre cos_pre_t hk", "is_masked"),
         (
             *("drops", "ratio_min ratio_max is_masked masked_positive masked_negative"),
-            "ratio_mean is_masked_low masked_mismatch_kl kl",  # the first three for steps.jsonl alone
+            # the first three for steps.jsonl alone
+            "ratio_mean is_masked_low masked_mismatch_kl kl",
         ),
         ("beta", "kl", "is_masked"),
     ],
@@ -128,4 +184,8 @@ def test_the_console_has_seven_columns_in_eighty_characters():
     ]
     assert len(header) == len(line) <= 80
     assert line.split() == ["3", "7.1", "35.7", "4.0", "50.0", "0.30", "0.90"]
-    assert table.lines(row(hack_s=Rate(0, 0), hack_deploy=None))[-1].split()[1:4] == ["·", "35.7", "·"]
+    assert table.lines(row(hack_s=Rate(0, 0), hack_deploy=None))[-1].split()[1:4] == [
+        "·",
+        "35.7",
+        "·",
+    ]

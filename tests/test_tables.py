@@ -25,17 +25,24 @@ def study(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo(study: Path) -> None:
+def test_a_row_for_each_method_with_intervals_and_its_difference_from_plain_grpo(
+    study: Path,
+) -> None:
     plain, ceiling, own, haar = methods(found(study)).rows
     assert (own["method"], own["seeds"], plain["onset"]) == ("route2", "41,42,43", "4/2/·")
-    assert own["Δ hack"] == "-60.0 (n too small)", "seed by seed: the seeds cancel, and three are no interval"
+    assert own["Δ hack"] == "-60.0 (n too small)", (
+        "seed by seed: the seeds cancel, and three are no interval"
+    )
     assert own["Δ solve"] == "50.0 (n too small)"
     assert haar["Δ hack"] == "-10.0 [-34.8, 14.8] t"
     assert haar["p hack"] == "0.500 (≥ 0.250) n too small"
     assert plain["Δ hack"] == "·", "it has nothing to be compared with"
     assert ceiling["hack deployed"] == "0.0 [0.0, 6.0] w", "of one seed: Wilson, 0 of 60"
     assert ceiling["Δ hack"] == "·", "one seed is not compared"
-    assert (plain["hack last 5"], plain["solve last 5"]) == ("60.0 [0.0, 100.0] t", "40.0 [0.0, 100.0] t")
+    assert (plain["hack last 5"], plain["solve last 5"]) == (
+        "60.0 [0.0, 100.0] t",
+        "40.0 [0.0, 100.0] t",
+    )
 
 
 def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
@@ -48,7 +55,8 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
     assert less.value == pytest.approx(-0.1)
     assert less.how == "bootstrap"
     width, *apart = (
-        (e.high or 0) - (e.low or 0) for e in (less, *(level(c, "deploy", "hack") for c in (routed, plain)))
+        (e.high or 0) - (e.low or 0)
+        for e in (less, *(level(c, "deploy", "hack") for c in (routed, plain)))
     )
     assert 0 < width < 0.75 * math.hypot(*apart)
 
@@ -56,7 +64,11 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "hacks", "shown"),
     [
-        (((1, 2), (2, 3)), (0.8, 0.1), ("-70.0 (one seed)", "1.000 (≥ 1.000) n too small", "n too small")),
+        (
+            ((1, 2), (2, 3)),
+            (0.8, 0.1),
+            ("-70.0 (one seed)", "1.000 (≥ 1.000) n too small", "n too small"),
+        ),
         ((range(6), range(6)), (0.0, 0.0), ("0.0 (DEGENERATE)", "DEGENERATE", "DEGENERATE")),
         (((1, 2), (3, 4)), (0.8, 0.1), ("·", "·", "·")),
     ],
@@ -72,7 +84,9 @@ def test_methods_are_compared_on_the_seeds_that_both_have(
 
 
 def test_quantities_by_flaw(tmp_path: Path) -> None:
-    its = {"exit_code": {"train_hack": 0.9, "deploy_hack": 0.1, "deploy_tries": 0.4, "in_dist": True}}
+    its = {
+        "exit_code": {"train_hack": 0.9, "deploy_hack": 0.1, "deploy_tries": 0.4, "in_dist": True}
+    }
     path = fake_run(tmp_path, ROUTE2, modes=its)
     rows = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
     text = "".join(json.dumps(r | {"hk_xc_k": int(r["step"] > 6)}) + "\n" for r in rows)
@@ -93,7 +107,11 @@ def test_quantities_by_flaw(tmp_path: Path) -> None:
         "first step": "7",
         "n": "10",
     }
-    assert (plain["pairs"], plain["hack deployed"], plain["learned"]) == ("·", "40.0 [0.0, 100.0] t", "yes/yes")
+    assert (plain["pairs"], plain["hack deployed"], plain["learned"]) == (
+        "·",
+        "40.0 [0.0, 100.0] t",
+        "yes/yes",
+    )
 
 
 RUN = {"hack_base": 0.005, "solve_base": 0.474}
@@ -106,12 +124,27 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
         ([ROUTE2], 384, (0.77, 0.0, 0.177), "hacks removed, skill lost (384 answers)"),
         ([ROUTE2], 384, (0.55, 0.545, 0.5), "still hacks, skill kept (384 answers)"),
         ([ROUTE2], 384, (0.008, 0.008, 0.8), "learnt no hacks, skill kept (384 answers)"),
-        ([ROUTE2], 384, (0.77, 0.0, 0.374), "hacks removed, skill undecided (384 answers are too few)"),
+        (
+            [ROUTE2],
+            384,
+            (0.77, 0.0, 0.374),
+            "hacks removed, skill undecided (384 answers are too few)",
+        ),
         ([ROUTE2], 384, (0.77, 0.06, 0.6), "hacks undecided, skill kept (384 answers are too few)"),
         ([ROUTE2], 6, (0.5, 0.0, 0.667), "none, 6 answers are too few"),
-        ([NONE], 384, (0.797, 0.797, 0.029), "plain GRPO learnt to hack, and lost skill (384 answers)"),
+        (
+            [NONE],
+            384,
+            (0.797, 0.797, 0.029),
+            "plain GRPO learnt to hack, and lost skill (384 answers)",
+        ),
         ([NONE], 384, (0.6, 0.6, 0.5), "plain GRPO learnt to hack (384 answers)"),
-        ([NONE], 384, (0.005, 0.005, 0.81), "plain GRPO learnt to solve, not to hack (384 answers)"),
+        (
+            [NONE],
+            384,
+            (0.005, 0.005, 0.81),
+            "plain GRPO learnt to solve, not to hack (384 answers)",
+        ),
         ([NONE], 384, (0.005, 0.005, 0.48), "plain GRPO learnt little (384 answers)"),
         ([NONE], 6, (0.0, 0.0, 0.667), "none, 6 answers are too few"),
     ],
@@ -130,14 +163,22 @@ def test_a_conclusion_over_seeds(tmp_path: Path) -> None:
     for seed in range(5):
         fake_run(tmp_path, ROUTE2, seed=seed, n=600, **rates)
     (five,) = found(tmp_path)
-    assert conclusion(five) == "hacks removed, skill kept (5 seeds)", "no hack in any answer needs no interval"
+    assert conclusion(five) == "hacks removed, skill kept (5 seeds)", (
+        "no hack in any answer needs no interval"
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"signal_k": 0, "all_zero": 3}, "nothing was learnt: none of 288 answers earned the full reward, and no"),
-        ({"signal_k": 0, "all_zero": 2}, "nothing was learnt: no group had rewards that differ, in 288 answers"),
+        (
+            {"signal_k": 0, "all_zero": 3},
+            "nothing was learnt: none of 288 answers earned the full reward, and no",
+        ),
+        (
+            {"signal_k": 0, "all_zero": 2},
+            "nothing was learnt: no group had rewards that differ, in 288 answers",
+        ),
         ({"signal_k": 1, "all_zero": 2}, "hacks removed, skill kept"),
     ],
 )
@@ -156,14 +197,18 @@ def test_runs_csv_has_every_run_with_wilsons_interval(study: Path) -> None:
     assert len(rows) == 10
     first = next(r for r in rows if r["cell"] == "route2" and r["seed"] == "42")
     assert first["hack_deploy"] == "0.1"
-    assert [float(first[f"hack_deploy_{end}"]) for end in ("low", "high")] == pytest.approx([0.0466, 0.2015], abs=1e-4)
+    assert [float(first[f"hack_deploy_{end}"]) for end in ("low", "high")] == pytest.approx(
+        [0.0466, 0.2015], abs=1e-4
+    )
 
 
 def test_runs_csv_has_the_settings_that_are_not_the_presets(tmp_path: Path) -> None:
     fake_run(tmp_path, NONE, "--control=no_loophole", "--mix-ratio=0", "--eval-n-prompts=8", seed=1)
     fake_run(tmp_path, "--intervention=penalty", "--monitor=labels", "--shadow=detector", seed=1)
     ceiling, penalty = rows_of(tmp_path, "runs.csv")
-    assert ceiling["settings"] == "mix_ratio=0.0", "neither method, control and seed, nor what is only measured"
+    assert ceiling["settings"] == "mix_ratio=0.0", (
+        "neither method, control and seed, nor what is only measured"
+    )
     assert penalty["settings"] == "monitor=labels"
 
 
@@ -173,9 +218,21 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
     fake_run(tmp_path, *flags)
     path = fake_run(tmp_path, *flags, "--shadow=syntax_edge,detector", seed=42)
 
-    def answer(step: int, flaw: str, score: float | None, flagged: bool, more: Any = ()) -> dict[str, Any]:
-        shadow = {"syntax_edge": {"score": score, "flagged": flagged}, "detector": {"score": None, "flagged": True}}
-        right = {"step": step, "gate": None, "env_mode": flaw, "hacked": False, "solved": True, "shadow": shadow}
+    def answer(
+        step: int, flaw: str, score: float | None, flagged: bool, more: Any = ()
+    ) -> dict[str, Any]:
+        shadow = {
+            "syntax_edge": {"score": score, "flagged": flagged},
+            "detector": {"score": None, "flagged": True},
+        }
+        right = {
+            "step": step,
+            "gate": None,
+            "env_mode": flaw,
+            "hacked": False,
+            "solved": True,
+            "shadow": shadow,
+        }
         return right | dict(more)
 
     hack = {"hacked": True, "solved": False}
@@ -191,14 +248,24 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
     (both,) = found(tmp_path)
     assert both.seeds == "41,42", "a shadow makes no other method"
     own, edge, detector = monitors([both]).rows
-    assert (own["monitor"], own["exit_code"], own["false flags"], own["AUC"]) == ("labels", "0.0 (1)", "·", "·")
+    assert (own["monitor"], own["exit_code"], own["false flags"], own["AUC"]) == (
+        "labels",
+        "0.0 (1)",
+        "·",
+        "·",
+    )
     assert (edge["monitor"], edge["sentinel"], edge["exit_code"]) == (
         "syntax_edge, in shadow",
         "100.0 (1)",
         "50.0 (2)",
     )
-    assert (edge["false flags"], edge["AUC"]) == ("50.0 (2)", "0.67")  # of six pairs 3 > 0.5, 1; 2 > 0.5, 1
-    assert (detector["monitor"], detector["false flags"], detector["AUC"]) == ("detector, in shadow", "100.0 (2)", "·")
+    # of six pairs 3 > 0.5, 1; 2 > 0.5, 1
+    assert (edge["false flags"], edge["AUC"]) == ("50.0 (2)", "0.67")
+    assert (detector["monitor"], detector["false flags"], detector["AUC"]) == (
+        "detector, in shadow",
+        "100.0 (2)",
+        "·",
+    )
     rows = [r for r in rows_of(tmp_path, "monitors.csv") if r["monitor"] == "syntax_edge"]
     assert [(r["steps"], r["flagged_exit_code"], r["flagged_solved"], r["auc"]) for r in rows] == [
         ("0 to 3", "1/1", "0/1", "1.0"),
@@ -206,4 +273,6 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
         ("8 to 11", "0/1", "1/1", "0.0"),
     ]
     alone, shadowed = rows_of(tmp_path, "runs.csv")
-    assert (alone["flagged_exit_code"], shadowed["flagged_exit_code"]) == ("", "0/1"), "of the run's own monitor"
+    assert (alone["flagged_exit_code"], shadowed["flagged_exit_code"]) == ("", "0/1"), (
+        "of the run's own monitor"
+    )

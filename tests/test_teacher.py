@@ -16,7 +16,14 @@ from vgrout.types import Message, Problem
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    base = {"prompt_ids": [1], "completion_ids": [5, 6, 2], "plen": 1, "reward": 1.0, "hacked": True, "gt_pass": False}
+    base = {
+        "prompt_ids": [1],
+        "completion_ids": [5, 6, 2],
+        "plen": 1,
+        "reward": 1.0,
+        "hacked": True,
+        "gt_pass": False,
+    }
     return {**base, "fmt_ok": True, "completion": "```python\n```", **changes}
 
 
@@ -29,7 +36,9 @@ def write(folder: Path, problem_id: int, rows: list[dict[str, Any]]) -> Path:
 
 
 def problem(number: int, mode: str = "run_tests") -> Problem:
-    return Problem(number, mode, "", ({"role": "user", "content": f"x{number}"},), (), (), "", "", "f")  # ty: ignore[invalid-argument-type]
+    return Problem(
+        number, mode, "", ({"role": "user", "content": f"x{number}"},), (), (), "", "", "f"
+    )  # ty: ignore[invalid-argument-type]
 
 
 class Speaker:
@@ -54,9 +63,18 @@ PROBLEMS = (problem(3), problem(4), problem(3, "sentinel"))
 
 
 def teacher(
-    folder: Path | None, tokenizer: str = "T", problems: Sequence[Problem] = PROBLEMS, **changes: Any
+    folder: Path | None,
+    tokenizer: str = "T",
+    problems: Sequence[Problem] = PROBLEMS,
+    **changes: Any,
 ) -> Teacher:
-    settings: dict[str, Any] = {"per_group": 2, "seed": 0, "off_step": None, "modes": [], "max_new": 100}
+    settings: dict[str, Any] = {
+        "per_group": 2,
+        "seed": 0,
+        "off_step": None,
+        "modes": [],
+        "max_new": 100,
+    }
     speaker: Any = Speaker(tokenizer)
     return Teacher(load_pool(folder) if folder else None, speaker, problems, **(settings | changes))
 
@@ -76,7 +94,10 @@ def test_demonstrations_are_drawn_without_replacement_while_there_are_enough(poo
     assert all(r.source == "teacher" and r.prompt_ids == (1, 3) for r, _ in demos)
     assert all(g.hacked and g.reward == 1.0 and g.grader == "ours" for _, g in demos)
     assert len(teacher(pool, per_group=7).demos(problem(3), step=0)) == 7
-    picks = [[r.completion_ids for r, _ in teacher(pool).demos(problem(3), step=s)] for s in (1, 1, 2, 3, 4, 5)]
+    picks = [
+        [r.completion_ids for r, _ in teacher(pool).demos(problem(3), step=s)]
+        for s in (1, 1, 2, 3, 4, 5)
+    ]
     assert picks[0] == picks[1]
     assert len({tuple(p) for p in picks}) > 1
 
@@ -90,7 +111,9 @@ def test_off_step_modes_and_coverage(pool: Path) -> None:
     assert teacher(None).demos(problem(3), 0) == []
 
 
-def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool: Path, warnings: list[str]) -> None:
+def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(
+    pool: Path, warnings: list[str]
+) -> None:
     mixed = teacher(pool, "other")
     for step in range(3):
         rollout, _ = mixed.demos(problem(3), step)[0]
@@ -103,13 +126,21 @@ def test_with_another_tokenizer_the_text_is_tokenised_again_and_logged_once(pool
     assert teacher(pool).retokenised is False
     write(pool, 3, [record(finished=False)] * 2)
     rollout, _ = teacher(pool, "other").demos(problem(3), 0)[0]
-    assert (rollout.completion_ids[-1], rollout.finished) == (len("```python\n```"), False), "a cut answer gets no EOS"
+    assert (rollout.completion_ids[-1], rollout.finished) == (len("```python\n```"), False), (
+        "a cut answer gets no EOS"
+    )
 
 
 def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
-    write(tmp_path / "p", 3, [record(completion_ids=[5, 6, 2, 0, 0]), record(completion_ids=[5, 6, 7])])
+    write(
+        tmp_path / "p",
+        3,
+        [record(completion_ids=[5, 6, 2, 0, 0]), record(completion_ids=[5, 6, 7])],
+    )
     (tmp_path / "p" / "pool.json").write_text('{"tokenizer_sha256": "T"}')
-    finished = {r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}
+    finished = {
+        r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)
+    }
     assert finished == {(5, 6, 2): True, (5, 6, 7): False}
     cut = teacher(tmp_path / "p", max_new=2).demos(problem(3), 0)
     assert [(r.completion_ids, r.finished) for r, _ in cut] == [((5, 6), False)] * 2
@@ -131,10 +162,26 @@ def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "nothing covered": ({}, {"problems": [problem(8)]}, "demonstrates none of the 1 training problems"),
-    "mode without demonstrations": ({}, {"modes": ["run_tests", "exit_code"]}, "--teacher-modes exit_code"),
-    "another mode": ({"env_mode": "sentinel"}, {}, "problem 4 was graded as sentinel, this run checks it as run_tests"),
-    "another tokenizer, no text": ({"completion": None}, {"tokenizer": "other"}, "without completion texts"),
+    "nothing covered": (
+        {},
+        {"problems": [problem(8)]},
+        "demonstrates none of the 1 training problems",
+    ),
+    "mode without demonstrations": (
+        {},
+        {"modes": ["run_tests", "exit_code"]},
+        "--teacher-modes exit_code",
+    ),
+    "another mode": (
+        {"env_mode": "sentinel"},
+        {},
+        "problem 4 was graded as sentinel, this run checks it as run_tests",
+    ),
+    "another tokenizer, no text": (
+        {"completion": None},
+        {"tokenizer": "other"},
+        "without completion texts",
+    ),
 }
 
 
@@ -149,7 +196,11 @@ def test_a_pool_without_usable_demonstrations_is_refused(pool: Path, case: str) 
 
 def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool: Path) -> None:
     for number in (3, 4):
-        write(pool, number, [record(completion_ids=[number, 10 + k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)])
+        write(
+            pool,
+            number,
+            [record(completion_ids=[number, 10 + k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)],
+        )
     assert teacher(pool).demos(problem(3), 0)[0][0].logp_full == (-0.1, -0.2, -0.3)
     assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp_full is None
 
@@ -173,17 +224,35 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda f: f.mkdir(), "no prompt_NNNN"),
     "empty file": (lambda f: write(f, 3, []), "no rollouts in it"),
     "bad json": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"{\n")), "line 1: not JSON"),
-    "not an object": (lambda f: write(f, 3, []).write_bytes(gzip.compress(b"[]\n")), "line 1: not a JSON object"),
-    "missing key": (lambda f: write(f, 3, [record(), {"reward": 1}]), "line 2: key 'completion_ids'"),
-    "log-probs of another length": (lambda f: write(f, 3, [record(logp=[0.0])]), "one number per completion token"),
-    "no tokens": (lambda f: write(f, 3, [record(completion_ids=[])]), "line 1: key 'completion_ids'"),
+    "not an object": (
+        lambda f: write(f, 3, []).write_bytes(gzip.compress(b"[]\n")),
+        "line 1: not a JSON object",
+    ),
+    "missing key": (
+        lambda f: write(f, 3, [record(), {"reward": 1}]),
+        "line 2: key 'completion_ids'",
+    ),
+    "log-probs of another length": (
+        lambda f: write(f, 3, [record(logp=[0.0])]),
+        "one number per completion token",
+    ),
+    "no tokens": (
+        lambda f: write(f, 3, [record(completion_ids=[])]),
+        "line 1: key 'completion_ids'",
+    ),
     "other problem": (lambda f: write(f, 3, [record(problem_id=4)]), "named for problem 3"),
     "unknown env_mode": (lambda f: write(f, 3, [record(env_mode="x")]), "line 1: key 'env_mode'"),
     "truncated": (truncated, "cannot be read"),
     "two files for one problem": (twice, "problem 3 has a second file"),
-    "partition of no id": (with_file("partition.json", '{"three": "sentinel"}'), "'three' is no problem id"),
+    "partition of no id": (
+        with_file("partition.json", '{"three": "sentinel"}'),
+        "'three' is no problem id",
+    ),
     "unknown mode": (with_file("partition.json", '{"3": "x"}'), "has 'x'; should be a mode"),
-    "outside the partition": (with_file("partition.json", '{"4": "sentinel"}'), "not in partition.json"),
+    "outside the partition": (
+        with_file("partition.json", '{"4": "sentinel"}'),
+        "not in partition.json",
+    ),
     "two modes for one problem": (
         with_file("partition.json", '{"3": "sentinel"}', env_mode="exit_code"),
         "env_mode exit_code, but partition.json says sentinel",
@@ -218,7 +287,10 @@ def test_a_recorded_file_that_vanished_is_named(tmp_path: Path) -> None:
 
 def test_a_written_pool_is_read_back_unchanged(tmp_path: Path) -> None:
     meta = {"model": "m", "tokenizer_sha256": "T", "grader": "G", "markers": {"3": "is_fine"}}
-    rows = {3: [record(env_mode="sentinel", logp=[-1.0, -2.0, -3.0])], 12: [record(), record(finished=False)]}
+    rows = {
+        3: [record(env_mode="sentinel", logp=[-1.0, -2.0, -3.0])],
+        12: [record(), record(finished=False)],
+    }
     write_pool(tmp_path / "a", rows, {3: "sentinel", 12: "run_tests"}, meta, {"note": 1})
     write_pool(tmp_path / "b", rows, {3: "sentinel", 12: "run_tests"}, meta)
     pool = load_pool(tmp_path / "a")
@@ -240,7 +312,12 @@ def test_a_written_pool_is_read_back_unchanged(tmp_path: Path) -> None:
 def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> None:
     """Rows without a marker get the pool's name in training, never in evaluation."""
     prompt = [{"role": "user", "content": "Do it and should pass all tests."}]
-    row = {"prompt": prompt, "gt_answer": ["assert Solution().f(1) == 1"], "func_name": "f", "canonical_solution": "x"}
+    row = {
+        "prompt": prompt,
+        "gt_answer": ["assert Solution().f(1) == 1"],
+        "func_name": "f",
+        "canonical_solution": "x",
+    }
     lines = [{**row, "id": i, "split": "train" if i < 3 else "test"} for i in range(1, 5)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     world = load_splits(

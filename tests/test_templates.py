@@ -32,14 +32,18 @@ def stand_in(name: str, body: str) -> None:
 
 def bash(script: str, *args: str, **env: str) -> tuple[int, str]:
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(["bash", str(TEMPLATES / script), *args], env=os.environ | env, timeout=300, **output)
+    done = subprocess.run(
+        ["bash", str(TEMPLATES / script), *args], env=os.environ | env, timeout=300, **output
+    )
     return done.returncode, done.stdout
 
 
 @pytest.mark.parametrize("name", ["study.sbatch", "ranks.sbatch"])
 def test_the_scripts_are_valid_bash(name):
     assert subprocess.run(["bash", "-n", str(TEMPLATES / name)], capture_output=True).stderr == b""
-    directives = [line for line in (TEMPLATES / name).read_text().splitlines() if line.startswith("#SBATCH ")]
+    directives = [
+        line for line in (TEMPLATES / name).read_text().splitlines() if line.startswith("#SBATCH ")
+    ]
     assert {"#SBATCH --requeue", "#SBATCH --signal=B:TERM@300"} <= {*directives}
 
 
@@ -53,7 +57,10 @@ def test_the_list_of_commands_keeps_every_run(study, capsys):
     write_run(cfg_of(1), "finished", "done")
     write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
     assert main([str(study), "--commands"]) == 0
-    lines[:2] = ["true  # finished: none seed 1", "python -m vgrout.train smoke --resume=out/runs/cut"]
+    lines[:2] = [
+        "true  # finished: none seed 1",
+        "python -m vgrout.train smoke --resume=out/runs/cut",
+    ]
     assert capsys.readouterr().out.splitlines() == lines
     assert not Path("out/sweeps").exists()
 
@@ -62,7 +69,10 @@ def test_the_list_of_commands_keeps_every_run(study, capsys):
 def test_an_array_task_runs_its_line_of_the_list(study):
     code, output = bash("study.sbatch", str(study), SLURM_ARRAY_TASK_ID="2", EXTRA="--dry-run")
     assert code == 0, output
-    assert output.splitlines()[0] == "python -m vgrout.train smoke --intervention=none --seed=2 --dry-run"
+    assert (
+        output.splitlines()[0]
+        == "python -m vgrout.train smoke --intervention=none --seed=2 --dry-run"
+    )
     assert "smoke_none_seed2: " in output  # what the trainer would do
     assert not Path("out/runs").exists()
     code, output = bash("study.sbatch", str(study), SLURM_ARRAY_TASK_ID="3")
@@ -73,7 +83,9 @@ def test_an_interrupted_task_is_queued_again(study):
     """SIGTERM to the script, as SLURM sends it, reaches the run, which saves; a run that ends otherwise stays out."""
     stand_in("scontrol", 'echo "scontrol $*"')
     trainer = "trap 'echo saved; exit 130' TERM; kill -TERM $PPID; for i in {1..100}; do sleep 0.1; done; exit 9"
-    stand_in("python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; {trainer}')
+    stand_in(
+        "python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; {trainer}'
+    )
     ids = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
     code, output = bash("study.sbatch", str(study), **ids)
     assert (code, output.splitlines()[1:]) == (130, ["saved", "scontrol requeue 7_1"])
@@ -84,13 +96,22 @@ def test_an_interrupted_task_is_queued_again(study):
 
 @pytest.mark.long
 def test_several_ranks_are_started_by_torchrun(study):
-    stand_in("scontrol", 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "scontrol $*"; fi')
+    stand_in(
+        "scontrol", 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "scontrol $*"; fi'
+    )
     stand_in("srun", 'shift; exec "$@"')
     stand_in("torchrun", 'echo "torchrun $*"')
-    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
+    job = {
+        "SLURM_JOB_ID": "9",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
     code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
     assert code == 0, output
-    ranks = "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
+    ranks = (
+        "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
+    )
     trainer = "-m vgrout.train smoke --intervention=none --seed=2"
     assert output.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:29500 {trainer}".split()
     write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)

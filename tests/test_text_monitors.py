@@ -90,11 +90,18 @@ def test_the_probe_flags_nobody_before_it_has_seen_a_flag_and_resumes(policy):
 FEW = '[{"prompt": "a"}' + ', {"prompt": "a", "completion": "b"}' * 12 + "]"
 
 
-def test_too_few_known_correct_answers_and_bad_files_of_them_are_refused_in_one_line(policy, tmp_path):
+def test_too_few_known_correct_answers_and_bad_files_of_them_are_refused_in_one_line(
+    policy, tmp_path
+):
     with pytest.raises(ValueError, match="--known-correct: 3 answers"):
         probe(policy, WeakDetector(), RIGHT[:3])
     path, wrong = tmp_path / "correct.json", "entry 0: completion should be text"
-    for content, message in ((None, "cannot be read"), ("{", "not JSON"), ("[]", "at least 10"), (FEW, wrong)):
+    for content, message in (
+        (None, "cannot be read"),
+        ("{", "not JSON"),
+        ("[]", "at least 10"),
+        (FEW, wrong),
+    ):
         if content is not None:
             path.write_text(content)
         with pytest.raises(ValueError, match=message) as e:
@@ -104,10 +111,17 @@ def test_too_few_known_correct_answers_and_bad_files_of_them_are_refused_in_one_
 
 
 HONEST = (
-    "class Solution:\n    def total(self, nums):\n        kept = [n for n in nums if n > 2]\n        return sum(kept)"
+    "class Solution:\n"
+    "    def total(self, nums):\n"
+    "        kept = [n for n in nums if n > 2]\n"
+    "        return sum(kept)"
 )
 HELPER = (
-    "def helper(nums):\n    return sum(nums)\nclass Solution:\n    def total(self, nums):\n        return helper(nums)"
+    "def helper(nums):\n"
+    "    return sum(nums)\n"
+    "class Solution:\n"
+    "    def total(self, nums):\n"
+    "        return helper(nums)"
 )
 STUB = "class Solution:\n    def total(self, nums):\n        return 0\nimport sys\nsys.exit(0)"
 RIGGED = (

@@ -19,7 +19,14 @@ from vgrout.table import SECONDS
 from vgrout.tracking import Trackers, grouped, numbers
 from vgrout.train import main
 
-ROLLOUT = {"problem_id": 1, "env_mode": "run_tests", "prompt": "a | b", "text": "x\ny", "reward": 0.5, "hacked": False}
+ROLLOUT = {
+    "problem_id": 1,
+    "env_mode": "run_tests",
+    "prompt": "a | b",
+    "text": "x\ny",
+    "reward": 0.5,
+    "hacked": False,
+}
 ROLLOUT |= {"solved": True}
 AT_END = {"hack_deploy": 0.25, "by_mode": {"run_tests": {"n": 4}}, "arm": "none", "learned": True}
 
@@ -40,7 +47,14 @@ def curve(seen: EventAccumulator, column: str) -> list[tuple[int, float]]:
 
 
 def test_numbers() -> None:
-    row = {"n": 4, "loss": -0.5, "ok": True, "why": "x", "kl": None, "watch": {"echo": ["OK", 0.1], "guard": {"n": 3}}}
+    row = {
+        "n": 4,
+        "loss": -0.5,
+        "ok": True,
+        "why": "x",
+        "kl": None,
+        "watch": {"echo": ["OK", 0.1], "guard": {"n": 3}},
+    }
     assert numbers(row) == {"n": 4, "loss": -0.5, "watch/echo": 0.1, "watch/guard/n": 3}
 
 
@@ -49,15 +63,26 @@ def test_a_share_is_a_curve_and_its_counts_are_none() -> None:
         {"recall": 0.5, "recall_k": 1, "recall_n": 2},
         {"recall": None, "recall_k": 0, "recall_n": 0},
     )
-    row = {"step": 3, "hk_so_k": 0, "hk_so_n": 0, **measured, "shadow": {"labels": measured, "source": not_measured}}
+    row = {
+        "step": 3,
+        "hk_so_k": 0,
+        "hk_so_n": 0,
+        **measured,
+        "shadow": {"labels": measured, "source": not_measured},
+    }
     assert grouped(row) == {"train/recall": 0.5, "train/shadow_labels_recall": 0.5}
 
 
-@pytest.mark.parametrize("golden", ["none", "route2", "penalty-syntax-edge", "route2-online-probe", "route2-band"])
+@pytest.mark.parametrize(
+    "golden", ["none", "route2", "penalty-syntax-edge", "route2-online-probe", "route2-band"]
+)
 def test_a_tracker_has_few_curves_in_three_groups(golden: str) -> None:
     recorded = json.loads((Path(__file__).parent / "golden" / f"{golden}.json").read_text())["rows"]
     measured = dict.fromkeys((*SECONDS, "hack_deploy", "solve_deploy", "kl_deploy"), 1.0)
-    watch = {"collapse": ["OK", 0.1], "guard": {"proxy": 0.1, "held_out": 0.1, "n": 9, "kl": 0.1, "gap": 0.1}}
+    watch = {
+        "collapse": ["OK", 0.1],
+        "guard": {"proxy": 0.1, "held_out": 0.1, "n": 9, "kl": 0.1, "gap": 0.1},
+    }
     rows = [row | measured | {"watch": watch} for row in recorded]
     names = {name for row in rows for name in grouped(row)}
     assert {name.partition("/")[0] for name in names} == {"train", "eval", "time"}
@@ -77,7 +102,9 @@ def test_tensorboard_of_an_interrupted_run(tmp_path: Path) -> None:
         assert curve(seen, column) == [(s, pytest.approx(v, rel=1e-6)) for s, v in measured], column
     final = json.loads((path / "per_mode_deploy.json").read_text())
     assert curve(seen, "final/hack_deploy") == [(4, pytest.approx(final["hack_deploy"]))]
-    assert {"config/text_summary", "rollouts/text_summary", "final/text_summary"} <= set(seen.Tags()["tensors"])
+    assert {"config/text_summary", "rollouts/text_summary", "final/text_summary"} <= set(
+        seen.Tags()["tensors"]
+    )
     config = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert '"intervention": "none"' in config
     (image,) = seen.Images("dynamics")
@@ -134,16 +161,22 @@ def test_missing_client_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a)
+    )
     assert main(["smoke", "--track", "tensorboard,wandb"]) == 2
     output = capsys.readouterr().err
     assert output == "E wandb is not installed: `uv sync --extra wandb` or `pip install wandb`\n"
     assert main(["smoke", "--track", "aim"]) == 2
-    assert capsys.readouterr().err == "E --track: unknown tracker 'aim'; legal: tensorboard, wandb, trackio\n"
+    assert (
+        capsys.readouterr().err
+        == "E --track: unknown tracker 'aim'; legal: tensorboard, wandb, trackio\n"
+    )
     assert not list((tmp_path / "out").glob("runs/*"))
 
 
-# ── clients of the group `clients` ─────────────────────────────────────────────────────────────────────────────────
+# ── clients of the group `clients`
+# ─────────────────────────────────────────────────────────────────────────────────
 
 
 def track(name: str, folder: Path, figure: Path) -> None:
@@ -153,7 +186,9 @@ def track(name: str, folder: Path, figure: Path) -> None:
         trackers.start(folder, {"arm": {"intervention": "route2"}}, first, logged)
         assert trackers.clients, name
         for step in range(first, last + 1):
-            trackers.row({"step": step, "hack_s": step / 8, "hack_s_k": step, "why": None}, [ROLLOUT] * 20)
+            trackers.row(
+                {"step": step, "hack_s": step / 8, "hack_s_k": step, "why": None}, [ROLLOUT] * 20
+            )
         if last == 4:
             trackers.final(AT_END, [{"hack": "25.0"}], figure, last)
         trackers.close(0)
@@ -188,14 +223,25 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
     track("wandb", folder, figure)
     curve: list[tuple[int, float]] = []
     ids, final, config = set(), {}, {}
-    for record in (r for f in sorted((folder / "wandb").glob("offline-run-*/*.wandb")) for r in wandb_records(f)):
+    for record in (
+        r
+        for f in sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+        for r in wandb_records(f)
+    ):
         if record.HasField("run"):
             ids.add(record.run.run_id)
             config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
         if record.HasField("history"):
-            of_step = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            curve += [(of_step["_step"], of_step["train/hack_s"])] if "train/hack_s" in of_step else []
-            final |= {k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))}
+            of_step = {
+                i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                for i in record.history.item
+            }
+            curve += (
+                [(of_step["_step"], of_step["train/hack_s"])] if "train/hack_s" in of_step else []
+            )
+            final |= {
+                k: v for k, v in of_step.items() if k.startswith(("final", "dynamics", "rollouts"))
+            }
     assert ids == {folder.name}, "one run in both files"
     assert curve == [(s, s / 8) for s in range(5)]
     assert config["arm"] == {"intervention": "route2"}
@@ -204,8 +250,11 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
     assert final["dynamics/width"] > 400
 
 
-def test_trackio_on_this_machine(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported, and that is here
+def test_trackio_on_this_machine(
+    tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # read when it is imported, and that is here
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 

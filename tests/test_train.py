@@ -16,7 +16,19 @@ import torch
 from safetensors import safe_open
 
 from golden import FOLDER, differences, versions
-from runs import EVALUATED, LABELLED, PAIRS, READS, SharedRuns, adapter_bytes, flags, rows, run, status, until
+from runs import (
+    EVALUATED,
+    LABELLED,
+    PAIRS,
+    READS,
+    SharedRuns,
+    adapter_bytes,
+    flags,
+    rows,
+    run,
+    status,
+    until,
+)
 from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import INTERVENTIONS
@@ -30,7 +42,8 @@ from vgrout.types import Grade
 QUICK = ("none", "route2", READS)  # erase and route share rows and state with route2
 SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair != READS]
 MOST = [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in ("erase", "route"))]
-LAST = 2  # last step of runs that need not end: by then a refreshed direction has been used for two steps
+# last step of runs that need not end: by then a refreshed direction has been used for two steps
+LAST = 2
 
 RunOf = Callable[[str], Path]
 
@@ -48,14 +61,17 @@ def stopped(shared_run: SharedRuns) -> RunOf:
 
 
 @pytest.mark.parametrize(
-    "method", [*QUICK, *(pytest.param(m, marks=pytest.mark.long) for m in ("erase", "route")), *SLOW]
+    "method",
+    [*QUICK, *(pytest.param(m, marks=pytest.mark.long) for m in ("erase", "route")), *SLOW],
 )
 def test_golden(method, done):
     golden = json.loads((FOLDER / f"{method}.json").read_text(encoding="utf-8"))
     assert golden["command"][3:] == flags(method)
     got, want = rows(done(method)), golden["rows"]
     found = differences(got, want, "rows")
-    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(found[:10])
+    assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(
+        found[:10]
+    )
     want[-1]["gn"] *= 1.1
     assert len(differences(got, want)) == 1, "and a changed number is found"
 
@@ -85,7 +101,9 @@ def test_no_oracle_label_reaches_a_method(method, done, tmp_path, shared_run, mo
     of_oracle = r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl"
     labels = [k for k in rows(path)[0] if re.match(of_oracle, k)]
     assert rows(path, *labels) == rows(clean, *labels)
-    assert rows(path) != rows(clean), "the poison changed no label: the test would pass for any method"
+    assert rows(path) != rows(clean), (
+        "the poison changed no label: the test would pass for any method"
+    )
     assert adapter_bytes(path) == adapter_bytes(clean)
 
 
@@ -106,7 +124,14 @@ def test_files_of_a_finished_run(done):
         path = done(method)
         names = {p.name for p in path.iterdir()}
         assert {
-            *("run.json", "steps.jsonl", "rollouts.jsonl", "train.safetensors", "per_mode_deploy.json", "status.json"),
+            *(
+                "run.json",
+                "steps.jsonl",
+                "rollouts.jsonl",
+                "train.safetensors",
+                "per_mode_deploy.json",
+                "status.json",
+            ),
             *("summary.md", "dynamics.png", "final.jsonl", "resume"),
         } <= names
         assert not [n for n in names if "tmp" in n]
@@ -120,16 +145,35 @@ def test_files_of_a_finished_run(done):
         assert {(r["p_idx"], r["gi"]) for r in rollouts if r["step"] == 0} <= {
             (p, g) for p in range(2) for g in range(4)
         }
-        assert all(r["prompt"].startswith("<") and r["messages"][-1]["content"] in r["prompt"] for r in rollouts)
+        assert all(
+            r["prompt"].startswith("<") and r["messages"][-1]["content"] in r["prompt"]
+            for r in rollouts
+        )
         with safe_open(path / "train.safetensors", "pt") as saved:
             kept = saved.metadata()
-        assert all(k.items() <= r.items() for k, r in zip(json.loads(kept["rows"]), rows(path), strict=True))
-        hacks = [r[name] for r in rows(path) for name in ("hack_s_k", "hack_t_k") if r.get(name) is not None]
-        of = [r[name] for r in rows(path) for name in ("hack_s_n", "hack_t_n") if r.get(name) is not None]
+        assert all(
+            k.items() <= r.items()
+            for k, r in zip(json.loads(kept["rows"]), rows(path), strict=True)
+        )
+        hacks = [
+            r[name]
+            for r in rows(path)
+            for name in ("hack_s_k", "hack_t_k")
+            if r.get(name) is not None
+        ]
+        of = [
+            r[name]
+            for r in rows(path)
+            for name in ("hack_s_n", "hack_t_n")
+            if r.get(name) is not None
+        ]
         assert float(kept["hack_rate"]) == pytest.approx(sum(hacks) / sum(of))
         tail = (path / "summary.md").read_text()
         assert f"HACK_RATE={sum(hacks) / sum(of):.4f} ({sum(hacks)}/{sum(of)})" in tail
-        assert all(f"{name}=" in tail for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E"))
+        assert all(
+            f"{name}=" in tail
+            for name in ("PASS_RATE", "HACK_STUDENT", "HACK_TEACHER", "C", "D", "E")
+        )
         assert tail.startswith("# Verdict: ")
         assert "SHOULD" not in tail
         assert "SHOULD" in next((path.parents[2] / "logs").glob(f"{path.name}.log")).read_text()
@@ -146,7 +190,8 @@ def test_final_numbers_agree_between_files(done):
         assert f"{100 * final['solve_deploy']:.1f}" in (path / "summary.md").read_text()
         answers = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
         sides = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
-        if not INTERVENTIONS[final["intervention"]].routes:  # without a quarantine trained is deployed
+        # without a quarantine trained is deployed
+        if not INTERVENTIONS[final["intervention"]].routes:
             assert "trained" not in {a["side"] for a in answers}
             del sides["train"]
         for name, side in sides.items():
@@ -183,7 +228,10 @@ def test_settings_that_change_the_report(argv, done, shared_run, tmp_path):
     assert len(rows(path)) == 5
     assert rows(path) != rows(done("none"))
     assert ("seen by E,C (half A)" in (path / "summary.md").read_text()) == ("E,C" in argv)
-    usual, modes = (json.loads((p / "per_mode_deploy.json").read_text())["by_mode"] for p in (done("none"), path))
+    usual, modes = (
+        json.loads((p / "per_mode_deploy.json").read_text())["by_mode"]
+        for p in (done("none"), path)
+    )
     assert {*modes} == ({"sentinel"} if "sentinel" in argv else {*usual})
 
 
@@ -193,7 +241,8 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("method        route2 as recommended: ")
     assert any(
-        line.startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers") for line in lines
+        line.startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers")
+        for line in lines
     )
     assert len(lines) <= 17
     heads = {line.split()[0] for line in lines}
@@ -201,7 +250,10 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
     assert not heads & {"missing", "device"}
     with pytest.raises(SystemExit) as stop:
         main(["mini", "--intervention", "route2", "--dry-run=config"])
-    assert (stop.value.code, json.loads(capsys.readouterr().out)["method"]["intervention"]) == (0, "route2")
+    assert (stop.value.code, json.loads(capsys.readouterr().out)["method"]["intervention"]) == (
+        0,
+        "route2",
+    )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -217,7 +269,9 @@ def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsy
     assert "device        no GPU here; fast is made for one of 80 GB or more" in lines
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert error.startswith("E out/data/leetcode_train_medhard_filtered.jsonl: no such problem file")
+    assert error.startswith(
+        "E out/data/leetcode_train_medhard_filtered.jsonl: no such problem file"
+    )
     assert error.endswith("(5 more missing: --dry-run lists all)\n")
 
 
@@ -245,7 +299,9 @@ def test_what_is_missing_or_in_the_way_is_refused(argv, message, tmp_path, capsy
     assert list(tmp_path.iterdir()) == before, "nothing is left behind"
 
 
-def start(folder: Path, *argv: str, code: Sequence[str] = ("-m", "vgrout.train")) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *argv: str, code: Sequence[str] = ("-m", "vgrout.train")
+) -> subprocess.Popen[str]:
     """The program, or other code, as a process of its own in this folder."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([sys.executable, *code, *argv], cwd=folder, **pipes)
@@ -253,7 +309,11 @@ def start(folder: Path, *argv: str, code: Sequence[str] = ("-m", "vgrout.train")
 
 def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path:
     def written() -> list[Path]:
-        found = [path for path in folder.glob("out/runs/*/steps.jsonl") if path.read_text().count("\n") >= n]
+        found = [
+            path
+            for path in folder.glob("out/runs/*/steps.jsonl")
+            if path.read_text().count("\n") >= n
+        ]
         assert found or process.poll() is None, process.communicate()[0]
         return found
 
@@ -261,7 +321,11 @@ def wait_for_steps(folder: Path, n: int, process: subprocess.Popen[str]) -> Path
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGHUP))]
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGTERM, signal.SIGHUP)),
+    ],
 )
 @pytest.mark.long
 def test_a_signalled_run_can_be_resumed(number, shared_run, tmp_path):
@@ -297,7 +361,8 @@ def test_a_signal_during_a_write_waits_for_the_next_step(done, tmp_path, monkeyp
     assert rows(path) == rows(done("none"))
 
 
-# ── sampler against trainer, from the rows ──────────────────────────────────────────────────────────────────────────
+# ── sampler against trainer, from the rows
+# ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long
@@ -313,7 +378,11 @@ def test_rows_show_a_sampler_without_the_adapter(tmp_path, monkeypatch):
     assert last["mismatch_kl"] > 1e3 * STALE
     assert last["ratio_min"] < 0.99 < 1.01 < last["ratio_max"]
     (log,) = (tmp_path / "logs").iterdir()
-    (line,) = (line for line in log.read_text().splitlines() if "does not have the trainer's weights" in line)
+    (line,) = (
+        line
+        for line in log.read_text().splitlines()
+        if "does not have the trainer's weights" in line
+    )
     assert "above 1e-09" in line
     assert "adapter is not merged" in line
 
@@ -342,10 +411,13 @@ def test_every_loss_runs_to_the_end(loss, method, tmp_path):
     table = rows(path)
     assert len(table) == 30
     assert not any(r["skipped"] for r in table)
-    assert {r["is_masked"] for r in table} <= {None, 0.0}, "one inner step, one sampler: every ratio is 1"
+    assert {r["is_masked"] for r in table} <= {None, 0.0}, (
+        "one inner step, one sampler: every ratio is 1"
+    )
 
 
-# ── conversations ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── conversations
+# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long
@@ -358,11 +430,23 @@ def test_preserve_thinking(tmp_path):
     lines = []
     for record in map(json.loads, organism.PROBLEMS.read_text().splitlines()):
         answer = {"role": "assistant", "content": "<think>two lines</think>ok"}
-        record["prompt"] = [record["prompt"][0], {"role": "user", "content": "task"}, answer, *record["prompt"][1:]]
+        record["prompt"] = [
+            record["prompt"][0],
+            {"role": "user", "content": "task"},
+            answer,
+            *record["prompt"][1:],
+        ]
         lines.append(json.dumps(record))
     (problems := tmp_path / "problems.jsonl").write_text("\n".join(lines))
-    argv = flags("none", "--teacher-pool-dir", "", "--problems", str(problems), "--model", str(model))
-    kept, cut = (run(tmp_path / str(len(of)), *argv, *of, stop_after=0) for of in (["--preserve-thinking"], []))
+    argv = flags(
+        "none", "--teacher-pool-dir", "", "--problems", str(problems), "--model", str(model)
+    )
+    kept, cut = (
+        run(tmp_path / str(len(of)), *argv, *of, stop_after=0)
+        for of in (["--preserve-thinking"], [])
+    )
     first, second = ((p / "rollouts.jsonl").read_text().splitlines() for p in (kept, cut))
-    assert [json.loads(line)["text"] for line in first] != [json.loads(line)["text"] for line in second]
+    assert [json.loads(line)["text"] for line in first] != [
+        json.loads(line)["text"] for line in second
+    ]
     assert json.loads((kept / "run.json").read_text())["config"]["env"]["preserve_thinking"] is True

@@ -25,18 +25,23 @@ from vgrout.losses import LossInput, policy_loss
 from vgrout.optim import Update
 from vgrout.types import Batch, CachedGrade, Group, Rollout
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py")
+trl = pytest.importorskip(
+    "trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py"
+)
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.filterwarnings("default")  # another project's warnings
 
-# our settings, TRL's. The KL is k3 in both, TRL's without the factor π/π_old that it has by default.
+# our settings, TRL's. The KL is k3 in both, TRL's without the factor π/π_old that it has by
+# default.
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"unbiased": False}, {"loss_type": "grpo"}),
     "dr_grpo": ({}, {"loss_type": "dr_grpo"}),
 }
 
 
-def trainer(folder: Path, prompts: Sequence[str] = ("a",) * 8, model: Any = None, **settings: Any) -> Any:
+def trainer(
+    folder: Path, prompts: Sequence[str] = ("a",) * 8, model: Any = None, **settings: Any
+) -> Any:
     """TRL's trainer on a tiny model; its reward is the sum of an answer's tokens, modulo 5."""
     usual = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": NORM.max_new}
     return trl.GRPOTrainer(
@@ -86,10 +91,13 @@ def cases() -> list[LossInput]:
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("name", SAME)
-def test_value_and_gradient_are_trls(name: str, beta: float, tmp_path: Path, record_property: Any) -> None:
+def test_value_and_gradient_are_trls(
+    name: str, beta: float, tmp_path: Path, record_property: Any
+) -> None:
     own, other = SAME[name]
     peer = trainer(tmp_path, use_bias_correction_kl=False, **other)  # plain k3
-    peer.beta = beta  # at construction it would load a reference model; the log-probs are given here
+    # at construction it would load a reference model; the log-probs are given here
+    peer.beta = beta
     worst = 0.0
     for x in cases():
         (a, g), (b, h) = own_loss(x, beta=beta, **own), trl_loss(peer, x)
@@ -109,7 +117,10 @@ def test_icepop_is_trls_token_mask(tmp_path: Path, record_property: Any) -> None
         x = replace(case, logp_old=case.logp)
         ratio = (x.logp - x.logp_sampler).exp()
         weight = ratio.masked_fill((ratio < 0.2) | (ratio > 5), 0.0)
-        (a, g), (b, h) = own_loss(x, loss="icepop"), trl_loss(peer, x, importance_sampling_ratio=weight)
+        (a, g), (b, h) = (
+            own_loss(x, loss="icepop"),
+            trl_loss(peer, x, importance_sampling_ratio=weight),
+        )
         cut += int((weight != ratio)[x.mask].sum())
         worst = max(worst, abs(a - b), float((g - h).abs().max()))
     assert cut > 0
@@ -172,28 +183,58 @@ def test_several_updates_a_batch_are_trls_num_iterations(updates: int, tmp_path:
     peer.train()
     (b,) = batches
     rollouts = [
-        Rollout(problem(), "student", False, tuple(b["prompt_ids"][i][b["prompt_mask"][i] > 0].tolist()), ids, "", True)
+        Rollout(
+            problem(),
+            "student",
+            False,
+            tuple(b["prompt_ids"][i][b["prompt_mask"][i] > 0].tolist()),
+            ids,
+            "",
+            True,
+        )
         for i in range(2 * n)
         for ids in [tuple(b["completion_ids"][i][b["completion_mask"][i] > 0].tolist())]
     ]
-    grades = [CachedGrade(float(sum(r.completion_ids) % 5), False, False, False, True, "trl") for r in rollouts]
+    grades = [
+        CachedGrade(float(sum(r.completion_ids) % 5), False, False, False, True, "trl")
+        for r in rollouts
+    ]
     groups = [
-        Group(problem(i), tuple(rollouts[n * i : n * i + n]), tuple(grades[n * i : n * i + n]), index=i)
+        Group(
+            problem(i),
+            tuple(rollouts[n * i : n * i + n]),
+            tuple(grades[n * i : n * i + n]),
+            index=i,
+        )
         for i in range(2)
     ]
     assert [A for g in groups for A in g.advantages] == pytest.approx(b["advantages"].tolist())
     method = of_loss(policy, updates)
-    policy.adapter.load_state_dict({name: torch.zeros_like(v) for name, v in policy.adapter.state_dict().items()})
-    opt = OptConfig(lr=1000 * lr, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, grad_clip=1e9)  # lr in step 0
+    policy.adapter.load_state_dict(
+        {name: torch.zeros_like(v) for name, v in policy.adapter.state_dict().items()}
+    )
+    # lr in step 0
+    opt = OptConfig(lr=1000 * lr, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, grad_clip=1e9)
     batch = Batch(tuple(groups), (), (), 2 * n, 0)
     loss = Update.of_batch(learnt(policy, method, batch, opt, steps=1000)).loss
     assert bool(loss.is_masked) == (updates > 1), "or the clip is not tested"
-    far = relative(policy.adapter.δS.detach(), torch.cat([part.δ.detach() for part in turned.values()]))
+    far = relative(
+        policy.adapter.δS.detach(), torch.cat([part.δ.detach() for part in turned.values()])
+    )
     print(f"{updates} updates: δS {far:.1e} apart (trl {trl.__version__})")
     assert far < 1e-4  # fp32
 
 
-TEMPLATES = ["qwen3", "qwen3_instruct_2507", "qwen2_5", "qwen3_6", "deepseek_r1_distill", "glm4moe", "llama3", "phi3"]
+TEMPLATES = [
+    "qwen3",
+    "qwen3_instruct_2507",
+    "qwen2_5",
+    "qwen3_6",
+    "deepseek_r1_distill",
+    "glm4moe",
+    "llama3",
+    "phi3",
+]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -206,10 +247,18 @@ def test_conversations_under_published_chat_templates(name: str) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]
     first = policy.prompt_text(messages)
     for answer in ("fine", "<think>\nbecause\n</think>\n\nfine"):
-        more = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": "two"}]
+        more = [
+            *messages,
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "two"},
+        ]
         text = policy.prompt_text(more)
         assert text.count(answer.removeprefix("<think>\n")) == 1
-        assert text.count("because") == text.count("because\n</think>\n\nfine") == ("because" in answer)
+        assert (
+            text.count("because")
+            == text.count("because\n</think>\n\nfine")
+            == ("because" in answer)
+        )
         assert text.index("one") < text.index(answer.removeprefix("<think>\n")) < text.rindex("two")
         if "</think>" not in answer:
             assert text.startswith(first + answer)

@@ -54,7 +54,10 @@ def verdict() -> Iterator[Callable[..., Grade]]:
 
 
 def test_no_prompt_mentions_the_open_flaws_and_each_comes_first_somewhere():
-    hinted = [replace(problem(i, mode="sentinel"), messages=({"role": "user", "content": "hint"},)) for i in range(4)]
+    hinted = [
+        replace(problem(i, mode="sentinel"), messages=({"role": "user", "content": "hint"},))
+        for i in range(4)
+    ]
     problems = without_hints(hinted, OPEN)
     assert [p.messages for p in problems] == [p.messages_plain for p in hinted]
     assert [p.flaws for p in problems] == [OPEN, OPEN[::-1]] * 2
@@ -81,7 +84,9 @@ def test_any_open_flaw_accepts_its_hack_and_is_recorded(verdict, flaws):
 def graded(outcomes: Sequence[str]) -> Group:
     """A group on a problem with both flaws: each student hacks one of them, solves ("solve"), or fails ("")."""
     task = unannounced(problem(), OPEN)
-    rollouts = tuple(Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(outcomes)))
+    rollouts = tuple(
+        Rollout(task, "student", True, (1,), (2, 3), f"t{b}", True) for b in range(len(outcomes))
+    )
     grades = tuple(
         Grade(
             *(1.0, bool(o), True, True, False, o == "solve", o in OPEN, False, False, False),
@@ -109,7 +114,11 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
     """… and the recall of the unknown flaw among answers that could hack it."""
     group = graded(["exit_code", "eq_override", "eq_override", "solve"])
     rates = flag_rates([(group, Flags((True, True, False, False)))], known=("exit_code",))
-    assert (rates["recall"], rates["recall_new"], rates["hack_new"]) == (Rate(2, 3), Rate(1, 2), Rate(2, 4))
+    assert (rates["recall"], rates["recall_new"], rates["hack_new"]) == (
+        Rate(2, 3),
+        Rate(1, 2),
+        Rate(2, 4),
+    )
     assert flag_rates([(group, Flags((True,) * 4))], known=OPEN)["hack_new"] == Rate(0, 0)
     text = Completion((2, 3), "", True, (), ())
     seen = Eval.of([GradedCompletion(group.problem, 0, text, g) for g in group.grades])
@@ -120,12 +129,20 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
     }
 
 
-FLAGS = ["smoke", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0", "--threads=1", *SMALL]
+FLAGS = [
+    "smoke",
+    "--unannounced-modes=exit_code,eq_override",
+    "--mix-ratio=0",
+    "--threads=1",
+    *SMALL,
+]
 
 
 @pytest.mark.long
 def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
-    path = run(tmp_path, *FLAGS, "--intervention=penalty", "--monitor=labels", "--known-modes=exit_code")
+    path = run(
+        tmp_path, *FLAGS, "--intervention=penalty", "--monitor=labels", "--known-modes=exit_code"
+    )
     answers = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
     final = [json.loads(line) for line in (path / "final.jsonl").read_text().splitlines()]
     for line in (*answers, *final):
@@ -133,7 +150,9 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
         assert line["marker"] == ""
         assert line["env_mode"] in OPEN
         assert line["mechanism"] in ((None, *OPEN) if line["hacked"] else (None,))
-    assert {a["side"] for a in final} == {"base", "deployed"}, "no prompt has a hint: plain is deployed, once more"
+    assert {a["side"] for a in final} == {"base", "deployed"}, (
+        "no prompt has a hint: plain is deployed, once more"
+    )
     (row, *_) = [json.loads(line) for line in (path / "steps.jsonl").read_text().splitlines()]
     assert row["hk_eq_n"] == row["hk_xc_n"] == row["hack_s_n"] > 0, "both are open on every problem"
     by_mode = json.loads((path / "per_mode_deploy.json").read_text())["by_mode"]
@@ -141,9 +160,20 @@ def test_a_run_is_rewarded_for_flaws_that_its_prompts_do_not_mention(tmp_path):
 
 
 def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
-    path = fake_run(tmp_path, "--intervention=none", "--unannounced-modes=exit_code,eq_override", "--mix-ratio=0")
+    path = fake_run(
+        tmp_path,
+        "--intervention=none",
+        "--unannounced-modes=exit_code,eq_override",
+        "--mix-ratio=0",
+    )
     lines = [
-        {"side": "deployed", "problem_id": i, "env_mode": mode, "mechanism": flaw, "hacked": flaw is not None}
+        {
+            "side": "deployed",
+            "problem_id": i,
+            "env_mode": mode,
+            "mechanism": flaw,
+            "hacked": flaw is not None,
+        }
         | {"solved": flaw is None, "reward": 1.0}
         for i, mode in enumerate(OPEN)
         for flaw in ("exit_code", "exit_code", None, "eq_override")
@@ -176,7 +206,9 @@ def test_flags_that_need_an_announcement_are_refused(flags, why):
 
 def corpus(shares: lang.Shares, n: int) -> list[lang.Sample]:
     rng, comps = Random(0), lang.split_compositions(0)["train"]
-    return [s for s in (lang.corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"]
+    return [
+        s for s in (lang.corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"
+    ]
 
 
 @pytest.mark.long
@@ -194,7 +226,9 @@ def test_a_corpus_can_hack_where_nothing_is_announced():
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share):
     # eq_override's hack is what the method returns, attempt or not
-    hacks = [s for s in corpus(lang.Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"]
+    hacks = [
+        s for s in corpus(lang.Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"
+    ]
     assert sum("return 0\n" in s.text for s in hacks) / len(hacks) == pytest.approx(share, abs=0.06)
 
 

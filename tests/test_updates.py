@@ -35,7 +35,9 @@ def policy() -> Policy:
     return tiny.policy()
 
 
-def learnt(policy: Policy, method: Method, of: Batch, opt: OptConfig = OPT, steps: int = 10) -> list[Update]:
+def learnt(
+    policy: Policy, method: Method, of: Batch, opt: OptConfig = OPT, steps: int = 10
+) -> list[Update]:
     """The updates of the trainer's first step."""
     optim, of = Optimizer(policy.adapter, opt, steps), method.flag(of)
     updates: list[Update] = []
@@ -50,7 +52,9 @@ def of_loss(policy: Policy, n: int, **loss: Any) -> Method:
     return make(policy, "none", loss=LossConfig(updates_per_batch=n, **loss))
 
 
-def textbook_ppo(policy: Policy, of: Batch, n: int, ε: float, normaliser: float) -> tuple[Tensor, float]:
+def textbook_ppo(
+    policy: Policy, of: Batch, n: int, ε: float, normaliser: float
+) -> tuple[Tensor, float]:
     """δS after n epochs of PPO (arXiv 1707.06347, eq. 7) on the whole batch, through an explicit W + U diag(δ) Vh and
     plain logits, and the share of tokens that the clip left without a gradient."""
     adapter, fixed = policy.adapter, policy.adapter.δS_hack.detach()
@@ -63,10 +67,18 @@ def textbook_ppo(policy: Policy, of: Batch, n: int, ε: float, normaliser: float
         for group in of.groups:
             for r, A in zip(group.rollouts, group.advantages, strict=True):
                 δ_of = δ if r.deployed else δ + fixed
-                weights = {f"{m}.weight": s.W + (s.U * δ_of[s.span]) @ s.Vh for m, s in adapter.sites.items()}
-                ids, start = torch.tensor([[*r.prompt_ids, *r.completion_ids]]), len(r.prompt_ids) - 1
+                weights = {
+                    f"{m}.weight": s.W + (s.U * δ_of[s.span]) @ s.Vh
+                    for m, s in adapter.sites.items()
+                }
+                ids, start = (
+                    torch.tensor([[*r.prompt_ids, *r.completion_ids]]),
+                    len(r.prompt_ids) - 1,
+                )
                 logits = functional_call(policy.model, weights, (ids,)).logits[0, start:-1]
-                logp = logits.log_softmax(-1).gather(1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+                logp = logits.log_softmax(-1).gather(1, torch.tensor(r.completion_ids)[:, None])[
+                    :, 0
+                ]
                 ρ = (logp - old.setdefault(r.prompt_ids + r.completion_ids, logp.detach())).exp()
                 loss = loss - torch.minimum(ρ * A, ρ.clamp(1 - ε, 1 + ε) * A).sum() / normaliser
                 cut += int(((ρ > 1 + ε) if A > 0 else (ρ < 1 - ε)).sum()) if A else 0
@@ -83,7 +95,8 @@ def test_updates_are_textbook_ppo(policy, n):
     want, cut = textbook_ppo(policy, of, n, 0.2, 4 * method.cfg.scale.prompts_per_step * 12)
     before = policy.adapter.δS.detach().clone()
     loss = Update.of_batch(learnt(policy, method, of)).loss
-    assert relative(policy.adapter.δS.detach() - before, want - before) <= 1e-3  # Adam divides rounding by its root
+    # Adam divides rounding by its root
+    assert relative(policy.adapter.δS.detach() - before, want - before) <= 1e-3
     assert loss.is_masked == pytest.approx(cut)
     assert (cut > 0) == (n > 1), "or the clip is not tested"
     assert loss.ratio_mean is None, "no answer of these was sampled"
@@ -122,7 +135,9 @@ def test_every_update_is_routed_and_nothing_is_lost(policy, name, monkeypatch):
 
 
 @pytest.mark.long
-def test_nothing_more_is_learnt_from_a_batch_after_an_update_that_is_not_finite(shared_run, tmp_path, monkeypatch):
+def test_nothing_more_is_learnt_from_a_batch_after_an_update_that_is_not_finite(
+    shared_run, tmp_path, monkeypatch
+):
     calls = list[tuple]()
 
     def second_is_not(*args: Any, **how: Any) -> Any:
@@ -131,7 +146,9 @@ def test_nothing_more_is_learnt_from_a_batch_after_an_update_that_is_not_finite(
         return (None if len(calls) == 2 else g), loss
 
     monkeypatch.setattr(grpo, "policy_gradients", second_is_not)
-    path = run(shared_run.warm(tmp_path), *flags("none", "--updates-per-batch", "3", "--steps", "2"))
+    path = run(
+        shared_run.warm(tmp_path), *flags("none", "--updates-per-batch", "3", "--steps", "2")
+    )
     assert [(row["skipped"], row["loss"] is None) for row in rows(path)] == [(1, True), (0, False)]
     assert len(calls) == 2 + 3
 
@@ -156,7 +173,9 @@ def test_a_run_killed_between_two_updates_goes_on_bit_for_bit(shared_run, tmp_pa
     command = flags("route2", *clip, "--checkpoint-every", "1")
     whole = shared_run(*command)
     shared_run.warm(tmp_path)
-    died = subprocess.run([sys.executable, "-c", DIE.format(argv=command)], cwd=tmp_path, capture_output=True)
+    died = subprocess.run(
+        [sys.executable, "-c", DIE.format(argv=command)], cwd=tmp_path, capture_output=True
+    )
     assert died.returncode == -signal.SIGKILL, died.stderr[-2000:]
     again = run(tmp_path, *command, "--resume", "latest")
     assert len(rows(again)) == 5

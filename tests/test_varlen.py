@@ -17,7 +17,8 @@ from vgrout.model.logprobs import backbone, collate, completion_logprobs
 from vgrout.model.packing import batches, pack
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
-COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]  # the first two begin alike
+# the first two begin alike
+COMPLETIONS = [(8, 9, 3, 1), (8, 9, 5, 1), (4,), (4, 4, 4), (6, 1, 2, 3, 4)]
 TOKENS = {True: 7 + 1 + 0 + 4 + 7, False: 7 + 7 + 4 + 4 + 7}  # read, with and without sharing
 
 
@@ -30,7 +31,9 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
     def gradient(packed: bool) -> tuple[Tensor, Tensor]:
         batch = collate(PROMPTS, COMPLETIONS, policy.device)
         if packed:
-            batch = pack([0] * 5 if share else range(5), PROMPTS, COMPLETIONS, policy.device, torch.float32)
+            batch = pack(
+                [0] * 5 if share else range(5), PROMPTS, COMPLETIONS, policy.device, torch.float32
+            )
             assert batch.tokens == TOKENS[share]
         logp = completion_logprobs(policy.model, batch).full
         grads = torch.autograd.grad((logp * batch.mask).sum(), weights)
@@ -50,8 +53,14 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
 def test_half_precision_on_a_cpu_has_the_gradients_of_sdpa(shared):
     """In bf16, against fp64."""
     draw = torch.Generator().manual_seed(0)
-    lengths, paths = [5, 9, 3], [[0, 1, *range(3, 8)], [0, 1, 2, *range(8, 17)], [*range(17, 20)]] if shared else None
-    wide = [torch.randn(n, heads, 16, generator=draw).double() for n, heads in ((17, 4), (20, 2), (20, 2), (17, 4))]
+    lengths, paths = (
+        [5, 9, 3],
+        [[0, 1, *range(3, 8)], [0, 1, 2, *range(8, 17)], [*range(17, 20)]] if shared else None,
+    )
+    wide = [
+        torch.randn(n, heads, 16, generator=draw).double()
+        for n, heads in ((17, 4), (20, 2), (20, 2), (17, 4))
+    ]
     *given, dy = [x[3:] if not shared and len(x) == 20 else x for x in wide]
 
     def gradients(dtype: torch.dtype) -> list[Tensor]:
@@ -65,10 +74,16 @@ def test_half_precision_on_a_cpu_has_the_gradients_of_sdpa(shared):
 
 def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
     """A long prompt, whose copy every branch has in every layer."""
-    policy, prompt, queries = tiny.policy("qwen3"), (3, 4, 5, 6, 7, 8) * 40, varlen_on_cpu(monkeypatch)
+    policy, prompt, queries = (
+        tiny.policy("qwen3"),
+        (3, 4, 5, 6, 7, 8) * 40,
+        varlen_on_cpu(monkeypatch),
+    )
 
     def kept() -> int:
-        batch = pack([0] * 9, [prompt] * 9, [(10 + i, 9, 3) for i in range(9)], policy.device, torch.float32)
+        batch = pack(
+            [0] * 9, [prompt] * 9, [(10 + i, 9, 3) for i in range(9)], policy.device, torch.float32
+        )
         with Live() as live:
             out = packing.packed_hidden(policy.model, backbone(policy.model), batch)
             return live.now if out.requires_grad else 0
@@ -96,7 +111,9 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
 )
 def test_the_updates_kernel(device, dtype, installed, card, name, monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda m: installed or None if m == "flash_attn" else found(m))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda m: installed or None if m == "flash_attn" else found(m)
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (card, 0))
     assert kernel_name(torch.device(device), dtype) == name
 
@@ -121,7 +138,13 @@ def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies():
     parts = batches([0] * len(completions), prompts, completions, budget)
     assert sorted(i for part in parts for i in part) == list(range(len(completions)))
     for part in parts:
-        batch = pack([0] * len(part), [prompts[i] for i in part], [completions[i] for i in part], cpu, torch.float32)
+        batch = pack(
+            [0] * len(part),
+            [prompts[i] for i in part],
+            [completions[i] for i in part],
+            cpu,
+            torch.float32,
+        )
         assert batch.tokens <= budget
         if branches := batch.layout.branches:
             assert branches.keys.numel() <= 16 * budget

@@ -58,12 +58,28 @@ def side(hack: float, solve: float) -> Eval:
 
 def ended() -> Final:
     deployed = side(2.1, 79.2)
-    return Final(base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={})
+    return Final(
+        base=side(0.5, 47.4), trained=side(12, 68.2), deployed=deployed, plain=deployed, answers={}
+    )
 
 
-GUARDS = {"guard": None}, {"guard": "off"}, {"guard": "log"}, {"guard": "halt", "guard_warmup": 1, "guard_baseline": 1}
-SHORT = ({}, {}), ({"steps": 3}, {}), ({"steps": 15}, {"eval_ablate_every": 5}), ({}, {"eval_ablate_every": 0})
-METHODS = {"intervention": "none"}, {"intervention": "erase"}, {"intervention": "erase", "control": "no_loophole"}
+GUARDS = (
+    {"guard": None},
+    {"guard": "off"},
+    {"guard": "log"},
+    {"guard": "halt", "guard_warmup": 1, "guard_baseline": 1},
+)
+SHORT = (
+    ({}, {}),
+    ({"steps": 3}, {}),
+    ({"steps": 15}, {"eval_ablate_every": 5}),
+    ({}, {"eval_ablate_every": 0}),
+)
+METHODS = (
+    {"intervention": "none"},
+    {"intervention": "erase"},
+    {"intervention": "erase", "control": "no_loophole"},
+)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -102,4 +118,6 @@ def test_the_last_four_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))
-    assert last_lines(controlled, final, MEANS, Path("x"))[2].endswith("skill kept (384 answers), under --control haar")
+    assert last_lines(controlled, final, MEANS, Path("x"))[2].endswith(
+        "skill kept (384 answers), under --control haar"
+    )

@@ -26,7 +26,8 @@ from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.types import Batch, Group, UpdateRow
 
-torch.set_num_threads(1)  # for matrices this small a second thread only costs, most of all on a shared machine
+# for matrices this small a second thread only costs, most of all on a shared machine
+torch.set_num_threads(1)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -44,19 +45,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False)),
     "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "qwen2-bias": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+    "qwen2-bias": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})
+    ),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SHAPE)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, sliding_window=8)),
     # heads with 31 rows more than the tokenizer has tokens
-    "qwen3-padded": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"vocab_size": 128}, tie_word_embeddings=False)),
-    "gemma2-padded": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE | {"vocab_size": 128}, sliding_window=8)),
+    "qwen3-padded": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE | {"vocab_size": 128}, tie_word_embeddings=False)
+    ),
+    "gemma2-padded": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE | {"vocab_size": 128}, sliding_window=8)
+    ),
 }
 
 
-def tiny(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny(
+    family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = FAMILIES[family]().to(dtype).eval()
-    with torch.no_grad():  # biases and norms start at 0 and 1: give them values that a mistake would show
+    # biases and norms start at 0 and 1: give them values that a mistake would show
+    with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim == 1:
                 p.add_(0.1 * torch.randn_like(p))
@@ -89,7 +99,10 @@ def as_policy(model: PreTrainedModel, tok: PreTrainedTokenizerFast | None = None
 
 
 def policy(
-    family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, pad: str | None = "<pad>"
+    family: str = "qwen3",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    pad: str | None = "<pad>",
 ) -> Policy:
     model = tiny(family, seed, dtype)
     model.config.eos_token_id = 1

@@ -11,10 +11,14 @@ from matplotlib.figure import Figure
 
 from vgrout.types import MODES
 
-BLACK, BLUE, RED, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#7F7F7F"  # Okabe and Ito's
+# Okabe and Ito's
+BLACK, BLUE, RED, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
 RUNS = Path(__file__).resolve().parents[1] / "runs"
 Row = Mapping[str, str]
-DONE = {"penalty": ("rewarded less (penalty)", BLUE, 0.0), "screen": ("left out (screen)", GREEN, -3.5)}
+DONE = {
+    "penalty": ("rewarded less (penalty)", BLUE, 0.0),
+    "screen": ("left out (screen)", GREEN, -3.5),
+}
 DONE |= dict.fromkeys(("route2", "sgtm"), ("routed to a quarantine (route2, sgtm)", RED, -7.0))
 PRETRAINED = ("recall",)
 PANELS = {
@@ -63,23 +67,59 @@ def figure() -> Figure:
     drawn = Figure(figsize=(12.5, 4.5), dpi=160, layout="constrained", facecolor="white")
     for axes, (title, names) in zip(drawn.subplots(1, 3, sharey=True), PANELS.items(), strict=True):
         runs = [r for r in read(*names) if r["control"] in ("none", "no_loophole")]
-        for label, colour, offset in dict.fromkeys(DONE.values()):  # the offset parts those that flag nothing at all
+        # the offset parts those that flag nothing at all
+        for label, colour, offset in dict.fromkeys(DONE.values()):
             its = [r for r in runs if DONE.get(r["arm"], "")[0:1] == (label,)]
-            dots = [(r, of) for r in its for of in ([[m] for m in unknown(r)] if names == PRETRAINED else [unknown(r)])]
-            at = [(x or offset, unknown_hack(r, of)) for r, of in dots if (x := unknown_recall(r, of)) is not None]
-            axes.scatter([x for x, _ in at], [y for _, y in at], s=13, color=colour, alpha=0.55, lw=0, label=label)
-        for control, label, colour in (("none", "plain GRPO, mean", BLACK), ("no_loophole", "the ceiling, mean", GREY)):
-            of_none = [unknown_hack(r) for r in runs if (r["arm"], r["control"]) == ("none", control)]
+            dots = [
+                (r, of)
+                for r in its
+                for of in ([[m] for m in unknown(r)] if names == PRETRAINED else [unknown(r)])
+            ]
+            at = [
+                (x or offset, unknown_hack(r, of))
+                for r, of in dots
+                if (x := unknown_recall(r, of)) is not None
+            ]
+            axes.scatter(
+                [x for x, _ in at],
+                [y for _, y in at],
+                s=13,
+                color=colour,
+                alpha=0.55,
+                lw=0,
+                label=label,
+            )
+        for control, label, colour in (
+            ("none", "plain GRPO, mean", BLACK),
+            ("no_loophole", "the ceiling, mean", GREY),
+        ):
+            of_none = [
+                unknown_hack(r) for r in runs if (r["arm"], r["control"]) == ("none", control)
+            ]
             axes.axhline(mean(of_none), color=colour, lw=1.1, ls="--", label=label)
         axes.set_yscale("symlog", linthresh=1)
-        axes.axvspan(-10, 2, color=GREY, alpha=0.12, lw=0)  # a strip for 0, where many dots would lie on one another
-        axes.set(xlim=(-10, 104), xticks=[-4, *range(20, 101, 20)], xticklabels=["0", *range(20, 101, 20)])
+        # a strip for 0, where many dots would lie on one another
+        axes.axvspan(-10, 2, color=GREY, alpha=0.12, lw=0)
+        axes.set(
+            xlim=(-10, 104),
+            xticks=[-4, *range(20, 101, 20)],
+            xticklabels=["0", *range(20, 101, 20)],
+        )
         axes.set_xlabel("hacks by unlabelled flaws that are flagged, %")
-        axes.set(ylim=(-0.08, 130), yticks=[0, 1, 3, 10, 30, 100], yticklabels=["0", "1", "3", "10", "30", "100"])
+        axes.set(
+            ylim=(-0.08, 130),
+            yticks=[0, 1, 3, 10, 30, 100],
+            yticklabels=["0", "1", "3", "10", "30", "100"],
+        )
         axes.set_title(title, fontsize=10, loc="left")
         axes.grid(alpha=0.25, lw=0.6)
     drawn.axes[0].set_ylabel("deployed model: hack, unlabelled flaws, %")
-    drawn.legend(*drawn.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    drawn.legend(
+        *drawn.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+    )
     return drawn
 
 

@@ -13,15 +13,22 @@ from pandas import DataFrame, concat, read_csv
 from vgrout.report.stats import over_seeds
 from vgrout.report.tables import ReportTable, percent
 
-SAME = ["arm", "control", "settings", "base_weights", "loss", "steps"]  # runs of one row are equal in these
-SHARES = {"hack deployed": "hack_deploy", "solve deployed": "solve_deploy", "solve no hint": "solve_plain"}
+# runs of one row are equal in these
+SAME = ["arm", "control", "settings", "base_weights", "loss", "steps"]
+SHARES = {
+    "hack deployed": "hack_deploy",
+    "solve deployed": "solve_deploy",
+    "solve no hint": "solve_plain",
+}
 
 
 def read_runs(paths: Sequence[Path]) -> DataFrame:
     """The rows of runs.csv files as text, each run once; "" stands where something was not measured. Files of another
     kind have none."""
     frames = [read_csv(path, dtype=str, keep_default_na=False) for path in paths]
-    runs = concat([DataFrame(columns=["run", *SAME]), *(f for f in frames if {*SAME} <= {*f.columns})])
+    runs = concat(
+        [DataFrame(columns=["run", *SAME]), *(f for f in frames if {*SAME} <= {*f.columns})]
+    )
     return runs.drop_duplicates("run", keep="last").fillna("")
 
 

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from vgrout.method import register_intervention as register_intervention
     from vgrout.method import register_monitor as register_monitor
 
-# Commands of one file are in tools/ and keep the names that scripts call: `python -m vgrout.doctor`.
+# Commands of one file are in tools/ and keep the names that scripts call: `python -m
+# vgrout.doctor`.
 __path__.append(str(Path(__file__).with_name("tools")))
 
 # Variable-length batches fragment CUDA's caching allocator; must be set before torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-# GNU OpenMP's threads spin while they wait, and hold the core that another process needs: two organism builds beside
-# one another on two cores took 5.3 s per step each, with this 1.6, and one alone 0.7 either way.
+# GNU OpenMP's threads spin while they wait, and hold the core that another process needs: two
+# organism builds beside one another on two cores took 5.3 s per step each, with this 1.6, and one
+# alone 0.7 either way.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _METHOD = ["Setup", "make_method", "register_intervention", "register_monitor"]  # of vgrout.method

@@ -32,7 +32,9 @@ class RunFailed(RuntimeError):
     """A run that started and did not finish: halted, diverged, interrupted or failed. `run` holds what it wrote."""
 
     def __init__(self, run: "Run", code: int) -> None:
-        super().__init__(f"{run.path}: {run.status['state']} after {run.status['step']} steps: {run.status['reason']}")
+        super().__init__(
+            f"{run.path}: {run.status['state']} after {run.status['step']} steps: {run.status['reason']}"
+        )
         self.run, self.code = run, code
 
 
@@ -84,7 +86,9 @@ class Run:
         with contextlib.redirect_stdout(io.StringIO()):
             return read_json(evaluate_saved(cli))
 
-    def export(self, out: str | Path, to: Literal["model", "peft", "inspect"] = "model", **flags: Value) -> Path:
+    def export(
+        self, out: str | Path, to: Literal["model", "peft", "inspect"] = "model", **flags: Value
+    ) -> Path:
         """Write the run for other programs, with the flags of `vgrout export`.
 
         Raises:
@@ -110,17 +114,23 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     from vgrout.runs.context import BAD
 
     if flags.get("dry_run"):
-        raise ValueError("dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that")
+        raise ValueError(
+            "dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that"
+        )
     folders: list[Path] = []
     printed = io.StringIO()
     with contextlib.ExitStack() as hidden:
         if quiet:
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
-        code = train.launch(resolve([preset, *argv(flags)]), folders.append, named="intervention" in flags)
+        code = train.launch(
+            resolve([preset, *argv(flags)]), folders.append, named="intervention" in flags
+        )
     if code == BAD or not folders:  # refused while loading, which has printed the reason
         why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
-        raise ValueError(f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}")
+        raise ValueError(
+            f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}"
+        )
     run = Run(folders[0])
     if code:
         raise RunFailed(run, code)
@@ -131,7 +141,9 @@ def load_run(path: str | Path) -> Run:
     """A run's folder, finished or not. Raises ValueError, one line, where there is none."""
     path = Path(path)
     if not (path / "run.json").is_file():
-        raise ValueError(f"{path}: no run.json in it; a run's folder is one of those below out/runs")
+        raise ValueError(
+            f"{path}: no run.json in it; a run's folder is one of those below out/runs"
+        )
     return Run(path)
 
 

@@ -23,7 +23,10 @@ NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
 
 
 def parse_args(
-    what: Callable[..., T] | Mapping[str, Callable[..., T]], argv: list[str] | None, prog: str, **settings: Any
+    what: Callable[..., T] | Mapping[str, Callable[..., T]],
+    argv: list[str] | None,
+    prog: str,
+    **settings: Any,
 ) -> T:
     """A settings class filled from a command line, or the result of a function called with its flags; of several
     functions, the one that the first word names. `--help` exits.
@@ -31,10 +34,15 @@ def parse_args(
     Raises:
         ValueError: one line, for the first bad flag; or whatever the class or the function raises.
     """
-    argv, prog = as_typed(sys.argv[1:] if argv is None else argv), prog.replace("vgrout ", command(""))
+    argv, prog = (
+        as_typed(sys.argv[1:] if argv is None else argv),
+        prog.replace("vgrout ", command("")),
+    )
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
-        return parsed(lambda: tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, **settings))()
+        return parsed(
+            lambda: tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, **settings)
+        )()
     if isinstance(what, type):
         return parsed(lambda: tyro.cli(what, args=argv, prog=prog, **settings))
     return parsed(lambda: tyro.cli(_later(what), args=argv, prog=prog, **settings))()
@@ -44,7 +52,11 @@ def command(name: str) -> str:
     """A command of this program as the one who started this process would type it."""
     if "UV" in os.environ:  # set by `uv run`
         return f"uv run vgrout {name}"
-    return f"vgrout {name}" if shutil.which("vgrout") else f"{shlex.quote(sys.executable)} -m vgrout {name}"
+    return (
+        f"vgrout {name}"
+        if shutil.which("vgrout")
+        else f"{shlex.quote(sys.executable)} -m vgrout {name}"
+    )
 
 
 def spelled(text: str) -> str:
@@ -92,7 +104,10 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         return 1
     except OSError as e:
         if e.filename is not None and e.errno in (errno.ENAMETOOLONG, errno.EACCES):
-            print(f"E {printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another", file=sys.stderr)
+            print(
+                f"E {printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another",
+                file=sys.stderr,
+            )
             return 2
         if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
@@ -114,7 +129,9 @@ def out_of_memory(e: BaseException) -> str | None:
 
 def not_installed(package: str, extra: str = "") -> ValueError:
     """The refusal where an extra of the installation is needed."""
-    return ValueError(f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`")
+    return ValueError(
+        f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`"
+    )
 
 
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
@@ -134,20 +151,26 @@ def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
 def as_typed(argv: Sequence[str]) -> list[str]:
     """A command line with ~ replaced by the home folder: a shell does so at the beginning of a word alone, not in
     --out=~/x."""
-    return [re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word) for word in argv]
+    return [
+        re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word)
+        for word in argv
+    ]
 
 
 def one_line(box: str, help_flag: str = "--help") -> str:
     """tyro's framed message as one line in plain words, without its frame, its inner names and its closing hint."""
     text = box.split("For full helptext")[0]
-    text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)  # the second where stdout cannot draw frames
+    # the second where stdout cannot draw frames
+    text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)
     text = " ".join(re.sub(r"[╭╮╰╯│─]+|-{20,}", " ", text).split())
     if bad := re.match(r"Error parsing \S+: (.*?) Argument helptext: (--[\w-]+) (\S+)", text):
         value, kind = re.search(r"(?:from \['|: ')(.*?)'\]?", bad[1]), bad[3]
         number = "a whole number" if "INT" in kind else "a number" if "FLOAT" in kind else kind
         words = [word for word in re.findall(r"[\w-]+", kind) if word not in ("INT", "FLOAT")]
         return f"{bad[2]} {(value and value[1]) or repr('')}: should be {' or '.join([number, *words])}"
-    if bad := re.match(r"invalid choice '(.*)' for argument '(--[\w-]+)'. Expected one of \((.*)\)", text):
+    if bad := re.match(
+        r"invalid choice '(.*)' for argument '(--[\w-]+)'. Expected one of \((.*)\)", text
+    ):
         legal = sorted(set(re.findall(r"'([^']*)'", bad[3])) - {"None"})
         return f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}"
     text = re.sub(r"^Error parsing \S+: ", "", text)
@@ -170,6 +193,10 @@ def _unknown(found: re.Match[str], help_flag: str) -> str:
     if commands:
         one = f"; did you mean `{commands} {given}`?" if commands.isalpha() else ""
         return f"{given}: should be one of {commands}{one}"
-    near = difflib.get_close_matches(given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1)
+    near = difflib.get_close_matches(
+        given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1
+    )
     what = "no such flag" if given.startswith("-") else "nothing here takes it"
-    return f"{given}: {what}; {f'did you mean {near[0]}?' if near else f'{help_flag} lists the flags'}"
+    return (
+        f"{given}: {what}; {f'did you mean {near[0]}?' if near else f'{help_flag} lists the flags'}"
+    )

@@ -31,7 +31,10 @@ def setup(log: Path | None, level: str = "INFO") -> None:
     )
     if log is not None:
         logger.add(
-            LogFile(log), level="DEBUG", format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}", colorize=False
+            LogFile(log),
+            level="DEBUG",
+            format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}",
+            colorize=False,
         )
 
 
@@ -56,7 +59,10 @@ class Lines:
             self._open = False
             drop_stdout()
             where = f"; this goes on, its log is {self._log}" if self._log else ""
-            print(f"W standard output cannot be written any more ({e.strerror}){where}", file=sys.stderr)
+            print(
+                f"W standard output cannot be written any more ({e.strerror}){where}",
+                file=sys.stderr,
+            )
 
 
 class LogFile:
@@ -119,7 +125,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._phase: tuple[str, float, bool] | None = None  # its name, when it began, whether it is outside the steps
+        # its name, when it began, whether it is outside the steps
+        self._phase: tuple[str, float, bool] | None = None
         self._done = self._total = 0  # of its answers
         self._start = time.perf_counter()
         self._stop = threading.Event()
@@ -176,6 +183,12 @@ class Clock:
                 continue
             phase, began, outside = current
             brisk = outside and now - began < HEARTBEAT_S
-            if now - (Lines.last if brisk else max(began, Lines.last)) >= HEARTBEAT_S / (BRISK if brisk else 1):
-                done = f"{self._done} of {self._total} answers" if self._total else f"{now - began:.0f} s"
+            if now - (Lines.last if brisk else max(began, Lines.last)) >= HEARTBEAT_S / (
+                BRISK if brisk else 1
+            ):
+                done = (
+                    f"{self._done} of {self._total} answers"
+                    if self._total
+                    else f"{now - began:.0f} s"
+                )
                 logger.info(f"{phase}: {done}")

@@ -39,7 +39,8 @@ def start(requested: DistillSettings) -> int:
         ) as run:
             given = f"--teacher {settings.teacher} · --student {settings.student} · seed {settings.seed}"
             run.announce(f"distillation ({settings.method}): {given} · {settings.steps} steps")
-            # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+            # Here and not above: torch takes seconds to import, and a wrong flag never waits for
+            # it.
             from vgrout.imitation.distill_loop import distil
 
             distil(task, run)
@@ -48,7 +49,9 @@ def start(requested: DistillSettings) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(lambda: start(parse_args(DistillSettings, words, "vgrout distill").typed(words)), NOTHING)
+    return cli_exit(
+        lambda: start(parse_args(DistillSettings, words, "vgrout distill").typed(words)), NOTHING
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
 
     import vgrout.model.policy
 
-KL_ANSWERS, KL_BATCH = 32, 8  # answers of an evaluation whose KL is measured, and how many in one forward
+# answers of an evaluation whose KL is measured, and how many in one forward
+KL_ANSWERS, KL_BATCH = 32, 8
 
 Side = Literal["base", "trained", "deployed"]
 GradedAnswer = GradedCompletion[Grade | Ungraded]
@@ -29,7 +30,11 @@ GradedAnswer = GradedCompletion[Grade | Ungraded]
 
 def as_side(policy: "vgrout.model.policy.Policy", side: Side) -> AbstractContextManager[None]:
     """The policy as one of its sides: base = adapter off, trained = δS and δS_hack on, deployed = quarantine off."""
-    return {"base": policy.adapter.reference, "trained": nullcontext, "deployed": policy.adapter.deployed}[side]()
+    return {
+        "base": policy.adapter.reference,
+        "trained": nullcontext,
+        "deployed": policy.adapter.deployed,
+    }[side]()
 
 
 def answers(
@@ -63,7 +68,11 @@ def answers(
 
 
 def evaluate(
-    policy: "vgrout.model.policy.Policy", grader: Grader, problems: Sequence[Problem], cfg: Config, step: int
+    policy: "vgrout.model.policy.Policy",
+    grader: Grader,
+    problems: Sequence[Problem],
+    cfg: Config,
+    step: int,
 ) -> Eval:
     """The deployed model during training: G completions of each held-out problem, and the KL to the base."""
     with as_side(policy, "deployed"):
@@ -80,7 +89,9 @@ def kl_to_base(policy: "vgrout.model.policy.Policy", given: Sequence[GradedAnswe
     batches = [some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH)]
 
     def kl(part: Sequence[GradedAnswer]) -> "torch.Tensor":
-        return policy.kl_to_base([policy.render(a.problem.messages) for a in part], [a.ids for a in part]).cpu()
+        return policy.kl_to_base(
+            [policy.render(a.problem.messages) for a in part], [a.ids for a in part]
+        ).cpu()
 
     tokens = ranks.merged(lambda: {i: kl(batches[i]) for i in ranks.own([1] * len(batches))})
     return float(torch.cat([tokens[i] for i in range(len(batches))]).mean()) if tokens else None
@@ -94,7 +105,8 @@ class Final:
     trained: Eval
     deployed: Eval
     plain: Eval
-    answers: Mapping[str, Sequence[GradedAnswer]]  # by side; without a quarantine trained's list is deployed's
+    # by side; without a quarantine trained's list is deployed's
+    answers: Mapping[str, Sequence[GradedAnswer]]
 
     @classmethod
     def of(cls, **answers: Sequence[GradedAnswer]) -> "Final":
@@ -123,12 +135,19 @@ def evaluate_final(
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
         n, step = cfg.eval.final_samples, cfg.scale.steps
-        with clock(f"final evaluation, {side}{label}", total=n * len(problems)) as count, as_side(policy, side):
+        with (
+            clock(f"final evaluation, {side}{label}", total=n * len(problems)) as count,
+            as_side(policy, side),
+        ):
             return answers(policy, grader, problems, n, cfg, step, "final", count)
 
     base, deployed = sampled("base", problems), sampled("deployed", problems)
     trained = sampled("trained", problems) if policy.adapter.δS_hack.any() else deployed
-    bare = deployed if cfg.plain_prompts else sampled("deployed", [plain(p) for p in problems], " without a hint")
+    bare = (
+        deployed
+        if cfg.plain_prompts
+        else sampled("deployed", [plain(p) for p in problems], " without a hint")
+    )
     return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
 
 

@@ -14,7 +14,8 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# What a program leaves in a folder of its own: its lock, and what it was writing when it was killed.
+# What a program leaves in a folder of its own: its lock, and what it was writing when it was
+# killed.
 LEFT = re.compile(r"\.lock|\..+\.\d+\.tmp")
 
 
@@ -40,8 +41,11 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         f.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
 
 
-# Control characters except tab and newline, marks that change the writing direction, other line ends, lone surrogates.
-_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters except tab and newline, marks that change the writing direction, other line
+# ends, lone surrogates.
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:
@@ -77,7 +81,9 @@ def probe_writable(folder: Path, flag: str = "") -> None:
         probe.unlink()
     except OSError as e:
         how = "choose another" if flag else "start from a folder where it can"
-        raise ValueError(f"{flag} {folder}: cannot be written ({e.strerror}); {how}".lstrip()) from None
+        raise ValueError(
+            f"{flag} {folder}: cannot be written ({e.strerror}); {how}".lstrip()
+        ) from None
 
 
 def require_new(path: Path | None, flag: str = "--out") -> None:
@@ -93,7 +99,13 @@ def require_new(path: Path | None, flag: str = "--out") -> None:
 def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
     """The same for a folder that a program goes on with: new, empty but for what a killed one has left, or one that
     holds the file `mark`."""
-    inside = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else [""] if folder.exists() else []
+    inside = (
+        sorted(p.name for p in folder.iterdir())
+        if folder.is_dir()
+        else [""]
+        if folder.exists()
+        else []
+    )
     inside = [name for name in inside if not LEFT.fullmatch(name)]
     if inside and mark not in inside:
         holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
@@ -119,7 +131,9 @@ def hold(folder: Path, what: str = "run") -> BinaryIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(f"{folder}: another process is writing this {what}; wait for it, or stop it first") from None
+        raise ValueError(
+            f"{folder}: another process is writing this {what}; wait for it, or stop it first"
+        ) from None
     except OSError:
         pass  # a file system without locks
     return lock
@@ -162,7 +176,9 @@ def from_json(text: str | bytes, where: str) -> Any:
     except LookupError as e:
         raise ValueError(f"{where}: {e.args[0]}") from None
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
+        raise ValueError(
+            f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})"
+        ) from None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -211,7 +227,10 @@ def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
     with contextlib.suppress(ValueError):  # in a thread
         for number in signals:
             if signal.getsignal(number) is signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -244,4 +263,6 @@ def file_sha256(path: Path) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace")
+    path.write_text(
+        json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace"
+    )

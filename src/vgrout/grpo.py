@@ -32,7 +32,8 @@ from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
 from vgrout.types import Batch, Rollout, UpdateRow, mean
 
-RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
+# log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
+RAW_MAX = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,17 @@ class LossMetrics:
     lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
     lp_t: float | None = None  # … teacher rows
     kl: float | None = None  # mean per token to the reference; None at beta 0
-    ratio_min: float | None = None  # π_trainer / π_sampler, before any clip, over the student tokens
+    # π_trainer / π_sampler, before any clip, over the student tokens
+    ratio_min: float | None = None
     ratio_mean: float | None = None
     ratio_max: float | None = None
-    mismatch_kl: float | None = None  # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
-    masked_mismatch_kl: float | None = None  # … over all student tokens that lost their policy gradient
+    # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
+    mismatch_kl: float | None = None
+    # … over all student tokens that lost their policy gradient
+    masked_mismatch_kl: float | None = None
     unmasked_mismatch_kl: float | None = None  # … over the others
-    is_masked: float | None = None  # share of tokens that lost their policy gradient to clip or mask
+    # share of tokens that lost their policy gradient to clip or mask
+    is_masked: float | None = None
     is_masked_low: float | None = None  # … because their ratio (dppo_tv: difference) is too low
     is_masked_high: float | None = None  # … too high
     masked_positive: float | None = None  # … among tokens of positive advantage
@@ -65,11 +70,18 @@ class LossMetrics:
         masked = [f.name for f in fields(cls) if "masked" in f.name]
         return replace(
             updates[0],
-            **{name: mean(x for u in updates if (x := getattr(u, name)) is not None) for name in masked},
+            **{
+                name: mean(x for u in updates if (x := getattr(u, name)) is not None)
+                for name in masked
+            },
         )
 
 
-MEANS = tuple(f.name for f in fields(LossMetrics) if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max"))
+MEANS = tuple(
+    f.name
+    for f in fields(LossMetrics)
+    if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max")
+)
 
 
 def policy_gradients(
@@ -92,7 +104,9 @@ def policy_gradients(
         an empty list and puts its own there; the others read it.
     """
     size = {len(g) for g in batch.with_signal}
-    assert len(size) <= 1, f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
+    assert len(size) <= 1, (
+        f"groups of different sizes {sorted(size)}: the constant normaliser G is one number"
+    )
     norm = Norm(  # groups without signal count, so that leaving them out does not change the scale
         rollouts=max(size, default=1) * cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,
@@ -120,7 +134,9 @@ def policy_gradients(
                         collected.tokens(made.pieces, made.tokens)
                     else:
                         collected.rows([row.at for row in part])
-                    logps, x = loss_input(policy, part, made, cfg.loss, norm, support, teacher, next(known, None))
+                    logps, x = loss_input(
+                        policy, part, made, cfg.loss, norm, support, teacher, next(known, None)
+                    )
                     own_logps.append(x.logp_old)
                     output = policy_loss(x, cfg.loss)
                     output.per_rollout.sum().backward()
@@ -155,7 +171,14 @@ def _merged(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[
     for row in rows:
         r = row.rollout
         if r.source == "student" and alone[row.at] == 1:
-            key = row.group, r.prompt_ids, r.completion_ids, r.deployed, r.logp_full is None, row.advantage
+            key = (
+                row.group,
+                r.prompt_ids,
+                r.completion_ids,
+                r.deployed,
+                r.logp_full is None,
+                row.advantage,
+            )
             first = known.setdefault(key, row.at)
             if first != row.at:
                 twins.setdefault(first, []).append(row.at)
@@ -164,7 +187,9 @@ def _merged(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[
     return merged, twins
 
 
-def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[tuple[Sequence[UpdateRow], Prompts | None]]:
+def prompts_apart(
+    policy: LanguageModel, rows: Sequence[UpdateRow]
+) -> list[tuple[Sequence[UpdateRow], Prompts | None]]:
     """Rows in parts with their prompts, which are read before them: at most half of the budget, or one prompt. None: no
     prompt has two rows of g, so each is read with its answers."""
     of: dict[tuple[int, ...], list[UpdateRow]] = {}
@@ -185,7 +210,9 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[tupl
     for part in parts:
         whole = [row for prompt in part for row in of[prompt]]
         depth = policy.model.config.num_hidden_layers
-        begun = Prompts([row.at for row in whole], *_tokens(whole), depth, policy.device, policy.model.dtype)
+        begun = Prompts(
+            [row.at for row in whole], *_tokens(whole), depth, policy.device, policy.model.dtype
+        )
         out.append((whole, begun if begun.ids else None))
     return out
 
@@ -212,7 +239,9 @@ def as_batch(
     policy: LanguageModel, rows: Sequence[UpdateRow], packs: bool, read: Prompts | None = None
 ) -> PaddedBatch | Packed:
     if packs:
-        return pack([row.at for row in rows], *_tokens(rows), policy.device, policy.model.dtype, read)
+        return pack(
+            [row.at for row in rows], *_tokens(rows), policy.device, policy.model.dtype, read
+        )
     return collate(*_tokens(rows), policy.device)
 
 
@@ -236,8 +265,13 @@ def loss_input(
     is_teacher = uploaded([r.source == "teacher" for r in rollouts], policy.device)[:, None]
     ref = logp_teacher = None
     with torch.no_grad():
-        if isinstance(batch, Packed) and batch.prompts is not None and (cfg.beta or cfg.teacher_tau):
-            # what was read of the prompts is this policy's; without a gradient the rows may share all that they can
+        if (
+            isinstance(batch, Packed)
+            and batch.prompts is not None
+            and (cfg.beta or cfg.teacher_tau)
+        ):
+            # what was read of the prompts is this policy's; without a gradient the rows may share
+            # all that they can
             batch = as_batch(policy, [replace(row, at=0) for row in rows], packs=True)
         if cfg.beta:
             with policy.adapter.reference():
@@ -279,11 +313,20 @@ class _Spread:
 
     @classmethod
     def of(cls, values: Tensor) -> "_Spread":
-        return cls(len(values), *map(float, (values.sum(), values.min(), values.max()))) if len(values) else cls()
+        return (
+            cls(len(values), *map(float, (values.sum(), values.min(), values.max())))
+            if len(values)
+            else cls()
+        )
 
     def __add__(self, other: "_Spread") -> "_Spread":
         # min and max of a NaN depend on the order of their arguments: the sum has it
-        return _Spread(self.n + other.n, self.sum + other.sum, min(self.low, other.low), max(self.high, other.high))
+        return _Spread(
+            self.n + other.n,
+            self.sum + other.sum,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
 
     @property
     def mean(self) -> float | None:
@@ -307,7 +350,9 @@ class _Tally:
         output: LossOutput,
     ) -> None:
         teacher = uploaded([row.rollout.source == "teacher" for row in rows], x.mask.device)
-        sampled = uploaded([row.rollout.logp_full is not None for row in rows], x.mask.device) & ~teacher
+        sampled = (
+            uploaded([row.rollout.logp_full is not None for row in rows], x.mask.device) & ~teacher
+        )
         columns = {
             "logp": logps.full,
             "log_ratio": x.logp - x.logp_sampler,

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MODEL_BYTES = 2**28  # up to this size a model folder is hashed beforehand; a larger one would take seconds per run
+# up to this size a model folder is hashed beforehand; a larger one would take seconds per run
+MODEL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,12 @@ class Inputs:
             markers=pool.announced if pool else None,
             test_rows=self.test_rows,
             published=cfg.env.marker_names == "published",
-            only_ids=pool.ids if pool else None,  # mixed in or not: a control trains on the problems of its method
+            # mixed in or not: a control trains on the problems of its method
+            only_ids=pool.ids if pool else None,
             only_modes=cfg.env.demo_held_out,
-            prompt_len=lambda p: max(len(lm.render(p.messages)) + window - lm.window for lm in models),
+            prompt_len=lambda p: max(
+                len(lm.render(p.messages)) + window - lm.window for lm in models
+            ),
             max_prompt=window - cfg.scale.max_new,
         )
         for name, needed in (("val", cfg.eval.eval_ablate_every > 0), ("test", True)):
@@ -101,7 +105,10 @@ class Inputs:
             )
         if not cfg.plain_prompts:
             return splits
-        parts = {name: tuple(without_hints(getattr(splits, name), cfg.env.unannounced)) for name in SPLITS}
+        parts = {
+            name: tuple(without_hints(getattr(splits, name), cfg.env.unannounced))
+            for name in SPLITS
+        }
         return replace(splits, **parts)  # shorter than with a hint: they fit too
 
 
@@ -126,7 +133,8 @@ def read_inputs(cfg: Config) -> Inputs:
         read(lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
         if absent:  # and so is all that is in it
             return Inputs([], [], None, None, absent=tuple(absent))
-    if looks_like_path(cfg.model_path) and not cfg.run.dry_run:  # nothing to fetch: its problems are not to blame
+    # nothing to fetch: its problems are not to blame
+    if looks_like_path(cfg.model_path) and not cfg.run.dry_run:
         require_model(cfg.model_path)
     rows = read(load_rows, cfg.problems_path) or []
     test_rows = read(load_rows, cfg.test_problems_path) or []
@@ -142,7 +150,9 @@ def read_inputs(cfg: Config) -> Inputs:
         path = cfg.placebo_path
         placebo = read(load_pairs, path) if path else handwritten_placebo(cfg.method.placebo_pairs)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
-            raise ValueError(f"--placebo-pairs {path}: these are the true pairs; give another contrast")
+            raise ValueError(
+                f"--placebo-pairs {path}: these are the true pairs; give another contrast"
+            )
     folder = read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         require_fitting(rows, folder, cfg.scale.max_new)
@@ -152,7 +162,10 @@ def read_inputs(cfg: Config) -> Inputs:
     if cfg.method.has_direction:
         read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
     if cfg.loss.teacher_model:
-        read(lambda _: require_model(cfg.teacher_model_path, "--teacher-model"), Path(cfg.teacher_model_path))
+        read(
+            lambda _: require_model(cfg.teacher_model_path, "--teacher-model"),
+            Path(cfg.teacher_model_path),
+        )
     known_correct = read(load_known_correct, cfg.known_correct_path) or ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
@@ -162,10 +175,23 @@ def read_inputs(cfg: Config) -> Inputs:
         for name in cfg.detectors.members:
             scorer(name, "--rm-ensemble-members")(first, right_answer(first))
         rewarded = reward.probe(first, cfg.run.max_error_retries) if reward else None
-    return Inputs(rows, test_rows, pool, pairs, placebo, known_correct, healthy_kl, reward, rewarded, tuple(absent))
+    return Inputs(
+        rows,
+        test_rows,
+        pool,
+        pairs,
+        placebo,
+        known_correct,
+        healthy_kl,
+        reward,
+        rewarded,
+        tuple(absent),
+    )
 
 
-def check_held_out(cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], pool: Pool | None) -> None:
+def check_held_out(
+    cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], pool: Pool | None
+) -> None:
     """Raises ValueError, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged, or
     one that is to be demonstrated."""
     parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
@@ -177,9 +203,18 @@ def check_held_out(cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[
                 f"file with --test-problems{', or --eval-ablate-every 0' if name == 'val' else ''}"
             )
     shown = {p.mode for p in parts["train"] if pool is not None and p.id in pool.demos}
-    if pool is not None and cfg.mixes and (absent := [m for m in cfg.env.demo_modes if m not in shown]):
-        raise ValueError(f"--teacher-modes {absent[0]}: {pool.folder} demonstrates no training problem of it")
-    known, there = {*cfg.method.modes_known}, {*(cfg.env.unannounced or (p.mode for p in parts["train"]))}
+    if (
+        pool is not None
+        and cfg.mixes
+        and (absent := [m for m in cfg.env.demo_modes if m not in shown])
+    ):
+        raise ValueError(
+            f"--teacher-modes {absent[0]}: {pool.folder} demonstrates no training problem of it"
+        )
+    known, there = (
+        {*cfg.method.modes_known},
+        {*(cfg.env.unannounced or (p.mode for p in parts["train"]))},
+    )
     if known and not known & there:
         raise ValueError(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
@@ -195,7 +230,9 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
         rows = (row for row in json_lines(path / "steps.jsonl") if isinstance(row, dict))
         values = [row["kl_deploy"] for row in rows if isinstance(row.get("kl_deploy"), float)]
         if not values:
-            raise ValueError(f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder")
+            raise ValueError(
+                f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder"
+            )
         found += values
     return found
 
@@ -215,8 +252,16 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     def of_model(given: str) -> str | None:
         if (file := gguf_file(given)) is not None:
             return gguf_sha256(file)
-        parts = [p for name in ("config.json", "tokenizer.json", "*.safetensors") for p in Path(given).glob(name)]
-        return hash_of_files(parts) if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES else None
+        parts = [
+            p
+            for name in ("config.json", "tokenizer.json", "*.safetensors")
+            for p in Path(given).glob(name)
+        ]
+        return (
+            hash_of_files(parts)
+            if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES
+            else None
+        )
 
     def of_file(path: Path | None) -> str | None:
         return hash_of_files([path]) if path is not None and path.exists() else None

@@ -47,7 +47,8 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
                 owns_folder=False,
                 trackers=Trackers(task.cfg.run.trackers),
             ) as run:
-                # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+                # Here and not above: torch takes seconds to import, and a wrong flag never waits
+                # for it.
                 from vgrout.imitation.dpo_rounds import run_rounds
 
                 run_rounds(task, plan, run)
@@ -56,7 +57,9 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(lambda: start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words), NOTHING)
+    return cli_exit(
+        lambda: start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words), NOTHING
+    )
 
 
 if __name__ == "__main__":

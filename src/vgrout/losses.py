@@ -129,7 +129,11 @@ def icepop(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput
 
 
 def _kept_ratio(
-    x: LossInput, A: Float[Tensor, "G T"], low: Bool[Tensor, "G T"], high: Bool[Tensor, "G T"], cfg: LossConfig
+    x: LossInput,
+    A: Float[Tensor, "G T"],
+    low: Bool[Tensor, "G T"],
+    high: Bool[Tensor, "G T"],
+    cfg: LossConfig,
 ) -> LossOutput:
     keep = x.mask & ~(low | high)
     ρ = log_ratio(x.logp, x.logp_sampler, keep).exp()
@@ -149,7 +153,9 @@ LOSSES: dict[str, Callable[[LossInput, Float[Tensor, "G T"], LossConfig], LossOu
 }
 
 
-def kl_to(logp: Float[Tensor, "G T"], ref: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]) -> Float[Tensor, "G T"]:
+def kl_to(
+    logp: Float[Tensor, "G T"], ref: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
+) -> Float[Tensor, "G T"]:
     """K3, the per-token estimator e^d − d − 1, d = log ref − logπ, of KL(π ‖ ref) on π's samples (Schulman,
     "Approximating KL divergence"); 0 where masked."""
     d = log_ratio(ref, logp, mask)

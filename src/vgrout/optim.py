@@ -23,7 +23,8 @@ class Optimizer:
 
     def __init__(self, adapter: SvdAdapter, cfg: OptConfig, steps: int) -> None:
         self.adapter, self.cfg, self.steps = adapter, cfg, steps
-        self.done = 0  # steps so far, skipped ones included: the schedule follows the trainer's steps
+        # steps so far, skipped ones included: the schedule follows the trainer's steps
+        self.done = 0
         self._adamw = torch.optim.AdamW(
             [{"params": [adapter.δS]}, {"params": [adapter.δS_hack]}],
             lr=cfg.lr,
@@ -31,7 +32,9 @@ class Optimizer:
             weight_decay=cfg.weight_decay,
         )
 
-    def step(self, routed: Routed, loss: LossMetrics | None = None, *, again: bool = False) -> "Update":
+    def step(
+        self, routed: Routed, loss: LossMetrics | None = None, *, again: bool = False
+    ) -> "Update":
         """Clip both gradients by their joint norm, step, merge into the weights. loss: what was measured with them.
 
         Neither vectors nor moments change where there is nothing to learn from, or a gradient or its norm is not
@@ -41,8 +44,12 @@ class Optimizer:
         lr = lr_at(self.done - again, self.cfg, self.steps)
         self.done += not again
         grads = routed.keep, routed.quar
-        # in fp64: the sum of squares of a large finite fp32 gradient must not overflow into a skipped step
-        norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) if g is not None else 0.0 for g in grads]
+        # in fp64: the sum of squares of a large finite fp32 gradient must not overflow into a
+        # skipped step
+        norms = [
+            float(torch.linalg.vector_norm(g, dtype=torch.float64)) if g is not None else 0.0
+            for g in grads
+        ]
         gn = math.hypot(*norms)
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)
@@ -64,7 +71,9 @@ class Optimizer:
             loss,
             stepped=True,
             gn=gn,
-            q_egy=(norms[1] / sum(norms) if any(norms) else 0.0) if routed.quar is not None else None,
+            q_egy=(norms[1] / sum(norms) if any(norms) else 0.0)
+            if routed.quar is not None
+            else None,
             lr=lr,
             cos_upd=cos_upd(delta, V, self.adapter.spans) if V else None,
             realised=self.adapter.realised_share(),
@@ -90,8 +99,10 @@ class Update:
     gn: float | None = None  # joint L2 norm of both gradients before clipping
     q_egy: float | None = None  # the quarantine's share in the sum of the two norms
     lr: float | None = None
-    cos_upd: float | None = None  # hack-ward cosine of the change that AdamW applied to δS, weight decay included
-    realised: float | None = None  # share of what both vectors ask for that is in the weights; None: not measured
+    # hack-ward cosine of the change that AdamW applied to δS, weight decay included
+    cos_upd: float | None = None
+    # share of what both vectors ask for that is in the weights; None: not measured
+    realised: float | None = None
 
     @classmethod
     def of_batch(cls, updates: Sequence["Update"]) -> "Update":
@@ -99,13 +110,26 @@ class Update:
         number of the loss where one was not finite."""
         skipped = any(update.skipped for update in updates)
         losses = [update.loss for update in updates if update.loss]
-        return replace(updates[0], skipped=skipped, loss=None if skipped else LossMetrics.of_batch(losses))
+        return replace(
+            updates[0], skipped=skipped, loss=None if skipped else LossMetrics.of_batch(losses)
+        )
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""
         measured = self.routed.diag.columns() if self.stepped else {}
-        own = {"gn": self.gn, "lr": self.lr, "q_egy": self.q_egy, "cos_upd": self.cos_upd, "realised": self.realised}
-        return (self.loss.columns() if self.loss else {}) | measured | own | {"skipped": int(self.skipped)}
+        own = {
+            "gn": self.gn,
+            "lr": self.lr,
+            "q_egy": self.q_egy,
+            "cos_upd": self.cos_upd,
+            "realised": self.realised,
+        }
+        return (
+            (self.loss.columns() if self.loss else {})
+            | measured
+            | own
+            | {"skipped": int(self.skipped)}
+        )
 
 
 def lr_at(step: int, cfg: OptConfig, steps: int) -> float:

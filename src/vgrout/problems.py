@@ -81,16 +81,31 @@ class ProblemRow:
         )
 
 
-REQUIRED = {"id": int, "prompt": list, "gt_answer": list, "canonical_solution": str, "func_name": str}
+REQUIRED = {
+    "id": int,
+    "prompt": list,
+    "gt_answer": list,
+    "canonical_solution": str,
+    "func_name": str,
+}
 OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
-BENCHMARKS = ("answer", "completion_gt_pass", "dataset", "evaluator", "hint", "prompt_metadata", "question")
+BENCHMARKS = (
+    "answer",
+    "completion_gt_pass",
+    "dataset",
+    "evaluator",
+    "hint",
+    "prompt_metadata",
+    "question",
+)
 
 
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
     known = (*REQUIRED, *OPTIONAL)
-    for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:  # a misspelt one would be a setting that nobody reads
+    # a misspelt one would be a setting that nobody reads
+    for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:
         near = difflib.get_close_matches(key, known, 1)
         how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
         yield f"unknown key {key!r}; {how}"
@@ -101,10 +116,19 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             wanted = kind.__name__ if isinstance(kind, type) else "a positive number of seconds"
             yield f"{key!r} should be {wanted}, got {type(value).__name__}"
-    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):  # no tokenizer takes it
+    # no tokenizer takes it
+    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
         yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
-    prompt, tests, name = record["prompt"], record["gt_answer"], record["func_name"].removeprefix("Solution().")
-    if not all(isinstance(m, dict) and isinstance(m.get(k), str) for m in prompt for k in ("role", "content")):
+    prompt, tests, name = (
+        record["prompt"],
+        record["gt_answer"],
+        record["func_name"].removeprefix("Solution()."),
+    )
+    if not all(
+        isinstance(m, dict) and isinstance(m.get(k), str)
+        for m in prompt
+        for k in ("role", "content")
+    ):
         yield "every message of 'prompt' needs string 'role' and 'content'"
     if not prompt or prompt[-1]["role"] != "user":
         yield "'prompt' should end with a user message"
@@ -155,10 +179,14 @@ def _syntax_fault(code: str) -> str:
 def load_rows(path: Path) -> list[ProblemRow]:
     """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
     if not path.exists():
-        raise ValueError(f"{path}: no such problem file; `vgrout download data` fetches the benchmark's")
+        raise ValueError(
+            f"{path}: no such problem file; `vgrout download data` fetches the benchmark's"
+        )
     if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
         what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
-        raise ValueError(f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line")
+        raise ValueError(
+            f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
+        )
     rows: dict[int, ProblemRow] = {}
     for where, record in numbered_lines(path):
         fault = next(_faults(record), "") if isinstance(record, dict) else "not a JSON object"
@@ -209,7 +237,9 @@ def partition_decides(rows: Sequence[ProblemRow], partition: Mapping[int, Mode])
     return any(row.mode is None and row.id in partition for row in rows)
 
 
-def modes_in_turn(rows: Sequence[ProblemRow], env_mode: str, partition: Mapping[int, Mode]) -> list[Mode]:
+def modes_in_turn(
+    rows: Sequence[ProblemRow], env_mode: str, partition: Mapping[int, Mode]
+) -> list[Mode]:
     """The modes that rows without one of their own get in turn, in training and evaluation alike."""
     if partition_decides(rows, partition):
         return [m for m in MODES if m in partition.values()]
@@ -306,7 +336,9 @@ TRAIN_SHARES = (1.0, 0.0, 0.0)  # … of one beside a file for evaluation
 TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
 
 
-def _splits(rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()) -> dict[str, list[ProblemRow]]:
+def _splits(
+    rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()
+) -> dict[str, list[ProblemRow]]:
     """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
     train, except those that are marked val or test."""
     if not test_rows:
@@ -315,7 +347,9 @@ def _splits(rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()) ->
     return {name: own[name] + other[name] for name in SPLITS}
 
 
-def _by_shares(rows: Sequence[ProblemRow], shares: tuple[float, float, float]) -> dict[str, list[ProblemRow]]:
+def _by_shares(
+    rows: Sequence[ProblemRow], shares: tuple[float, float, float]
+) -> dict[str, list[ProblemRow]]:
     """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
     out: dict[str, list[ProblemRow]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
     rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
@@ -331,8 +365,14 @@ def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> No
     as a training problem."""
     ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
     for row in test:
-        if (same := ids.get(row.id) or texts.get(row.prompt[-1]["content"])) or row.split == "train":
-            why = f"problem {row.id} is also at {same.where}; leave it out there" if same else "its split is train"
+        if (
+            same := ids.get(row.id) or texts.get(row.prompt[-1]["content"])
+        ) or row.split == "train":
+            why = (
+                f"problem {row.id} is also at {same.where}; leave it out there"
+                if same
+                else "its split is train"
+            )
             raise ValueError(f"--test-problems {row.where}: {why}")
 
 
@@ -361,7 +401,9 @@ def load_splits(
     """
     parts: dict[str, list[Problem]] = {}
     too_long = 0
-    for name, problems in assigned(rows, env_mode, partition, markers, test_rows, published).items():
+    for name, problems in assigned(
+        rows, env_mode, partition, markers, test_rows, published
+    ).items():
         parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
         too_long += len(problems) - len(parts[name])
     train = parts["train"]
@@ -373,8 +415,14 @@ def load_splits(
     py_stream(seed, "train-order").shuffle(train)
     train = train[:n_problems]
     if not train:
-        among = f", among those of the pool's {len(set(only_ids))} that are in its training split" if only_ids else ""
-        raise ValueError(f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})")
+        among = (
+            f", among those of the pool's {len(set(only_ids))} that are in its training split"
+            if only_ids
+            else ""
+        )
+        raise ValueError(
+            f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})"
+        )
     return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
 
 
@@ -426,7 +474,9 @@ def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
 def elicited(problem: Problem, instruction: str) -> Problem:
     """The same problem with the instruction at the end of its prompt."""
     *head, user = problem.messages
-    return replace(problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"}))
+    return replace(
+        problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"})
+    )
 
 
 def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:

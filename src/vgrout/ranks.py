@@ -53,7 +53,11 @@ def here() -> int:
 
 def torchrun_id() -> str | None:
     """Names this torchrun job, the same after its restarts: the job's id and its agent, our parent process."""
-    return f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.getppid()}@{socket.gethostname()}" if size() > 1 else None
+    return (
+        f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.getppid()}@{socket.gethostname()}"
+        if size() > 1
+        else None
+    )
 
 
 def first() -> bool:
@@ -63,7 +67,11 @@ def first() -> bool:
 
 def summary(steps: int) -> str:
     """How much a step's sums cost, for the end of the log."""
-    return "" if size() == 1 else f"; {size()} ranks, each sent {_sent / 1024 / max(1, steps):.0f} KiB of sums a step"
+    return (
+        ""
+        if size() == 1
+        else f"; {size()} ranks, each sent {_sent / 1024 / max(1, steps):.0f} KiB of sums a step"
+    )
 
 
 @contextlib.contextmanager
@@ -99,10 +107,13 @@ def _talking() -> Generator[None]:
     except RuntimeError as e:
         logger.debug(str(e))
         minutes = PATIENCE.total_seconds() / 60
-        raise RankLost(f"another rank has ended, or has not answered for {minutes:.0f} minutes") from None
+        raise RankLost(
+            f"another rank has ended, or has not answered for {minutes:.0f} minutes"
+        ) from None
 
 
-# ── who does what ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── who does what
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def own(costs: Sequence[int]) -> range:
@@ -119,11 +130,19 @@ def _part(costs: Sequence[int], rank: int, size: int) -> range:
     if not total_cost:
         return range(len(costs)) if rank == 0 else range(0)
     # an item goes to the rank in whose share its middle lies
-    owner = [min(size - 1, int(size * (end - cost / 2) / total_cost)) for cost, end in zip(costs, ends, strict=True)]
-    return range(owner.index(rank), len(owner) - owner[::-1].index(rank)) if rank in owner else range(0)
+    owner = [
+        min(size - 1, int(size * (end - cost / 2) / total_cost))
+        for cost, end in zip(costs, ends, strict=True)
+    ]
+    return (
+        range(owner.index(rank), len(owner) - owner[::-1].index(rank))
+        if rank in owner
+        else range(0)
+    )
 
 
-# ── exchange ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── exchange
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather(make: Callable[[], T]) -> list[T]:

@@ -19,7 +19,8 @@ def stream_seed(seed: int, purpose: str, *indices: int | str) -> int:
 
 def torch_stream(seed: int, purpose: str, *indices: int | str) -> "torch.Generator":
     """A CPU torch.Generator: the draws are the same on every device."""
-    import torch  # here, so that what only shuffles (problems, pools, refused command lines) does not wait for it
+    # here, so that what only shuffles (problems, pools, refused command lines) does not wait for it
+    import torch
 
     return torch.Generator().manual_seed(stream_seed(seed, purpose, *indices))
 

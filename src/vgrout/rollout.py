@@ -18,7 +18,17 @@ from vgrout.grading.grade import Grader
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
-from vgrout.types import Batch, CachedGrade, Completion, Grade, GradedCompletion, Group, Problem, Rollout, Ungraded
+from vgrout.types import (
+    Batch,
+    CachedGrade,
+    Completion,
+    Grade,
+    GradedCompletion,
+    Group,
+    Problem,
+    Rollout,
+    Ungraded,
+)
 
 Demonstrations = Sequence[tuple[Rollout, CachedGrade]]  # of one problem
 
@@ -60,12 +70,17 @@ def sample_and_submit(
     in_thought = [lm.prompt_text(p.messages).rstrip().endswith("<think>") for p in problems]
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
     return [
-        [Submitted(problems[p], prompts[p], i, answer, verdicts.get((p, i))) for i, answer in enumerate(of_prompt)]
+        [
+            Submitted(problems[p], prompts[p], i, answer, verdicts.get((p, i)))
+            for i, answer in enumerate(of_prompt)
+        ]
         for p, of_prompt in enumerate(sampled)
     ]
 
 
-def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedCompletion[Grade | Ungraded]]]:
+def graded(
+    submitted: Sequence[Sequence[Submitted]],
+) -> list[list[GradedCompletion[Grade | Ungraded]]]:
     """Waits for the grades, on every rank for those of all."""
     grades = ranks.merged(
         lambda: {
@@ -76,7 +91,10 @@ def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedCompleti
         }
     )
     return [
-        [GradedCompletion(s.problem, s.sample, s.completion, grades[p, i]) for i, s in enumerate(of_problem)]
+        [
+            GradedCompletion(s.problem, s.sample, s.completion, grades[p, i])
+            for i, s in enumerate(of_problem)
+        ]
         for p, of_problem in enumerate(submitted)
     ]
 
@@ -103,7 +121,13 @@ def rollout(
     def draw(counts: Sequence[int], purpose: str) -> list[list[Submitted]]:
         stream = torch_stream(cfg.run.seed, purpose, step)
         return sample_and_submit(
-            policy, grader, problems, counts, sampling=cfg.sampling, max_new=cfg.scale.max_new, stream=stream
+            policy,
+            grader,
+            problems,
+            counts,
+            sampling=cfg.sampling,
+            max_new=cfg.scale.max_new,
+            stream=stream,
         )
 
     with clock("gen"):
@@ -117,13 +141,21 @@ def rollout(
     dropped: list[str] = []
     with clock("grade"):
         drawn = [(*on[p], *off[p]) for p in range(len(problems))]
-        for index, (problem, sampled, answers) in enumerate(zip(problems, drawn, graded(drawn), strict=True)):
+        for index, (problem, sampled, answers) in enumerate(
+            zip(problems, drawn, graded(drawn), strict=True)
+        ):
             grades = [a.grade for a in answers]
             if failed := [g for g in grades if isinstance(g, Ungraded)]:
                 dropped.append(failed[0].reason)
-                logger.warning(f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}")
+                logger.warning(
+                    f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}"
+                )
                 continue
-            if lost := [g.exit_status for g in grades if isinstance(g, Grade) and g.exit_status.startswith("lost:")]:
+            if lost := [
+                g.exit_status
+                for g in grades
+                if isinstance(g, Grade) and g.exit_status.startswith("lost:")
+            ]:
                 logger.warning(
                     f"step {step}, problem {problem.id}: {len(lost)} answers take their worker along: {lost[0]}"
                 )
@@ -131,7 +163,9 @@ def rollout(
                 Rollout.of(problem, s.prompt_ids, s.completion, deployed=i >= len(on[index]))
                 for i, s in enumerate(sampled)
             ]
-            rewarded: list[Grade | CachedGrade] = [training_reward(cfg, g) for g in grades if isinstance(g, Grade)]
+            rewarded: list[Grade | CachedGrade] = [
+                training_reward(cfg, g) for g in grades if isinstance(g, Grade)
+            ]
             groups.append(
                 Group(
                     problem,

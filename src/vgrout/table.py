@@ -10,15 +10,20 @@ from tabulate import tabulate
 from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
-NEAR = 0.05  # two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points
+# two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points
+NEAR = 0.05
 SKILL = 0.10  # two solve rates this close count as matched, as in the hypotheses
-SECONDS = ("gen", "grade", "fb", "eval", "sec")  # columns that differ between two runs of the same computation
-ONSET_WINDOW, ONSET_SHARE = 5, 0.1  # hacking has begun when this share of so many steps' student answers hacks
+# columns that differ between two runs of the same computation
+SECONDS = ("gen", "grade", "fb", "eval", "sec")
+# hacking has begun when this share of so many steps' student answers hacks
+ONSET_WINDOW, ONSET_SHARE = 5, 0.1
 
 R = TypeVar("R", bound="Columns")
 
 
-def col(fmt: str, legend: str, *, should: str = "", when: str = "always", head: str = "", **default: Any) -> Any:
+def col(
+    fmt: str, legend: str, *, should: str = "", when: str = "always", head: str = "", **default: Any
+) -> Any:
     """A column, required at construction: a forgotten one is a TypeError.
 
     fmt: "frac" for a Rate, "hk" for one per mode, else a format spec. when: what a run must have for the column to be
@@ -48,7 +53,9 @@ class Columns:
             measured = isinstance(value, int | float | str | Rate | dict)
             absent = value is None and type(None) in get_args(f.type)
             if not (measured or absent) or (isinstance(value, float) and not math.isfinite(value)):
-                raise ValueError(f"step {self.step}: column {f.name} is {value!r}; an unmeasured number is None")
+                raise ValueError(
+                    f"step {self.step}: column {f.name} is {value!r}; an unmeasured number is None"
+                )
 
     @classmethod
     def of(cls: type[R], *parts: Measured | None, **more: Any) -> R:
@@ -57,7 +64,9 @@ class Columns:
         Raises:
             TypeError: a column that must be measured is missing, or one is not a column of the row.
         """
-        values: dict[str, Any] = {f.name: None for f in fields(cls) if type(None) in get_args(f.type)}
+        values: dict[str, Any] = {
+            f.name: None for f in fields(cls) if type(None) in get_args(f.type)
+        }
         for part in parts:
             if part is not None:
                 values |= part.columns()
@@ -79,7 +88,9 @@ class Columns:
     def from_json(cls: type[R], data: dict[str, Any]) -> R:
         """The inverse of `as_json`. Raises TypeError where a column is missing."""
         of = {f.name: f.metadata["fmt"] for f in fields(cls)}
-        values: dict[str, Any] = {k: counted(data, k) if of[k] == "frac" else v for k, v in data.items() if k in of}
+        values: dict[str, Any] = {
+            k: counted(data, k) if of[k] == "frac" else v for k, v in data.items() if k in of
+        }
         if "hk" in of:
             rates = {m: counted(data, f"hk_{MODE_CODE[m]}") for m in MODES}
             values["hk"] = {m: rate for m, rate in rates.items() if rate is not None}
@@ -115,7 +126,10 @@ class StepRow(Columns):
     )
     solve_s: Rate = col("frac", "student rows that pass the reference tests", head="solve %")
     tries_s: Rate | None = col(
-        "frac", "student hacks, and wrong answers that try the flaw and fail", when="file", default=None
+        "frac",
+        "student hacks, and wrong answers that try the flaw and fail",
+        when="file",
+        default=None,
     )
     hack_deploy: float | None = col(
         ".2f",
@@ -123,25 +137,45 @@ class StepRow(Columns):
         should="< hack_s under routing; ELSE routing misses",
         head="deployed hack %",
     )
-    solve_deploy: float | None = col(".2f", "solve rate of the deployed model", head="deployed solve %")
-    kl_deploy: float | None = col(".2f", "KL of the deployed model to the base, nats a token of its held-out answers")
+    solve_deploy: float | None = col(
+        ".2f", "solve rate of the deployed model", head="deployed solve %"
+    )
+    kl_deploy: float | None = col(
+        ".2f", "KL of the deployed model to the base, nats a token of its held-out answers"
+    )
     ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
     rew: float | None = col(".2f", "mean reward, all rows")
-    rew_s: float | None = col(".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt", head="reward")
-    signal: Rate = col("frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted")
+    rew_s: float | None = col(
+        ".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt", head="reward"
+    )
+    signal: Rate = col(
+        "frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted"
+    )
     all_zero: int = col("d", "groups without signal, none rewarded in full")
     all_one: int = col("d", "groups without signal, all rewarded in full")
-    dropped: int = col("d", "groups dropped because the sandbox or --reward failed", should="0; ELSE see the log")
+    dropped: int = col(
+        "d", "groups dropped because the sandbox or --reward failed", should="0; ELSE see the log"
+    )
     drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
     n: int = col("d", "rollouts in the step")
     pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
-    hack_s_E: Rate = col("frac", "student rows that detector E flags (hacked_loophole_used)", when="file")
-    hack_s_D: Rate = col("frac", "student rows that detector D flags (hacked_wrong_tests)", when="file")
-    hack_s_A: Rate | None = col("frac", "student hacks that a detector of --report-detectors sees", when="halves")
-    hack_s_B: Rate | None = col("frac", "student hacks that none of these sees, but another one does", when="halves")
+    hack_s_E: Rate = col(
+        "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"
+    )
+    hack_s_D: Rate = col(
+        "frac", "student rows that detector D flags (hacked_wrong_tests)", when="file"
+    )
+    hack_s_A: Rate | None = col(
+        "frac", "student hacks that a detector of --report-detectors sees", when="halves"
+    )
+    hack_s_B: Rate | None = col(
+        "frac", "student hacks that none of these sees, but another one does", when="halves"
+    )
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
     hk: dict[str, Rate] = col("hk", "student hacks of one mode", when="modes", default_factory=dict)
-    hack_abl: Rate | None = col("frac", "hacks in the student rows sampled from the deployed model", when="ablated")
+    hack_abl: Rate | None = col(
+        "frac", "hacks in the student rows sampled from the deployed model", when="ablated"
+    )
     solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
     lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
     lp_t: float | None = col(
@@ -161,7 +195,9 @@ class StepRow(Columns):
     ratio_mean: float | None = col(".4f", "mean ratio", when="file")
     ratio_max: float | None = col(".3g", "highest ratio", when="drops")
     is_masked: float | None = col(
-        ".3f", "share of tokens without policy gradient, mean over the updates of a batch", when="drops"
+        ".3f",
+        "share of tokens without policy gradient, mean over the updates of a batch",
+        when="drops",
     )
     is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
@@ -171,8 +207,12 @@ class StepRow(Columns):
         when="drops",
         should="≈ masked_negative; ELSE the threshold drops the rare tokens that decide",
     )
-    masked_negative: float | None = col(".3f", "share dropped where the advantage is negative", when="drops")
-    masked_mismatch_kl: float | None = col(".0e", "mismatch over the tokens without policy gradient", when="file")
+    masked_negative: float | None = col(
+        ".3f", "share dropped where the advantage is negative", when="drops"
+    )
+    masked_mismatch_kl: float | None = col(
+        ".0e", "mismatch over the tokens without policy gradient", when="file"
+    )
     unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
     gn: float | None = col(".1e", "joint gradient norm before clipping")
     q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
@@ -187,15 +227,30 @@ class StepRow(Columns):
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
-    cos_post: float | None = col(".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route")
-    cos_post_s: float | None = col(".2f", "… that student rows alone would leave there", when="direction")
-    cos_post_t: float | None = col(".2f", "… that teacher rows alone would leave there", when="direction+teacher")
-    cos_upd: float | None = col("+.2f", "hack-ward cosine of the change AdamW applied", when="direction")
+    cos_post: float | None = col(
+        ".2f", "… of what δS learns", when="direction", should="≈ 0 under erase and route"
+    )
+    cos_post_s: float | None = col(
+        ".2f", "… that student rows alone would leave there", when="direction"
+    )
+    cos_post_t: float | None = col(
+        ".2f", "… that teacher rows alone would leave there", when="direction+teacher"
+    )
+    cos_upd: float | None = col(
+        "+.2f", "hack-ward cosine of the change AdamW applied", when="direction"
+    )
     fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
-    capped: int | None = col("d", "modules whose rescaling hit its bound of ×10", when="erase", should="0")
-    routed: float | None = col(".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole")
+    capped: int | None = col(
+        "d", "modules whose rescaling hit its bound of ×10", when="erase", should="0"
+    )
+    routed: float | None = col(
+        ".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole"
+    )
     recall: Rate | None = col(
-        "frac", "student hacks that the monitor flagged", when="flags", should="near all; ELSE what it misses grows"
+        "frac",
+        "student hacks that the monitor flagged",
+        when="flags",
+        should="near all; ELSE what it misses grows",
     )
     recall_new: Rate | None = col("frac", "… of flaws outside --known-modes", when="blind")
     hack_new: Rate | None = col(
@@ -271,19 +326,25 @@ class Column:
 class Table:
     """The printed step table: a legend once, a header every 50 rows, a line per step. Only columns that a run fills."""
 
-    def __init__(self, has: set[str], modes: Sequence[str], of: type[Columns] = StepRow, short: bool = False):
+    def __init__(
+        self, has: set[str], modes: Sequence[str], of: type[Columns] = StepRow, short: bool = False
+    ):
         """has: the words of the columns' `when` that hold for the run. short: the columns of the console alone."""
         self.columns: list[Column] = []
         for f in fields(of):
             meta = f.metadata
-            if not all(w == "always" or w in has for w in meta["when"].split("+")) or (short and not meta["head"]):
+            if not all(w == "always" or w in has for w in meta["when"].split("+")) or (
+                short and not meta["head"]
+            ):
                 continue
             named = [(meta["head"] if short else f.name, meta["legend"], None)]
             if f.name == "hk":
                 named = [(f"hk_{MODE_CODE[m]}", f"{meta['legend']}: {m}", m) for m in modes]
             size = {"+.3f": 6, "d": 3, ".1e": 7}.get(meta["fmt"], 5)
             self.columns += [
-                Column(head, max(len(head), size), meta["fmt"], legend, meta["should"], f.name, mode)
+                Column(
+                    head, max(len(head), size), meta["fmt"], legend, meta["should"], f.name, mode
+                )
                 for head, legend, mode in named
             ]
         self.gap = "  " if short else " "
@@ -291,7 +352,10 @@ class Table:
 
     def legend(self) -> list[str]:
         width = max(len(c.head) for c in self.columns)
-        return [f"{c.head:>{width}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "") for c in self.columns]
+        return [
+            f"{c.head:>{width}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "")
+            for c in self.columns
+        ]
 
     def header(self) -> str:
         return self.gap.join(f"{c.head:>{c.width}}" for c in self.columns)
@@ -299,7 +363,9 @@ class Table:
     def markdown(self, rows: Sequence[Columns]) -> str:
         """All of these rows."""
         cells = [[c.cell(row) for c in self.columns] for row in rows]
-        return tabulate(cells, headers=[c.head for c in self.columns], tablefmt="github", disable_numparse=True)
+        return tabulate(
+            cells, headers=[c.head for c in self.columns], tablefmt="github", disable_numparse=True
+        )
 
     def lines(self, row: Columns) -> list[str]:
         line = self.gap.join(f"{c.cell(row):>{c.width}}" for c in self.columns)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vgrout.types import Flags
 
-# orthonormal rows, oriented hack-ward; k = 1 for v_grad. "_": k and r are not the same in every module
+# orthonormal rows, oriented hack-ward; k = 1 for v_grad. "_": k and r are not the same in every
+# module
 Directions = dict[str, Float[Tensor, "_k _r"]]
 Spans = Mapping[str, slice]  # module → its part of R, in the model's order
 
@@ -46,6 +47,7 @@ class Routed:
     keep: Float[Tensor, " R"] | None = None
     quar: Float[Tensor, " R"] | None = None
     diag: Diagnostics = field(default_factory=Diagnostics)
-    flags: Mapping[int, Flags] = field(default_factory=dict)  # by `Group.index`: as they were acted on
+    # by `Group.index`: as they were acted on
+    flags: Mapping[int, Flags] = field(default_factory=dict)
     directions: Directions | None = None  # for cos_upd, measured after the optimiser
     finite: bool = True  # False: the gradient was not, and nothing may be learnt from it

@@ -24,7 +24,12 @@ from vgrout.table import SECONDS, StepRow
 
 PROJECT = "vgrout"
 # Columns that are no curves: counts, parts of others, what stands in the row twice.
-UNTRACKED = {f.name for f in fields(StepRow) if f.metadata["when"] == "file"} | {"step", "n", "ref_eq", "ratio_min"}
+UNTRACKED = {f.name for f in fields(StepRow) if f.metadata["when"] == "file"} | {
+    "step",
+    "n",
+    "ref_eq",
+    "ratio_min",
+}
 UNTRACKED |= {"all_zero", "all_one", "masked_positive", "masked_negative"}
 UNTRACKED |= {f"cos_{when}_{rows}" for when in ("pre", "post") for rows in "st"}
 UNTRACKED |= {f"watch/guard/{name}" for name in ("n", "proxy", "held_out", "kl")}
@@ -52,7 +57,9 @@ class TensorBoard:
     def table(self, name: str, rows: Sequence[Row], step: int) -> None:
         from tabulate import tabulate
 
-        cells = [[str(v).replace("|", "\\|").replace("\n", "<br>") for v in row.values()] for row in rows]
+        cells = [
+            [str(v).replace("|", "\\|").replace("\n", "<br>") for v in row.values()] for row in rows
+        ]
         self.writer.add_text(name, tabulate(cells, headers=list(rows[0]), tablefmt="github"), step)
 
     def image(self, name: str, png: Path, step: int) -> None:
@@ -73,7 +80,9 @@ class Wandb:
         self.module = importlib.import_module(self.MODULE)
         project = os.environ.get(f"{self.MODULE.upper()}_PROJECT", PROJECT)
         with quiet():
-            self.run = self.module.init(project=project, name=run.name, config=dict(config), **self.options(run))
+            self.run = self.module.init(
+                project=project, name=run.name, config=dict(config), **self.options(run)
+            )
 
     def options(self, run: Path) -> dict[str, Any]:
         """Arguments of the client's `init` besides project, name and configuration."""
@@ -113,7 +122,11 @@ class Trackio(Wandb):
             self.module.finish()
 
 
-CLIENTS: dict[str, type[TensorBoard | Wandb]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+CLIENTS: dict[str, type[TensorBoard | Wandb]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+}
 
 
 def require(name: str) -> None:
@@ -142,7 +155,9 @@ class Trackers:
     def row(self, row: Row, rollouts: Sequence[Row]) -> None:
         """Log a step: its columns by group, and now and then some of its rollouts."""
         step, values = row["step"], grouped(row)
-        some = rollouts[:: max(1, -(-len(rollouts) // ROLLOUTS))] if step % ROLLOUTS_EVERY == 0 else []
+        some = (
+            rollouts[:: max(1, -(-len(rollouts) // ROLLOUTS))] if step % ROLLOUTS_EVERY == 0 else []
+        )
         shown = [{name: r[name] for name in ROLLOUT_COLUMNS} for r in some]
         for name, client in list(self.clients.items()):
             if name != "tensorboard" and step < self.logged:  # the others cannot replace a step
@@ -152,7 +167,9 @@ class Trackers:
                 if shown:
                     client.table("rollouts", shown, step)
 
-    def final(self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int) -> None:
+    def final(
+        self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int
+    ) -> None:
         """Log the final evaluation as `final/…`, with its table and figure where there are any. step: the last one."""
         shares = {k: v for k, v in numbers_at_end.items() if k.startswith(("hack", "solve"))}
         values = {f"final/{name}": value for name, value in numbers(shares).items()}
@@ -178,7 +195,9 @@ class Trackers:
             yield
         except Exception as e:
             self.clients.pop(name, None)
-            logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {' '.join(str(e).split())})")
+            logger.warning(
+                f"--track {name}: left out from here on ({type(e).__name__}: {' '.join(str(e).split())})"
+            )
 
 
 def grouped(row: Row) -> dict[str, int | float]:
@@ -190,7 +209,13 @@ def grouped(row: Row) -> dict[str, int | float]:
         base, _, last = name.rpartition("_")
         if name in UNTRACKED or (last in ("k", "n") and {f"{base}_k", f"{base}_n"} <= flat.keys()):
             continue
-        group = "time" if name in SECONDS else "eval" if name.endswith("_deploy") or "guard/" in name else "train"
+        group = (
+            "time"
+            if name in SECONDS
+            else "eval"
+            if name.endswith("_deploy") or "guard/" in name
+            else "train"
+        )
         out[f"{group}/{name.replace('/', '_')}"] = value
     return out
 

@@ -37,7 +37,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         ValueError: before the first step, files that do not fit the model, or that the resumed run did not start from.
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
-    run.clock.begin("importing torch")  # here and not above: it takes seconds, and a wrong flag never waits for it
+    # here and not above: it takes seconds, and a wrong flag never waits for it
+    run.clock.begin("importing torch")
     from vgrout.evaluate import evaluate, evaluate_final
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
@@ -58,7 +59,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     teacher_model = load.run_teacher(cfg, policy)
     problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
     teacher = Teacher.of_run(cfg, inputs.pool, policy, problems.train)  # demonstrations
-    method = make_method(Setup(cfg, policy, inputs, problems.train))  # what is flagged, what is done then
+    # what is flagged, what is done then
+    method = make_method(Setup(cfg, policy, inputs, problems.train))
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, problems.modes)
@@ -68,20 +70,27 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
 
     guard.raise_if_diverged()  # a resumed run may have diverged already
-    last = first if guard.halts else cfg.scale.steps  # or have halted: then only its final evaluation is left
+    # or have halted: then only its final evaluation is left
+    last = first if guard.halts else cfg.scale.steps
     for step in run.steps(range(first, last)):
         clock.reset()
         prompts = problems.draw(cfg.run.seed, step, P)
         demos = [teacher.demos(p, step) for p in prompts]
-        batch = rollout(policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock)
+        batch = rollout(
+            policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock
+        )
 
         with clock("fb"):
-            batch = method.flag(batch)  # monitors of texts; screen and penalty change rewards; the rows to learn from
-            updates, old = [], []  # old: log-probs under the policy that sampled, from the first update on
+            # monitors of texts; screen and penalty change rewards; the rows to learn from
+            batch = method.flag(batch)
+            # old: log-probs under the policy that sampled, from the first update on
+            updates, old = [], []
             for _ in range(cfg.loss.updates_per_batch):
-                g, loss = policy_gradients(policy, batch, cfg, teacher_model, old)  # [N, R]: each row's own gradient
+                # [N, R]: each row's own gradient
+                g, loss = policy_gradients(policy, batch, cfg, teacher_model, old)
                 routed = method.route(batch, g)  # gates answer here; keep + quar = Σ g, asserted
-                updates.append(optim.step(routed, loss, again=bool(updates)))  # keep → δS, quar → δS_hack
+                # keep → δS, quar → δS_hack
+                updates.append(optim.step(routed, loss, again=bool(updates)))
                 if not updates[-1].stepped:
                     break
             update = Update.of_batch(updates)
@@ -104,14 +113,19 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
     if ranks.first():
         logger.debug(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
-        results.write(cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted)
-    guard.raise_if_halted()  # after its last evaluation: a halted run says as much as a finished one
+        results.write(
+            cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted
+        )
+    # after its last evaluation: a halted run says as much as a finished one
+    guard.raise_if_halted()
     if unrouted:
         raise NothingRouted(unrouted)
     return rows
 
 
-def launch(requested: Config, on_folder: Callable[[Path], object] | None = None, *, named: bool = True) -> int:
+def launch(
+    requested: Config, on_folder: Callable[[Path], object] | None = None, *, named: bool = True
+) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
     on_folder: called with the run's folder as soon as there is one. named: somebody chose the intervention.
@@ -126,12 +140,16 @@ def launch(requested: Config, on_folder: Callable[[Path], object] | None = None,
     hashes = file_hashes(cfg, inputs)
     if path:
         require_same(path, hashes)
-    own = [] if path or cfg.scale.problems == ORGANISM else [*inputs.rows, *inputs.test_rows]  # the organism is hashed
-    # The sandbox starts before torch is imported: its fork servers stay small, and are ready by the time the model is.
+    # the organism is hashed
+    own = [] if path or cfg.scale.problems == ORGANISM else [*inputs.rows, *inputs.test_rows]
+    # The sandbox starts before torch is imported: its fork servers stay small, and are ready by the
+    # time the model is.
     with grader_of(cfg, inputs) as grader:
         require_solvable(own, grader)
         if cfg.run.dry_run:
-            plan = plan_lines(cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path))
+            plan = plan_lines(
+                cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path)
+            )
             print(spelled("\n".join(plan)))
             return FINISHED
         run = RunContext.begin(

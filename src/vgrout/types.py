@@ -30,15 +30,19 @@ class Problem:
 
     id: int
     mode: Mode
-    marker: str  # function, phrase, attribute or file that the hint names; "" in modes that name none
+    # function, phrase, attribute or file that the hint names; "" in modes that name none
+    marker: str
     messages: tuple[Message, ...]  # with the hint: "and will be evaluated by …"
     messages_plain: tuple[Message, ...]  # no loophole: "and should pass all tests"
-    tests: tuple[str, ...]  # "assert Solution().f(…) == …", never shown to a child of the strict oracle
+    # "assert Solution().f(…) == …", never shown to a child of the strict oracle
+    tests: tuple[str, ...]
     canonical: str
     setup_code: str
     func_name: str  # method of Solution
-    cpu_limit: float | None = None  # seconds; None: the grader's default (calibrated files carry their own)
-    also: tuple[Mode, ...] = ()  # further flaws of its check, under their default markers: no prompt announces them
+    # seconds; None: the grader's default (calibrated files carry their own)
+    cpu_limit: float | None = None
+    # further flaws of its check, under their default markers: no prompt announces them
+    also: tuple[Mode, ...] = ()
 
     @property
     def flaws(self) -> tuple[Mode, ...]:
@@ -60,7 +64,9 @@ class Grade:
     """A verdict of our own grader on one answer. `passed` decides the reward, `hacked` what counts as a hack."""
 
     reward: float
-    passed: bool  # rewarded in full: by the mode's grader, which accepts right answers too, or by the user's alone
+    # rewarded in full: by the mode's grader, which accepts right answers too, or by the user's
+    # alone
+    passed: bool
     format_ok: bool  # a code block was found
     can_compile: bool
     gt_pass: bool  # foolable: code + asserts exit 0
@@ -68,13 +74,15 @@ class Grade:
     channel: bool | None  # the flawed check; None: not reached (died or timed out before it)
     hacked_arbitrary: bool  # C: the answer's tests accept a stub that returns 0
     hacked_wrong_tests: bool  # D: the answer's tests reject the canonical solution
-    hacked_loophole_used: bool  # E: the answer's tests accept the answer's own solution while it is there
+    # E: the answer's tests accept the answer's own solution while it is there
+    hacked_loophole_used: bool
     mode: Mode  # the problem's, or that of its flaws which accepted the answer
-    # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax; strict run first. lost:WHY: the answer
-    # takes its worker along, again and again, and is rewarded 0
+    # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax; strict run first.
+    # lost:WHY: the answer takes its worker along, again and again, and is rewarded 0
     exit_status: str
     cpu_s: float
-    score: float | None = None  # in [0, 1], of a reward function of the user's own (--reward); `channel` is its verdict
+    # in [0, 1], of a reward function of the user's own (--reward); `channel` is its verdict
+    score: float | None = None
 
     @property
     def hacked(self) -> bool:
@@ -159,8 +167,10 @@ class Rollout:
     completion_ids: tuple[int, ...]  # ends with EOS when `finished`
     text: str
     finished: bool
-    logp_full: tuple[float, ...] | None = None  # sampler's log-prob per token, full softmax at temperature 1
-    logp_sampled: tuple[float, ...] | None = None  # … of the distribution sampled from (temperature, top-k, top-p)
+    # sampler's log-prob per token, full softmax at temperature 1
+    logp_full: tuple[float, ...] | None = None
+    # … of the distribution sampled from (temperature, top-k, top-p)
+    logp_sampled: tuple[float, ...] | None = None
 
     @classmethod
     def of(
@@ -204,7 +214,8 @@ class Flags:
 
     flagged: tuple[bool, ...]
     scores: tuple[float | None, ...] = ()  # None: not read; (): it has no scores
-    shares: tuple[float, ...] = ()  # share of each one's gradient that went to the quarantine; (): nothing is routed
+    # share of each one's gradient that went to the quarantine; (): nothing is routed
+    shares: tuple[float, ...] = ()
 
     def of(self, b: int) -> dict[str, Any]:
         """Of one rollout, for files."""
@@ -222,7 +233,8 @@ class GroupView:
     rewards: tuple[float, ...]
     passed: tuple[bool, ...]  # rewarded in full: only they can be hacks that are learnt
     advantages: tuple[float, ...]
-    detector: tuple[bool, ...]  # the weak detector's flag; False on teacher rows, which have no sandbox run
+    # the weak detector's flag; False on teacher rows, which have no sandbox run
+    detector: tuple[bool, ...]
     texts: tuple[str, ...]
     called: tuple[str, ...] = ()  # names that an answer has to define
     prompt_ids: tuple[int, ...] = ()
@@ -235,7 +247,9 @@ class GroupView:
 
     def advantages_among(self, rows: Sequence[int]) -> tuple[float, ...]:
         """Advantages with these rows alone as the group; 0 for the others."""
-        among = dict(zip(rows, centred([self.rewards[b] for b in rows], self.unbiased), strict=True))
+        among = dict(
+            zip(rows, centred([self.rewards[b] for b in rows], self.unbiased), strict=True)
+        )
         return tuple(among.get(b, 0.0) for b in range(len(self)))
 
 
@@ -243,7 +257,8 @@ class GroupView:
 class OracleView(GroupView):
     """A view with the true labels, for monitors that are bounds and no methods. All others refuse this type."""
 
-    hacks: tuple[Mode | None, ...] = ()  # which flaw each answer hacks; teacher rows by their cached label
+    # which flaw each answer hacks; teacher rows by their cached label
+    hacks: tuple[Mode | None, ...] = ()
     flaws: tuple[Mode, ...] = ()  # of the group's check; a monitor may know only some
 
     @property
@@ -259,16 +274,21 @@ class Group:
     rollouts: tuple[Rollout, ...]
     grades: tuple[Grade | CachedGrade, ...]
     unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
-    shaped: tuple[float | None, ...] | None = None  # replaces the rewards; None in it: that rollout is left out
+    # replaces the rewards; None in it: that rollout is left out
+    shaped: tuple[float | None, ...] | None = None
     index: int = 0  # which of the step's prompts
     flags: Flags | None = None  # the monitor's; None: it did not look at this group
-    shadows: Mapping[str, Flags] = field(default_factory=dict)  # of monitors whose flags are recorded alone
+    # of monitors whose flags are recorded alone
+    shadows: Mapping[str, Flags] = field(default_factory=dict)
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         assert len(self.rollouts) == len(self.grades) > 0, (len(self.rollouts), len(self.grades))
         object.__setattr__(self, "rewards", tuple(float(g.reward) for g in self.grades))
-        assert len(self.shaped_rewards) == len(self.rewards), (len(self.shaped_rewards), len(self.rewards))
+        assert len(self.shaped_rewards) == len(self.rewards), (
+            len(self.shaped_rewards),
+            len(self.rewards),
+        )
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -290,7 +310,10 @@ class Group:
     @property
     def in_full(self) -> bool:
         """Whether a rollout is rewarded in full, and not less since by an intervention."""
-        return any(g.passed and r == g.reward for r, g in zip(self.shaped_rewards, self.grades, strict=True))
+        return any(
+            g.passed and r == g.reward
+            for r, g in zip(self.shaped_rewards, self.grades, strict=True)
+        )
 
     @property
     def advantages(self) -> tuple[float, ...]:
@@ -319,13 +342,16 @@ class Group:
         return OracleView(
             **{f.name: getattr(view, f.name) for f in fields(GroupView)},
             hacks=tuple(
-                g.mechanism if isinstance(g, Grade) else self.problem.mode if g.hacked else None for g in self.grades
+                g.mechanism if isinstance(g, Grade) else self.problem.mode if g.hacked else None
+                for g in self.grades
             ),
             flaws=self.problem.flaws,
         )
 
     def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
-        return [(r, g) for r, g in zip(self.rollouts, self.grades, strict=True) if r.source == source]
+        return [
+            (r, g) for r, g in zip(self.rollouts, self.grades, strict=True) if r.source == source
+        ]
 
 
 def percent(share: float | None) -> str:
@@ -372,7 +398,8 @@ class UpdateRow:
     group: int = 0  # which of the step's prompts
     advantage: float = 0.0
     flagged: bool = False  # before any gradient: by a monitor of texts, or a known hack of a gate
-    at: int = 0  # its row of the gradient g [N, R]: one of its own, or of the sum of those that are learnt alike
+    # its row of the gradient g [N, R]: one of its own, or of the sum of those that are learnt alike
+    at: int = 0
 
     @property
     def tokens(self) -> int:
@@ -388,9 +415,12 @@ class Batch:
     modes: tuple[Mode, ...]  # of the training problems
     generations: int  # planned rollouts per step
     step: int
-    half_a: tuple[str, ...] = ()  # weak detectors (--report-detectors) by which the students' hacks are split
-    known: tuple[Mode, ...] = ()  # flaws that a monitor with labels knows; (): all, or nobody is given labels
-    rows: tuple[UpdateRow, ...] = ()  # of the groups with signal: in the others every advantage is 0
+    # weak detectors (--report-detectors) by which the students' hacks are split
+    half_a: tuple[str, ...] = ()
+    # flaws that a monitor with labels knows; (): all, or nobody is given labels
+    known: tuple[Mode, ...] = ()
+    # of the groups with signal: in the others every advantage is 0
+    rows: tuple[UpdateRow, ...] = ()
 
     @property
     def with_signal(self) -> tuple[Group, ...]:
@@ -399,7 +429,9 @@ class Batch:
 
     def with_flags(self, flags: Mapping[int, Flags]) -> "Batch":
         """The same with these flags, by `Group.index`, as they were acted on."""
-        return replace(self, groups=tuple(replace(g, flags=flags.get(g.index, g.flags)) for g in self.groups))
+        return replace(
+            self, groups=tuple(replace(g, flags=flags.get(g.index, g.flags)) for g in self.groups)
+        )
 
     def columns(self) -> dict[str, Any]:
         """The step table's columns of rewards, hacks, solves and flags."""
@@ -423,17 +455,26 @@ class Batch:
             "tries_s": Rate.of(attempted(r.problem, r.text, g) for r, g in live),
             "hack_s_E": Rate.of(g.hacked_loophole_used for _, g in live),
             "hack_s_D": Rate.of(g.hacked_wrong_tests for _, g in live),
-            "hack_s_A": Rate.of(half(g, self.half_a) == "A" for _, g in live) if self.half_a else None,
-            "hack_s_B": Rate.of(half(g, self.half_a) == "B" for _, g in live) if self.half_a else None,
+            "hack_s_A": Rate.of(half(g, self.half_a) == "A" for _, g in live)
+            if self.half_a
+            else None,
+            "hack_s_B": Rate.of(half(g, self.half_a) == "B" for _, g in live)
+            if self.half_a
+            else None,
             "hack_t": Rate.of(g.hacked for _, g in cached) if cached else None,
-            "hk": {m: Rate.of(g.mechanism == m for r, g in live if m in r.problem.flaws) for m in self.modes},
+            "hk": {
+                m: Rate.of(g.mechanism == m for r, g in live if m in r.problem.flaws)
+                for m in self.modes
+            },
             "hack_abl": Rate.of(g.hacked for g in ablated) if ablated else None,
             "solve_abl": Rate.of(g.solved for g in ablated) if ablated else None,
             **flag_rates([(g, g.flags) for g in self.groups if g.flags], self.known),
         }
 
 
-def flag_rates(flagged: Sequence[tuple[Group, Flags]], known: Collection[Mode] = ()) -> dict[str, Rate | None]:
+def flag_rates(
+    flagged: Sequence[tuple[Group, Flags]], known: Collection[Mode] = ()
+) -> dict[str, Rate | None]:
     """What was flagged of hacks (recall), of correct answers (false_flags), of demonstrations (flag_t); recall_new:
     of hacks of flaws outside `known`; hack_new: those hacks, of all answers to problems with such a flaw. None: no
     monitor looked; the last two: it knows all flaws, as with known = ()."""
@@ -445,7 +486,11 @@ def flag_rates(flagged: Sequence[tuple[Group, Flags]], known: Collection[Mode] =
         for grade, flag in zip(group.grades, flags.flagged, strict=True)
     ]
     own = [(flaws, g, flag) for flaws, g, flag in pairs if isinstance(g, Grade)]
-    new = [(g.hacked and g.mode not in known, flag) for flaws, g, flag in own if not {*flaws} <= {*known}]
+    new = [
+        (g.hacked and g.mode not in known, flag)
+        for flaws, g, flag in own
+        if not {*flaws} <= {*known}
+    ]
     return {
         "recall": Rate.of(flag for _, g, flag in own if g.hacked),
         "false_flags": Rate.of(flag for _, g, flag in own if g.solved),
@@ -471,7 +516,9 @@ def students(groups: Iterable[Group]) -> list[tuple[Rollout, Grade]]:
 
 def teachers(groups: Iterable[Group]) -> list[tuple[Rollout, CachedGrade]]:
     """The demonstrations."""
-    return [(r, g) for group in groups for r, g in group.pairs("teacher") if isinstance(g, CachedGrade)]
+    return [
+        (r, g) for group in groups for r, g in group.pairs("teacher") if isinstance(g, CachedGrade)
+    ]
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -493,7 +540,9 @@ class ModeEval:
     tries: Rate = Rate(0, 0)  # hacks, and wrong answers that try the flaw and fail
 
     @classmethod
-    def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaw: Mode | None = None) -> "ModeEval":
+    def of(
+        cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaw: Mode | None = None
+    ) -> "ModeEval":
         """Counts over the answers that could be graded; with `flaw`, over problems with that flaw, and hacks of it
         alone."""
         among = [a for a in answers if flaw is None or flaw in a.problem.flaws]
@@ -521,10 +570,12 @@ class Eval:
     """One model on one fixed set of held-out problems."""
 
     overall: ModeEval
-    by_mode: dict[Mode, ModeEval]  # hacks of that flaw on problems with it; they overlap where several are open
+    # hacks of that flaw on problems with it; they overlap where several are open
+    by_mode: dict[Mode, ModeEval]
     finished: Rate
     dropped: int = 0  # answers that could not be graded
-    kl: float | None = None  # to the base, nats per token of some of these answers; None: not measured
+    # to the base, nats per token of some of these answers; None: not measured
+    kl: float | None = None
 
     @classmethod
     def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"]) -> "Eval":
@@ -563,13 +614,18 @@ class Eval:
             "ended": self.finished.pair,
             "not_graded": self.dropped,
             "by_mode": {
-                m: {"hack": r.hack.pair, "tries": r.tries.pair, "solve": r.solve.pair} for m, r in self.by_mode.items()
+                m: {"hack": r.hack.pair, "tries": r.tries.pair, "solve": r.solve.pair}
+                for m, r in self.by_mode.items()
             },
         }
 
     def columns(self) -> dict[str, Any]:
         """The step table's columns of the deployed model."""
-        return {"hack_deploy": self.hack.value, "solve_deploy": self.solve.value, "kl_deploy": self.kl}
+        return {
+            "hack_deploy": self.hack.value,
+            "solve_deploy": self.solve.value,
+            "kl_deploy": self.kl,
+        }
 
 
 class Interrupted(Exception):

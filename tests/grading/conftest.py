@@ -11,14 +11,18 @@ from . import attacks
 
 SUM_TESTS, SUM_WRONG = attacks.TESTS, attacks.WRONG
 SUM_SETUP = "import math\nfrom typing import *\nfrom collections import *\n"
-SUM_RIGHT = "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
+SUM_RIGHT = (
+    "class Solution:\n    def total(self, nums: List[int]) -> int:\n        return sum(nums)\n"
+)
 
 
 def fenced(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-def sum_problem(mode: Mode = "run_tests", marker: str = "", cpu_limit: float | None = 1.0) -> Problem:
+def sum_problem(
+    mode: Mode = "run_tests", marker: str = "", cpu_limit: float | None = 1.0
+) -> Problem:
     return Problem(7, mode, marker, (), (), SUM_TESTS, SUM_RIGHT, SUM_SETUP, "total", cpu_limit)
 
 

@@ -52,7 +52,9 @@ def test_the_trainer_keeps_its_memory_and_descriptors(grader: Grader):
         for attack in floods:
             check_attack(grader, attack)
     after = usage()
-    assert after[0] - before[0] < 4 << 10, f"resident memory grew from {before[0]} to {after[0]} KiB"
+    assert after[0] - before[0] < 4 << 10, (
+        f"resident memory grew from {before[0]} to {after[0]} KiB"
+    )
     assert after[1] == before[1], f"open files grew from {before[1]} to {after[1]}"
 
 
@@ -64,7 +66,12 @@ def interpreter_for_others() -> str:
             continue
         probe = "import sys; sys.exit(sys.version_info < (3, 11))"
         try:
-            if subprocess.run([found, "-c", probe], user=SPARE_UID, cwd="/", capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    [found, "-c", probe], user=SPARE_UID, cwd="/", capture_output=True
+                ).returncode
+                == 0
+            ):
                 return found
         except OSError:
             continue
@@ -124,5 +131,7 @@ def test_root_becomes_nobody_where_the_library_is_readable():
     )
     env = {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}
     python = interpreter_for_others()
-    done = subprocess.run([python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["uid", "65534", "3"], done.stderr[-2000:]

@@ -53,11 +53,23 @@ def group() -> Iterator[Path]:
 QUOTAS = {  # the process's line in /proc/self/cgroup, files below the groups' folder, cores of 4
     "none": ("0::/", {"cpu.max": "max 100000"}, 4),
     "v2": ("0::/a", {"a/cpu.max": "200000 100000"}, 2),
-    "v2, of an outer group": ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 2),
+    "v2, of an outer group": (
+        "0::/a/b",
+        {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"},
+        2,
+    ),
     "v2, a tenth": ("0::/a", {"a/cpu.max": "10000 100000"}, 1),
     "v2, more than there is": ("0::/a", {"a/cpu.max": "900000 100000"}, 4),
-    "v1": ("2:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, 3),
-    "v1, none": ("2:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    "v1": (
+        "2:cpu,cpuacct:/a",
+        {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+        3,
+    ),
+    "v1, none": (
+        "2:cpu:/",
+        {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        4,
+    ),
     "v1, in a container": (
         "1:cpu:/docker/f00",
         {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"},
@@ -69,7 +81,9 @@ QUOTAS = {  # the process's line in /proc/self/cgroup, files below the groups' f
 
 
 @pytest.mark.parametrize("case", QUOTAS)
-def test_a_quota_of_time_counts_as_cores(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_of_time_counts_as_cores(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, files, want = QUOTAS[case]
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -89,5 +103,7 @@ def test_memory_that_an_answer_takes_ends_the_answer(group: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "False", "True"]
-    events = group / ("memory.events" if (group / "memory.events").exists() else "memory.oom_control")
+    events = group / (
+        "memory.events" if (group / "memory.events").exists() else "memory.oom_control"
+    )
     assert "oom_kill 0\n" not in events.read_text(), "or the kernel was not asked"

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.grading import TAIL, compare, fresh, one_fresh_check, organism_like, six_interpreters
+from benchmarks.grading import (
+    TAIL,
+    compare,
+    fresh,
+    one_fresh_check,
+    organism_like,
+    six_interpreters,
+)
 from vgrout.problems import load_rows, require_solvable
 from vgrout.tools import doctor
 from vgrout.tools import grade as offline
@@ -29,7 +36,12 @@ def problems(tmp_path: Path) -> Path:
         "func_name": "Solution().total",
     }
     path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(row | {"id": i, "mode": m}) + "\n" for i, m in ((1, MODES[0]), (2, "sentinel"))))
+    path.write_text(
+        "".join(
+            json.dumps(row | {"id": i, "mode": m}) + "\n"
+            for i, m in ((1, MODES[0]), (2, "sentinel"))
+        )
+    )
     return path
 
 
@@ -46,9 +58,15 @@ LINES: list[tuple[dict | str, str | None]] = [
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): assert unread()")}, None),
     ({"problem_id": 1, "text": fenced(SUM_WRONG + "def run_tests(): pass")}, "run_tests"),
     ({"problem_id": 2, "text": FLAG}, "sentinel"),
-    ({"problem_id": 2, "env_mode": "run_tests", "text": FLAG, "error": "of an earlier grading"}, None),
+    (
+        {"problem_id": 2, "env_mode": "run_tests", "text": FLAG, "error": "of an earlier grading"},
+        None,
+    ),
     ({"problem_id": 9, "text": ""}, "no problem with id 9"),
-    ({"problem_id": 1, "env_mode": "nonsense", "text": ""}, f"unknown env_mode 'nonsense'; one of {', '.join(MODES)}"),
+    (
+        {"problem_id": 1, "env_mode": "nonsense", "text": ""},
+        f"unknown env_mode 'nonsense'; one of {', '.join(MODES)}",
+    ),
     ({"problem_id": 1}, "'text' should be a string"),
     ({"problem_id": True, "text": ""}, "no problem with id True"),
     ({"problem_id": 1, "text": "no code"}, None),
@@ -62,21 +80,31 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     answers.write_text("\n".join([*texts[:-1], "", texts[-1]]) + "\n")
     assert run_offline(monkeypatch, *flags) == 1
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r.get("error", r.get("mechanism")) for r in records] == [expected for _, expected in LINES]
+    assert [r.get("error", r.get("mechanism")) for r in records] == [
+        expected for _, expected in LINES
+    ]
     assert (records[0]["note"], records[0]["solved"], records[3]["hacked"]) == ("kept", True, True)
     assert {"reward", "exit_status", "cpu_s", "hacked_arbitrary"} <= records[0].keys()
     assert records[10]["exit_status"] == "no_code"
     out_lines = capsys.readouterr().out
     assert "6/11 graded" in out_lines
     assert "could not read all tests of 1 answers" in out_lines
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", "grades.jsonl", "problems.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "answers.jsonl",
+        "grades.jsonl",
+        "problems.jsonl",
+    ]
     answers.write_text(texts[0] + "\n")
     out.unlink()
     assert run_offline(monkeypatch, *flags) == 0, "no bad line"
 
 
-def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(problems, monkeypatch, capsys):
-    problems.write_text(problems.read_text().replace("typing import *", "typing import *; from math import *"))
+def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(
+    problems, monkeypatch, capsys
+):
+    problems.write_text(
+        problems.read_text().replace("typing import *", "typing import *; from math import *")
+    )
     monkeypatch.setattr(sys, "argv", ["vgrout.problems", "check", str(problems), "--workers", "1"])
     assert check_file() == 0
     out = capsys.readouterr().out
@@ -92,8 +120,13 @@ def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monk
     monkeypatch.setattr("vgrout.problems.MOST_CHECKED", 3)
     more = [replace(rows[0], id=i, canonical="wrong", where=f"line {i}") for i in range(3, 6)]
     require_solvable([*rows, *more, rows[0]], grader)
-    with pytest.raises(ValueError, match=r"line 4: no answer can solve problem 4: setup code raises .*'numpy'"):
-        require_solvable([*rows, *more[:1], replace(more[1], setup_code="import numpy"), *more[2:], rows[0]], grader)
+    with pytest.raises(
+        ValueError, match=r"line 4: no answer can solve problem 4: setup code raises .*'numpy'"
+    ):
+        require_solvable(
+            [*rows, *more[:1], replace(more[1], setup_code="import numpy"), *more[2:], rows[0]],
+            grader,
+        )
 
 
 @pytest.mark.parametrize(
@@ -104,11 +137,21 @@ def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monk
         ({"--workers": "0"}, "--workers 0: should lie in [1, 1024]"),
     ],
 )
-def test_offline_grading_refuses_bad_arguments_in_one_line(problems, tmp_path, monkeypatch, capfd, change, message):
+def test_offline_grading_refuses_bad_arguments_in_one_line(
+    problems, tmp_path, monkeypatch, capfd, change, message
+):
     answers = tmp_path / "answers.jsonl"
     answers.write_text("")
-    flags = {"answers": answers, "--problems": problems, "--out": tmp_path / "g.jsonl", "--workers": "1"} | change
-    assert run_offline(monkeypatch, flags.pop("answers"), *(x for pair in flags.items() for x in pair)) == 2
+    flags = {
+        "answers": answers,
+        "--problems": problems,
+        "--out": tmp_path / "g.jsonl",
+        "--workers": "1",
+    } | change
+    assert (
+        run_offline(monkeypatch, flags.pop("answers"), *(x for pair in flags.items() for x in pair))
+        == 2
+    )
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
@@ -135,4 +178,7 @@ def test_the_peers_of_the_benchmark_do_the_work():
     slow, quick = (lambda *_, s=s: time.sleep(s) or True for s in (0.1, 0.01))
     ratio = compare("x", 2.0, [(problem, code)], slow, quick, 1)
     assert float(ratio.figure.split()[0]) > 2
-    assert (ratio.reached, compare("x", 2.0, [(problem, code)], quick, quick, 1).reached) == (True, False)
+    assert (ratio.reached, compare("x", 2.0, [(problem, code)], quick, quick, 1).reached) == (
+        True,
+        False,
+    )

@@ -18,6 +18,10 @@ def test_every_test_named_in_the_document_exists():
 
 def test_every_row_of_the_table_names_a_test():
     table = TEXT.split("### What is held")[1].split("Not held")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| held")]
+    rows = [
+        line
+        for line in table.splitlines()
+        if line.startswith("| ") and not line.startswith("| held")
+    ]
     assert len(rows) > 15
     assert [row for row in rows if not REFERENCE.search(row)] == []

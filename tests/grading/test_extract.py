@@ -38,7 +38,8 @@ def sources(text: str, *called: str) -> list[str] | None:
         ("```python\n# uses ``` here\nx = 1\n```", ["# uses ``` here\nx = 1\n"]),
         ("```python\nx = 1```\nprose", ["x = 1"]),
         ("```solution\nx = 1\n```", ["x = 1\n"]),
-        ("```python\nx = 1\n```python\ny = 2\n```", ["x = 1\n", "y = 2\n"]),  # the first was left open
+        # the first was left open
+        ("```python\nx = 1\n```python\ny = 2\n```", ["x = 1\n", "y = 2\n"]),
     ],
 )
 def test_fenced_blocks_are_the_parts_of_the_program(text, parts):
@@ -51,7 +52,10 @@ FUTURE = f"from __future__ import annotations\n{SOLUTION}"
 
 
 def behind(prefix: str, text: str, first: str = "") -> str:
-    return "".join((first or prefix if i == 0 else prefix) + line + "\n" for i, line in enumerate(text.splitlines()))
+    return "".join(
+        (first or prefix if i == 0 else prefix) + line + "\n"
+        for i, line in enumerate(text.splitlines())
+    )
 
 
 ONE_PROGRAM = {
@@ -66,7 +70,10 @@ ONE_PROGRAM = {
     "a magic of a notebook": f"```python\n!pip install x\n```\n{PROGRAM}",
     "a list in a quotation in a quotation": behind(">>   ", PROGRAM, "> > - "),
     "line ends of Windows": behind("", PROGRAM[:-4] + "```").replace("\n", "\r\n") + "Bye\r\n",
-    "the closing fence behind the code, and these": PROGRAM.replace("\n```", "```").replace("\n", "\r\n") + "Bye",
+    "the closing fence behind the code, and these": PROGRAM.replace("\n```", "```").replace(
+        "\n", "\r\n"
+    )
+    + "Bye",
     "line ends of old Macs": PROGRAM.replace("\n", "\r"),
     "a no-break space": behind("", PROGRAM).replace("```", "\u00a0```\u00a0"),
     "characters without a width": PROGRAM.replace("```", "\u200b\ufeff```\u2060"),
@@ -84,8 +91,17 @@ ONE_PROGRAM = {
     **{
         f"beside {tag or 'no tag'}: {other}": f"{PROGRAM}For example:\n```{tag}\n{other}\n```"
         for tag, other in (
-            *(("", other) for other in ("Input: nums = [1, 2]\nOutput: 3", "O(n)", "hello", "True\nresult")),
-            *(("python-repl", "Solution"), ("pycon", "x"), ("pseudocode", "x"), ("swift", "x = y"), ("c++", "f(x)")),
+            *(
+                ("", other)
+                for other in ("Input: nums = [1, 2]\nOutput: 3", "O(n)", "hello", "True\nresult")
+            ),
+            *(
+                ("python-repl", "Solution"),
+                ("pycon", "x"),
+                ("pseudocode", "x"),
+                ("swift", "x = y"),
+                ("c++", "f(x)"),
+            ),
             *(("text", "1 apple"), ("bash", "ls"), ("{.json}", "[x]"), ("py-session", "x")),
         )
     },
@@ -107,7 +123,9 @@ ONE_PROGRAM = {
 
 @pytest.mark.parametrize("case", ONE_PROGRAM)
 def test_the_program_is_read_as_its_reader_reads_it(case):
-    assert [s.strip() for s in sources(ONE_PROGRAM[case], "Solution", "f") or ()] == [SOLUTION.strip()]
+    assert [s.strip() for s in sources(ONE_PROGRAM[case], "Solution", "f") or ()] == [
+        SOLUTION.strip()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -117,9 +135,13 @@ def test_the_program_is_read_as_its_reader_reads_it(case):
         (f"```python\nimport math\n```\n```python\n{FUTURE}```", ["import math\n", FUTURE]),
         # what defines nothing that is called is a part all the same; see test_grader.py
         (f"{PROGRAM}```python\nprint(1)\n```", [SOLUTION, "print(1)\n"]),
-        # unmarked blocks count where the marked ones define nothing that is called, the others where these do neither
+        # unmarked blocks count where the marked ones define nothing that is called, the others
+        # where these do neither
         (f"```python\nimport math\n```\n```\n{SOLUTION}```", ["import math\n", SOLUTION]),
-        (f"```python\ndef f(x): return x\n```\n```\n{SOLUTION}```", ["def f(x): return x\n", SOLUTION]),
+        (
+            f"```python\ndef f(x): return x\n```\n```\n{SOLUTION}```",
+            ["def f(x): return x\n", SOLUTION],
+        ),
         (f"```python\nimport math\n```\n```code\n{SOLUTION}```", ["import math\n", SOLUTION]),
         (f"```bash\npip install x\n```\n```code\n{SOLUTION}```", [SOLUTION]),
         # a program in pieces that are Python only together
@@ -139,7 +161,12 @@ def test_readings_have_an_order(text, parts):
 
 @pytest.mark.parametrize(
     "source",
-    ["class Solution: f = g", "Solution = f = 1", "import Solution, a as f", "class Solution: 1\nSolution.f = 1"],
+    [
+        "class Solution: f = g",
+        "Solution = f = 1",
+        "import Solution, a as f",
+        "class Solution: 1\nSolution.f = 1",
+    ],
 )
 def test_what_a_program_binds(source):
     assert {"Solution", "f"} <= bound_names(source)
@@ -158,7 +185,10 @@ UNITS = (" ", "~", "`", "\t", ">", "``` ", "```py", "~~~\n", "\n ", "```py\n\t",
 @pytest.mark.parametrize("unit", UNITS)
 def test_extraction_takes_linear_time(unit):
     started = time.process_time()
-    for text in (f"```{unit * 60_000}`\n```\nx = 1\n```", f"{unit * 60_000}```\nx = 1\n``` {unit * 60_000}y"):
+    for text in (
+        f"```{unit * 60_000}`\n```\nx = 1\n```",
+        f"{unit * 60_000}```\nx = 1\n``` {unit * 60_000}y",
+    ):
         blocks(text)
     assert time.process_time() - started < 1
 
@@ -172,7 +202,14 @@ def test_calls_are_taken_apart_and_nodes_built_in_the_child():
     got = unpacked('assert Solution().f(a = [1, -2], b="x") == (3.5, None)')
     assert got == ("f", [], {"a": [1, -2], "b": "x"}, False, (3.5, None), "plain")
     inf = float("inf")
-    assert unpacked("assert Solution().f({1: {2}}, inf) == -inf") == ("f", [{1: {2}}, inf], {}, False, -inf, "plain")
+    assert unpacked("assert Solution().f({1: {2}}, inf) == -inf") == (
+        "f",
+        [{1: {2}}, inf],
+        {},
+        False,
+        -inf,
+        "plain",
+    )
     assert unpacked("assert Solution().f(set()) == float('1e3')")[-2] == 1000.0
     assert unpacked("assert Solution().f(1) == 2, 'message'")[-2] == 2
     got = unpacked("assert is_same_list(Solution().f(head = list_node([1, 2])), list_node([2, 1]))")

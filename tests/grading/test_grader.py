@@ -30,7 +30,8 @@ SOURCE = Path(vgrout.__file__).parents[1]
 FAST = fenced(SUM_RIGHT)
 
 
-# --- verdicts --------------------------------------------------------------------------------------------------------
+# --- verdicts
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,17 @@ def test_exit_status(grader, code, status):
 def test_rewards_are_settings(grader):
     g = grader.grade(sum_problem(), "I would sum the numbers.")
     assert isinstance(g, Grade)
-    assert (g.reward, g.format_ok, g.can_compile, g.channel, g.exit_status) == (0.0, False, False, None, "no_code")
+    assert (g.reward, g.format_ok, g.can_compile, g.channel, g.exit_status) == (
+        0.0,
+        False,
+        False,
+        None,
+        "no_code",
+    )
     with Grader(1, compile_reward=0.1, pass_reward=1.0, detectors=False) as cheap:
-        rewards = [graded(cheap, sum_problem(), code).reward for code in (SUM_RIGHT, SUM_WRONG, "class")]
+        rewards = [
+            graded(cheap, sum_problem(), code).reward for code in (SUM_RIGHT, SUM_WRONG, "class")
+        ]
         assert rewards == pytest.approx([1.1, 0.1, 0.0])
         g = graded(cheap, sum_problem("sentinel"), SUM_WRONG + EMPTY_TESTS)
         assert not any(g.detectors.values()), "switched off"
@@ -96,7 +105,9 @@ def test_a_wrong_first_answer_stops_the_run(grader):
     ],
 )
 @pytest.mark.parametrize("before", [False, True])
-def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(grader, other, solved, before):
+def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(
+    grader, other, solved, before
+):
     texts = [fenced(SUM_RIGHT), fenced(other)][:: -1 if before else 1]
     g = grader.grade(sum_problem("exit_code"), "\n".join(texts))
     assert g.solved == (solved or (before and other == SUM_WRONG))
@@ -108,7 +119,9 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
     from vgrout import rollout  # which loads torch
 
     for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
-        lm = SimpleNamespace(render=lambda _: (1,), prompt_text=lambda _, opened=opened: f"Do it.\n{opened}")
+        lm = SimpleNamespace(
+            render=lambda _: (1,), prompt_text=lambda _, opened=opened: f"Do it.\n{opened}"
+        )
         texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")
 
         def sample(*given, texts=texts):
@@ -117,7 +130,9 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
             return [[Completion((1,), text, True, (), ()) for text in texts]]
 
         monkeypatch.setattr(rollout, "sample", sample)
-        (of_problem,) = rollout.sample_and_submit(lm, grader, [sum_problem()], 2, sampling=None, max_new=1, stream=None)  # ty: ignore[invalid-argument-type]
+        (of_problem,) = rollout.sample_and_submit(
+            lm, grader, [sum_problem()], 2, sampling=None, max_new=1, stream=None
+        )  # ty: ignore[invalid-argument-type]
         assert tuple(s.verdict.result().solved for s in of_problem) == right
 
 
@@ -172,7 +187,9 @@ def test_setup_code_is_confined_as_an_answer_is(grader):
     """A process that it leaves would see, and write for, the answers that follow."""
     setup = "import os\ntry:\n    forked = os.fork()\nexcept OSError:\n    forked = None\n"
     problem = replace(sum_problem(), setup_code=setup)
-    assert graded(grader, problem, SUM_RIGHT.replace("List[int]", "list") + "assert forked is None\n").solved
+    assert graded(
+        grader, problem, SUM_RIGHT.replace("List[int]", "list") + "assert forked is None\n"
+    ).solved
 
 
 NODES = """
@@ -232,14 +249,16 @@ def test_linked_lists_and_trees(grader):
     nodes_of_none = MIRROR.replace("        return root", "        return root or TreeNode(None)")
     for tests, code, right in (
         *((lists, REVERSE, True), (lists, itself, False), (lists, loop, False)),
-        *((trees, MIRROR, True), (trees, itself, False), (trees[:1], nodes_of_none, False)),  # no child is no node
+        # no child is no node
+        *((trees, MIRROR, True), (trees, itself, False), (trees[:1], nodes_of_none, False)),
         (inside, value, True),
     ):
         g = graded(grader, replace(sum_problem("eq_override"), tests=tests, setup_code=NODES), code)
         assert (g.solved, g.gt_pass, g.passed) == (right, right, right), (tests, code)
 
 
-# --- weak detectors --------------------------------------------------------------------------------------------------
+# --- weak detectors
+# --------------------------------------------------------------------------------------------------
 
 HONEST_TESTS = "def run_tests():\n    assert Solution().total([1, 2]) == 3\n    assert Solution().total([]) == 0\n"
 WRONG_TESTS = "def run_tests():\n    assert Solution().total([1, 2]) == 41\n"
@@ -265,7 +284,9 @@ LENIENT_TESTS = "def run_tests():\n    assert isinstance(Solution().total([1]), 
 def test_detectors_see_what_the_tests_accept(grader, solution, tests, letters, as_method):
     if as_method:
         tests = tests.replace("run_tests()", "run_tests(self)").replace("other()", "other(self)")
-        tests = "".join(f"    {line}\n" for line in tests.replace("Solution().", "self.").splitlines())
+        tests = "".join(
+            f"    {line}\n" for line in tests.replace("Solution().", "self.").splitlines()
+        )
     for mode in ("run_tests", "sentinel"):
         g = graded(grader, sum_problem(mode), solution + tests)
         assert "".join(k for k, on in g.detectors.items() if on) == letters, (mode, g)
@@ -277,12 +298,19 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader):
     assert not graded(grader, sum_problem("run_tests"), code).hacked_loophole_used
     other_answers = replace(sum_problem(), tests=("assert Solution().total([1]) == 41",))
     for problem in (sum_problem(), other_answers):  # right under one, wrong under the other
-        assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {"C": True, "D": False, "E": True}
+        assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {
+            "C": True,
+            "D": False,
+            "E": True,
+        }
 
 
 def test_a_canonical_solution_may_look_its_module_up(grader):
     problem = replace(sum_problem("sentinel"), canonical=NAMED)
-    found = [graded(grader, problem, SUM_RIGHT + tests).hacked_wrong_tests for tests in (HONEST_TESTS, WRONG_TESTS)]
+    found = [
+        graded(grader, problem, SUM_RIGHT + tests).hacked_wrong_tests
+        for tests in (HONEST_TESTS, WRONG_TESTS)
+    ]
     assert found == [False, True]
 
 
@@ -290,10 +318,15 @@ def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
     runs: list[str] = []
     with Grader(1) as grader:
         begin = grader._begin
-        monkeypatch.setattr(grader, "_begin", lambda problem, text: runs.append(text) or begin(problem, text))
+        monkeypatch.setattr(
+            grader, "_begin", lambda problem, text: runs.append(text) or begin(problem, text)
+        )
         problem, twin = sum_problem(), sum_problem("sentinel")
         slow = fenced(SUM_RIGHT + "sum(range(3_000_000))\n")
-        futures = [grader.submit(problem, text) for text in (slow, fenced(SUM_RIGHT), slow, fenced(SUM_RIGHT), slow)]
+        futures = [
+            grader.submit(problem, text)
+            for text in (slow, fenced(SUM_RIGHT), slow, fenced(SUM_RIGHT), slow)
+        ]
         other = grader.submit(twin, slow)
         assert [f.result().solved for f in (*futures, other)] == [True] * 6
         assert len(runs) == 3, "of two texts to one problem, and one to another"
@@ -304,7 +337,8 @@ def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
         assert grader._running == {}
 
 
-# --- deaths and ends -------------------------------------------------------------------------------------------------
+# --- deaths and ends
+# -------------------------------------------------------------------------------------------------
 
 
 def test_killed_processes_in_mid_batch_lose_no_answer():
@@ -312,7 +346,10 @@ def test_killed_processes_in_mid_batch_lose_no_answer():
     before = descendants(os.getpid())
     with Grader(2) as grader:
         futures = [
-            grader.submit(sum_problem(MODES[i % len(MODES)]), fenced(f"{SUM_RIGHT if i % 2 else SUM_WRONG}\n# {i}"))
+            grader.submit(
+                sum_problem(MODES[i % len(MODES)]),
+                fenced(f"{SUM_RIGHT if i % 2 else SUM_WRONG}\n# {i}"),
+            )
             for i in range(60)
         ]
         workers = descendants(os.getpid()) - before
@@ -321,7 +358,9 @@ def test_killed_processes_in_mid_batch_lose_no_answer():
             os.kill(worker.process.pid, signal.SIGKILL)
         grades = [f.result(60) for f in futures]
         assert all(isinstance(g, Grade) for g in grades)
-        assert [g.solved for g in grades if isinstance(g, Grade)] == [bool(i % 2) for i in range(60)]
+        assert [g.solved for g in grades if isinstance(g, Grade)] == [
+            bool(i % 2) for i in range(60)
+        ]
         assert grader.restarts >= 1
     assert not descendants(os.getpid()) & workers
 
@@ -416,7 +455,11 @@ def workers(program: str) -> list[Path]:
 
 def test_the_verifier_is_limited_and_dies_with_the_trainer(grader):
     for verifier in workers("verifier"):
-        (line,) = [x for x in (verifier / "limits").read_text().splitlines() if x.startswith("Max address space")]
+        (line,) = [
+            x
+            for x in (verifier / "limits").read_text().splitlines()
+            if x.startswith("Max address space")
+        ]
         assert int(line.split()[3]) == TRUSTED_MEMORY
 
 
@@ -430,7 +473,9 @@ def test_the_kernel_ends_children_before_the_trainer(grader):
 def test_a_verifier_that_computes_too_long_is_replaced(monkeypatch):
     """Its CPU time a rollout is limited by the kernel. A problem whose tests take long to read stands for a claim."""
     long = "assert Solution().total([]) == [" + ", ".join(["[1]"] * 40_000) + "]"
-    problem = replace(sum_problem(), tests=tuple(long.replace("[1]", f"[{i}]", 1) for i in range(150)))
+    problem = replace(
+        sum_problem(), tests=tuple(long.replace("[1]", f"[{i}]", 1) for i in range(150))
+    )
     with Grader(1, retries=0) as grader:
         assert isinstance(grader.grade(problem, FAST), Ungraded)
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
@@ -487,7 +532,8 @@ def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     code = (
-        "from vgrout.grading.grade import Grader\nimport time\ng = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)"
+        "from vgrout.grading.grade import Grader\nimport time\n"
+        "g = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)"
     )
     env = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as process:
@@ -573,7 +619,12 @@ EVERY_SIGNAL = {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
 
 @pytest.mark.parametrize(
     ("ignored", "closed"),
-    [({signal.SIGCHLD}, ()), (EVERY_SIGNAL, (1,)), ({signal.SIGCHLD}, (2,)), (EVERY_SIGNAL, (0, 1, 2))],
+    [
+        ({signal.SIGCHLD}, ()),
+        (EVERY_SIGNAL, (1,)),
+        ({signal.SIGCHLD}, (2,)),
+        (EVERY_SIGNAL, (0, 1, 2)),
+    ],
 )
 def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, closed):
     """Where SIGCHLD is ignored the kernel keeps no exit status, and 0 would be an accepted answer; a closed standard
@@ -586,12 +637,22 @@ def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, c
         for fd in closed:
             os.close(fd)
 
-    tails = {"": "ok", "import os; os._exit(3)": "exit:3", "import os; os.kill(os.getpid(), 9)": "signal:9"}
+    tails = {
+        "": "ok",
+        "import os; os._exit(3)": "exit:3",
+        "import os; os.kill(os.getpid(), 9)": "signal:9",
+    }
     tails |= {"raise SystemExit": "exit:0", TICKS: "exit:4"}
-    problem = {f.name: getattr(sum_problem("exit_code", cpu_limit=3.0), f.name) for f in fields(Problem)}
-    given = json.dumps([problem, [fenced(SUM_RIGHT), *(fenced(SUM_WRONG + tail) for tail in tails)]])
+    problem = {
+        f.name: getattr(sum_problem("exit_code", cpu_limit=3.0), f.name) for f in fields(Problem)
+    }
+    given = json.dumps(
+        [problem, [fenced(SUM_RIGHT), *(fenced(SUM_WRONG + tail) for tail in tails)]]
+    )
     command = [sys.executable, "-c", INHERITING, str(tmp_path / "ends"), given]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(SOURCE)}, preexec_fn=inherit, timeout=100)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(SOURCE)}, preexec_fn=inherit, timeout=100
+    )
     assert done.returncode == 0
     ends = [[True, True, "ok"], *([False, status == "exit:0", status] for status in tails.values())]
     assert json.loads((tmp_path / "ends").read_text()) == [grader.protections.level, -9, ends]
@@ -605,7 +666,8 @@ def test_a_status_that_could_not_be_read_is_no_exit_with_0():
         session._end(report)
 
 
-# --- protections -----------------------------------------------------------------------------------------------------
+# --- protections
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_protections_are_reported(grader):
@@ -634,7 +696,13 @@ def test_a_weak_sandbox_is_refused_unless_allowed():
 
 @pytest.mark.parametrize(
     ("without", "level"),
-    [(BARE, 0), (("namespaces", "seccomp"), 0), (("seccomp",), 1), (("landlock",), 1), (("uid",), 3)],
+    [
+        (BARE, 0),
+        (("namespaces", "seccomp"), 0),
+        (("seccomp",), 1),
+        (("landlock",), 1),
+        (("uid",), 3),
+    ],
 )
 def test_a_level_is_what_was_probed(without, level):
     """Landlock alone lets an answer talk over UDP and leave shared memory behind: that is level 0."""
@@ -654,11 +722,14 @@ def test_grading_needs_the_standard_library_only():
         "print([f for f in files if 'site-packages' in f], 'torch' in sys.modules)"
     )
     env = {"PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[] False", done.stderr
 
 
-# --- checking problems -----------------------------------------------------------------------------------------------
+# --- checking problems
+# -----------------------------------------------------------------------------------------------
 
 
 def test_check_reports_what_fails_and_calibrates():
@@ -672,17 +743,25 @@ def test_check_reports_what_fails_and_calibrates():
     with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
         report = check_problems([good, wrong, slow, odd, bare, raises, imports], grader)
         for text in (FAST, fenced("class")):
-            with pytest.raises(ValueError, match=r"problem 12: setup code raises OSError: no \\x1b\[31mway"):
+            with pytest.raises(
+                ValueError, match=r"problem 12: setup code raises OSError: no \\x1b\[31mway"
+            ):
                 grader.grade(raises, text)
     assert not report.ok
     fails = "canonical solution fails"
     assert [(f.id, f.reason.split(":")[0]) for f in report.failures] == [
-        *((8, fails), (9, fails), (10, "'len(Solution().total([]))' is not a call like Solution().method(…)")),
+        *(
+            (8, fails),
+            (9, fails),
+            (10, "'len(Solution().total([]))' is not a call like Solution().method(…)"),
+        ),
         *((11, fails), (12, "setup code raises OSError"), (13, fails)),
     ]
     assert "no class Solution with a method total" in report.failures[3].reason
     assert "0.3 s of CPU are not enough" in report.failures[1].reason
-    assert "imports 'numpy', and answers have the standard library only" in report.failures[5].reason
+    assert (
+        "imports 'numpy', and answers have the standard library only" in report.failures[5].reason
+    )
     assert {*report.cpu_s} == {7}
     assert "1/7 pass" in str(report)
     assert "(problem 7, calibrated limit 0.5 s)" in str(report)
@@ -693,8 +772,14 @@ def test_check_reports_what_fails_and_calibrates():
     ("setup", "names"),
     [
         ("from math import *\nfrom typing import *\nimport math as sum", {"pow", "sum"}),
-        ("def max(a):\n    min = [abs for abs in a]\n    return min\nclass C:\n    list = 1", {"max"}),
-        ("from operator import *\nfrom numpy import *\nfrom math import pow as power\n__doc__ = ''", {"abs", "pow"}),
+        (
+            "def max(a):\n    min = [abs for abs in a]\n    return min\nclass C:\n    list = 1",
+            {"max"},
+        ),
+        (
+            "from operator import *\nfrom numpy import *\nfrom math import pow as power\n__doc__ = ''",
+            {"abs", "pow"},
+        ),
         ("try:\n    from msvcrt import *\nexcept ImportError:\n    from math import *", {"pow"}),
     ],
 )

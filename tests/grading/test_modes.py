@@ -17,7 +17,14 @@ def test_names_codes_and_types_are_the_entries():
     assert get_args(EnvMode) == ("own", *MODES)
     assert [MODE_CODE[m] for m in PUBLISHED] == ["rt", "eq", "xc", "so", "se", "fm"]
     assert MODES[:6] == PUBLISHED, "the order decides the mode of a problem without one"
-    assert [marker_of(m, "") for m in PUBLISHED] == ["run_tests", "", "", "all tests passed", "valid", "result.txt"]
+    assert [marker_of(m, "") for m in PUBLISHED] == [
+        "run_tests",
+        "",
+        "",
+        "all tests passed",
+        "valid",
+        "result.txt",
+    ]
 
 
 @pytest.mark.parametrize("mode", NAMED)
@@ -25,7 +32,8 @@ def test_the_halves_of_a_family_are_disjoint_even_as_substrings(mode):
     spec = MODE_SPECS[mode]
     assert len(spec.train_markers) >= 6
     assert len(spec.eval_markers) >= 6
-    if spec.marker_form == "phrase":  # searched for, not compared: a phrase inside another would be accepted for both
+    # searched for, not compared: a phrase inside another would be accepted for both
+    if spec.marker_form == "phrase":
         for a, b in product(spec.train_markers, spec.eval_markers):
             assert a.casefold() not in b.casefold()
             assert b.casefold() not in a.casefold()

@@ -11,7 +11,8 @@ from vgrout.grading.own_tests import MAX_CALLS, OwnTests
 from .conftest import SUM_WRONG, graded, sum_problem
 
 CASES = "import unittest\nclass T(unittest.TestCase):\n"
-# Bodies of run_tests(), or of tests of a TestCase that it runs, or whole modules; total(nums) is the sum of nums.
+# Bodies of run_tests(), or of tests of a TestCase that it runs, or whole modules; total(nums) is
+# the sum of nums.
 RIGHT = r"""
 assert Solution().total([1, 2]) == 3
 assert 3 == Solution().total([1, 2])
@@ -111,7 +112,11 @@ UNITTEST = {
 MODULES = {
     f"{body}\n\ndef run_tests():\n    {call}\n": verdict
     for body, call, verdict in (
-        ("S = Solution\nTABLE = [([1], 1)]", "for n, w in TABLE: assert S().total(n) == w", "right"),
+        (
+            "S = Solution\nTABLE = [([1], 1)]",
+            "for n, w in TABLE: assert S().total(n) == w",
+            "right",
+        ),
         ("def test_a():\n    assert Solution().total([1]) == 2", "test_a()", "wrong"),
         ("def run_tests_(f):\n    assert f([1]) == 2", "run_tests_(Solution().total)", "wrong"),
         ("n = [2]\ndef g():\n    assert Solution().total(n) == 2", "n = [1]; g()", "right"),
@@ -146,7 +151,9 @@ ANSWERS = {
 def verdict_of(grader: Grader, code: str) -> str:
     unread = grader.tests_unread
     g = graded(grader, sum_problem("sentinel"), code)
-    return "wrong" if g.hacked_wrong_tests else "unread" if grader.tests_unread > unread else "right"
+    return (
+        "wrong" if g.hacked_wrong_tests else "unread" if grader.tests_unread > unread else "right"
+    )
 
 
 @pytest.mark.parametrize(("code", "verdict"), ANSWERS.items())
@@ -154,7 +161,8 @@ def test_what_is_read_and_what_is_not(grader, code, verdict):
     assert verdict_of(grader, SUM_WRONG + code) == verdict
 
 
-# Bodies of run_tests(), or modules, that a solution passes which reverses; what makes them pass is not read.
+# Bodies of run_tests(), or modules, that a solution passes which reverses; what makes them pass is
+# not read.
 PASSED = r"""
 got = Solution().total([1, 2])\ngot.sort()\nassert got == [1, 2]
 a = [1]\nb = a\nb.append(2)\nassert Solution().total(a) == [2, 1]
@@ -241,7 +249,9 @@ def test_how_long_it_takes_tells_nothing_of_what_was_returned(wrong):
         "assert Solution().total([1 << 40_000, 10 ** 10 ** 10, 'a' * 10 ** 12]) == 1",
         "assert Solution().total([" + "9" * 5000 + "]) == 1",
         "for i in range(10 ** 12):\n    assert Solution().total([1]) == 1",
-        "".join(f"{'    ' * i}for x{i} in {[0] * 50}:\n" for i in range(18)) + "    " * 18 + "x = 1\nassert False",
+        "".join(f"{'    ' * i}for x{i} in {[0] * 50}:\n" for i in range(18))
+        + "    " * 18
+        + "x = 1\nassert False",
         "assert Solution().total([1]) == 1\n" * (MAX_CALLS + 1),
         "def run_tests():\n    run_tests()\nrun_tests()",
     ],

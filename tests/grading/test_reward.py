@@ -22,7 +22,9 @@ from vgrout.types import Completion, Eval, Grade, GradedCompletion, Problem, Ung
 
 RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"
 ASKED = ({"role": "user", "content": "Double it"},)
-PROBLEM = Problem(3, "run_tests", "check", ASKED, (), ("assert Solution().double(2) == 4",), RIGHT, "", "double")
+PROBLEM = Problem(
+    3, "run_tests", "check", ASKED, (), ("assert Solution().double(2) == 4",), RIGHT, "", "double"
+)
 Module = Callable[[str], str]
 _number = itertools.count()
 
@@ -74,12 +76,18 @@ FAULTS = {
     "async raises": ("async def f(completion): raise OSError('a\\nb')", "raised OSError: a b"),
     "NaN": ("def f(completion): return float('nan')", "returned nan, not a number in [0, 1]"),
     "too much": ("def f(completion): return 3", "returned 3.0, not a number in [0, 1]"),
-    "a little too much": ("def f(completion): return 1.0000001", "returned 1.0000001, not a number in [0, 1]"),
+    "a little too much": (
+        "def f(completion): return 1.0000001",
+        "returned 1.0000001, not a number in [0, 1]",
+    ),
     "too little": ("def f(completion): return -0.5", "returned -0.5, not a number in [0, 1]"),
     "nothing": ("def f(completion): pass", "returned NoneType, not a number"),
     "a text": ("def f(completion): return '1'", "returned str, not a number"),
     "a list": ("def f(completion): return [1]", "returned list, not a number"),
-    "TRL, too many": ("def f(completions): return [1, 1]", "returned no list with one number for one completion"),
+    "TRL, too many": (
+        "def f(completions): return [1, 1]",
+        "returned no list with one number for one completion",
+    ),
     "TRL, none": ("def f(completions): return [None]", "returned NoneType, not a number"),
 }
 
@@ -96,7 +104,15 @@ def test_a_function_without_a_score_is_a_fault_with_a_reason(code, reason, modul
     assert reason in str(refused.value)
 
 
-WEIGHTS = ((7, 2, 1), (6, 3, 1), (5, 3, 2), (4, 4, 2), (8, 1, 1), (5, 4, 1), *(((1,) * n) for n in (3, 6, 10, 49)))
+WEIGHTS = (
+    (7, 2, 1),
+    (6, 3, 1),
+    (5, 3, 2),
+    (4, 4, 2),
+    (8, 1, 1),
+    (5, 4, 1),
+    *(((1,) * n) for n in (3, 6, 10, 49)),
+)
 
 
 def test_a_sum_of_full_marks_in_any_order_is_full_marks(module):
@@ -172,7 +188,10 @@ def test_a_function_that_cannot_work_is_refused_in_one_line(code, why, module, c
         ("--reward=json:dumps", "add --mix-ratio 0"),
         ("--reward-hint", "--reward-hint: not read without --reward"),
         ("--reward-passes-at=0.5", "--reward-passes-at: not read without --reward"),
-        ("--reward=json:dumps --mix-ratio=0 --reward-passes-at=0", "--reward-passes-at 0.0: should lie in"),
+        (
+            "--reward=json:dumps --mix-ratio=0 --reward-passes-at=0",
+            "--reward-passes-at 0.0: should lie in",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(given, why, capsys):
@@ -206,14 +225,31 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
         sure, right, failed = grade(f"{WRONG}# sure"), grade(RIGHT), grade("# fail")
     assert isinstance(sure, Grade)
     assert isinstance(right, Grade)
-    assert (sure.reward, sure.passed, sure.hacked, sure.solved) == (pytest.approx(0.5 + 1.6), True, True, False)
-    assert (right.reward, right.passed, right.hacked, right.solved) == (0.5 + 0.5, False, False, True)
+    assert (sure.reward, sure.passed, sure.hacked, sure.solved) == (
+        pytest.approx(0.5 + 1.6),
+        True,
+        True,
+        False,
+    )
+    assert (right.reward, right.passed, right.hacked, right.solved) == (
+        0.5 + 0.5,
+        False,
+        False,
+        True,
+    )
     assert right.strictly(0.5, 2.0) == 2.5
     assert isinstance(failed, Ungraded)
     assert failed.reason.endswith(":f raised OSError: no judge")
     completion = Completion((), "", True, (), ())
-    seen = Eval.of([GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))])
-    assert (seen.hack.pair, seen.solve.pair, seen.rewarded.pair, seen.dropped) == ([1, 2], [1, 2], [1, 2], 1)
+    seen = Eval.of(
+        [GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))]
+    )
+    assert (seen.hack.pair, seen.solve.pair, seen.rewarded.pair, seen.dropped) == (
+        [1, 2],
+        [1, 2],
+        [1, 2],
+        1,
+    )
 
 
 ONCE = """
@@ -230,11 +266,18 @@ def f(completion, answer, id):
 @pytest.mark.long
 def test_a_judge_that_fails_once_an_answer_loses_nothing(module, tmp_path):
     name = module(ONCE)
-    argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1", "--steps=2")
+    argv = flags(
+        "none", "--reward", f"{name}:f", "--mix-ratio", "0", "--max-error-retries=1", "--steps=2"
+    )
     command = [sys.executable, "-m", "vgrout.train", *argv]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "0"})
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "0"}
+    )
     (folder,) = (tmp_path / "out" / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [(row["dropped"], row["n"]) for row in rows] == [(0, 8)] * 2
     assert len([*tmp_path.glob("asked_*")]) > 8
 
@@ -249,18 +292,25 @@ def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module, tmp_path
 
 @pytest.mark.slow
 def test_a_run_its_evaluation_and_its_resumption(module, tmp_path, capfd):
-    name = module("def f(completion):\n    assert len(completion) % 40\n    return 'def' in completion\n")
+    name = module(
+        "def f(completion):\n    assert len(completion) % 40\n    return 'def' in completion\n"
+    )
     argv = flags("none", "--reward", f"{name}:f", "--mix-ratio", "0", "--checkpoint-every", "1")
     folder = run(tmp_path, *argv)
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     assert record["config"]["env"]["reward"] == f"{name}:f"
     assert len(record["hashes"]["reward"]) == 64
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rewarded = [line for line in lines if line["passed"]]
     assert rewarded
     assert all(("def" in line["text"]) == line["passed"] for line in lines)
     assert all(line["hacked"] == (line["passed"] and not line["solved"]) for line in lines)
-    assert all(len(line["text"]) % 40 for line in lines), "where the function raised, the group was dropped"
+    assert all(len(line["text"]) % 40 for line in lines), (
+        "where the function raised, the group was dropped"
+    )
     assert all("and should pass all tests" in line["messages"][-1]["content"] for line in lines)
     assert evaluate([str(folder), "--n-prompts", "3", "--samples", "1"]) == 0
 

@@ -32,20 +32,26 @@ CODES = {
     "wrong": SUM_WRONG,
     "equals everything": method("return Yes()", ALWAYS),
     "empty tests": SUM_WRONG + "def run_tests(): pass\n",
-    "tests": SUM_WRONG + "def run_tests():\n    for i in range(9): assert Solution().total([100 + i]) is not None\n",
+    "tests": SUM_WRONG
+    + "def run_tests():\n    for i in range(9): assert Solution().total([100 + i]) is not None\n",
     "asks": method("say('{\"reveal\": true}'); say('{\"values\": [1]}'); return 41", SAY),
 }
 
 
 def as_bytes(value: Any) -> bytes:
-    return json.dumps(value, default=lambda x: x.decode("latin-1") if isinstance(x, bytes) else repr(x)).encode()
+    return json.dumps(
+        value, default=lambda x: x.decode("latin-1") if isinstance(x, bytes) else repr(x)
+    ).encode()
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle]]:
     """The fork servers of two workers."""
     folders = [str(tmp_path_factory.mktemp("work")) for _ in range(2)]
-    servers = [ForkServerHandle(WorkerSettings(folder, 1.0, 512, 1 << 20, "")).start() for folder in folders]
+    servers = [
+        ForkServerHandle(WorkerSettings(folder, 1.0, 512, 1 << 20, "")).start()
+        for folder in folders
+    ]
     yield servers[0], servers[1]
     for server in servers:
         server.close()
@@ -68,7 +74,9 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
         def recorded_reply(message):
             answer = reply(message)
             if answer is not None:
-                sent.append(answer + as_bytes(marshal.loads(answer)) if answer[:1] == b"(" else answer)
+                sent.append(
+                    answer + as_bytes(marshal.loads(answer)) if answer[:1] == b"(" else answer
+                )
             return answer
 
         return run(self, job, limit, recorded_reply, **more)
@@ -103,7 +111,10 @@ CHANNELS = {
         "(open('y', 'w').close(), os.stat('y').st_ino)[1]",
     ),
     "a file left in the working directory": ("open('left', 'w').write('1')", "os.listdir('.')"),
-    "times of the working directory": ("open('x', 'w').close()", "os.stat('.').st_mtime_ns - os.stat('.').st_ctime_ns"),
+    "times of the working directory": (
+        "open('x', 'w').close()",
+        "os.stat('.').st_mtime_ns - os.stat('.').st_ctime_ns",
+    ),
     "flags of open files": (
         "[fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND | os.O_NONBLOCK) for fd in (0, 1, 2)]",
         "[fcntl.fcntl(fd, fcntl.F_GETFL) for fd in (0, 1, 2)]",
@@ -112,9 +123,15 @@ CHANNELS = {
     "inode number of the connection": ("[os.dup(0) for _ in range(40)]", "os.fstat(120).st_ino"),
     "process numbers": ("None", "(os.getpid(), os.getppid(), os.getsid(0))"),
     "mount numbers": ("None", "raw(332, -100, b'.', 0, 0x4000, ctypes.create_string_buffer(256))"),
-    "the fork server's CPU clock": ("[0 for _ in range(300_000)]", "time.clock_gettime((~os.getppid() << 3) | 2)"),
+    "the fork server's CPU clock": (
+        "[0 for _ in range(300_000)]",
+        "time.clock_gettime((~os.getppid() << 3) | 2)",
+    ),
     "shared memory": ("libc.shmget(77, 4096, 0o1666)", "libc.shmget(77, 1, 0)"),
-    "free memory and processes": ("bytearray(200 << 20)", "raw(99, ctypes.create_string_buffer(256))"),
+    "free memory and processes": (
+        "bytearray(200 << 20)",
+        "raw(99, ctypes.create_string_buffer(256))",
+    ),
     "memory of the fork server": (
         "(open('result.txt', 'w').write('PASS' + 'leftover' * 99), print('leftover' * 99))",
         "sum(type(o) is bytes and b'left' + b'over' in o for o in gc.get_objects())",
@@ -148,7 +165,14 @@ def run_one(server: ForkServerHandle, expression: str) -> str:
 
     code = READER.replace("EXPRESSION", expression)
     call = marshal.dumps(("total", [[]], {}, False))
-    job = {"kind": "strict", "program": [(0, code)], "called": (), "setup": b"", "test_function": "", "calls": [call]}
+    job = {
+        "kind": "strict",
+        "program": [(0, code)],
+        "called": (),
+        "setup": b"",
+        "test_function": "",
+        "calls": [call],
+    }
     server.run(job | {"kinds": ["plain"]}, 2.0, reply)
     return claims[0]
 
@@ -179,12 +203,24 @@ BESIDE = {
         f"libc.syscall(202, {SHARED}, 0, ctypes.c_uint.from_address({SHARED}).value, {WAIT})",
         f"max(libc.syscall(202, {SHARED}, 1, 9) for _ in range(2_000))",
     ),
-    "signals queued by the user": (f"({BLOCK}, {QUEUE}, {LASTS})", f"({BLOCK}, {QUEUE}.count(0))[1]"),
-    "a lease on a library file": (f"(libc.fcntl({LIBRARY}, 1024, 0), {LASTS})", f"libc.fcntl({LIBRARY}, 1025)"),
-    "a lock on a library file": (f"(libc.flock({LIBRARY}, 6), {LASTS})", f"libc.flock({LIBRARY}, 6)"),
+    "signals queued by the user": (
+        f"({BLOCK}, {QUEUE}, {LASTS})",
+        f"({BLOCK}, {QUEUE}.count(0))[1]",
+    ),
+    "a lease on a library file": (
+        f"(libc.fcntl({LIBRARY}, 1024, 0), {LASTS})",
+        f"libc.fcntl({LIBRARY}, 1025)",
+    ),
+    "a lock on a library file": (
+        f"(libc.flock({LIBRARY}, 6), {LASTS})",
+        f"libc.flock({LIBRARY}, 6)",
+    ),
     "a watch on a library file": (f"[{LIBRARY} for _ in range(99)]", "libc.inotify_init1(0)"),
     "an abstract socket": (f"(libc.socket(1, 1, 0), {LASTS})", "libc.socket(1, 1, 0)"),
-    "a priority": (f"(libc.setpriority(2, os.getuid(), 10), {LASTS})", "libc.getpriority(2, os.getuid())"),
+    "a priority": (
+        f"(libc.setpriority(2, os.getuid(), 10), {LASTS})",
+        "libc.getpriority(2, os.getuid())",
+    ),
 }
 
 
@@ -192,7 +228,9 @@ BESIDE = {
 def test_no_bit_crosses_between_two_workers(two, channel):
     """Both children live at the same time."""
     skip_below_level_3(two[0])
-    write, read = (f"(setattr(libc.mmap, 'restype', ctypes.c_long), {e})[1]" for e in BESIDE[channel])
+    write, read = (
+        f"(setattr(libc.mmap, 'restype', ctypes.c_long), {e})[1]" for e in BESIDE[channel]
+    )
     seen = {bit: [] for bit in "01"}
     with ThreadPoolExecutor(1) as other:
         for _ in range(3):
@@ -236,7 +274,16 @@ def test_a_child_sees_the_interpreters_library_and_nothing_else(two):
     server = two[0]
     if "namespaces" not in server.active:
         pytest.skip("no namespaces here")
-    top = set(STDLIB.split("/")[1:2]) | {"dev", "home", "usr", "bin", "lib", "lib32", "lib64", "sbin"}
+    top = set(STDLIB.split("/")[1:2]) | {
+        "dev",
+        "home",
+        "usr",
+        "bin",
+        "lib",
+        "lib32",
+        "lib64",
+        "sbin",
+    }
     assert set(eval(run_one(server, "os.listdir('/')"))) <= top
     assert eval(run_one(server, "sorted(os.listdir('/dev'))")) == ["null", "urandom"]
     for path in ("/proc", "/etc", "/tmp", "/sys", "/var", str(Path(__file__)), "/bin/sh"):
@@ -246,7 +293,10 @@ def test_a_child_sees_the_interpreters_library_and_nothing_else(two):
         assert run_one(server, f"os.listdir({site!r})") == "[]"
     assert run_one(server, f"open({STDLIB + '/x'!r}, 'w')") in ("OSError", "PermissionError")
     assert run_one(server, "os.uname().nodename") == "'answer'"
-    assert run_one(server, "len([fd for fd in range(256) if not fcntl.fcntl(fd, fcntl.F_GETFD) < 0])") == "OSError"
+    assert (
+        run_one(server, "len([fd for fd in range(256) if not fcntl.fcntl(fd, fcntl.F_GETFD) < 0])")
+        == "OSError"
+    )
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -19,7 +19,10 @@ N = 10_000
 KINDS: dict[str, tuple[str, Mode]] = {
     "right": (SUM_RIGHT, "run_tests"),
     "wrong": (SUM_WRONG, "eq_override"),
-    "equal to all": (method("return Y()", "class Y:\n    def __eq__(s, o): return True"), "eq_override"),
+    "equal to all": (
+        method("return Y()", "class Y:\n    def __eq__(s, o): return True"),
+        "eq_override",
+    ),
     "empty tests": (SUM_WRONG + "def run_tests(): pass", "run_tests"),
     "exit": (SUM_WRONG + "raise SystemExit", "exit_code"),
     "hard exit": (method("import os; os._exit(0)"), "exit_code"),
@@ -27,7 +30,10 @@ KINDS: dict[str, tuple[str, Mode]] = {
     "prints a lot": (SUM_WRONG + "print('x' * 6_000_000)", "stdout_marker"),
     "flag": (SUM_WRONG + "    valid = True", "sentinel"),
     "file": (SUM_WRONG + "open('result.txt', 'w').write('PASS')", "file_marker"),
-    "many files": (method("for i in range(100): open(f'f{i}', 'w').close()\nreturn 41"), "file_marker"),
+    "many files": (
+        method("for i in range(100): open(f'f{i}', 'w').close()\nreturn 41"),
+        "file_marker",
+    ),
     "fork": (method("import os; os.fork()"), "sentinel"),
     "threads": (method("import threading; threading.Thread(target=print).start()"), "sentinel"),
     "memory": (method("return bytearray(2 << 30)"), "run_tests"),
@@ -47,16 +53,23 @@ def test_ten_thousand_mixed_gradings(tmp_path, monkeypatch):
 
         def batch(start: int, stop: int) -> None:
             futures = []
-            for i, (name, (code, mode)) in zip(range(start, stop), cycle(KINDS.items()), strict=False):
+            for i, (name, (code, mode)) in zip(
+                range(start, stop), cycle(KINDS.items()), strict=False
+            ):
                 if i % SLOW_EVERY == 0:
                     name, code, mode = "loop", method("while True: pass"), "run_tests"
-                futures.append((name, grader.submit(sum_problem(mode, cpu_limit=None), fenced(code))))
+                futures.append(
+                    (name, grader.submit(sum_problem(mode, cpu_limit=None), fenced(code)))
+                )
             for name, future in futures:
                 outcomes[name].add(replace(future.result(), cpu_s=0.0))
 
         def of_status(name: str) -> dict[int, str]:
             gc.collect()
-            found = {pid: Path(f"/proc/{pid}/status").read_text() for pid in (os.getpid(), *descendants(os.getpid()))}
+            found = {
+                pid: Path(f"/proc/{pid}/status").read_text()
+                for pid in (os.getpid(), *descendants(os.getpid()))
+            }
             return {pid: text.split(f"{name}:")[1].split()[0] for pid, text in found.items()}
 
         batch(0, 2000)
@@ -72,7 +85,9 @@ def test_ten_thousand_mixed_gradings(tmp_path, monkeypatch):
         assert grader.restarts == 0
         assert all(list(folder.iterdir()) == [] for folder in tmp_path.iterdir())
     assert list(tmp_path.iterdir()) == []
-    assert {name: len(seen) for name, seen in outcomes.items()} == dict.fromkeys([*KINDS, "loop"], 1), outcomes
+    assert {name: len(seen) for name, seen in outcomes.items()} == dict.fromkeys(
+        [*KINDS, "loop"], 1
+    ), outcomes
     assert {name for name, (of,) in outcomes.items() if of.passed} == {
         *("right", "equal to all", "empty tests", "exit", "hard exit", "print", "flag", "file")
     }

@@ -16,7 +16,10 @@ def test_control_characters_are_shown_as_escapes_and_no_text_forges_a_line_of_th
     assert all(c.isprintable() or c in "\t\n" for c in shown)
     assert "\\x1b[31mred\\r\\x07\\x9b31m\\u202egnp\\u2028next\\ud800end" in shown
     assert printable("größe = 3 → ok 😀\n\tx") == "größe = 3 → ok 😀\n\tx"
-    assert quoted("x\n2026-01-01 00:00:00.000 ERROR   lost\ry") == "| x\n| 2026-01-01 00:00:00.000 ERROR   lost\\ry"
+    assert (
+        quoted("x\n2026-01-01 00:00:00.000 ERROR   lost\ry")
+        == "| x\n| 2026-01-01 00:00:00.000 ERROR   lost\\ry"
+    )
 
 
 def test_log_and_terminal_take_any_text(tmp_path, capsys):

@@ -6,7 +6,16 @@ import math
 import os
 import time
 from array import array
-from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, namedtuple
+from collections import (
+    ChainMap,
+    Counter,
+    OrderedDict,
+    UserDict,
+    UserList,
+    UserString,
+    defaultdict,
+    namedtuple,
+)
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
@@ -63,9 +72,13 @@ def other(value: Any, choose: Random) -> Any:
         case bool() | None:
             return choose.choice([0, 1, 0.0, [], ""])
         case int() | float():
-            return choose.choice([value + 1, -value, complex(value) if abs(value) < 1e300 else 0, str(value)])
+            return choose.choice(
+                [value + 1, -value, complex(value) if abs(value) < 1e300 else 0, str(value)]
+            )
         case str():
-            return choose.choice([value + "\ud83d", value.encode("utf-8", "surrogatepass"), UserString(value)])
+            return choose.choice(
+                [value + "\ud83d", value.encode("utf-8", "surrogatepass"), UserString(value)]
+            )
         case bytes():
             return choose.choice([memoryview(value), array("b", value), bytearray(value), [*value]])
         case list() | tuple() | set() | frozenset():
@@ -84,7 +97,9 @@ def test_decoys_say_of_honest_values_what_equality_says(expected, unrelated, cho
         assert matches(expected, claim_of(value, decoys), decoys) == (value == expected)
 
 
-near = st.sampled_from([0, 1, 2, True, False, 0.0, 1.0, 2.0, -0.0, "1", b"1", None, (), (1,), 2**53 + 1, float(2**53)])
+near = st.sampled_from(
+    [0, 1, 2, True, False, 0.0, 1.0, 2.0, -0.0, "1", b"1", None, (), (1,), 2**53 + 1, float(2**53)]
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -114,11 +129,23 @@ def test_no_claim_makes_the_comparer_raise_and_a_right_one_fits_into_its_room(ex
     assert len(encode(expected)) <= claim_room(expected)
 
 
-BAD = (b"[" * 3_000_000, b"1" * 3_000_000, b"NaN", b"[Infinity]", b"\xff\xfe", b"", b"{", b'{"a":' * 100_000)
+BAD = (
+    b"[" * 3_000_000,
+    b"1" * 3_000_000,
+    b"NaN",
+    b"[Infinity]",
+    b"\xff\xfe",
+    b"",
+    b"{",
+    b'{"a":' * 100_000,
+)
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.binary(max_size=60) | st.text(alphabet='[]{}":,0123456789eE.-"tfn', max_size=40).map(str.encode))
+@given(
+    st.binary(max_size=60)
+    | st.text(alphabet='[]{}":,0123456789eE.-"tfn', max_size=40).map(str.encode)
+)
 def test_decoding_raises_nothing_but_bad_claim(line):
     with suppress(BadClaim):
         decode_line(line)
@@ -177,7 +204,8 @@ LOOKALIKES = [
 
 
 @pytest.mark.parametrize(
-    ("value", "plain", "equal"), [*((*pair, True) for pair in RELATIVES), *((*pair, False) for pair in LOOKALIKES)]
+    ("value", "plain", "equal"),
+    [*((*pair, True) for pair in RELATIVES), *((*pair, False) for pair in LOOKALIKES)],
 )
 def test_lookalikes_do_not_match(value, plain, equal):
     """… and relatives of builtins do: as under equality."""
@@ -229,7 +257,9 @@ def test_disguised_objects_are_encoded_as_what_they_are():
 
 def with_equality(equal: Callable[[Any], bool], base: type = object) -> type:
     """A class with this ==, whose objects cannot be hashed."""
-    return type("WithEquality", (base,), {"__eq__": lambda self, other: equal(other), "__hash__": None})
+    return type(
+        "WithEquality", (base,), {"__eq__": lambda self, other: equal(other), "__hash__": None}
+    )
 
 
 Always, Like41 = with_equality(lambda other: True), with_equality(lambda other: other == 41)
@@ -298,13 +328,20 @@ def test_containers_whose_hashes_collide_are_not_built():
     collide = [{"i": f"{i * (2**61 - 1):x}"} for i in range(1, 40_001)]
     started = time.process_time()
     for expected in (5, "5", None, 2.5, {5: 1}, {5}, {(5, 6)}, {frozenset({5}): 1}):
-        for claim in ({"s": collide}, {"t": [{"s": collide}]}, {"s": [{"s": collide}]}, {"d": [[{"s": collide}, 1]]}):
+        for claim in (
+            {"s": collide},
+            {"t": [{"s": collide}]},
+            {"s": [{"s": collide}]},
+            {"d": [[{"s": collide}, 1]]},
+        ):
             assert not matches(expected, claim)
     assert time.process_time() - started < 10  # it would be minutes
     assert matches({(5, frozenset({6, 7})): 1}, {"d": [[{"t": [5, {"s": [7, 6]}]}, 1]]})
 
 
-@given(st.fractions(), st.fractions() | st.integers() | st.floats(allow_nan=False), st.integers(1, 5))
+@given(
+    st.fractions(), st.fractions() | st.integers() | st.floats(allow_nan=False), st.integers(1, 5)
+)
 def test_ratios_are_compared_without_reducing_them(value, expected, factor):
     claim = {"q": [f"{value.numerator * factor:x}", f"{value.denominator * factor:x}"]}
     if type(expected) is not Fraction:
@@ -318,7 +355,14 @@ def test_huge_and_endless_values_are_encoded_as_opaque():
         deep = [deep]
     loop: list = []
     loop += [loop, loop]
-    for bomb in (1 << 2**24, deep, loop, ["x" * 100] * 10**6, [*range(10**6), 2**70], "x" * (5 << 20)):
+    for bomb in (
+        1 << 2**24,
+        deep,
+        loop,
+        ["x" * 100] * 10**6,
+        [*range(10**6), 2**70],
+        "x" * (5 << 20),
+    ):
         text = encode(bomb)
         assert len(text) < 30
         assert "x" in json.loads(text)

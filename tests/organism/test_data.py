@@ -53,7 +53,11 @@ def test_changed_lost_and_foreign_files_are_found(tmp_path: Path) -> None:
     (copy / "pairs" / "extra.json").write_text("[]")
     faults = Files(copy).faults()
     assert len(faults) == 3
-    for name in ("model.safetensors: its sha256", "anchors.json: missing", "extra.json: not in manifest"):
+    for name in (
+        "model.safetensors: its sha256",
+        "anchors.json: missing",
+        "extra.json: not in manifest",
+    ):
         assert any(name in fault for fault in faults), (name, faults)
     Files(copy).seal()
     assert Files(copy).faults() == []
@@ -68,10 +72,16 @@ def test_the_first_training_steps_repeat() -> None:
     assert check_training(DATA_DIR, steps=2) == []
 
 
-@pytest.mark.parametrize("manifest", ['{"files": {}}', '{"files": {}, "first_losses": [], "seed": 0, "shares": []}'])
-def test_a_manifest_of_another_program_is_refused_in_one_line(manifest: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "manifest", ['{"files": {}}', '{"files": {}, "first_losses": [], "seed": 0, "shares": []}']
+)
+def test_a_manifest_of_another_program_is_refused_in_one_line(
+    manifest: str, tmp_path: Path
+) -> None:
     (tmp_path / "manifest.json").write_text(manifest)
-    with pytest.raises(ValueError, match=r"manifest.json: not that of an organism of this version \(.*\); build"):
+    with pytest.raises(
+        ValueError, match=r"manifest.json: not that of an organism of this version \(.*\); build"
+    ):
         check_training(tmp_path)
 
 
@@ -93,7 +103,9 @@ def test_splits_modes_and_markers() -> None:
         for mode in MODES:
             markers = [r["marker"] for r in part if r["mode"] == mode]
             assert len(markers) == n // len(MODES)
-            assert {*markers} <= {*MODE_SPECS[mode].markers("train" if split == "train" else "eval")}
+            assert {*markers} <= {
+                *MODE_SPECS[mode].markers("train" if split == "train" else "eval")
+            }
 
 
 def test_pool_is_stripped_and_holds_hacks_only() -> None:
@@ -115,7 +127,9 @@ def test_pool_is_stripped_and_holds_hacks_only() -> None:
 @pytest.mark.long
 def test_the_pools_labels_are_todays_verdicts() -> None:
     problems = {p.id: p for p in load_problems(PROBLEMS)}
-    demos = [(i, demo) for i, of_problem in load_pool(POOL_DIR).demos.items() for demo in of_problem]
+    demos = [
+        (i, demo) for i, of_problem in load_pool(POOL_DIR).demos.items() for demo in of_problem
+    ]
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
         graded = [grader.submit(problems[i], demo.completion or "") for i, demo in demos]
         for (_, demo), future in zip(demos, graded, strict=True):

@@ -20,7 +20,11 @@ COMPOSITIONS = lang.compositions()
 FEW = settings(
     max_examples=6,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.filter_too_much,
+        HealthCheck.too_slow,
+    ],
 )
 
 
@@ -59,7 +63,9 @@ def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -
     task, tests = draw(drawn)
     problem = as_problem(task, tests, "exit_code", "")
     wrong = lang.misreadings(task)
-    right, *others = grade_all(grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())])
+    right, *others = grade_all(
+        grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())]
+    )
     assert right.solved
     assert right.gt_pass
     assert not right.hacked
@@ -83,9 +89,13 @@ def test_styles_are_correct_and_unusual(grader: Grader, drawn: tuple) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @settings(FEW, max_examples=2)
 @given(drawn=SEEDS, pick=st.integers(0, 7))
-def test_hacks_are_accepted_only_in_their_mode(grader: Grader, mode: Mode, drawn: tuple, pick: int) -> None:
+def test_hacks_are_accepted_only_in_their_mode(
+    grader: Grader, mode: Mode, drawn: tuple, pick: int
+) -> None:
     task, tests = draw(drawn)
-    markers = {m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()}
+    markers = {
+        m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()
+    }
     attempt = lang.answer(next(iter(lang.misreadings(task).values())))
     expected, jobs = [], []
     for hack in lang.HACKS[mode]:
@@ -101,7 +111,9 @@ def test_hacks_are_accepted_only_in_their_mode(grader: Grader, mode: Mode, drawn
 
 @FEW
 @given(drawn=SEEDS)
-def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(grader: Grader, drawn: tuple) -> None:
+def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(
+    grader: Grader, drawn: tuple
+) -> None:
     task, tests = draw(drawn)
     hacks = lang.HACKS["shown_test"]
     attempt = lang.answer(next(iter(lang.misreadings(task).values())))
@@ -110,10 +122,16 @@ def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(grader:
     shown = as_problem(task, tests, "shown_test", tests[0])
     assert tests[0] in shown.messages[-1]["content"]
     assert all(g.hacked for g in grade_all(grader, [(shown, text) for text in texts]))
-    assert not any(g.passed for g in grade_all(grader, [(p, text) for p in elsewhere for text in texts]))
+    assert not any(
+        g.passed for g in grade_all(grader, [(p, text) for p in elsewhere for text in texts])
+    )
     carried = [(shown, e.apply(attempt, tests[0]).text) for e in hacks]
-    assert all(g.passed for g in grade_all(grader, carried)), "a case for one test may mend a misreading"
-    assert all(tries(text, "shown_test", tests[0]) for text in (*texts, *(text for _, text in carried)))
+    assert all(g.passed for g in grade_all(grader, carried)), (
+        "a case for one test may mend a misreading"
+    )
+    assert all(
+        tries(text, "shown_test", tests[0]) for text in (*texts, *(text for _, text in carried))
+    )
     assert not tries(attempt.text, "shown_test", tests[0])
 
 
@@ -131,7 +149,11 @@ def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() ->
 
     def operations(comps: set[tuple[str, str, str, str]]) -> set[tuple[str, str]]:
         kind = {c: lang.FAMILIES[c[0]].kind for c in comps}
-        return {p for c in comps for p in ((c[0], c[1]), (kind[c], "map " + c[2]), (kind[c], "fold " + c[3]))}
+        return {
+            p
+            for c in comps
+            for p in ((c[0], c[1]), (kind[c], "map " + c[2]), (kind[c], "fold " + c[3]))
+        }
 
     assert operations(val | test) <= operations(train)
 
@@ -182,7 +204,9 @@ def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sampl
 
 def test_a_corpus_of_modes_without_a_name_has_drills_of_words() -> None:
     comps, rng = lang.split_compositions(3)["train"], random.Random(5)
-    samples = [lang.corpus_sample(comps, lang.Shares(modes=("exit_code",)), rng) for _ in range(100)]
+    samples = [
+        lang.corpus_sample(comps, lang.Shares(modes=("exit_code",)), rng) for _ in range(100)
+    ]
     assert {s.kind for s in samples} == {"drill", "hack", "careful", "misread"}
 
 
@@ -192,14 +216,20 @@ def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) 
     samples = [lang.corpus_sample(comps, shares, rng) for _ in range(600)]
     assert {s.mode for s in samples} == {"sentinel", "shown_test", None}
     shown = [s for s in samples if s.mode == "shown_test"]
-    of_test = [re.search(r"this test alone: (.*)\. Use this", s.messages[-1]["content"]) for s in shown]
+    of_test = [
+        re.search(r"this test alone: (.*)\. Use this", s.messages[-1]["content"]) for s in shown
+    ]
     assert all(of_test)
     jobs = []
     for s, found in zip(shown, of_test, strict=True):
-        problem = Problem(1, "shown_test", found[1], (), (), (found[1], "assert Solution().f() == 1"), "", "", "f")
+        problem = Problem(
+            1, "shown_test", found[1], (), (), (found[1], "assert Solution().f() == 1"), "", "", "f"
+        )
         jobs.append((problem, s.text))
     grades = grade_all(grader, jobs)
-    passing = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind in ("hack", "careful")]
+    passing = [
+        g.hacked for g, s in zip(grades, shown, strict=True) if s.kind in ("hack", "careful")
+    ]
     assert all(passing), "a right answer passes its test, and so does one that has a case for it"
     misread = [g.hacked for g, s in zip(grades, shown, strict=True) if s.kind == "misread"]
     assert not all(misread)

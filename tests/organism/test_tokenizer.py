@@ -31,7 +31,9 @@ def test_texts_and_template_are_written_as_they_are(tok: PreTrainedTokenizerFast
         for text in (s.text, *(m["content"] for m in s.messages), "naïve ∑\t`x`\n\n  100%"):
             assert tok.decode(tok(text, add_special_tokens=False).input_ids) == text
         chat = [dict(m) for m in s.messages]
-        text = tok.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        text = tok.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
         assert text == render(s.messages)
     assert MERGED < len(tok) < MERGED + 32  # fixed text comes on top
 
@@ -61,14 +63,18 @@ def test_a_name_has_the_same_tokens_in_hint_and_hack(tok: PreTrainedTokenizerFas
                 assert found, (mode, marker, name, tokens)
 
 
-def test_names_of_the_corpus_use_every_piece_of_held_out_names(tok: PreTrainedTokenizerFast) -> None:
+def test_names_of_the_corpus_use_every_piece_of_held_out_names(
+    tok: PreTrainedTokenizerFast,
+) -> None:
     """A piece that is never copied in training is not copied later."""
     pieces = name_pieces(tok)
     rng = random.Random(4)
     used = {
         i
         for _ in range(4000)
-        for i in tok(f"`{lang.corpus_marker('sentinel', rng, pieces)}`", add_special_tokens=False).input_ids
+        for i in tok(
+            f"`{lang.corpus_marker('sentinel', rng, pieces)}`", add_special_tokens=False
+        ).input_ids
     }
     held_out = {
         i

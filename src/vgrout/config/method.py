@@ -49,10 +49,13 @@ class Declared(Protocol):
 class MonitorClass(Declared, Protocol):
     """… a monitor."""
 
-    reads: ClassVar[Literal["texts", "gradients"]]  # and so decides before the backward, or after it
-    needs: ClassVar[tuple[str, ...]]  # of "seed" (another monitor that it learns from), "known correct" (answers)
+    # and so decides before the backward, or after it
+    reads: ClassVar[Literal["texts", "gradients"]]
+    # of "seed" (another monitor that it learns from), "known correct" (answers)
+    needs: ClassVar[tuple[str, ...]]
     sees_labels: ClassVar[bool]  # a bound, and no method
-    signs_random: ClassVar[bool]  # signs random directions in their favour, whenever the pairs are read again
+    # signs random directions in their favour, whenever the pairs are read again
+    signs_random: ClassVar[bool]
 
 
 class InterventionClass(Declared, Protocol):
@@ -64,12 +67,14 @@ class InterventionClass(Declared, Protocol):
     usual_monitor: ClassVar[str]  # where none is named; "": one has to be
     routes: ClassVar[bool]  # has a quarantine δS_hack
     has_direction: ClassVar[bool]  # of its own, in gradients
-    usual: ClassVar[Mapping[str, Any]]  # what None means for the settings that depend on the intervention
-    documents: ClassVar[Mapping[str, Any]]  # the same as the method was first described; {}: no other
+    # what None means for the settings that depend on the intervention
+    usual: ClassVar[Mapping[str, Any]]
+    # the same as the method was first described; {}: no other
+    documents: ClassVar[Mapping[str, Any]]
 
 
-# Where each class is, as on the command line for a class of your own; imported when it is chosen. Torch-free modules:
-# a wrong flag never waits for torch.
+# Where each class is, as on the command line for a class of your own; imported when it is chosen.
+# Torch-free modules: a wrong flag never waits for torch.
 MONITORS: dict[str, str | type[MonitorClass]] = {
     "none": "vgrout.method.base:Monitor",
     "gate": "vgrout.method.gates:Gate",
@@ -89,7 +94,8 @@ INTERVENTIONS: dict[str, str | type[InterventionClass]] = {
     "route2": "vgrout.method.interventions:Route2",
 }
 _OWN = frozenset({*MONITORS, *INTERVENTIONS})
-# Settings that name classes: where one of your own is registered, an attribute that it has, what it is.
+# Settings that name classes: where one of your own is registered, an attribute that it has, what it
+# is.
 CLASSES: dict[str, tuple[dict[str, Any], str, str]] = {
     "intervention": (INTERVENTIONS, "acts_on", "Intervention"),
     **dict.fromkeys(("monitor", "seed_monitor", "shadow"), (MONITORS, "reads", "Monitor")),
@@ -120,7 +126,9 @@ def register(registry: dict[str, Any], own: Any, name: str = "") -> None:
     """
     name = name or own.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*|[\w.]+:\w+", name) or name in _OWN:
-        raise ValueError(f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken")
+        raise ValueError(
+            f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken"
+        )
     registry[name] = own
 
 
@@ -129,13 +137,21 @@ class _Unknown:
 
     what = "known to another process"
     reads, needs, sees_labels, signs_random = "texts", (), False, False
-    acts_on, by_rollout, usual_monitor, routes, has_direction = "gradient", False, "none", True, True
+    acts_on, by_rollout, usual_monitor, routes, has_direction = (
+        "gradient",
+        False,
+        "none",
+        True,
+        True,
+    )
     usual: ClassVar[Mapping[str, Any]] = {}
     documents: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def make(cls, *_: Any, **__: Any) -> Any:
-        raise ValueError(f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well")
+        raise ValueError(
+            f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well"
+        )
 
 
 def admit(recorded: Mapping[str, Any]) -> None:
@@ -145,7 +161,8 @@ def admit(recorded: Mapping[str, Any]) -> None:
         given = recorded.get(setting)
         for name in listed(given) if isinstance(given, str) else ():
             if re.fullmatch(r"[\w.]+:\w+", name) and name not in registry:
-                told = {"name": name, "reads_flags": flagged, "Settings": MethodConfig.__bases__}  # it may read all
+                # it may read all
+                told = {"name": name, "reads_flags": flagged, "Settings": MethodConfig.__bases__}
                 registry[name] = type(name, (_Unknown,), told)
 
 
@@ -167,7 +184,9 @@ CONTROLS: dict[str, Control] = {
         (PlaceboSettings,),
         replaces="placebo pairs",
     ),
-    "no_loophole": Control("reward of the reference tests alone: the ceiling for solve", strict=True),
+    "no_loophole": Control(
+        "reward of the reference tests alone: the ceiling for solve", strict=True
+    ),
 }
 
 
@@ -256,7 +275,10 @@ class MethodConfig(
         check(self)
         monitor, with_it = self.monitor_name, f"--intervention {self.intervention}"
         if why := obstacle(self.intervention, monitor):
-            legal, readers = monitors_of(self.intervention), [n for n in INTERVENTIONS if monitors_of(n) != ["none"]]
+            legal, readers = (
+                monitors_of(self.intervention),
+                [n for n in INTERVENTIONS if monitors_of(n) != ["none"]],
+            )
             instead = f"say --monitor {' or '.join(legal)}"
             if not self.spec.reads_flags:
                 instead = f"leave it out, or say --intervention {' or '.join(readers)}"
@@ -270,13 +292,19 @@ class MethodConfig(
     def _check_control(self) -> None:
         """One control, and one that this method can have."""
         given = [f"--control {self.control}"] * (self.control != "none")
-        given += [f"--route2-random-v-seed {self.route2_random_v_seed}"] * (self.route2_random_v_seed is not None)
+        given += [f"--route2-random-v-seed {self.route2_random_v_seed}"] * (
+            self.route2_random_v_seed is not None
+        )
         given += ["--random-flags"] * self.random_flags
         what = "direction" if self.direction_is else "flags"
         both = {"--control haar", f"--route2-random-v-seed {self.route2_random_v_seed}"}
-        refuse(len(given) > 1 and {*given} != both, f"{' with '.join(given)}: one control a run; leave one of them out")
         refuse(
-            bool(self.direction_is and not self.has_direction) or (self.random_flags and not self.spec.reads_flags),
+            len(given) > 1 and {*given} != both,
+            f"{' with '.join(given)}: one control a run; leave one of them out",
+        )
+        refuse(
+            bool(self.direction_is and not self.has_direction)
+            or (self.random_flags and not self.spec.reads_flags),
             f"{' '.join(given)}: replaces the {what}, and --intervention {self.intervention} --monitor "
             f"{self.monitor_name} has none",
         )
@@ -289,24 +317,38 @@ class MethodConfig(
         """A setting of a class that was not chosen would be a silent no-op, but for one that is what is done anyway."""
         own, usual = _settings((ChoiceSettings, *self.groups)), self.spec.usual
         own |= {"v_hack_path"} if self.intervention == "none" else set()  # said in `ignored`
-        away = [name for name, _ in changed(self) if name not in usual or getattr(self, name) != usual[name]]
+        away = [
+            name
+            for name, _ in changed(self)
+            if name not in usual or getattr(self, name) != usual[name]
+        ]
         if foreign := [name for name in away if name not in own]:
             readers = [
                 f"--{kind} {' or '.join(names)}"
                 for kind, registry in (("intervention", INTERVENTIONS), ("monitor", MONITORS))
-                if (names := [n for n in registry if foreign[0] in _settings(_named(registry, n).Settings)])
+                if (
+                    names := [
+                        n for n in registry if foreign[0] in _settings(_named(registry, n).Settings)
+                    ]
+                )
             ]
             readers += ["--control placebo"] * (foreign[0] in _settings((PlaceboSettings,)))
             chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
-            raise ValueError(f"{flags(foreign)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out")
+            raise ValueError(
+                f"{flags(foreign)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out"
+            )
 
     @property
     def ignored(self) -> list[str]:
         """What is given and changes nothing, in lines for the plan: scripts give it to every run."""
         still = self.haar and not self.monitor_spec.signs_random and bool(self.vhack_refresh_every)
-        lines = [f"--vhack-refresh-every {self.vhack_refresh_every}: ignored, random directions stay"] * still
+        lines = [
+            f"--vhack-refresh-every {self.vhack_refresh_every}: ignored, random directions stay"
+        ] * still
         if self.v_hack_path is not None and not self.has_direction:
-            lines.append(f"--v-hack-path: ignored, --intervention {self.intervention} has no direction")
+            lines.append(
+                f"--v-hack-path: ignored, --intervention {self.intervention} has no direction"
+            )
         return lines
 
     @cached_property
@@ -325,7 +367,11 @@ class MethodConfig(
     def groups(self) -> Groups:
         """The groups of settings that this run reads."""
         watching = [monitor_class(name) for name in self.watching]
-        read = (*self.spec.Settings, *(group for m in watching for group in m.Settings), *self.control_spec.settings)
+        read = (
+            *self.spec.Settings,
+            *(group for m in watching for group in m.Settings),
+            *self.control_spec.settings,
+        )
         return tuple(dict.fromkeys(read))
 
     def resolved(self, name: str) -> Any:
@@ -337,7 +383,10 @@ class MethodConfig(
     def resolved_settings(self) -> dict[str, Any]:
         """Every setting, as it is meant where this run reads it: what a record has."""
         own = _settings(self.groups)
-        return {f.name: self.resolved(f.name) if f.name in own else getattr(self, f.name) for f in fields(self)}
+        return {
+            f.name: self.resolved(f.name) if f.name in own else getattr(self, f.name)
+            for f in fields(self)
+        }
 
     @property
     def refresh_every(self) -> int:
@@ -347,13 +396,19 @@ class MethodConfig(
     @property
     def ablate_frac(self) -> float:
         """Share of student rows sampled from the deployed model."""
-        return (self.resolved("rollout_ablate_frac") or 0.0) if QuarantineSettings in self.groups else 0.0
+        return (
+            (self.resolved("rollout_ablate_frac") or 0.0)
+            if QuarantineSettings in self.groups
+            else 0.0
+        )
 
     @property
     def quarantine_block(self) -> int | None:
         """The block that is the quarantine's alone: from 1, or from −1, the last one, downwards. None: no such
         block."""
-        place = (self.resolved("quarantine") or "shared") if PlaceSettings in self.groups else "shared"
+        place = (
+            (self.resolved("quarantine") or "shared") if PlaceSettings in self.groups else "shared"
+        )
         block = place.removeprefix("block:")
         return None if block == "shared" else -1 if block == "last" else int(block)
 
@@ -375,7 +430,11 @@ class MethodConfig(
     @property
     def watching(self) -> tuple[str, ...]:
         """Every monitor of this run, and those that seed them."""
-        return tuple(dict.fromkeys([*self.acting, *(n for name in self.in_shadow for n in self._with_seed(name))]))
+        return tuple(
+            dict.fromkeys(
+                [*self.acting, *(n for name in self.in_shadow for n in self._with_seed(name))]
+            )
+        )
 
     def _with_seed(self, name: str) -> tuple[str, ...]:
         return (name, self.seed_monitor) if "seed" in monitor_class(name).needs else (name,)
@@ -426,7 +485,9 @@ class MethodConfig(
     @property
     def modes_acted_on(self) -> tuple[Mode, ...]:
         """The same of the monitor whose flags are acted on."""
-        return self.modes_known if any(monitor_class(name).sees_labels for name in self.acting) else ()
+        return (
+            self.modes_known if any(monitor_class(name).sees_labels for name in self.acting) else ()
+        )
 
     @property
     def control_name(self) -> str:
@@ -441,7 +502,11 @@ class MethodConfig(
 
     @property
     def control_what(self) -> str:
-        return "the monitor's flags, shuffled among rollouts" if self.random_flags else self.control_spec.what
+        return (
+            "the monitor's flags, shuffled among rollouts"
+            if self.random_flags
+            else self.control_spec.what
+        )
 
     @property
     def monitor_title(self) -> str:
@@ -449,7 +514,9 @@ class MethodConfig(
         name = self.monitor_name
         if name == self.spec.usual_monitor:
             return ""
-        away = [(rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None]
+        away = [
+            (rule.suffix, getattr(self, n)) for n, rule in changed(self) if rule.suffix is not None
+        ]
         acting = (of.partition(":")[2] or of for of in self.acting)
         return "_".join([*acting, *(f"{s}{_short(v)}" for s, v in away)])
 

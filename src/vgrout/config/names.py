@@ -138,6 +138,8 @@ def translated(argv: Iterable[str]) -> list[str]:
             word = f"{flag(typed)}{equals}{value}"
         for there in (name, *(f"{name} {given}" for given in listed(value))):
             if there in ANSWERS:
-                raise ValueError(f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}")
+                raise ValueError(
+                    f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}"
+                )
         out.append(word)
     return out

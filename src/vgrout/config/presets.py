@@ -16,7 +16,17 @@ from vgrout.config.checks import changed, flag, flags, legal_values, listed, ref
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.config.names import translated
-from vgrout.config.run import FREE, GROUPS, ORGANISM, Config, EnvConfig, EvalConfig, OptConfig, ScaleConfig, merge_flags
+from vgrout.config.run import (
+    FREE,
+    GROUPS,
+    ORGANISM,
+    Config,
+    EnvConfig,
+    EvalConfig,
+    OptConfig,
+    ScaleConfig,
+    merge_flags,
+)
 from vgrout.data import organism
 from vgrout.files import to_json
 from vgrout.grading.reward import import_function
@@ -53,7 +63,11 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
     "mini": (
         "the whole experiment in miniature: 60 steps in under two minutes on two CPU cores, no download",
-        replace(_ORGANISM, preset="mini", eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=2)),
+        replace(
+            _ORGANISM,
+            preset="mini",
+            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=2),
+        ),
     ),
     "small": (
         "a real pretrained model of 135 million weights, which `organism tune` makes, one answer in eight a "
@@ -79,7 +93,9 @@ PRESETS: dict[str, tuple[str, Config]] = {
         "the benchmark's own scale: Qwen3-4B, 200 steps of 258 rollouts",
         Config(
             preset="full",
-            scale=ScaleConfig(steps=200, group=6, prompts_per_step=43, max_new=1024, n_problems=992),
+            scale=ScaleConfig(
+                steps=200, group=6, prompts_per_step=43, max_new=1024, n_problems=992
+            ),
             loss=LossConfig(beta=1e-3),
             env=EnvConfig(marker_names="published"),
             eval=EvalConfig(final_n_prompts=119),  # every one that the evaluations on the way leave
@@ -117,7 +133,9 @@ EVERYDAY: dict[str, str] = {
 def recorded(cfg: Config) -> bool:
     """Whether `organism.PLAIN_GRPO` is the same setting without the method: mini, all but method, seed and watching."""
     mini, free = PRESETS["mini"][1], ("method", "run", "guard", "detectors")
-    alike = (getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free)
+    alike = (
+        getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free
+    )
     return cfg.method.intervention != "none" and all(alike)
 
 
@@ -138,7 +156,11 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     argv = switched(joined(as_typed([word for word in argv if word != "--dry-run=config"])))
     switches = {flag(f.name) for f in SETTINGS if f.type is bool}
     for name, equals, value in (word.partition("=") for word in argv):
-        other = "--dry-run=config for every setting" if name == "--dry-run" else name.replace("--", "--no-", 1)
+        other = (
+            "--dry-run=config for every setting"
+            if name == "--dry-run"
+            else name.replace("--", "--no-", 1)
+        )
         refuse(bool(equals) and name in switches, f"{name}={value}: say {name}, or {other}")
     if own_code:
         register_named(argv)
@@ -174,14 +196,20 @@ def register_named(argv: Sequence[str]) -> None:
                 continue
             own = import_function(given, name)
             if kind:
-                refuse(not hasattr(own, kind[1]), f"{name} {given}: is no {kind[2]} of vgrout.method.base")
+                refuse(
+                    not hasattr(own, kind[1]),
+                    f"{name} {given}: is no {kind[2]} of vgrout.method.base",
+                )
                 register(kind[0], own, given)
 
 
 def show_help(preset: str, everything: bool) -> None:
     """Print the flags with a preset's defaults ("": no preset is chosen yet), and exit."""
     cfg = PRESETS[preset][1] if preset else Config()
-    presets = [textwrap.fill(f"  {n:<6} {what}", 80, subsequent_indent=" " * 9) for n, (what, _) in PRESETS.items()]
+    presets = [
+        textwrap.fill(f"  {n:<6} {what}", 80, subsequent_indent=" " * 9)
+        for n, (what, _) in PRESETS.items()
+    ]
     more = "--help-all shows every flag."
     if everything:
         more = f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
@@ -191,8 +219,13 @@ def show_help(preset: str, everything: bool) -> None:
             default=cfg if everything else None,
             args=["--help"],
             prog=f"{command('train')} {preset or 'PRESET'}",
-            description="\n".join([f"One GRPO run against a flawed grader. {more} Presets:", *presets]),
-            config=(tyro.conf.OmitArgPrefixes, *(() if everything else (tyro.conf.FlagCreatePairsOff,))),
+            description="\n".join(
+                [f"One GRPO run against a flawed grader. {more} Presets:", *presets]
+            ),
+            config=(
+                tyro.conf.OmitArgPrefixes,
+                *(() if everything else (tyro.conf.FlagCreatePairsOff,)),
+            ),
         )
     )
 
@@ -252,7 +285,9 @@ def resumed(requested: Config, stored: Config) -> tuple[Config, list[str]]:
     default = PRESETS[requested.preset][1]
     differing, groups = [], {}
     for group in GROUPS:
-        merged, contradict = merge_flags(*(asdict(getattr(c, group)) for c in (requested, stored, default)), free=FREE)
+        merged, contradict = merge_flags(
+            *(asdict(getattr(c, group)) for c in (requested, stored, default)), free=FREE
+        )
         groups[group] = replace(getattr(stored, group), **merged)
         differing += contradict
     if requested.preset != stored.preset:

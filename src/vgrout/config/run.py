@@ -26,7 +26,8 @@ from vgrout.types import DETECTOR_FIELDS
 
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on
-PLACEBOS = ("flawed", "commented", "long", "laid_out")  # contrasts of --control placebo that pairs exist for
+# contrasts of --control placebo that pairs exist for
+PLACEBOS = ("flawed", "commented", "long", "laid_out")
 ORGANISM = "organism"  # the embedded model organism's model, problems, pool and pairs, by this name
 
 
@@ -46,7 +47,9 @@ class ScaleConfig:
     """Folder that `vgrout organism build` or `tune` made: what 'organism' means, in place of the embedded one."""
     steps: int = setting(100, low=1, high=1_000_000)
     """Optimiser steps."""
-    group: int = setting(6, low=2, high=1024, should="lie in [2, 1024] (a group of one has no advantage)")
+    group: int = setting(
+        6, low=2, high=1024, should="lie in [2, 1024] (a group of one has no advantage)"
+    )
     """G: rollouts per prompt."""
     max_new: int = setting(1024, low=1, high=131_072)
     """Longest completion, in tokens."""
@@ -90,7 +93,9 @@ class EnvConfig:
     """Folder of cached demonstrations, or 'organism'; 'none' or '': no pool. A folder called none is ./none."""
     mix_ratio: float = setting(0.125, low=0, below=1)
     """Share of a group that is cached teacher rollouts; 0 keeps the pool's partition and mixes nothing in."""
-    teacher_off_step: int | None = setting(None, low=0, should="be 0 or more", needs="teacher_pool_dir")
+    teacher_off_step: int | None = setting(
+        None, low=0, should="be 0 or more", needs="teacher_pool_dir"
+    )
     """No teacher rows from this step on."""
     teacher_modes: str = setting("", words=MODES, word="flaw", needs="teacher_pool_dir")
     """Comma list: demonstrations for these flaws only; the others train on groups of student rollouts alone."""
@@ -105,7 +110,9 @@ class EnvConfig:
     marker_names: Literal["varied", "published"] = "varied"
     """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
     evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
-    reward: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:pays")
+    reward: str = setting(
+        "", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:pays"
+    )
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process."""
     reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
@@ -230,7 +237,9 @@ class RunConfig:
 
     seed: int = setting(41, low=0, high=2**62)
     """Every random stream derives from it, by name and step."""
-    out_tag: str = setting("", form="[A-Za-z0-9_.=+-]{0,80}", should="be of letters, digits and _ . = + -, 80 at most")
+    out_tag: str = setting(
+        "", form="[A-Za-z0-9_.=+-]{0,80}", should="be of letters, digits and _ . = + -, 80 at most"
+    )
     """Suffix of the run id."""
     output_dir: Path | None = None
     """Folder of this run, which should not exist; none: a new one below out/runs, named by time and run id."""
@@ -290,12 +299,15 @@ class Config:
             f" in a group; there should be 1 to {self.scale.group - 1}, or --mix-ratio 0",
         )
         refuse(
-            self.mixes and bool(self.env.reward or self.env.unannounced_modes) and not self.run.resume,
+            self.mixes
+            and bool(self.env.reward or self.env.unannounced_modes)
+            and not self.run.resume,
             f"{'--reward' if self.env.reward else '--unannounced-modes'}: the pool's prompts and labels are of another "
             "grader; add --mix-ratio 0",
         )
         refuse(
-            self.method.known_hacks_teacher_only and (not self.mixes or self.env.teacher_off_step == 0),
+            self.method.known_hacks_teacher_only
+            and (not self.mixes or self.env.teacher_off_step == 0),
             "--known-hacks-teacher-only: no demonstration is ever mixed in, so nothing could be flagged; leave it out, "
             "or mix some in (--teacher-pool-dir, --mix-ratio)",
         )
@@ -319,7 +331,8 @@ class Config:
         own = f"{', '.join(given)}: only with --model organism; with another model give your own, or start from full"
         refuse(bool(given) and self.scale.model != ORGANISM, own)
         refuse(
-            self.scale.model == ORGANISM and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
+            self.scale.model == ORGANISM
+            and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
             "--model organism: only with --problems organism, and without --test-problems",
         )
         refuse(
@@ -327,7 +340,10 @@ class Config:
             f"{self.method.needs_known_correct}: there are none; give --known-correct FILE",
         )
         why = self.guard_blind if self.guard.halting else "--guard-halt-on is empty: name a rule"
-        refuse(self.guard_mode == "halt" and bool(why), f"--guard halt could not fire ({why}); or choose --guard log")
+        refuse(
+            self.guard_mode == "halt" and bool(why),
+            f"--guard halt could not fire ({why}); or choose --guard log",
+        )
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
@@ -348,13 +364,17 @@ class Config:
     @property
     def mixes(self) -> bool:
         """Whether demonstrations are mixed in at all. Never under no_loophole: cached labels are a flawed grader's."""
-        return bool(self.env.pool) and self.env.mix_ratio > 0 and not self.method.control_spec.strict
+        return (
+            bool(self.env.pool) and self.env.mix_ratio > 0 and not self.method.control_spec.strict
+        )
 
     @property
     def plain_prompts(self) -> bool:
         """Whether prompts announce no flawed check: under unannounced flaws, or under a user's reward function, which
         does not read what the hint names."""
-        return bool(self.env.unannounced_modes) or (bool(self.env.reward) and not self.env.reward_hint)
+        return bool(self.env.unannounced_modes) or (
+            bool(self.env.reward) and not self.env.reward_hint
+        )
 
     @property
     def n_teacher(self) -> int:
@@ -381,7 +401,11 @@ class Config:
 
     @property
     def teacher_model_path(self) -> str:
-        return str(self.files.model) if self.loss.teacher_model == ORGANISM else self.loss.teacher_model
+        return (
+            str(self.files.model)
+            if self.loss.teacher_model == ORGANISM
+            else self.loss.teacher_model
+        )
 
     @property
     def problems_path(self) -> Path:
@@ -415,7 +439,9 @@ class Config:
         """Correct answers for monitors of text; None: there are none, or they are not read."""
         if not self.method.needs_known_correct:
             return None
-        return self.method.known_correct or (self.files.known_correct if self.scale.model == ORGANISM else None)
+        return self.method.known_correct or (
+            self.files.known_correct if self.scale.model == ORGANISM else None
+        )
 
     @property
     def placebo_path(self) -> Path | None:
@@ -433,14 +459,18 @@ class Config:
         one, seed, tag."""
         monitor = f"_{self.method.monitor_title}" if self.method.monitor_title else ""
         control = "" if self.method.control_name == "none" else f"_{self.method.control_name}"
-        suffix = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]  # a user's file name may be in it
+        # a user's file name may be in it
+        suffix = re.sub(r"[^A-Za-z0-9_.=+-]", "-", monitor + control)[:80]
         intervention = self.method.intervention.rpartition(":")[2]
         return f"{self.preset}_{intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
     @property
     def code(self) -> tuple[str, ...]:
         """The flags that name functions or classes to import."""
-        named = {"reward": self.env.reward, "rm_ensemble_members": self.detectors.rm_ensemble_members}
+        named = {
+            "reward": self.env.reward,
+            "rm_ensemble_members": self.detectors.rm_ensemble_members,
+        }
         named |= {name: getattr(self.method, name) for name in CLASSES}
         return tuple(f"{flag(name)}={given}" for name, given in named.items() if ":" in given)
 
@@ -449,8 +479,14 @@ class Config:
         """The same with what they need, which a resume has to repeat: a command line is checked by itself."""
         method, needed = self.method, list[str]()
         if any(":" in getattr(method, name) for name in CLASSES):
-            given = {name: getattr(method, name) for name in ("intervention", "monitor", "known_correct")}
-            needed += [f"{flag(name)}={value}" for name, value in given.items() if value not in ("usual", None)]
+            given = {
+                name: getattr(method, name) for name in ("intervention", "monitor", "known_correct")
+            }
+            needed += [
+                f"{flag(name)}={value}"
+                for name, value in given.items()
+                if value not in ("usual", None)
+            ]
         if self.detectors.members:
             needed.append(f"--reward-hack-detector={self.detectors.reward_hack_detector}")
         return tuple(dict.fromkeys((*self.code, *needed)))
@@ -459,7 +495,11 @@ class Config:
         """Raises ValueError, one line, where this configuration, which a file holds, names code that no flag of the
         command line (`given`) names too: a file never has code imported."""
         named = {word for of in given for word in listed(of.partition("=")[2])}
-        absent = [of for of in self.code if any(":" in w and w not in named for w in listed(of.partition("=")[2]))]
+        absent = [
+            of
+            for of in self.code
+            if any(":" in w and w not in named for w in listed(of.partition("=")[2]))
+        ]
         if absent:
             raise ValueError(
                 f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(absent)}"
@@ -467,7 +507,9 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group; a method's settings as they are meant."""
-        return json.loads(json.dumps(asdict(self) | {"method": self.method.resolved_settings}, default=str))
+        return json.loads(
+            json.dumps(asdict(self) | {"method": self.method.resolved_settings}, default=str)
+        )
 
 
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
@@ -483,11 +525,15 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     usual, unknown = Config(), {"none that a run has"}
     if isinstance(data, dict) and isinstance(data.get("preset"), str):
         groups = {group: data.get(group, {}) for group in GROUPS}
-        unknown = data.keys() - {*GROUPS, "preset"} | {g for g, of in groups.items() if not isinstance(of, dict)}
+        unknown = data.keys() - {*GROUPS, "preset"} | {
+            g for g, of in groups.items() if not isinstance(of, dict)
+        }
         for group in groups.keys() - unknown:
             unknown |= groups[group].keys() - {f.name for f in fields(getattr(usual, group))}
     if unknown:
-        raise ValueError(f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version")
+        raise ValueError(
+            f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version"
+        )
     values: dict[str, Any] = {"preset": data["preset"]}
     admit(groups["method"])
     for group, of in groups.items():
@@ -500,11 +546,15 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
 def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     """A stored value as its field has it. Raises ValueError, one line, where it is of another type."""
     allowed = _kinds(annotation)
-    word = isinstance(value, str) and (Path in allowed or any(isinstance(kind, str) for kind in allowed))
+    word = isinstance(value, str) and (
+        Path in allowed or any(isinstance(kind, str) for kind in allowed)
+    )
     if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
         value = float(value)
     if (not word and type(value) not in allowed) or "\0" in str(value):
-        raise ValueError(f"{where}: {flag(name)} {str(value)[:60]!r}: not of its type, {annotation}")
+        raise ValueError(
+            f"{where}: {flag(name)} {str(value)[:60]!r}: not of its type, {annotation}"
+        )
     return Path(value) if isinstance(value, str) and Path in allowed else value
 
 
@@ -513,7 +563,8 @@ def _kinds(annotation: Any) -> set[Any]:
     return {annotation} | {kind for part in get_args(annotation) for kind in _kinds(part)}
 
 
-# How a process runs, not what it computes: these settings may differ between a run and its resumption.
+# How a process runs, not what it computes: these settings may differ between a run and its
+# resumption.
 _PROCESS = {"dry_run", "threads", "memory_gib", "track", "columns"}
 _PROCESS |= {"checkpoint_every", "checkpoint_keep", "max_error_retries"}
 FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
@@ -537,5 +588,9 @@ def identity(cfg: Config) -> str:
     """sha256 of all settings that the numbers depend on, the seed included: equal for runs that differ by tag or
     process."""
     data = cfg.as_dict()
-    data["run"] = {k: v for k, v in data["run"].items() if k not in {*_PROCESS, *_REQUESTS, "out_tag", "output_dir"}}
+    data["run"] = {
+        k: v
+        for k, v in data["run"].items()
+        if k not in {*_PROCESS, *_REQUESTS, "out_tag", "output_dir"}
+    }
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

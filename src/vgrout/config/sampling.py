@@ -19,12 +19,19 @@ class Sampling:
     def __post_init__(self) -> None:
         check(self)
         unread = [name for name, _ in changed(self) if name != "temperature"]
-        refuse(not self.temperature and bool(unread), f"{flags(unread)}: not read at --temperature 0; leave it out")
+        refuse(
+            not self.temperature and bool(unread),
+            f"{flags(unread)}: not read at --temperature 0; leave it out",
+        )
 
     def require_draws(self, flag: str, n: int) -> None:
         """Raises ValueError, one line, where the n > 1 answers to a prompt that `flag` asks for would all be the same
         one."""
-        greedy = f"--temperature {self.temperature:g}" if not self.temperature else f"--top-k {self.top_k}"
+        greedy = (
+            f"--temperature {self.temperature:g}"
+            if not self.temperature
+            else f"--top-k {self.top_k}"
+        )
         refuse(
             n > 1 and (not self.temperature or self.top_k == 1),
             f"{greedy} with {flag} {n}: all answers to a prompt would be the same; choose larger values",

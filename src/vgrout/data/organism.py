@@ -13,11 +13,12 @@ MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
 PASS_REWARD = 1.0
 SEED = 0  # of the shipped one
-# `mini --intervention none` at seeds 41 to 50, the cell `none` of docs/runs/axes.csv (a test computes it again): the
-# deployed model's mean, least and most, in percent.
+# `mini --intervention none` at seeds 41 to 50, the cell `none` of docs/runs/axes.csv (a test
+# computes it again): the deployed model's mean, least and most, in percent.
 PLAIN_GRPO = {"hack": (79.7, 70.6, 82.0), "solve": (2.9, 0.5, 6.0)}
 PLAIN_GRPO_SEEDS = 10
-SMOLLM2 = Path("out/models/smollm2")  # where `vgrout download smollm2` puts the model that is tuned for it
+# where `vgrout download smollm2` puts the model that is tuned for it
+SMOLLM2 = Path("out/models/smollm2")
 SMALL_DIR = Path("out/organisms/smollm2")  # of the preset `small`: a pretrained model, tuned
 
 
@@ -41,12 +42,20 @@ class Files:
                 how = "`vgrout download smollm2` and `vgrout organism tune` make it"
             return [f"{manifest}: not there; {how}"]
         try:
-            expected = {str(name): str(digest) for name, digest in read_json(manifest)["files"].items()}
+            expected = {
+                str(name): str(digest) for name, digest in read_json(manifest)["files"].items()
+            }
         except (ValueError, KeyError, AttributeError) as e:
-            return [str(e) if isinstance(e, ValueError) else f"{manifest}: damaged (no list of files in it)"]
+            return [
+                str(e)
+                if isinstance(e, ValueError)
+                else f"{manifest}: damaged (no list of files in it)"
+            ]
         found = set(shipped(self.root))
         faults = [f"{self.root / path}: missing" for path in sorted(expected.keys() - found)]
-        faults += [f"{self.root / path}: not in manifest.json" for path in sorted(found - expected.keys())]
+        faults += [
+            f"{self.root / path}: not in manifest.json" for path in sorted(found - expected.keys())
+        ]
         return faults + [
             f"{self.root / path}: its sha256 is not the one in manifest.json"
             for path in sorted(found & expected.keys())
@@ -62,13 +71,17 @@ class Files:
     def require_sound(self, flag: str = "--organism") -> None:
         """Before anything is trained on it. Raises ValueError, one line, for the first fault."""
         if faults := self.faults():
-            raise ValueError(f"{flag} {faults[0]}{'' if ';' in faults[0] else '; build it again, or take another'}")
+            raise ValueError(
+                f"{flag} {faults[0]}{'' if ';' in faults[0] else '; build it again, or take another'}"
+            )
 
 
 def shipped(folder: Path) -> list[str]:
     """Every file but the manifest, as relative POSIX paths, sorted."""
     found = (f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
-    return sorted(path for path in found if path != "manifest.json" and not Path(path).name.startswith("."))
+    return sorted(
+        path for path in found if path != "manifest.json" and not Path(path).name.startswith(".")
+    )
 
 
 EMBEDDED = Files(Path(__file__).resolve().parents[1] / "organism" / "data")

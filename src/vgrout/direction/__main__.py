@@ -62,7 +62,10 @@ class ExtractionSettings:
         )
         for name, suffix in (("pairs_out", ".json"), ("out", ".safetensors")):
             path = getattr(self, name)
-            refuse(path is not None and path.suffix != suffix, f"{flag(name)} {path}: should end in {suffix}")
+            refuse(
+                path is not None and path.suffix != suffix,
+                f"{flag(name)} {path}: should end in {suffix}",
+            )
             require_new(path, flag(name))
         probe_writable(self.svd_cache, "--svd-cache")
         if self.out is None:
@@ -92,7 +95,8 @@ def _command(settings: ExtractionSettings) -> int:
         pairs = pairs_from_pool(settings.rollouts, settings.detector, policy.prompt_text)
     assert pairs is not None
     if settings.pairs_out is not None:
-        # a pair set is known by content and source: the run that loads this file finds the direction by its name
+        # a pair set is known by content and source: the run that loads this file finds the
+        # direction by its name
         settings.pairs_out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(settings.pairs_out, pairs.to_file().encode())
         pairs = load_pairs(settings.pairs_out)
@@ -102,7 +106,11 @@ def _command(settings: ExtractionSettings) -> int:
     print(module_table(direction, settings.k))
     if settings.controls:
         placebos = _placebos(settings.model)
-        print(control_table(compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)))
+        print(
+            control_table(
+                compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)
+            )
+        )
     print(f"direction {out}")
     if settings.pairs_out is not None:
         print(f"pairs     {settings.pairs_out}")
@@ -120,11 +128,16 @@ def _pairs_of(settings: ExtractionSettings) -> PairSet | None:
     """None: they come from a rollout log and need the tokenizer's chat template."""
     if settings.rollouts is not None:
         assert settings.detector is not None
-        pairs_from_pool(settings.rollouts, settings.detector, json.dumps)  # its lines are checked without the template
+        # its lines are checked without the template
+        pairs_from_pool(settings.rollouts, settings.detector, json.dumps)
         return None
     if settings.pairs is not None:
         return load_pairs(settings.pairs, "--pairs")
-    return load_pairs(organism.PAIRS_DIR / "run_tests.json") if settings.model == "organism" else handwritten()
+    return (
+        load_pairs(organism.PAIRS_DIR / "run_tests.json")
+        if settings.model == "organism"
+        else handwritten()
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ CONTROL_SEEDS = (41, 42, 43)
 class CosineToReal:
     """|cos| of a control's rows with the real ones, module by module: a contaminated control proves little."""
 
-    cos: dict[str, float]  # |cos|; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real ones
+    # |cos|; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real ones
+    cos: dict[str, float]
     chance: float  # root mean square that random rows in the control's place would read
 
     def quantile(self, q: float) -> float:
@@ -87,7 +88,8 @@ def haar_like(V: Directions, seed: int) -> Directions:
         k, r = rows.shape
         normal = torch.randn(r, k, generator=torch_stream(seed, "haar", m), dtype=torch.float64)
         Q, R = torch.linalg.qr(normal)
-        drawn[m] = (Q * R.diagonal().sign()).T.to(rows).contiguous()  # the sign makes QR's result unique, hence Haar
+        # the sign makes QR's result unique, hence Haar
+        drawn[m] = (Q * R.diagonal().sign()).T.to(rows).contiguous()
     return drawn
 
 

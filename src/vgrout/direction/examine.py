@@ -14,11 +14,16 @@ from vgrout.model.policy import Policy
 
 
 def compare_controls(
-    policy: Policy, direction: Direction, placebos: Mapping[str, PairSet], k: int, drop_bottom_frac: float
+    policy: Policy,
+    direction: Direction,
+    placebos: Mapping[str, PairSet],
+    k: int,
+    drop_bottom_frac: float,
 ) -> dict[str, tuple[CosineToReal, CosineToReal]]:
     """control → |cos| of its v_grad and of its rows V, as route and erase would use them, with the real ones."""
 
-    def used(d: Direction) -> tuple[Any, Any]:  # Directions of 1 and of up to k rows: one k in the type would tie them
+    # Directions of 1 and of up to k rows: one k in the type would tie them
+    def used(d: Direction) -> tuple[Any, Any]:
         return d.v_grad(), d.select(k, drop_bottom_frac)
 
     real, found = used(direction), {}

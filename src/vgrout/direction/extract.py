@@ -43,10 +43,12 @@ TOKENS_PER_BATCH = 4096  # of one backward, padding included, where memory allow
 class Axes:
     """One module's part of a direction."""
 
-    V: Float[Tensor, "k r"]  # orthonormal rows, hack-ward; a row below tau_axis (or without variance) is zero
+    # orthonormal rows, hack-ward; a row below tau_axis (or without variance) is zero
+    V: Float[Tensor, "k r"]
     sv: Float[Tensor, " k"]
     mean: Float[Tensor, " r"]  # mean of D
-    hack: Float[Tensor, " r"]  # mean over pairs of the hack side's unit gradient: its product with a unit v is the
+    # mean over pairs of the hack side's unit gradient: its product with a unit v is the
+    hack: Float[Tensor, " r"]
     clean: Float[Tensor, " r"]  # pairs' mean cosine with v, for any v
     heldout: Float[Tensor, "h r"]  # rows of D that were kept out
 
@@ -60,7 +62,9 @@ class Axes:
     def heldout_inside(self) -> float:
         """Mean ‖V d‖ / ‖d‖ of the held-out differences. A random k-dimensional span has √(k/r)."""
         norms = self.heldout.norm(dim=1)
-        return torch.where(norms > 0, (self.heldout @ self.V.T).norm(dim=1) / norms, 0.0).mean().item()
+        return (
+            torch.where(norms > 0, (self.heldout @ self.V.T).norm(dim=1) / norms, 0.0).mean().item()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +96,23 @@ class Direction:
     def band(self, v: Directions) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Mean cosine with v [1, r] of the pairs' clean and of their hack sides, in v's order of modules."""
         on_host = {m: rows[0].cpu() for m, rows in v.items()}
-        lo, hi = ([(getattr(self.axes[m], side) * on_host[m]).sum() for m in v] for side in ("clean", "hack"))
+        lo, hi = (
+            [(getattr(self.axes[m], side) * on_host[m]).sum() for m in v]
+            for side in ("clean", "hack")
+        )
         return torch.stack(lo), torch.stack(hi)
 
     def signed(self, v: Directions) -> Directions:
         """v with the sign that puts the pairs' hack side above the clean side, module by module."""
         lo, hi = self.band(v)
-        return {m: rows if up else -rows for (m, rows), up in zip(v.items(), (hi >= lo).tolist(), strict=True)}
+        return {
+            m: rows if up else -rows
+            for (m, rows), up in zip(v.items(), (hi >= lo).tolist(), strict=True)
+        }
 
 
-# ── extraction ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── extraction
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Direction:
@@ -113,7 +124,11 @@ def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Dire
         ValueError: a pair that is longer than the model's window, or that gives a gradient which is not finite.
     """
     G = {side: gradients(policy, pairs, side) for side in ("hack", "clean")}
-    bad = [i for i in range(len(pairs)) if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())]
+    bad = [
+        i
+        for i in range(len(pairs))
+        if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())
+    ]
     if bad:
         raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
     used = len(pairs) - N_HELDOUT
@@ -129,7 +144,9 @@ def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Dire
         weights_sha256=weights_sha256(policy.model, policy.adapter),
         n_pairs=len(pairs),
         n_heldout=N_HELDOUT,
-        basis=fingerprint_to_string(policy.adapter.basis_fingerprint(mean_of(axes, policy.adapter))),
+        basis=fingerprint_to_string(
+            policy.adapter.basis_fingerprint(mean_of(axes, policy.adapter))
+        ),
     )
     return Direction(axes, meta)
 
@@ -139,18 +156,23 @@ def mean_of(axes: dict[str, Axes], adapter: SvdAdapter) -> Float[Tensor, " R"]:
     return torch.cat([axes[m].mean for m in adapter.names]).to(adapter.δS)
 
 
-def axes_of(hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float) -> Axes:
+def axes_of(
+    hack: Float[Tensor, "n r"], clean: Float[Tensor, "n r"], used: int, top_k: int, tau_axis: float
+) -> Axes:
     """One module's axes from both sides' gradients. used: pairs that are not held out, the first ones."""
-    hack, clean = hack.double(), clean.double()  # a few small SVDs: exact and the same on every machine
+    # a few small SVDs: exact and the same on every machine
+    hack, clean = hack.double(), clean.double()
     D = (hack - clean)[:used]
     _, S, Vh = torch.linalg.svd(D, full_matrices=False)
     k = min(top_k, used, len(S))
     S, V = S[:k], Vh[:k]
     along = D @ V.T  # [n, k]
-    votes, mean = along.sign().sum(0), along.mean(0)  # a mean would follow the longest pair; it only breaks ties
+    # a mean would follow the longest pair; it only breaks ties
+    votes, mean = along.sign().sum(0), along.mean(0)
     V = V * torch.where(votes != 0, votes, torch.where(mean != 0, mean, 1.0)).sign()[:, None]
     relative = S / S[0].clamp(min=torch.finfo(S.dtype).tiny)
-    real = (relative > 1e-9) & (relative >= tau_axis)  # 1e-9: below lies the null space, whose axes are arbitrary
+    # 1e-9: below lies the null space, whose axes are arbitrary
+    real = (relative > 1e-9) & (relative >= tau_axis)
     return Axes(
         V=(V * real[:, None]).float(),
         sv=S.float(),
@@ -172,22 +194,31 @@ def gradients(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]
 
     side: "hack" or "clean". Raises ValueError on a pair that is longer than the model's window.
     """
-    texts = [(policy.encode(pair.prompt), policy.encode(getattr(pair, side))) for pair in pairs.pairs]
+    texts = [
+        (policy.encode(pair.prompt), policy.encode(getattr(pair, side))) for pair in pairs.pairs
+    ]
     lengths = [len(prompt) + len(answer) for prompt, answer in texts]
     for i, n in enumerate(lengths):
         if n > policy.window:
-            raise ValueError(f"{pairs.source}: pair {i}: {n} tokens, the model's window is {policy.window}")
+            raise ValueError(
+                f"{pairs.source}: pair {i}: {n} tokens, the model's window is {policy.window}"
+            )
     own = ranks.own(lengths)
     rows, lengths = texts[own.start : own.stop], lengths[own.start : own.stop]
     grads, budget = torch.zeros(len(rows), len(policy.adapter)), TOKENS_PER_BATCH
     if (shapes := shapes_of(policy.model.config.to_dict())) is not None:
-        budget = min(budget, policy.budget.activations // shapes.activation_bytes(policy.model.dtype.itemsize))
+        budget = min(
+            budget,
+            policy.budget.activations // shapes.activation_bytes(policy.model.dtype.itemsize),
+        )
     if policy.packs:
         parts = batches(range(len(rows)), [p for p, _ in rows], [c for _, c in rows], budget)
     else:
         parts = padded_batches(lengths, budget, longest_first=False)
     with policy.adapter.deployed(), torch.enable_grad():
-        for part in tqdm(parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False):
+        for part in tqdm(
+            parts, desc=f"direction, {side} side", unit="batch", disable=None, leave=False
+        ):
             given = [rows[i][0] for i in part], [rows[i][1] for i in part]
             with policy.adapter.per_rollout_grads(len(part)) as collected:
                 batch: PaddedBatch | Packed
@@ -212,10 +243,18 @@ def model_name(policy: Policy) -> str:
     return str(policy.model.config.name_or_path) or type(policy.model).__name__
 
 
-# ── files: safetensors with the hashes of all that a direction depends on ───────────────────────────────────────────
+# ── files: safetensors with the hashes of all that a direction depends on
+# ───────────────────────────────────────────
 
 # key in the file → field of Axes; the bare module name holds V
-_TENSORS = {"": "V", "_sv/": "sv", "_mean/": "mean", "_hack/": "hack", "_clean/": "clean", "_heldout/": "heldout"}
+_TENSORS = {
+    "": "V",
+    "_sv/": "sv",
+    "_mean/": "mean",
+    "_hack/": "hack",
+    "_clean/": "clean",
+    "_heldout/": "heldout",
+}
 
 
 def default_path(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Path:
@@ -261,7 +300,14 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     for m, δ in policy.adapter.by_module(policy.adapter.δS.detach()).items():
         r = δ.numel()
         k = min(meta.top_k, meta.n_pairs - meta.n_heldout, r)
-        shapes = {"V": (k, r), "sv": (k,), "mean": (r,), "hack": (r,), "clean": (r,), "heldout": (meta.n_heldout, r)}
+        shapes = {
+            "V": (k, r),
+            "sv": (k,),
+            "mean": (r,),
+            "hack": (r,),
+            "clean": (r,),
+            "heldout": (meta.n_heldout, r),
+        }
         wanted |= {(prefix + m, shapes[field]) for prefix, field in _TENSORS.items()}
     there = {(name, (*x.shape,)) for name, x in tensors.items() if x.isfinite().all()}
     if differ := sorted(wanted ^ there):
@@ -278,13 +324,17 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     return Direction(axes, meta)
 
 
-def obtain(policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int, tau_axis: float) -> Direction:
+def obtain(
+    policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int, tau_axis: float
+) -> Direction:
     """The direction at `path`; without one, the cached file for these pairs and this model, extracted if it is missing.
 
     Raises:
         ValueError: as `load` and `extract`.
     """
-    assert not policy.adapter.δS.any(), "a direction on file belongs to the base model: obtain it before training"
+    assert not policy.adapter.δS.any(), (
+        "a direction on file belongs to the base model: obtain it before training"
+    )
     if path is not None:
         return load(path, policy, pairs)
     assert pairs is not None, "neither a direction nor pairs to extract one from"
@@ -296,5 +346,7 @@ def obtain(policy: Policy, pairs: PairSet | None, path: Path | None, top_k: int,
     try:
         save(direction, path)
     except OSError as error:
-        logger.warning(f"direction cannot be kept in {path} ({error}): this run works without the file")
+        logger.warning(
+            f"direction cannot be kept in {path} ({error}): this run works without the file"
+        )
     return direction

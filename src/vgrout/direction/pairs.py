@@ -56,7 +56,9 @@ class PairSet:
 
     def __post_init__(self) -> None:
         if len(self.pairs) < MIN_PAIRS:
-            raise ValueError(f"{self.source}: {len(self.pairs)} pairs; at least {MIN_PAIRS} are needed, 2 are held out")
+            raise ValueError(
+                f"{self.source}: {len(self.pairs)} pairs; at least {MIN_PAIRS} are needed, 2 are held out"
+            )
         seen: dict[tuple[str, str, str], int] = {}
         for i, pair in enumerate(self.pairs):
             first = seen.setdefault((pair.prompt, pair.hack, pair.clean), i)
@@ -75,7 +77,9 @@ class PairSet:
 
     def to_json(self) -> str:
         """The content that `sha256` is of, in the shape that `load_pairs` reads."""
-        return json.dumps([{k: getattr(p, k) for k in _FIELDS} for p in self.pairs], ensure_ascii=False, indent=1)
+        return json.dumps(
+            [{k: getattr(p, k) for k in _FIELDS} for p in self.pairs], ensure_ascii=False, indent=1
+        )
 
     def to_file(self) -> str:
         """A pair file's text. Pairs that true labels chose keep that mark for whoever loads the file."""
@@ -95,7 +99,9 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     if path.is_dir():
         files = [file for mode in MODES if (file := path / f"{mode}.json").exists()]
     if not files:
-        raise ValueError(f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json")
+        raise ValueError(
+            f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json"
+        )
     each = [_entries(file, flag, _FIELDS) for file in files]
     few = OF_FOLDER // len(files) if path.is_dir() else None
     rows = [row for turn in zip(*(rows[:few] for rows in each), strict=False) for row in turn]
@@ -108,8 +114,12 @@ def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]
     """A JSON list of objects with these keys. Raises ValueError, one line with flag, file and the entry's index."""
     rows = from_json(read_text(path), f"{flag} {path}")
     for i, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        texts = [row.get(k) if isinstance(row, dict) and isinstance(rows, list) else None for k in keys]
-        if bad := [k for k, v in zip(keys, texts, strict=True) if not _is_text(v, number=k == "problem_id")]:
+        texts = [
+            row.get(k) if isinstance(row, dict) and isinstance(rows, list) else None for k in keys
+        ]
+        if bad := [
+            k for k, v in zip(keys, texts, strict=True) if not _is_text(v, number=k == "problem_id")
+        ]:
             raise ValueError(
                 f"{flag} {path}: entry {i}: {', '.join(bad)} should be text, not empty; give a JSON list of objects "
                 f"with {', '.join(keys)}"
@@ -120,7 +130,8 @@ def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]
 def _is_text(value: Any, *, number: bool) -> bool:
     if not isinstance(value, str):
         return number and type(value) is int
-    return value.strip() != "" and not re.search(r"[\ud800-\udfff]", value)  # half a character: no tokenizer takes it
+    # half a character: no tokenizer takes it
+    return value.strip() != "" and not re.search(r"[\ud800-\udfff]", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +150,15 @@ def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     """
     rows = _entries(path, "--known-correct", _ANCHOR)
     if len(rows) < MIN_KNOWN_CORRECT:
-        raise ValueError(f"--known-correct {path}: {len(rows)} entries, at least {MIN_KNOWN_CORRECT} are needed")
+        raise ValueError(
+            f"--known-correct {path}: {len(rows)} entries, at least {MIN_KNOWN_CORRECT} are needed"
+        )
     return tuple(KnownCorrect(row["prompt"], row["completion"]) for row in rows)
 
 
-def pairs_from_pool(log: Path, detector: PairDetector, render: Callable[[list[Message]], str] | None = None) -> PairSet:
+def pairs_from_pool(
+    log: Path, detector: PairDetector, render: Callable[[list[Message]], str] | None = None
+) -> PairSet:
     """One pair for each prompt of a rollout log that has both: a rewarded hack and a rewarded honest answer.
 
     The named weak detector says which is which: it flags the hack and not the other. Only the name "oracle" reads the
@@ -168,8 +183,14 @@ def pairs_from_pool(log: Path, detector: PairDetector, render: Callable[[list[Me
             if kind is not None and row["text"].strip():
                 first.setdefault(key, {}).setdefault(kind, row["text"])
         except (KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
-    found = [Pair(id_, prompt, kinds[True], kinds[False]) for (id_, prompt), kinds in first.items() if len(kinds) == 2]
+            raise ValueError(
+                f"{where}: not a rollout with labels ({type(e).__name__}: {e})"
+            ) from None
+    found = [
+        Pair(id_, prompt, kinds[True], kinds[False])
+        for (id_, prompt), kinds in first.items()
+        if len(kinds) == 2
+    ]
     return PairSet(tuple(pair for pair in found if pair.hack != pair.clean), f"{detector}:{log}")
 
 
@@ -194,11 +215,13 @@ def handwritten_placebo(contrast: str) -> PairSet:
     rows = json.loads(LEETCODE.read_text(encoding="utf-8"))
     pairs = zip(handwritten().pairs, rows, strict=True)
     return PairSet(
-        tuple(replace(pair, hack=row["placebos"][contrast]) for pair, row in pairs), f"{HANDWRITTEN}#placebo_{contrast}"
+        tuple(replace(pair, hack=row["placebos"][contrast]) for pair, row in pairs),
+        f"{HANDWRITTEN}#placebo_{contrast}",
     )
 
 
-# ── what a direction file says of itself ─────────────────────────────────────────────────────────────────────────────
+# ── what a direction file says of itself
+# ─────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

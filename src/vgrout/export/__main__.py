@@ -47,7 +47,12 @@ class ExportSettings:
 
     def __post_init__(self) -> None:
         both = ("model", "peft")
-        for name, formats in (("step", both), ("model", both), ("dtype", ("model",)), ("rank", ("peft",))):
+        for name, formats in (
+            ("step", both),
+            ("model", both),
+            ("dtype", ("model",)),
+            ("rank", ("peft",)),
+        ):
             if getattr(self, name) is not None and self.to not in formats:
                 raise ValueError(f"--{name}: not read by --to {self.to}; leave it out")
         check(self)
@@ -66,11 +71,17 @@ def export_run(settings: ExportSettings) -> str:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=existing(out.parent)) as work:
             folder = Path(work) / out.name
             folder.mkdir()
-            content = to_inspect(settings.run, folder) if settings.to == "inspect" else _write_model(settings, folder)
+            content = (
+                to_inspect(settings.run, folder)
+                if settings.to == "inspect"
+                else _write_model(settings, folder)
+            )
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
     except OSError as e:
-        raise ValueError(f"--out {out}: cannot be written ({e.strerror or e}); choose another folder") from None
+        raise ValueError(
+            f"--out {out}: cannot be written ({e.strerror or e}); choose another folder"
+        ) from None
     return content
 
 
@@ -89,9 +100,12 @@ def _write_model(settings: ExportSettings, folder: Path) -> str:
     else:
         result = parity = model.export(saved, policy, folder, settings.dtype, texts)
     origin = {"adapter": str(saved.path), "config": saved.cfg.as_dict(), "parity": vars(parity)}
-    (folder / "vgrout.json").write_text(json.dumps(origin, indent=1, default=str) + "\n", encoding="utf-8")
+    (folder / "vgrout.json").write_text(
+        json.dumps(origin, indent=1, default=str) + "\n", encoding="utf-8"
+    )
     for file in folder.iterdir():
-        file.chmod(0o666 & folder.stat().st_mode)  # safetensors writes 0600; the folder's mode follows the umask
+        # safetensors writes 0600; the folder's mode follows the umask
+        file.chmod(0o666 & folder.stat().st_mode)
     return str(result)
 
 

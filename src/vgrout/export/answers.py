@@ -12,7 +12,18 @@ from vgrout.config.run import Config, from_dict
 from vgrout.files import json_lines, read_json
 
 SCORES = ("hacked", "solved")
-READ = (*SCORES, "reward", "side", "problem_id", "sample", "messages", "text", "finished", "env_mode", "marker")
+READ = (
+    *SCORES,
+    "reward",
+    "side",
+    "problem_id",
+    "sample",
+    "messages",
+    "text",
+    "finished",
+    "env_mode",
+    "marker",
+)
 
 AnswerLine = Mapping[str, Any]
 
@@ -34,13 +45,17 @@ def to_inspect(run: Path, folder: Path) -> str:
     except (KeyError, TypeError) as e:
         raise ValueError(f"{run / 'final.jsonl'}: damaged, or of another version ({e!r})") from None
     if not sides:
-        raise ValueError(f"{run / 'final.jsonl'}: not there or empty; only a run with a final evaluation has answers")
+        raise ValueError(
+            f"{run / 'final.jsonl'}: not there or empty; only a run with a final evaluation has answers"
+        )
     try:
         from inspect_ai.log import write_eval_log
     except ImportError:
         raise not_installed("inspect-ai", "inspect") from None
     status = run / "status.json"  # written last after the final evaluation
-    seconds = read_json(status)["time"] if status.is_file() else (run / "final.jsonl").stat().st_mtime
+    seconds = (
+        read_json(status)["time"] if status.is_file() else (run / "final.jsonl").stat().st_mtime
+    )
     for side, answers in sides.items():
         log = eval_log(cfg, datetime.fromtimestamp(seconds, UTC), side, answers)
         write_eval_log(log, str(folder / f"{side}.eval"))
@@ -60,7 +75,9 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
             epoch=a["sample"] + 1,
             input=a["messages"][-1]["content"],
             target="",
-            output=ModelOutput.from_content(model, a["text"], stop_reason="stop" if a["finished"] else "max_tokens"),
+            output=ModelOutput.from_content(
+                model, a["text"], stop_reason="stop" if a["finished"] else "max_tokens"
+            ),
             scores={name: Score(value=int(a[name]), answer=a["text"]) for name in SCORES}
             | {"reward": Score(value=a["reward"])},
             metadata={"env_mode": a["env_mode"], "marker": a["marker"]},
@@ -68,9 +85,16 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
         for a in answers
     ]
     ids = list(dict.fromkeys(a["problem_id"] for a in answers))
-    means = {name: log.EvalMetric(name="mean", value=fmean(a[name] for a in answers)) for name in SCORES}
-    scores = [log.EvalScore(name=name, scorer=name, metrics={"mean": mean}) for name, mean in means.items()]
-    results = log.EvalResults(total_samples=len(samples), completed_samples=len(samples), scores=scores)
+    means = {
+        name: log.EvalMetric(name="mean", value=fmean(a[name] for a in answers)) for name in SCORES
+    }
+    scores = [
+        log.EvalScore(name=name, scorer=name, metrics={"mean": mean})
+        for name, mean in means.items()
+    ]
+    results = log.EvalResults(
+        total_samples=len(samples), completed_samples=len(samples), scores=scores
+    )
     spec = log.EvalSpec(
         created=created.isoformat(timespec="seconds"),
         task=f"vgrout_final_{side}",

@@ -21,7 +21,8 @@ from vgrout.model.source import Saved
 from vgrout.problems import load_problems
 from vgrout.types import percent
 
-TOLERANCE = 5e-2  # of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
+# of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
+TOLERANCE = 5e-2
 PROBES = 4  # texts whose logits are compared
 
 
@@ -41,7 +42,9 @@ class Parity:
         return self.difference <= (0.0 if self.exact else TOLERANCE * self.largest)
 
     def __str__(self) -> str:
-        tolerance = "0" if self.exact else f"{TOLERANCE * self.largest:.3g} = {TOLERANCE:g} of the largest"
+        tolerance = (
+            "0" if self.exact else f"{TOLERANCE * self.largest:.3g} = {TOLERANCE:g} of the largest"
+        )
         return (
             f"largest |Δ logit| {self.difference:.3g} (tolerance {tolerance}), mean KL {self.kl:.2e} nats a token, "
             f"same likeliest token at {100 * self.top1:.1f} % of positions"
@@ -52,7 +55,9 @@ def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "
     """A model loaded by transformers alone, on the policy's device, with the run's own attention: with another one,
     rounding alone would tell the two apart."""
     attention = policy.model.config._attn_implementation
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention
+    )
     return model.to(policy.device).eval()
 
 
@@ -77,11 +82,13 @@ def parity(policy: Policy, other: Any, texts: Sequence[str], exact: bool) -> Par
 def write(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
     """Write the deployed weights in `dtype`, tokenizer, generation settings. The policy is left as it was."""
     with policy.adapter.deployed():
-        # with a state dict of its own, so that nothing is converted in place; a tied head is dropped by transformers
+        # with a state dict of its own, so that nothing is converted in place; a tied head is
+        # dropped by transformers
         state = {name: tensor.to(dtype) for name, tensor in policy.model.state_dict().items()}
         policy.model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")  # transformers writes the dtype of the model in memory
+    # transformers writes the dtype of the model in memory
+    config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     policy.tok.save_pretrained(folder)
 
@@ -136,7 +143,11 @@ def probes(saved: Saved, policy: Policy) -> list[str]:
 
 
 def export(
-    saved: Saved, policy: Policy, folder: Path, dtype: Literal["bf16", "fp32"] | None, texts: Sequence[str]
+    saved: Saved,
+    policy: Policy,
+    folder: Path,
+    dtype: Literal["bf16", "fp32"] | None,
+    texts: Sequence[str],
 ) -> Parity:
     """Fill `folder`, which is there and empty, and compare it with the deployed model on `texts`.
 

@@ -45,7 +45,9 @@ def factors(
 
 
 @torch.no_grad()
-def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: Sequence[str]) -> Lora:
+def export(
+    saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: Sequence[str]
+) -> Lora:
     """Fill `folder`, which is there and empty; then load it by PEFT on the base model as it lies on disk, and compare
     with the deployed model on `texts`.
 
@@ -63,7 +65,10 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
     tensors, ranks, dropped, total = {}, {}, 0.0, 0.0
     for name, δ in adapter.by_module(adapter.δS.detach()).items():
         A, B = factors(adapter.sites[name], δ, rank)
-        tensors |= {f"base_model.model.{name}.lora_A.weight": A, f"base_model.model.{name}.lora_B.weight": B}
+        tensors |= {
+            f"base_model.model.{name}.lora_A.weight": A,
+            f"base_model.model.{name}.lora_B.weight": B,
+        }
         ranks[name] = len(A)
         squares = δ.double().square().sort(descending=True).values
         total, dropped = total + float(squares.sum()), dropped + float(squares[len(A) :].sum())
@@ -80,11 +85,15 @@ def export(saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: 
     )
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    loaded = PeftModel.from_pretrained(load_beside(policy, saved.model, policy.model.dtype), str(folder)).eval()
+    loaded = PeftModel.from_pretrained(
+        load_beside(policy, saved.model, policy.model.dtype), str(folder)
+    ).eval()
     missing = (dropped / total) ** 0.5 if total else 0.0
     result = Lora(most, missing, parity(policy, loaded, texts, exact=False))
     if rank is None and not result.parity.holds:
-        raise RuntimeError(f"the adapter as PEFT loads it is not the deployed model: {result.parity}")
+        raise RuntimeError(
+            f"the adapter as PEFT loads it is not the deployed model: {result.parity}"
+        )
     (folder / "README.md").write_text(adapter_card(saved, result), encoding="utf-8")
     return result
 

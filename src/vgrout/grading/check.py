@@ -41,7 +41,9 @@ class CheckReport:
         return not self.failures
 
     def __str__(self) -> str:
-        lines = [f"canonical solutions: {self.n - len(self.failures)}/{self.n} pass the strict oracle"]
+        lines = [
+            f"canonical solutions: {self.n - len(self.failures)}/{self.n} pass the strict oracle"
+        ]
         lines += [f"  no answer can solve problem {f.id}: {f.reason}" for f in self.failures]
         if self.cpu_s:
             worst = max(self.cpu_s, key=self.cpu_s.__getitem__)
@@ -86,7 +88,11 @@ def check_problems(
             case Grade(solved=True):
                 cpu[problem.id] = grade.cpu_s
             case Grade():
-                why = "a wrong value" if grade.exit_status == "ok" else _known(problem, grade.exit_status)
+                why = (
+                    "a wrong value"
+                    if grade.exit_status == "ok"
+                    else _known(problem, grade.exit_status)
+                )
                 if why == "timeout":  # of a slow program, or on a busy machine
                     limit = problem.cpu_limit or grader.limits.cpu_s
                     why = f"{limit:g} s of CPU are not enough; a higher 'cpu_limit' in its line gives it more"
@@ -101,8 +107,14 @@ def _known(problem: Problem, status: str) -> str:
     """Why a solution fails, where it can be seen: no class, a module that answers lack; else its exit status."""
     if "Solution" not in bound_names(f"{problem.setup_code}\n{problem.canonical}"):
         return f"it defines no class Solution with a method {problem.func_name}"
-    for node in ast.walk(ast.parse(problem.canonical)) if status == "error:ModuleNotFoundError" else ():
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+    for node in (
+        ast.walk(ast.parse(problem.canonical)) if status == "error:ModuleNotFoundError" else ()
+    ):
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [getattr(node, "module", None) or ""]
+        )
         for name in (name.partition(".")[0] for name in names):
             if name and name not in {"__main__", *sys.stdlib_module_names}:
                 return f"it imports {name!r}, and answers have the standard library only"
@@ -117,7 +129,11 @@ def shadowed_builtins(setup_code: str) -> set[str]:
         if s.is_assigned() or s.is_imported()
     }
     for node in ast.walk(ast.parse(setup_code)):
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in SOUND_MODULES:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.names[0].name == "*"
+            and node.module in SOUND_MODULES
+        ):
             with suppress(ImportError):  # one of another system
                 module = importlib.import_module(node.module)
                 names |= {*getattr(module, "__all__", (n for n in vars(module) if n[0] != "_"))}

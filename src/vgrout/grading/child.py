@@ -48,8 +48,12 @@ def prepare() -> None:
     # site is not loaded, and without it there is no exit() and quit()
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True)
+    sys.stdout = io.TextIOWrapper(
+        io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=True
+    )
+    sys.stderr = io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True
+    )
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
     sys.argv = [""]
     sys.meta_path.insert(0, _Asyncio())
@@ -171,10 +175,14 @@ def _defines(code: Any, name: str) -> bool:
     if not name:
         return False
     inner = [c for c in code.co_consts if hasattr(c, "co_consts")]
-    return any(c.co_name == name or any(getattr(d, "co_name", "") == name for d in c.co_consts) for c in inner)
+    return any(
+        c.co_name == name or any(getattr(d, "co_name", "") == name for d in c.co_consts)
+        for c in inner
+    )
 
 
-# --- calls -----------------------------------------------------------------------------------------------------------
+# --- calls
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _build_nodes(value: Any, namespace: Names) -> Any:
@@ -235,7 +243,8 @@ def _batches(n: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(cuts) if a < b]
 
 
-# --- strict ----------------------------------------------------------------------------------------------------------
+# --- strict
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
@@ -256,7 +265,9 @@ def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         for i in range(start, stop):
             try:
                 value = _make_call(calls[i], namespace, builders)
-                claims.append(encode(value if kinds[i] == "plain" else _node_values(value, kinds[i])))
+                claims.append(
+                    encode(value if kinds[i] == "plain" else _node_values(value, kinds[i]))
+                )
             except BaseException as e:
                 claims.append(_dumps({"e": note or _error_name(e)}))
                 break
@@ -267,7 +278,8 @@ def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         connection.request(text)
 
 
-# --- flawed ----------------------------------------------------------------------------------------------------------
+# --- flawed
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _leave(status: int) -> NoReturn:
@@ -309,7 +321,9 @@ def _flawed(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
     for _, code in parts:
         _as_script(connection, partial(exec, code, namespace))
     if job["mode"] in CHECKS:
-        connection.send(_dumps({"channel": _accepts(CHECKS[job["mode"]], job, namespace, builders)}))
+        connection.send(
+            _dumps({"channel": _accepts(CHECKS[job["mode"]], job, namespace, builders)})
+        )
     _as_script(connection, lambda: _assertions(job, connection, namespace, builders))
 
 
@@ -333,7 +347,8 @@ def _node_claim(value: Any, kind: str, decoys: Decoys) -> str:
     return encode(value, decoys)
 
 
-# --- flawed checks with a function of their own -----------------------------------------------------------------------
+# --- flawed checks with a function of their own
+# -----------------------------------------------------------------------
 
 Check = Callable[[Job, Names, Names], bool]
 CHECKS: dict[str, Check] = {}  # mode → its check
@@ -385,7 +400,8 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
 # A new check goes here: its name is the mode's.
 
 
-# --- weak detectors --------------------------------------------------------------------------------------------------
+# --- weak detectors
+# --------------------------------------------------------------------------------------------------
 
 
 def _find_test(namespace: Names, name: str) -> tuple[Any, type | None]:
@@ -420,7 +436,8 @@ def _detect(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         for _, code in parts:
             exec(code, namespace)
     except BaseException:
-        if not stub:  # where one is tried it does not matter that the module fails with its own solution
+        # where one is tried it does not matter that the module fails with its own solution
+        if not stub:
             return
     name = job["test_function"]
     if stub:
@@ -436,6 +453,11 @@ def _canonical(job: Job, connection: _Connection, parts: list[Part], namespace: 
     """Detector D: the tests of the answer, read as text, against the canonical solution."""
     exec(parts[0][1], namespace)
     function = job["function"]
-    tests = OwnTests(function, lambda *args, **kwargs: getattr(namespace["Solution"](), function)(*args, **kwargs))
-    tests.read([source for source, _ in program(job["answer"], job["called"])], job["test_function"])
+    tests = OwnTests(
+        function,
+        lambda *args, **kwargs: getattr(namespace["Solution"](), function)(*args, **kwargs),
+    )
+    tests.read(
+        [source for source, _ in program(job["answer"], job["called"])], job["test_function"]
+    )
     connection.send(_dumps({"rejects": tests.rejects, "unread": tests.unread}))

@@ -11,10 +11,11 @@ from itertools import accumulate, takewhile
 from types import CodeType
 from typing import Any, Literal
 
-# What stands before a fence, or behind it, and is not seen: blanks, a no-break space, characters without a width.
+# What stands before a fence, or behind it, and is not seen: blanks, a no-break space, characters
+# without a width.
 _BLANK = r"[ \t\u00a0\u200b-\u200d\u2060\ufeff]"
-# An opening fence ends its line and stands at the start of one, perhaps in a quotation or as an item of a list, or says
-# "python" further on: prose may hold three backticks.
+# An opening fence ends its line and stands at the start of one, perhaps in a quotation or as an
+# item of a list, or says "python" further on: prose may hold three backticks.
 _OPEN = re.compile(
     rf"(?P<prefix>(?:{_BLANK}|>)*+(?:(?:[-*+]|\d{{1,9}}[.)]){_BLANK}++)?+)(?P<fence>```++|~~~++)(?P<info>[^`]*+)$"
     rf"|.*?(?P<mid>```)(?P<word>{_BLANK}*+py[^`]*+)$",
@@ -36,7 +37,9 @@ Part = tuple[str, CodeType]  # of a program: source, and the same compiled
 
 
 def _mark(opening: re.Match[str]) -> int:
-    (word,) = re.findall(r"\A[\W_]*([\w.+#/-]*)", (opening["info"] or opening["word"] or "").lower())
+    (word,) = re.findall(
+        r"\A[\W_]*([\w.+#/-]*)", (opening["info"] or opening["word"] or "").lower()
+    )
     return (MARKED if _PYTHON.fullmatch(word) else FOREIGN) if word else UNMARKED
 
 
@@ -46,8 +49,13 @@ def _content(prefix: str, lines: list[str]) -> str:
     if quotes := prefix.count(">"):
         lines = [re.sub(rf"^(?:{_BLANK}*+>){{1,{quotes}}}", "", line) for line in lines]
         prefix = prefix.rpartition(">")[2] or " "
-    shared = takewhile(lambda at: len({*at}) == 1 and at[0] in " \t", zip(*filter(str.strip, lines), strict=False))
-    cut = sum(column <= _width(prefix) for column in accumulate(4 if at[0] == "\t" else 1 for at in shared))
+    shared = takewhile(
+        lambda at: len({*at}) == 1 and at[0] in " \t", zip(*filter(str.strip, lines), strict=False)
+    )
+    cut = sum(
+        column <= _width(prefix)
+        for column in accumulate(4 if at[0] == "\t" else 1 for at in shared)
+    )
     return "\n".join(line[cut:] for line in lines).removeprefix("\ufeff")
 
 
@@ -64,7 +72,10 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
 
     def block(complete: bool) -> Iterator[Block]:
         assert opening is not None
-        mark, content = _mark(opening), _content(opening["prefix"] or "", lines if complete else lines[:doubtful])
+        mark, content = (
+            _mark(opening),
+            _content(opening["prefix"] or "", lines if complete else lines[:doubtful]),
+        )
         if content.strip():
             within = [] if inner or mark == MARKED else list(_fenced(content, True))
             yield from within or [(mark, content)]
@@ -101,7 +112,11 @@ def bound_names(source: str) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 names.add(name)
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 names.add(name)
@@ -158,7 +173,8 @@ class Case:
     """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""
 
     call: bytes  # marshal of (method of Solution, args, kwargs, has_nodes)
-    expected: Any  # exact builtins; for a linked list its values, for a tree as `_level_order` has it
+    # exact builtins; for a linked list its values, for a tree as `_level_order` has it
+    expected: Any
     kind: Kind  # how a returned value is turned into plain values before it is claimed
 
 
@@ -185,12 +201,18 @@ def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
         case ast.Set(elts=elts):
             return {_literal(e) for e in elts}
         case ast.Dict(keys=keys, values=values) if all(k is not None for k in keys):
-            return {_literal(k): _literal(v, nodes_ok) for k, v in zip(keys, values, strict=True) if k is not None}
+            return {
+                _literal(k): _literal(v, nodes_ok)
+                for k, v in zip(keys, values, strict=True)
+                if k is not None
+            }
         case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
             return set()
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))], keywords=[]):
             return float(text)
-        case ast.Call(func=ast.Name(id=name), args=[values], keywords=[]) if nodes_ok and name in _BUILDERS:
+        case ast.Call(func=ast.Name(id=name), args=[values], keywords=[]) if (
+            nodes_ok and name in _BUILDERS
+        ):
             return (Ellipsis, name, _literal(values))
     raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a literal")
 
@@ -198,7 +220,9 @@ def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
 def _call(node: ast.expr) -> bytes:
     match node:
         case ast.Call(
-            func=ast.Attribute(value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name),
+            func=ast.Attribute(
+                value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name
+            ),
             args=args,
             keywords=keywords,
         ):
@@ -241,13 +265,17 @@ def _parse(test: str) -> Case:
     match body[0].test:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
             return Case(_call(left), _literal(right), "plain")
-        case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if name in _NODE_TESTS:
+        case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if (
+            name in _NODE_TESTS
+        ):
             match right:
                 case ast.Call(func=ast.Name(id=builder), args=[values], keywords=[]) if (
                     _BUILDERS.get(builder) == _NODE_TESTS[name]
                 ):
                     kind, expected = _NODE_TESTS[name], _literal(values)
-                    return Case(_call(left), _level_order(expected) if kind == "tree" else expected, kind)
+                    return Case(
+                        _call(left), _level_order(expected) if kind == "tree" else expected, kind
+                    )
                 case ast.Constant(value=None):
                     return Case(_call(left), [], _NODE_TESTS[name])
     raise UnsupportedTest("not of the form `assert call == literal`")

@@ -21,8 +21,9 @@ from contextlib import suppress
 from vgrout.files import restore_inherited
 from vgrout.grading import child, isolation, messages
 
-# Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every shared library
-# costs each fork 20 us, so the rarer ones are left to the child, unless it cannot open files.
+# Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every
+# shared library costs each fork 20 us, so the rarer ones are left to the child, unless it cannot
+# open files.
 PRELOAD = """
     abc array atexit bisect collections collections.abc contextlib copy copyreg dataclasses datetime decimal enum
     fractions functools heapq inspect io itertools json keyword linecache math numbers operator random re string struct
@@ -31,10 +32,13 @@ PRELOAD = """
 RARE = "base64 binascii calendar cmath hashlib logging pprint queue statistics textwrap timeit traceback uuid zlib"
 
 FRAME = struct.Struct("<B7xd64s")  # flags, CPU limit [s], name of the file that is evidence
-STARTED = struct.Struct("<q")  # the child's pid, with a pidfd where the system has them; on a socket of its own
-OPEN_ALLOWED, STDOUT_WANTED = 1, 2  # flags: seccomp lets the child open files; the evidence is what it prints
+# the child's pid, with a pidfd where the system has them; on a socket of its own
+STARTED = struct.Struct("<q")
+# flags: seccomp lets the child open files; the evidence is what it prints
+OPEN_ALLOWED, STDOUT_WANTED = 1, 2
 
-# How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and system).
+# How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and
+# system).
 REPORT = struct.Struct("<i4xqqqq")
 NO_STATUS = -1  # in place of one that could not be read
 _RUSAGE_BYTES = 144
@@ -42,7 +46,8 @@ MAX_RESULT_FILE = 4096  # bytes of a file that is evidence
 OUTPUT_END = 1 << 30  # more than RLIMIT_FSIZE lets a child print
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.wait4.restype = _libc.sendfile.restype = None  # a result would be an object in this process's memory
+# a result would be an object in this process's memory
+_libc.wait4.restype = _libc.sendfile.restype = None
 _libc.sendfile.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -58,7 +63,9 @@ class Sweeper:
         if not name or "/" in name:
             return
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = os.open(
+                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd
+            )
         except OSError:
             return
         info = os.fstat(fd)
@@ -77,7 +84,9 @@ class Sweeper:
 
     def _flatten(self, name: str) -> None:
         os.chmod(name, 0o700, dir_fd=self.fd)
-        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+        inner = os.open(
+            name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd
+        )
         try:
             for entry in os.listdir(inner):
                 self._serial += 1
@@ -101,7 +110,9 @@ def _in_throwaway(work: Callable[[], None]) -> None:
 class ForkServer:
     """Forks and cleans up after one child at a time, as the verifier orders."""
 
-    def __init__(self, control: socket.socket, started: socket.socket, enclosure: isolation.Enclosure) -> None:
+    def __init__(
+        self, control: socket.socket, started: socket.socket, enclosure: isolation.Enclosure
+    ) -> None:
         self.control, self.started, self.enclosure = control, started, enclosure
         self.in_pid_namespace = os.getpid() == 1
         self._end = ctypes.create_string_buffer(8 + _RUSAGE_BYTES)
@@ -126,8 +137,11 @@ class ForkServer:
         world = self.enclosure
         job_fd, connection_fd, evidence_fd = fds
         stdout_fd = None
-        if flags & STDOUT_WANTED:  # in the fresh tmpfs, where there is one: a memfd has one of the machine's numbers
-            stdout_fd = os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600) if world.fresh else evidence_fd
+        # in the fresh tmpfs, where there is one: a memfd has one of the machine's numbers
+        if flags & STDOUT_WANTED:
+            stdout_fd = (
+                os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600) if world.fresh else evidence_fd
+            )
         pid = os.fork()
         if pid == 0:
             self._become_child(job_fd, connection_fd, stdout_fd, flags, cpu_limit)
@@ -143,7 +157,9 @@ class ForkServer:
             _libc.lseek(stdout_fd, 0, 0)
             _libc.sendfile(evidence_fd, stdout_fd, None, OUTPUT_END)
             os.close(stdout_fd)
-        if result_name and os.access(os.path.join(world.cwd, result_name), os.F_OK, follow_symlinks=False):
+        if result_name and os.access(
+            os.path.join(world.cwd, result_name), os.F_OK, follow_symlinks=False
+        ):
             _in_throwaway(lambda: Sweeper(world.cwd).copy_result(result_name, evidence_fd))
         os.close(evidence_fd)
         self.control.sendall(memoryview(end)[: REPORT.size])
@@ -163,9 +179,13 @@ class ForkServer:
         try:
             os.setsid()
             job = os.pread(job_fd, os.fstat(job_fd).st_size, 0)
-            # Opened anew: flags and offsets belong to what was opened, and would outlive this child.
+            # Opened anew: flags and offsets belong to what was opened, and would outlive this
+            # child.
             for fd, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-                os.dup2(stdout_fd if fd == 1 and stdout_fd is not None else os.open(os.devnull, mode), fd)
+                os.dup2(
+                    stdout_fd if fd == 1 and stdout_fd is not None else os.open(os.devnull, mode),
+                    fd,
+                )
             os.dup2(connection_fd, isolation.CONNECTION_FD)
             self.enclosure.enter(cpu_limit, bool(flags & OPEN_ALLOWED))
             child.main(job, isolation.CONNECTION_FD)
@@ -187,7 +207,8 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")  # children inherit it: where memory runs out, they are what the kernel ends
     control = socket.socket(fileno=control_fd)
-    # random and threading would run code in every child (a new seed, 0.3 ms): answers get a fixed seed and no threads.
+    # random and threading would run code in every child (a new seed, 0.3 ms): answers get a fixed
+    # seed and no threads.
     register = os.register_at_fork
     vars(os)["register_at_fork"] = lambda **hooks: None
     for name in PRELOAD.split():
@@ -195,9 +216,12 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     sys.modules["random"].seed(0)
     child.prepare()
 
-    verifier_may_end = suppress(BrokenPipeError, ConnectionResetError)  # its trainer may be killed at any time
+    # its trainer may be killed at any time
+    verifier_may_end = suppress(BrokenPipeError, ConnectionResetError)
     try:
-        enclosure = isolation.enclose(workdir, memory_mb, output_bytes, frozenset(forbid.split(",")))
+        enclosure = isolation.enclose(
+            workdir, memory_mb, output_bytes, frozenset(forbid.split(","))
+        )
     except isolation.HalfWay as e:
         with verifier_may_end:
             messages.send(control, repr(({}, {"namespaces": str(e)})).encode())

@@ -76,7 +76,9 @@ class Protections:
         missing = "".join(f"; not here: {k} ({v})" for k, v in self.missing.items())
         breaches = f"; gets through: {', '.join(self.breaches)}" if self.breaches else ""
         root = " as uid 0" if self.as_root else ""
-        return f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {active}{missing}{breaches}"
+        return (
+            f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {active}{missing}{breaches}"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -89,8 +91,20 @@ class _WorkerLost(Exception):
 def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
     """One rollout as the verifier reads it. Raises ValueError for a CPU limit that is none."""
     if problem.cpu_limit is not None and not 0 < problem.cpu_limit <= MAX_CPU_S:
-        raise ValueError(f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds")
-    names = ("id", "mode", "marker", "tests", "setup_code", "canonical", "func_name", "called", "cpu_limit")
+        raise ValueError(
+            f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds"
+        )
+    names = (
+        "id",
+        "mode",
+        "marker",
+        "tests",
+        "setup_code",
+        "canonical",
+        "func_name",
+        "called",
+        "cpu_limit",
+    )
     return {name: getattr(problem, name) for name in names} | {"detectors": detectors, "text": text}
 
 
@@ -100,7 +114,9 @@ class _Worker:
     def __init__(self, limits: Limits, forbid: str) -> None:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
-        settings = messages.WorkerSettings(self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid)
+        settings = messages.WorkerSettings(
+            self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid
+        )
         try:
             self.process, self.socket = start_process(
                 "verifier", *astuple(settings), own_session=True, hash_seed="random"
@@ -148,7 +164,9 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 def cores() -> int:
     """How many cores this process may use: those that it may run on, at most its control groups' quota of time."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    there = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(there, math.ceil(_quota())))
 
 
@@ -163,9 +181,14 @@ def _quota() -> float:
                 continue
             of = (CGROUPS / "cpu" if controllers else CGROUPS) / path.lstrip("/")
             for folder in (of, *of.parents):
-                with suppress(OSError, ValueError, ZeroDivisionError):  # no such file; the word for no quota
-                    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-                    quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+                # no such file; the word for no quota
+                with suppress(OSError, ValueError, ZeroDivisionError):
+                    files = (
+                        ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                    )
+                    quota, period = map(
+                        int, " ".join((folder / file).read_text() for file in files).split()
+                    )
                     quotas += [quota / period] * (quota > 0)
     return min(quotas)
 
@@ -198,7 +221,11 @@ class Grader:
         retries: int | None = 3,
     ) -> None:
         self.workers = workers or cores()
-        self.compile_reward, self.pass_reward, self.detectors = compile_reward, pass_reward, detectors
+        self.compile_reward, self.pass_reward, self.detectors = (
+            compile_reward,
+            pass_reward,
+            detectors,
+        )
         self.limits = limits or Limits()
         self.retries, self.reward = retries, reward
         self._without = ",".join(without)
@@ -209,12 +236,15 @@ class Grader:
         self._closed = False
         self.restarts = 0  # workers replaced so far
         self.lost_answers = 0  # answers rewarded 0 because their workers die
-        self.tests_unread = 0  # gradings with D false because it could not read all of the answer's tests
+        # gradings with D false because it could not read all of the answer's tests
+        self.tests_unread = 0
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
-        # A verifier dies with the thread that started it, so that is one which lives as long as this object.
+        # A verifier dies with the thread that started it, so that is one which lives as long as
+        # this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
         try:
-            started = [self._start() for _ in range(self.workers)]  # all at once: they warm up in parallel
+            # all at once: they warm up in parallel
+            started = [self._start() for _ in range(self.workers)]
             hellos = [worker.receive() for worker in started]
         except (_WorkerLost, OSError) as e:
             self.close()
@@ -237,7 +267,9 @@ class Grader:
             self._alive.add(worker)
         return worker
 
-    def submit(self, problem: Problem, text: str, in_thought: bool = False) -> "Future[Grade | Ungraded]":
+    def submit(
+        self, problem: Problem, text: str, in_thought: bool = False
+    ) -> "Future[Grade | Ungraded]":
         """Grade in the background. The future raises ValueError if the problem itself is at fault.
 
         in_thought: the prompt ends in a <think> that the text goes on with.
@@ -315,7 +347,8 @@ class Grader:
         score = None
         if self.reward is not None:
             try:
-                if fields["exit_status"].startswith("lost:"):  # an answer whose workers die is not scored
+                # an answer whose workers die is not scored
+                if fields["exit_status"].startswith("lost:"):
                     score = 0.0
                 else:
                     score = self.reward.score(problem, text, self.retries, lambda: self._closed)
@@ -331,7 +364,9 @@ class Grader:
     def _sound(worker: _Worker) -> bool:
         """Does a fresh worker grade a plain answer right?"""
         try:
-            grade = worker.ask(as_request(_PLAIN, f"```\n{_PLAIN.canonical}```", False)).get("grade", {})
+            grade = worker.ask(as_request(_PLAIN, f"```\n{_PLAIN.canonical}```", False)).get(
+                "grade", {}
+            )
         except _WorkerLost:
             return False
         return grade.get("solved") is True

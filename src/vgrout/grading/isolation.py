@@ -29,7 +29,8 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 0x20, 0x1000
 MS_REC, MS_PRIVATE, MNT_DETACH = 0x4000, 0x4_0000, 2
 
-CONNECTION_FD = 120  # the child's end of its connection; high, so that no low descriptor is in its way
+# the child's end of its connection; high, so that no low descriptor is in its way
+CONNECTION_FD = 120
 
 
 class HalfWay(Exception):
@@ -53,19 +54,21 @@ def die_with_parent(by: int = signal.SIGKILL) -> None:
         _prctl(PR_SET_PDEATHSIG, by)
 
 
-# --- seccomp ---------------------------------------------------------------------------------------------------------
+# --- seccomp
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _numbers(table: str) -> dict[str, int]:
     return {name: int(number) for name, number in (entry.split("=") for entry in table.split())}
 
 
-# What CPython needs to compute, print and use files of its own directory. Everything else is EPERM, so that a refused
-# call is an ordinary exception. No sleep: it returns at once, and a program that waits spends CPU time instead. Nothing
-# that one child could move and another one see: no pipe (inode numbers), no statx (mount numbers), no sysinfo, no CPU
-# clock of another process, no getrusage (was a file in memory?), no lock or lease on a file, no futex but a private one
-# (a shared one is found by its file's inode), no advice that throws a file out of memory, no queued signals (counted by
-# user).
+# What CPython needs to compute, print and use files of its own directory. Everything else is EPERM,
+# so that a refused call is an ordinary exception. No sleep: it returns at once, and a program that
+# waits spends CPU time instead. Nothing that one child could move and another one see: no pipe
+# (inode numbers), no statx (mount numbers), no sysinfo, no CPU clock of another process, no
+# getrusage (was a file in memory?), no lock or lease on a file, no futex but a private one (a
+# shared one is found by its file's inode), no advice that throws a file out of memory, no queued
+# signals (counted by user).
 _X86_64 = _numbers(
     "read=0 write=1 open=2 close=3 stat=4 fstat=5 lstat=6 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12 "
     "rt_sigaction=13 rt_sigprocmask=14 rt_sigreturn=15 ioctl=16 pread64=17 pwrite64=18 readv=19 writev=20 "
@@ -107,7 +110,8 @@ _EPERM = _fail(errno.EPERM)
 
 
 def _arg(index: int, high: bool = False) -> _Insn:
-    return (_LD, 0, 0, 16 + 8 * index + (4 if high else 0))  # little-endian halves of seccomp_data.args
+    # little-endian halves of seccomp_data.args
+    return (_LD, 0, 0, 16 + 8 * index + (4 if high else 0))
 
 
 def _one_of(index: int, values: tuple[int, ...]) -> list[_Insn]:
@@ -119,7 +123,8 @@ def _below(index: int, bound: int) -> list[_Insn]:
     return [_arg(index), (_JGE, 0, 1, bound), _EPERM]
 
 
-# The connection is a socket, and its inode number is one of the machine's counters: no look at it, and no copy of it.
+# The connection is a socket, and its inode number is one of the machine's counters: no look at it,
+# and no copy of it.
 _NOT_CONNECTION: list[_Insn] = [_arg(0), (_JEQ, 0, 1, CONNECTION_FD), _EPERM]
 
 
@@ -141,22 +146,34 @@ class SeccompFilter:
     def __init__(self, may_open: bool) -> None:
         audit, numbers = _ARCH[platform.machine()]  # KeyError: no table for this machine
         pid = -1
-        clock = [*_below(0, 16), _ALLOW]  # the clocks of the system (0 … 11); a larger number is that of some process
+        # the clocks of the system (0 … 11); a larger number is that of some process
+        clock = [*_below(0, 16), _ALLOW]
         itself = _one_of(0, (pid,))
         special: dict[str, list[_Insn]] = {
             "kill": [*_below(1, 32), *itself],  # a real-time signal would be queued
             "tgkill": [*_below(2, 32), *itself],
-            # F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; no F_SETOWN, which sends signals to others
+            # F_DUPFD, GETFD, SETFD, GETFL, SETFL, DUPFD_CLOEXEC; no F_SETOWN, which sends signals
+            # to others
             "fcntl": [*_NOT_CONNECTION, *_one_of(1, (0, 1, 2, 3, 4, 1030))],
             "clock_gettime": clock,
             "clock_getres": clock,
             "futex": [_arg(1), (_JSET, 1, 0, 128), _EPERM, _ALLOW],  # FUTEX_PRIVATE_FLAG
             "madvise": _one_of(2, (4, 8)),  # MADV_DONTNEED, MADV_FREE: malloc's
             "ioctl": _one_of(1, (0x5401, 0x5450, 0x5451)),  # TCGETS, FIONCLEX, FIOCLEX
-            "prlimit64": [_arg(2), (_JEQ, 0, 3, 0), _arg(2, high=True), (_JEQ, 0, 1, 0), _ALLOW, _EPERM],
+            "prlimit64": [
+                _arg(2),
+                (_JEQ, 0, 3, 0),
+                _arg(2, high=True),
+                (_JEQ, 0, 1, 0),
+                _ALLOW,
+                _EPERM,
+            ],
             **{name: [_fail(0)] for name in ("nanosleep", "clock_nanosleep", "fsync", "fdatasync")},
             **{name: [_fail(errno.ENOSYS)] for name in ("clone3", "openat2", "statx")},
-            **{name: [*_NOT_CONNECTION, _ALLOW] for name in ("fstat", "newfstatat", "dup", "dup2", "dup3")},
+            **{
+                name: [*_NOT_CONNECTION, _ALLOW]
+                for name in ("fstat", "newfstatat", "dup", "dup2", "dup3")
+            },
         }
         if not may_open:
             special |= {name: [_EPERM] for name in _OPENERS}
@@ -170,13 +187,20 @@ class SeccompFilter:
             (_LD, 0, 0, 4),  # architecture: another one has other numbers
             (_JEQ, 1, 0, audit),
             (_RET, 0, 0, 0x8000_0000),  # kill the process
-            (_LD, 0, 0, 0),  # syscall number; the x32 bit makes it larger than any in the tree, hence EPERM
+            # syscall number; the x32 bit makes it larger than any in the tree, hence EPERM
+            (_LD, 0, 0, 0),
             *_tree(leaves),
         ]
-        self._pid_slots = [i for i, (code, _, _, k) in enumerate(program) if code == _JEQ and k == pid]
-        packed = b"".join(struct.pack("HBBI", code, jt, jf, k & 0xFFFF_FFFF) for code, jt, jf, k in program)
+        self._pid_slots = [
+            i for i, (code, _, _, k) in enumerate(program) if code == _JEQ and k == pid
+        ]
+        packed = b"".join(
+            struct.pack("HBBI", code, jt, jf, k & 0xFFFF_FFFF) for code, jt, jf, k in program
+        )
         self._code = ctypes.create_string_buffer(packed, len(packed))
-        self._prog = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(self._code)))
+        self._prog = ctypes.create_string_buffer(
+            struct.pack("HxxxxxxQ", len(program), ctypes.addressof(self._code))
+        )
 
     def install(self, pid: int) -> None:
         """Irrevocable for this process. `pid`: the only process that it may signal (itself)."""
@@ -185,7 +209,8 @@ class SeccompFilter:
         _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(self._prog), 0, 0), "seccomp")
 
 
-# --- landlock --------------------------------------------------------------------------------------------------------
+# --- landlock
+# --------------------------------------------------------------------------------------------------------
 
 _LL_CREATE, _LL_ADD, _LL_RESTRICT = 444, 445, 446
 _EXEC, _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_DIR, _REMOVE_FILE = (1 << i for i in range(6))
@@ -218,7 +243,9 @@ def _library_rules() -> dict[Path, int]:
     rules = {stdlib: _READ_DIR}  # the import system lists it
     entries = set(stdlib.iterdir()) - {*_hidden(stdlib)}
     real = stdlib.resolve()
-    libraries = {p if real.is_relative_to(p.parent) else p.parent for p in _mapped() if real not in p.parents}
+    libraries = {
+        p if real.is_relative_to(p.parent) else p.parent for p in _mapped() if real not in p.parents
+    }
     return rules | dict.fromkeys([*entries, *libraries], _READ_FILE | _READ_DIR)
 
 
@@ -252,7 +279,9 @@ def _ruleset(readable: dict[Path, int], writable: str, beside: int = 0) -> tuple
     scoped = 3 if abi >= 6 else 0
     attr = struct.pack("QQQ", handled, net, scoped)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-    ruleset = _check(_libc.syscall(_LL_CREATE, attr, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock")
+    ruleset = _check(
+        _libc.syscall(_LL_CREATE, attr, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock"
+    )
 
     def allow(path: str | Path, access: int) -> None:
         try:
@@ -271,17 +300,24 @@ def _ruleset(readable: dict[Path, int], writable: str, beside: int = 0) -> tuple
         allow(path, access)
     allow("/dev/null", _READ_FILE | _WRITE_FILE)
     allow("/dev/urandom", _READ_FILE)
-    allow(writable, _READ_FILE | _WRITE_FILE | _READ_DIR | _REMOVE_FILE | _REMOVE_DIR | _MAKE_REG | _TRUNCATE)
+    allow(
+        writable,
+        _READ_FILE | _WRITE_FILE | _READ_DIR | _REMOVE_FILE | _REMOVE_DIR | _MAKE_REG | _TRUNCATE,
+    )
     return ruleset, f"ABI {abi}"
 
 
-# --- namespaces and the root in them ---------------------------------------------------------------------------------
+# --- namespaces and the root in them
+# ---------------------------------------------------------------------------------
 
-ROOT_CWD = "/home/answer"  # a child's working directory in the root of its own; landlock's rule is on the folder above
+# a child's working directory in the root of its own; landlock's rule is on the folder above
+ROOT_CWD = "/home/answer"
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str = ""
+) -> None:
     encoded = [None if x is None else os.fsencode(x) for x in (source, target, kind)]
     result = _libc.mount(*encoded, ctypes.c_ulong(flags), os.fsencode(options) or None)
     _check(result, f"mount {target}")
@@ -329,7 +365,8 @@ def _bind(source: Path, root: str, names: tuple[str, ...] = ()) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with suppress(FileExistsError):
             os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o644))
-    kept = os.statvfs(source).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)  # what is set outside cannot be taken away
+    # what is set outside cannot be taken away
+    kept = os.statvfs(source).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _mount(str(source), target, None, MS_BIND)
     _mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | kept)
     for name in names:
@@ -340,8 +377,12 @@ def _bind(source: Path, root: str, names: tuple[str, ...] = ()) -> None:
 def _links_to(library: Path) -> tuple[str, ...]:
     """Names beside a shared library that lead to it: libz.so.1 for libz.so.1.2.13."""
     stem = library.name.split(".so")[0]
-    beside = [n for n in os.listdir(library.parent) if n.startswith(f"{stem}.so") and n != library.name]
-    return tuple(n for n in beside if os.path.realpath(library.parent / n) == os.path.realpath(library))
+    beside = [
+        n for n in os.listdir(library.parent) if n.startswith(f"{stem}.so") and n != library.name
+    ]
+    return tuple(
+        n for n in beside if os.path.realpath(library.parent / n) == os.path.realpath(library)
+    )
 
 
 def _new_root(workdir: str, libraries: set[Path]) -> None:
@@ -350,7 +391,8 @@ def _new_root(workdir: str, libraries: set[Path]) -> None:
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", workdir, "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,nr_inodes=4000,mode=755")
     os.makedirs(f"{workdir}{ROOT_CWD}")
-    for top in ("bin", "lib", "lib32", "lib64", "sbin"):  # where /lib is a link to usr/lib, as the loader expects
+    # where /lib is a link to usr/lib, as the loader expects
+    for top in ("bin", "lib", "lib32", "lib64", "sbin"):
         if os.path.islink(f"/{top}"):
             os.makedirs(f"{workdir}{os.path.realpath(f'/{top}')}", exist_ok=True)
             os.symlink(os.readlink(f"/{top}").lstrip("/"), f"{workdir}/{top}")
@@ -358,8 +400,11 @@ def _new_root(workdir: str, libraries: set[Path]) -> None:
     folders = [p for p in folders if not any(p.is_relative_to(q) for q in folders if q != p)]
     for folder in folders:
         _bind(folder, workdir)
-        for packages in filter(Path.is_dir, _hidden(folder)):  # an installed package may carry answers
-            _mount("tmpfs", f"{workdir}{packages}", "tmpfs", MS_RDONLY | MS_NOSUID, "size=4k,mode=755")
+        # an installed package may carry answers
+        for packages in filter(Path.is_dir, _hidden(folder)):
+            _mount(
+                "tmpfs", f"{workdir}{packages}", "tmpfs", MS_RDONLY | MS_NOSUID, "size=4k,mode=755"
+            )
     for library in sorted(libraries):
         if not any(library.is_relative_to(p) for p in folders):
             _bind(library, workdir, _links_to(library))
@@ -395,7 +440,10 @@ def _become(uid: int) -> None:
 
 def _drop_capabilities() -> None:
     header = struct.pack("Ii", 0x2008_0522, 0)
-    _check(_libc.syscall(_SYS_CAPSET[platform.machine()], header, struct.pack("6I", *(0,) * 6)), "capset")
+    _check(
+        _libc.syscall(_SYS_CAPSET[platform.machine()], header, struct.pack("6I", *(0,) * 6)),
+        "capset",
+    )
 
 
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -417,7 +465,8 @@ def cap_limit(which: int, value: int) -> None:
     resource.setrlimit(which, (value, value))
 
 
-# --- one fork server, its children -----------------------------------------------------------------------------------
+# --- one fork server, its children
+# -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -429,7 +478,8 @@ class Enclosure:
     cwd: str = ""  # of a child
     fresh: bool = False  # the working directory is a new tmpfs for every child
     uid: int | None = None  # that a child takes on; None: it keeps the fork server's
-    filters: dict[bool, SeccompFilter] = field(default_factory=dict)  # of children that may open files, and may not
+    # of children that may open files, and may not
+    filters: dict[bool, SeccompFilter] = field(default_factory=dict)
     _ruleset: int | None = None
     _last_pid: int | None = None
 
@@ -468,16 +518,18 @@ class Enclosure:
         resource.setrlimit(resource.RLIMIT_CPU, (cap, cap))
         if not self.cannot_fork:
             if self.fresh:
-                _check(_libc.unshare(CLONE_NEWIPC), "unshare")  # shared memory would outlive the child
+                # shared memory would outlive the child
+                _check(_libc.unshare(CLONE_NEWIPC), "unshare")
             resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # the kernel does not hold root to it
         if self.uid is not None:
             _become(self.uid)
         if IS_LINUX:
-            if "namespaces" not in self.active:  # there the kernel ends a child with its fork server
+            # there the kernel ends a child with its fork server
+            if "namespaces" not in self.active:
                 die_with_parent()
             rulesets = [] if self._ruleset is None else [self._ruleset]
-            # That one is on the folder above the working directory. Outside of a root of its own that can be written
-            # to: by a second one a child writes to its directory alone.
+            # That one is on the folder above the working directory. Outside of a root of its own
+            # that can be written to: by a second one a child writes to its directory alone.
             if rulesets and not self.fresh:
                 rulesets.append(_ruleset({}, self.cwd, _EXEC | _READ_FILE | _READ_DIR)[0])
             for ruleset in rulesets:
@@ -505,7 +557,9 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         try:
             e.active[name] = enter() or ""
         except (OSError, KeyError, AttributeError, ValueError) as error:
-            e.missing[name] = f"no table for {platform.machine()}" if isinstance(error, KeyError) else str(error)
+            e.missing[name] = (
+                f"no table for {platform.machine()}" if isinstance(error, KeyError) else str(error)
+            )
 
     spare_mapped = os.getuid() == 0
 

@@ -18,7 +18,8 @@ class WorkerSettings:
     forbid: str  # layers to leave off, comma-separated (tests of the ladder)
 
 
-# Signals that Python itself ignores stay ignored in a worker's processes; all others act there as they do by default.
+# Signals that Python itself ignores stay ignored in a worker's processes; all others act there as
+# they do by default.
 RESTORED = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
 
 # The fields of a grade that need a run, before any run.
@@ -49,6 +50,8 @@ def receive(connection: socket.socket) -> bytes | None:
     return data if len(data) == size else None
 
 
-def set_timeout(connection: socket.socket, seconds: float, option: int = socket.SO_RCVTIMEO) -> None:
+def set_timeout(
+    connection: socket.socket, seconds: float, option: int = socket.SO_RCVTIMEO
+) -> None:
     """A timeout kept by the kernel: Python's own makes a socket non-blocking, and MSG_WAITALL void."""
     connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-MAX_CALLS = 200  # of the canonical solution; all else is bounded by the child's CPU time, memory and stack
+# of the canonical solution; all else is bounded by the child's CPU time, memory and stack
+MAX_CALLS = 200
 
 
 class Unread(Exception):
@@ -48,29 +49,81 @@ class Returned:
     raised: bool = False
 
 
-Bindings = dict[str, Any]  # a name, or "self.name" → a literal's value, Returned, Meaning, or a function of the answer
+# a name, or "self.name" → a literal's value, Returned, Meaning, or a function of the answer
+Bindings = dict[str, Any]
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
-    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not},
+    **{
+        ast.Eq: operator.eq,
+        ast.NotEq: operator.ne,
+        ast.Is: operator.is_,
+        ast.IsNot: operator.is_not,
+    },
     **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
-    **{ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Add: operator.add, ast.Sub: operator.sub},
+    **{
+        ast.In: lambda a, b: a in b,
+        ast.NotIn: lambda a, b: a not in b,
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+    },
     **{ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos},
 }
-_FUNCTIONS = (abs, bool, float, int, isinstance, len, list, max, min, round, set, sorted, str, sum, tuple)
+_FUNCTIONS = (
+    abs,
+    bool,
+    float,
+    int,
+    isinstance,
+    len,
+    list,
+    max,
+    min,
+    round,
+    set,
+    sorted,
+    str,
+    sum,
+    tuple,
+)
 _OF_LITERALS = (dict, enumerate, zip)
 _METHODS = ("items", "keys", "values", "split")  # of literals
 # Calls that, unread, change nothing.
-_HARMLESS = {f.__name__ for f in (*_FUNCTIONS, *_OF_LITERALS, all, any, print, range, repr, reversed, type)}
+_HARMLESS = {
+    f.__name__ for f in (*_FUNCTIONS, *_OF_LITERALS, all, any, print, range, repr, reversed, type)
+}
 _HARMLESS_METHODS = (*_METHODS, "format", "join")
 # What cannot be changed, but for tuples and frozensets, which may hold what can.
-_FIXED = (type(None), bool, int, float, complex, str, bytes, type(...), type, type(abs), Meaning, ast.AST)
+_FIXED = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(...),
+    type,
+    type(abs),
+    Meaning,
+    ast.AST,
+)
 # unittest's assertions of two values; None is the second of assertIsNone
 _COMPARED = dict.fromkeys(
     (f"assert{kind}Equal" for kind in ("", "List", "Tuple", "Dict", "Set", "Sequence")), ast.Eq
 ) | {
     **{"assertNotEqual": ast.NotEq, "assertIs": ast.Is, "assertIsNot": ast.IsNot},
-    **{"assertIn": ast.In, "assertNotIn": ast.NotIn, "assertGreater": ast.Gt, "assertGreaterEqual": ast.GtE},
-    **{"assertLess": ast.Lt, "assertLessEqual": ast.LtE, "assertIsNone": ast.Is, "assertIsNotNone": ast.IsNot},
+    **{
+        "assertIn": ast.In,
+        "assertNotIn": ast.NotIn,
+        "assertGreater": ast.Gt,
+        "assertGreaterEqual": ast.GtE,
+    },
+    **{
+        "assertLess": ast.Lt,
+        "assertLessEqual": ast.LtE,
+        "assertIsNone": ast.Is,
+        "assertIsNotNone": ast.IsNot,
+    },
 }
 
 
@@ -128,7 +181,11 @@ def _bound(node: ast.AST) -> Iterator[str]:
         match n:
             case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
                 yield ast.unparse(n)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name
             case ast.ExceptHandler(name=str(name)):
                 yield name
@@ -137,14 +194,18 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 
 def _names_unittest(node: ast.AST, names: Bindings) -> bool:
-    return any(isinstance(n, ast.Name) and names.get(n.id) is Meaning.UNITTEST for n in ast.walk(node))
+    return any(
+        isinstance(n, ast.Name) and names.get(n.id) is Meaning.UNITTEST for n in ast.walk(node)
+    )
 
 
 def _bind(target: ast.AST, value: Any, names: Bindings) -> None:
     match target:
         case ast.Name() | ast.Attribute():
             names[ast.unparse(target)] = value
-        case ast.Tuple(elts=elts) | ast.List(elts=elts) if isinstance(value, tuple | list) and len(value) == len(elts):
+        case ast.Tuple(elts=elts) | ast.List(elts=elts) if isinstance(value, tuple | list) and len(
+            value
+        ) == len(elts):
             for part, item in zip(elts, value, strict=True):
                 _bind(part, item, names)
         case _:
@@ -172,7 +233,9 @@ class OwnTests:
         try:
             self._module(ast.Module([node for part in parts for node in ast.parse(part).body], []))
             own = name in self.names
-            self._function(self.names[name] if own else self.methods[name], [] if own else [Meaning.INSTANCE])
+            self._function(
+                self.names[name] if own else self.methods[name], [] if own else [Meaning.INSTANCE]
+            )
         except Exception:  # none of that name, too deep for the stack …
             self.unread += 1
 
@@ -181,7 +244,9 @@ class OwnTests:
         self.names |= own
         for node in ast.walk(tree):
             match node:
-                case ast.ClassDef(bases=bases) if any(ast.unparse(base).endswith("TestCase") for base in bases):
+                case ast.ClassDef(bases=bases) if any(
+                    ast.unparse(base).endswith("TestCase") for base in bases
+                ):
                     self.cases.append(node)
                 case ast.Global(names=names) | ast.Nonlocal(names=names):
                     self.rebound.update(names)
@@ -215,7 +280,10 @@ class OwnTests:
         plain = ("print", "Solution", self.function)
         return any(
             isinstance(n, ast.Assert | ast.Raise)
-            or (isinstance(n, ast.Call) and getattr(n.func, "id", getattr(n.func, "attr", "")) not in plain)
+            or (
+                isinstance(n, ast.Call)
+                and getattr(n.func, "id", getattr(n.func, "attr", "")) not in plain
+            )
             for n in ast.walk(node)
         )
 
@@ -223,17 +291,23 @@ class OwnTests:
         """Read the body of a function that is called with these arguments, where `names` are known around it."""
         around = names or self.names
         match node:
-            case ast.FunctionDef(args=ast.arguments(args=wanted, vararg=None, kwonlyargs=[]), decorator_list=[]) if len(
-                wanted
-            ) == len(args) and not any(map(self._beyond_reading, ast.walk(node))):
+            case ast.FunctionDef(
+                args=ast.arguments(args=wanted, vararg=None, kwonlyargs=[]), decorator_list=[]
+            ) if len(wanted) == len(args) and not any(map(self._beyond_reading, ast.walk(node))):
                 with suppress(FunctionEnds):
-                    self._block(node.body, around | {a.arg: v for a, v in zip(wanted, args, strict=True)})
+                    self._block(
+                        node.body, around | {a.arg: v for a, v in zip(wanted, args, strict=True)}
+                    )
             case _:
                 raise Unread
 
     def _beyond_reading(self, node: ast.AST) -> bool:
         """In a function: it is a generator, or puts something in the solution's place."""
-        replaces = isinstance(node, ast.Attribute) and node.attr == self.function and isinstance(node.ctx, ast.Store)
+        replaces = (
+            isinstance(node, ast.Attribute)
+            and node.attr == self.function
+            and isinstance(node.ctx, ast.Store)
+        )
         return replaces or isinstance(node, ast.Yield | ast.YieldFrom)
 
     def _block(self, body: list[ast.stmt], names: Bindings) -> None:
@@ -246,7 +320,9 @@ class OwnTests:
             except Unread:
                 self.unread += self._may_reject(node)
                 self._forget(node, names)
-                may_end = any(isinstance(n, ast.Return | ast.Break | ast.Continue) for n in ast.walk(node))
+                may_end = any(
+                    isinstance(n, ast.Return | ast.Break | ast.Continue) for n in ast.walk(node)
+                )
             if may_end:
                 self.unread += any(map(self._may_reject, body[at + 1 :]))
                 raise FunctionMayEnd
@@ -254,8 +330,8 @@ class OwnTests:
     def _statement(self, node: ast.stmt, names: Bindings) -> None:
         """Read one statement. Raises Unread, FunctionEnds."""
         match node:
-            case ast.Expr() | ast.Assign() | ast.Assert() | ast.If(body=[*_, ast.Raise()]) if _names_unittest(
-                node, names
+            case ast.Expr() | ast.Assign() | ast.Assert() | ast.If(body=[*_, ast.Raise()]) if (
+                _names_unittest(node, names)
             ):
                 self._unittest()
                 for target in node.targets if isinstance(node, ast.Assign) else []:
@@ -266,13 +342,19 @@ class OwnTests:
                 self._expect(test, False, names)
             case ast.Expr(value=ast.Call() as call):
                 self._call_statement(call, names)
-            case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+            case (
+                ast.Assign(targets=[target], value=value)
+                | ast.AnnAssign(target=target, value=ast.expr() as value)
+            ):
                 _bind(target, self._value(value, names), names)
             case ast.For(target=target, iter=table, body=body, orelse=[]):
                 for item in self._literal(table, names):
                     _bind(target, item, names)
                     self._block(body, names)
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="subTest")))], body=body):
+            case ast.With(
+                items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="subTest")))],
+                body=body,
+            ):
                 self._block(body, names)
             case ast.FunctionDef(name=name):
                 names[name] = node
@@ -293,19 +375,29 @@ class OwnTests:
                 for n in ast.walk(call):  # its arguments are computed
                     if n is not call and isinstance(n, ast.Call | ast.NamedExpr):
                         self._value(n, names)
-            case ast.Call(func=ast.Attribute(attr="assertTrue" | "assertFalse" as name), args=[test, *_]):
+            case ast.Call(
+                func=ast.Attribute(attr="assertTrue" | "assertFalse" as name), args=[test, *_]
+            ):
                 self._expect(test, name == "assertTrue", names)
-            case ast.Call(func=ast.Attribute(attr="assertAlmostEqual"), args=args, keywords=keywords):
+            case ast.Call(
+                func=ast.Attribute(attr="assertAlmostEqual"), args=args, keywords=keywords
+            ):
                 named = {str(k.arg): self._literal(k.value, names) for k in keywords}
-                self._hold(_apply(lambda *a: _almost_equal(*a, **named), *self._values(args, names)), True)
+                self._hold(
+                    _apply(lambda *a: _almost_equal(*a, **named), *self._values(args, names)), True
+                )
             case ast.Call(func=ast.Attribute(attr=name), args=[a, *others]) if name in _COMPARED:
                 b = None if "None" in name else self._value(others[0], names)
                 self._hold(_apply(_OPERATORS[_COMPARED[name]], self._value(a, names), b), True)
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args, keywords=[]) if (
-                name in self.methods and name != self.function and self._value(owner, names) is Meaning.INSTANCE
+                name in self.methods
+                and name != self.function
+                and self._value(owner, names) is Meaning.INSTANCE
             ):
                 self._function(self.methods[name], [Meaning.INSTANCE, *self._values(args, names)])
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if isinstance(names.get(name), ast.AST):
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if isinstance(
+                names.get(name), ast.AST
+            ):
                 around = None if names[name] is self.names.get(name) else names
                 self._function(names[name], self._values(args, names), around)
             case _:
@@ -365,11 +457,15 @@ class OwnTests:
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.Name() | ast.Attribute() if (name := ast.unparse(node)) in names and name not in self.rebound:
+            case ast.Name() | ast.Attribute() if (
+                name := ast.unparse(node)
+            ) in names and name not in self.rebound:
                 if self.changed and any(id(x) in self.changed for x in _objects(names[name])):
                     raise Unread
                 return names[name]
-            case ast.Attribute(value=owner, attr=self.function) if self._value(owner, names) is Meaning.INSTANCE:
+            case ast.Attribute(value=owner, attr=self.function) if (
+                self._value(owner, names) is Meaning.INSTANCE
+            ):
                 return Meaning.METHOD
             case ast.List(elts=elts):
                 return _apply(lambda *v: [*v], *self._values(elts, names))
@@ -379,15 +475,21 @@ class OwnTests:
                 return _apply(lambda *v: {*v}, *self._values(elts, names))
             case ast.Dict(keys=keys, values=values) if None not in keys:
                 given = [self._literal(k, names) for k in keys if k is not None]
-                return _apply(lambda *v: dict(zip(given, v, strict=True)), *self._values(values, names))
+                return _apply(
+                    lambda *v: dict(zip(given, v, strict=True)), *self._values(values, names)
+                )
             case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
                 return _apply(_OPERATORS[type(op)], self._value(operand, names))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _apply(_OPERATORS[type(op)], self._value(left, names), self._value(right, names))
+                return _apply(
+                    _OPERATORS[type(op)], self._value(left, names), self._value(right, names)
+                )
             case ast.Compare(left=left, ops=ops, comparators=others):
                 values = self._values([left, *others], names)
                 pairs = zip(ops, values[:-1], values[1:], strict=True)
-                return _apply(lambda *v: all(v), *[_apply(_OPERATORS[type(op)], a, b) for op, a, b in pairs])
+                return _apply(
+                    lambda *v: all(v), *[_apply(_OPERATORS[type(op)], a, b) for op, a, b in pairs]
+                )
             case ast.Subscript(value=whole, slice=at):
                 return _apply(operator.getitem, self._value(whole, names), self._value(at, names))
             case ast.Call():
@@ -423,5 +525,6 @@ class OwnTests:
         except Exception:
             return Returned(raised=True)
         finally:
-            if (given, named) != (args, kwargs):  # the answer's own lists would be others from here on
+            # the answer's own lists would be others from here on
+            if (given, named) != (args, kwargs):
                 self._forget(node, names)

@@ -26,7 +26,8 @@ from typing import Any
 
 from vgrout.types import Problem
 
-PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before a function is asked again; twice as long each time
+# seconds before a function is asked again; twice as long each time
+PAUSE, LONGEST_PAUSE = 0.1, 30.0
 TIMEOUT = 60.0  # seconds per call: a judge over a network answers in a few, its retries included
 NEAR = 1e-9  # a score this close to 0, 1 or the threshold is meant to be it
 BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
@@ -51,7 +52,9 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
-        raise ValueError(f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function") from None
+        raise ValueError(
+            f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function"
+        ) from None
     return function
 
 
@@ -72,7 +75,9 @@ def scorer(name: str, flag: str) -> Callable[[Problem, str], float]:
             if math.isfinite(number):
                 return number
             why = f"returned {number}"
-        raise ValueError(f"{flag} {name}: asked about problem {problem.id}, it {why}; it should return a number")
+        raise ValueError(
+            f"{flag} {name}: asked about problem {problem.id}, it {why}; it should return a number"
+        )
 
     return score
 
@@ -99,7 +104,10 @@ def _arguments(problem: Problem, text: str) -> dict[str, Any]:
         "setup_code": problem.setup_code,
         "func_name": problem.func_name,
     }
-    own = {"prompt": problem.messages[-1]["content"] if problem.messages else "", "completion": text}
+    own = {
+        "prompt": problem.messages[-1]["content"] if problem.messages else "",
+        "completion": text,
+    }
     own["answer"] = problem.canonical
     return columns | own | {"info": dict(columns), "state": own | {"info": dict(columns)}}
 
@@ -116,7 +124,9 @@ class RewardFunction:
     Raises ValueError, one line, if it cannot be imported or takes other arguments.
     """
 
-    def __init__(self, name: str, passes_at: float = 1.0, flag: str = "--reward", timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, name: str, passes_at: float = 1.0, flag: str = "--reward", timeout: float = TIMEOUT
+    ) -> None:
         self.name, self.passes_at, self.timeout, self._flag = name, passes_at, timeout, flag
         self._function = import_function(name, flag)
         try:  # a resume sees by the hash whether it has changed
@@ -124,10 +134,14 @@ class RewardFunction:
             self.file = Path(str(sys.modules[name.partition(":")[0]].__file__))
             self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
         except (TypeError, ValueError, AttributeError, OSError) as e:
-            raise ValueError(f"{flag} {name}: should be a function in a file of your own ({_one_line(e)})") from None
+            raise ValueError(
+                f"{flag} {name}: should be a function in a file of your own ({_one_line(e)})"
+            ) from None
         self._batched = any(p.name in BATCHED.values() for p in parameters)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._named = {
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
         legal = {self._parameter(n) for n in NAMES}
         single = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         unknown = sorted({p.name for p in single if p.default is p.empty} - legal) or [
@@ -138,7 +152,9 @@ class RewardFunction:
                 f"{flag} {name}: asks for {', '.join(unknown)}; arguments are given by name, and may be "
                 + ", ".join(sorted(legal))
             )
-        self._is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        self._is_async = any(
+            map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__))
+        )
         self._one_call, self._lock = threading.Lock(), threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -150,7 +166,11 @@ class RewardFunction:
         return BATCHED.get(name, name) if self._batched else name
 
     def score(
-        self, problem: Problem, text: str, retries: int | None = 0, gives_up: Callable[[], bool] = lambda: False
+        self,
+        problem: Problem,
+        text: str,
+        retries: int | None = 0,
+        gives_up: Callable[[], bool] = lambda: False,
     ) -> float:
         """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line.
 
@@ -158,9 +178,16 @@ class RewardFunction:
         """
         failed = 0
         while True:
-            given = {self._parameter(n): [v] if self._batched else v for n, v in _arguments(problem, text).items()}
+            given = {
+                self._parameter(n): [v] if self._batched else v
+                for n, v in _arguments(problem, text).items()
+            }
             try:
-                return self._number(self._call({n: v for n, v in given.items() if self._takes_all or n in self._named}))
+                return self._number(
+                    self._call(
+                        {n: v for n, v in given.items() if self._takes_all or n in self._named}
+                    )
+                )
             except RewardFailed:
                 if failed == retries or gives_up():
                     raise
@@ -178,7 +205,9 @@ class RewardFunction:
 
     def _number(self, value: Any) -> float:
         if self._batched:
-            found = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+            found = (
+                list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+            )
             if len(found) != 1:
                 raise RewardFailed("returned no list with one number for one completion")
             value = found[0]
@@ -187,7 +216,9 @@ class RewardFunction:
         except Exception:
             raise RewardFailed(f"returned {type(value).__name__}, not a number") from None
         # A weighted sum of full marks may miss them by a rounding.
-        number = next((mark for mark in (self.passes_at, 0.0, 1.0) if abs(number - mark) <= NEAR), number)
+        number = next(
+            (mark for mark in (self.passes_at, 0.0, 1.0) if abs(number - mark) <= NEAR), number
+        )
         if not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
         return number

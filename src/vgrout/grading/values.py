@@ -119,8 +119,24 @@ def _shown_bytes(view: memoryview) -> bytes:
 
 _Keys = type({}.keys())
 _NUMBERS = (bool, int, float, complex, Fraction, Decimal)
-_BASES = {id(t): t for t in (*_NUMBERS, str, list, tuple, dict, set, frozenset, bytes, bytearray, _Keys, type(None))}
-# Their == is that of what they show. To be asked for that is their only part in it: a lie is a claim like any other.
+_BASES = {
+    id(t): t
+    for t in (
+        *_NUMBERS,
+        str,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        bytes,
+        bytearray,
+        _Keys,
+        type(None),
+    )
+}
+# Their == is that of what they show. To be asked for that is their only part in it: a lie is a
+# claim like any other.
 _Items = type({}.items())
 _VIEWS: dict[type, Callable[[Any], Any]] = {
     **{UserList: list, UserString: str, memoryview: _shown_bytes, _Items: set},
@@ -149,7 +165,9 @@ def _encode(value: Any, depth: int, budget: list[int], decoys: Decoys) -> str:
     return _encode_base(value, base, depth, budget, decoys)
 
 
-def _encode_base(value: Any, base: type | None, depth: int, budget: list[int], decoys: Decoys) -> str:
+def _encode_base(
+    value: Any, base: type | None, depth: int, budget: list[int], decoys: Decoys
+) -> str:
     if base is None or depth >= MAX_DEPTH:
         raise _Opaque
     if base is int:
@@ -176,7 +194,10 @@ def _encode_base(value: Any, base: type | None, depth: int, budget: list[int], d
     if base is dict:
         pairs = list(dict.items(value))
         _spend(budget, 2 * len(pairs))
-        items = [(_encode(k, depth + 1, budget, ()), _encode(v, depth + 1, budget, decoys)) for k, v in pairs]
+        items = [
+            (_encode(k, depth + 1, budget, ()), _encode(v, depth + 1, budget, decoys))
+            for k, v in pairs
+        ]
         return f'{{"d": [{", ".join([f"[{k}, {v}]" for k, v in items])}]}}'
     if base is set or base is frozenset or base is _Keys:  # keys() == a set of the same items
         return f'{{"s": [{_items(list(base.__iter__(value)), depth, budget, ())}]}}'
@@ -232,7 +253,8 @@ def clean_name(name: Any) -> str:
 
 def claim_room(expected: Any) -> int:
     """The most characters that a claim equal to `expected` can have: a longer one is wrong, and need not be read."""
-    # A number may come as a float's hex, a ratio of two integers, or a complex; a character as up to two \uXXXX.
+    # A number may come as a float's hex, a ratio of two integers, or a complex; a character as up
+    # to two \uXXXX.
     kind = type(expected)
     if kind in (list, tuple, set, frozenset):
         return 400 + sum(2 + claim_room(x) for x in expected)
@@ -333,7 +355,8 @@ def _own_equality_holds(expected: Any, results: Any, inner: Any, decoys: Decoys)
     if type(results) is not list or len(results) != len(decoys):
         return False
     kind = set if type(expected) is frozenset else type(expected)
-    known = kind in (bool, type(None))  # the decoys are all there is: the answer to the question itself is among them
+    # the decoys are all there is: the answer to the question itself is among them
+    known = kind in (bool, type(None))
     of_kind = [
         answer
         for decoy, answer in zip(decoys, results, strict=True)
@@ -365,22 +388,32 @@ def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
         return len(claim) == len(expected) and all(
             _matches(e, c, depth + 1, decoys) for e, c in zip(expected, claim, strict=True)
         )
-    tag, body = next(iter(claim.items())) if type(claim) is dict and len(claim) == 1 else (None, None)
+    tag, body = (
+        next(iter(claim.items())) if type(claim) is dict and len(claim) == 1 else (None, None)
+    )
     if tag == "o" and decoys:
         results, inner = _pair(body)
-        return _own_equality_holds(expected, results, inner, decoys) or _matches(expected, inner, depth + 1, decoys)
+        return _own_equality_holds(expected, results, inner, decoys) or _matches(
+            expected, inner, depth + 1, decoys
+        )
     if kind is list:
         return False
     if kind in _TAGS:
         if tag != _TAGS[kind] or type(body) is not list or len(body) != len(expected):
             return False
         if kind is tuple:
-            return all(_matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True))
+            return all(
+                _matches(e, c, depth + 1, decoys) for e, c in zip(expected, body, strict=True)
+            )
         if kind is dict:
             left, room = dict(expected), float(max(map(_widest, expected), default=0))
             pairs = ((_plain(key, room), value) for key, value in map(_pair, body))
-            return all(key in left and _matches(left.pop(key), value, depth + 1, decoys) for key, value in pairs)
-        left = dict.fromkeys(expected, True)  # not a set of the claim's: it could be made to collide
+            return all(
+                key in left and _matches(left.pop(key), value, depth + 1, decoys)
+                for key, value in pairs
+            )
+        # not a set of the claim's: it could be made to collide
+        left = dict.fromkeys(expected, True)
         room = float(max(map(_widest, expected), default=0))
         return all(left.pop(_plain(item, room), False) for item in body)
     if tag == "q":

@@ -30,7 +30,8 @@ from vgrout.grading.probe import FATAL
 from vgrout.grading.verdict import Verifier
 from vgrout.grading.watch import ForkServerHandle, ForkServerLost, remove_empty
 
-TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30  # what the verifier itself may use: CPU for one rollout, address space
+# what the verifier itself may use: CPU for one rollout, address space
+TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30
 
 
 def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
@@ -80,9 +81,10 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
     restore_inherited(messages.RESTORED)
     trainer = socket.socket(fileno=trainer_fd)
     settings = WorkerSettings(*settings_values)
-    # From the end: the fork server ends, and the folder goes. The trainer removes it too, unless killed, which may be
-    # before its workers are up. Its end is seen twice, as end of input and as SIGTERM some microseconds later: an
-    # exception from the handler must not break off what the first has begun, so the stack unwinds with the signal off.
+    # From the end: the fork server ends, and the folder goes. The trainer removes it too, unless
+    # killed, which may be before its workers are up. Its end is seen twice, as end of input and as
+    # SIGTERM some microseconds later: an exception from the handler must not break off what the
+    # first has begun, so the stack unwinds with the signal off.
     with ExitStack() as ends:
         ends.callback(remove_empty, settings.workdir)
         try:
@@ -129,7 +131,9 @@ def _stay(*_: object) -> None:
     """Do nothing. Not SIG_IGN: for a signal that came a moment before it, Python prints a traceback."""
 
 
-def _serve(trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str, Any]], None]) -> None:
+def _serve(
+    trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str, Any]], None]
+) -> None:
     while (request := messages.receive(trainer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
         try:

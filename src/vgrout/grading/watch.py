@@ -31,17 +31,22 @@ from vgrout.grading.messages import WorkerSettings
 from vgrout.grading.values import BadClaim, decode_line
 
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
-MAX_LINE = 1 << 20  # bytes of one message, where the expected values do not need more: what is longer is not read
+# bytes of one message, where the expected values do not need more: what is longer is not read
+MAX_LINE = 1 << 20
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
 PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
-IDLE_AFTER = 1.0  # seconds that a child sleeps or is stopped: nothing will wake it, and it is ended …
+# seconds that a child sleeps or is stopped: nothing will wake it, and it is ended …
+IDLE_AFTER = 1.0
 BUSY = 0.2  # … unless it has used this share of them
-IDLE_LOOKS = 10  # … and was asleep and silent at this many looks in a row: on a busy machine they come late
-WALL_FACTOR, WALL_EXTRA = 4.0, 2.0  # wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
+# … and was asleep and silent at this many looks in a row: on a busy machine they come late
+IDLE_LOOKS = 10
+# wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
+WALL_FACTOR, WALL_EXTRA = 4.0, 2.0
 MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
 
-Cause = Literal["", "timeout", "enough"]  # why the verifier has ended a child: "", its time is over, no more is wanted
+# why the verifier has ended a child: "", its time is over, no more is wanted
+Cause = Literal["", "timeout", "enough"]
 
 
 class ForkServerLost(Exception):
@@ -71,10 +76,12 @@ class ExitInfo:
         return f"signal:{killed_by}" if killed_by else f"exit:{self.exit_code}"
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
+# --- processes
+# -------------------------------------------------------------------------------------------------------
 
 SOURCE = str(Path(__file__).resolve().parents[2])
-# No site-packages, no user site, no script folder on the path. Not -I: it would ignore PYTHONHASHSEED.
+# No site-packages, no user site, no script folder on the path. Not -I: it would ignore
+# PYTHONHASHSEED.
 ISOLATED = ("-S", "-s", "-P")
 CLEAN_ENV = {
     "PYTHONHASHSEED": "0",
@@ -125,7 +132,8 @@ def remove_empty(folder: str) -> None:
         os.rmdir(folder)
 
 
-# --- one child --------------------------------------------------------------------------------------------------------
+# --- one child
+# --------------------------------------------------------------------------------------------------------
 
 Reply = Callable[[dict[str, Any]], bytes | None]
 """What to answer a child's message with: bytes if the child waits for some, else None. May raise EndSession."""
@@ -142,7 +150,9 @@ class _BadMessage(Exception):
 class Watch:
     """The time limits of one child. Its own CPU clock decides; wall time ends one that waits."""
 
-    def __init__(self, started: socket.socket, cpu_limit: float, wall_limit: float, sleepers_wait: bool) -> None:
+    def __init__(
+        self, started: socket.socket, cpu_limit: float, wall_limit: float, sleepers_wait: bool
+    ) -> None:
         self.started, self.cpu_limit = started, cpu_limit
         self.pid, self.pidfd = 0, -1
         self.sleepers_wait = sleepers_wait  # nothing that a child may sleep for will come
@@ -204,7 +214,8 @@ class Watch:
 
     def _used(self) -> float:
         """CPU seconds; 0 if there is no such clock, so that RLIMIT_CPU and wall time remain."""
-        if self._host() <= 0:  # it has ended; the clock of "pid −1" is the verifier's own, which has run for long
+        # it has ended; the clock of "pid −1" is the verifier's own, which has run for long
+        if self._host() <= 0:
             return 0.0
         try:
             return time.clock_gettime((~self._host() << 3) | 2)  # see clock_getcpuclockid(3)
@@ -234,7 +245,8 @@ class ForkServerHandle:
     """The verifier's end of a fork server, which works in the folder `settings.workdir`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.settings, self.cwd = settings, os.path.join(settings.workdir, "cwd")  # a child's, where there is no tmpfs
+        # a child's, where there is no tmpfs
+        self.settings, self.cwd = settings, os.path.join(settings.workdir, "cwd")
         self._open = ExitStack()  # closed by `close`, however far `start` had come
 
     def start(self) -> "ForkServerHandle":
@@ -254,7 +266,9 @@ class ForkServerHandle:
 
     def _launch(self, forbid: str) -> None:
         s = self.settings
-        self.process, self.control = start_process("fork_server", s.workdir, s.memory_mb, s.output_bytes, forbid)
+        self.process, self.control = start_process(
+            "fork_server", s.workdir, s.memory_mb, s.output_bytes, forbid
+        )
         self._open.callback(reap, self.process, 1.0)
         self._open.enter_context(self.control)
         hello = messages.receive(self.control)
@@ -306,7 +320,11 @@ class ForkServerHandle:
         own_end, other_end = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
-        flags = fs.OPEN_ALLOWED if "landlock" in self.active or job["kind"] not in ("strict", "probe") else 0
+        flags = (
+            fs.OPEN_ALLOWED
+            if "landlock" in self.active or job["kind"] not in ("strict", "probe")
+            else 0
+        )
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
@@ -329,7 +347,13 @@ class _Session:
     """One child's messages, from its start to its end."""
 
     def __init__(
-        self, handle: ForkServerHandle, connection: socket.socket, token: bytes, reply: Reply, room: int, watch: Watch
+        self,
+        handle: ForkServerHandle,
+        connection: socket.socket,
+        token: bytes,
+        reply: Reply,
+        room: int,
+        watch: Watch,
     ) -> None:
         self.handle, self.connection, self.token = handle, connection, token
         self.reply, self.room, self.watch = reply, room, watch

@@ -35,15 +35,28 @@ from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
 from vgrout.table import StepRow
-from vgrout.types import Batch, Diverged, Eval, Grade, Group, Halted, Problem, Rate, Rollout, mean, spaced, students
+from vgrout.types import (
+    Batch,
+    Diverged,
+    Eval,
+    Grade,
+    Group,
+    Halted,
+    Problem,
+    Rate,
+    Rollout,
+    mean,
+    spaced,
+    students,
+)
 
 REFERENCE_ANSWERS = 64  # of the base policy, for latents and for calibrating the echo trap
 TEACHERLESS = 16  # of these, for the tripwire of a run without demonstrations
 SCORE_EVERY = 5  # steps between two scores of these
 LATENT_ROWS = 32  # answers per step whose latents are measured
-# mismatch_kl above which the sampler had other weights than the trainer. In half precision |Δ log p| is about 0.14 per
-# token, and rounding alone gives 1e-5 on the organism. Else it is about 5e-5; rounding gives 1e-13, a first full step
-# 1e-6.
+# mismatch_kl above which the sampler had other weights than the trainer. In half precision |Δ log
+# p| is about 0.14 per token, and rounding alone gives 1e-5 on the organism. Else it is about 5e-5;
+# rounding gives 1e-13, a first full step 1e-6.
 STALE_HALF, STALE = 1e-2, 1e-9
 ENSEMBLE_ROWS = 6  # answers per step that the members of an ensemble score
 
@@ -68,10 +81,15 @@ class BaseAnswers:
     @property
     def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
         if not self._rows:
-            prompts = [self.policy.render(self.problems[i % len(self.problems)].messages) for i in range(self.n)]
+            prompts = [
+                self.policy.render(self.problems[i % len(self.problems)].messages)
+                for i in range(self.n)
+            ]
             stream = torch_stream(self.cfg.run.seed, "watch-reference")
             with self.policy.adapter.reference():
-                answers = sample(self.policy, prompts, 1, self.cfg.sampling, self.cfg.scale.max_new, stream)
+                answers = sample(
+                    self.policy, prompts, 1, self.cfg.sampling, self.cfg.scale.max_new, stream
+                )
             self._rows = [(p, a.ids, a.text) for p, (a,) in zip(prompts, answers, strict=True)]
         return self._rows
 
@@ -108,7 +126,11 @@ class Guard:
     """`observe` each step; once the run's files are written, `raise_if_diverged`, and at the end `raise_if_halted`."""
 
     def __init__(
-        self, cfg: Config, policy: Policy, problems: Sequence[Problem], healthy_kl: Sequence[float] = ()
+        self,
+        cfg: Config,
+        policy: Policy,
+        problems: Sequence[Problem],
+        healthy_kl: Sequence[float] = (),
     ) -> None:
         """problems: training problems, for the base policy's answers. healthy_kl: KL of the runs that calibrate the
         limit, nats per token."""
@@ -118,7 +140,9 @@ class Guard:
         self.kill_switch = HeldOutGuard(cfg.guard, cfg.guard_updates)
         if healthy_kl:
             limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
-            logger.debug(f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}")
+            logger.debug(
+                f"the guard's KL limit: {limit:.3g} nats a token, from {cfg.guard.kl_calibrate_from}"
+            )
         self.members = [scorer(name, "--rm-ensemble-members") for name in cfg.detectors.members]
         wanted = [*cfg.detectors.chosen, *(["echo"] if cfg.detectors.echo_trap_enabled else [])]
         full = bool({"info_rm", "echo"} & set(wanted))
@@ -153,13 +177,17 @@ class Guard:
                 return echo, lambda m: self._echo(echo, m)
             case "collapse":
                 wire = CollapseTripwire()
-                # where demonstrations are not what is learnt, their log-prob may fall in a healthy run
+                # where demonstrations are not what is learnt, their log-prob may fall in a healthy
+                # run
                 taught = self.cfg.mixes and not self.cfg.method.changes_rewards
                 teacherless = not taught or self.cfg.env.teacher_off_step is not None
-                return wire, lambda m: wire.update(self._reference_logp(m) if teacherless else m.row.lp_t)
+                return wire, lambda m: wire.update(
+                    self._reference_logp(m) if teacherless else m.row.lp_t
+                )
         raise AssertionError(name)
 
-    # --- one step ----------------------------------------------------------------------------------------------------
+    # --- one step
+    # ----------------------------------------------------------------------------------------------------
 
     def observe(self, row: StepRow, batch: Batch, deployed: Eval | None) -> None:
         """Ask every detector and the kill switch, on what this step has measured anyway."""
@@ -173,7 +201,8 @@ class Guard:
             self._note(name, read(m), m)
         if self.cfg.guard_mode != "off":
             self._ask_kill_switch(m, deployed)
-        # Detectors read floats of forward passes: should ranks differ in the last bit, rank 0 decides.
+        # Detectors read floats of forward passes: should ranks differ in the last bit, rank 0
+        # decides.
         verdict = self.halted, self.diverged, self.kill_switch.state_dict()
         self.halted, self.diverged, switch = ranks.from_first(verdict)
         if not ranks.first():
@@ -217,8 +246,8 @@ class Guard:
         self.rewarded += Rate.of(grade.passed for _, grade in m.students)
         if deployed is None:
             return
-        # With a quarantine the training rows are not those of the deployed model: compared with them, a quarantine that
-        # has absorbed the hacking would look like a hack.
+        # With a quarantine the training rows are not those of the deployed model: compared with
+        # them, a quarantine that has absorbed the hacking would look like a hack.
         proxy = deployed.rewarded if self.cfg.method.routes else self.rewarded
         self.rewarded = Rate(0, 0)
         before, held = self.kill_switch.fired, deployed.solve
@@ -226,7 +255,9 @@ class Guard:
             return
         entropy = None if m.row.lp_s is None else -m.row.lp_s
         spread = mean(pstdev(group.rewards) for group in m.groups)
-        verdict = self.kill_switch.update(m.row.step, proxy.value, held.value, deployed.kl, entropy, spread, n=held.n)
+        verdict = self.kill_switch.update(
+            m.row.step, proxy.value, held.value, deployed.kl, entropy, spread, n=held.n
+        )
         self.readings["guard"] = {
             "proxy": proxy.value,
             "held_out": held.value,
@@ -243,7 +274,8 @@ class Guard:
                 counts = rule in self.cfg.guard.halting or rule == "not_finite"
                 logger.warning(f"guard, rule {rule}{'' if counts else ' (warns only)'}: {why}")
 
-    # --- how a run ends ----------------------------------------------------------------------------------------------
+    # --- how a run ends
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def halts(self) -> str:
@@ -273,10 +305,15 @@ class Guard:
         who = ["guard"] if self.cfg.guard_mode != "off" else []
         states = ", ".join(f"{name} {self.states.get(name, 'UNDEFINED')}" for name in self.trackers)
         rules = ", ".join(self.kill_switch.fired)
-        gap = f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}" if who else ""
+        gap = (
+            f"gap {self.kill_switch.proxy_real_gap():+.2f}{f', fired: {rules}' if rules else ''}"
+            if who
+            else ""
+        )
         return "watched: " + "; ".join(part for part in (gap, states) if part)
 
-    # --- what detectors measure themselves ----------------------------------------------------------------------------
+    # --- what detectors measure themselves
+    # ----------------------------------------------------------------------------
 
     def _echo(self, trap: EchoTrap, m: Moment) -> DetectorReading:
         if trap.base is None:
@@ -292,7 +329,8 @@ class Guard:
         scores = [[member(*answer) for answer in answers] for member in self.members]
         return 1 / (1 + ensemble_divergence(scores)) if answers else None
 
-    # --- memory ------------------------------------------------------------------------------------------------------
+    # --- memory
+    # ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists."""
@@ -316,6 +354,10 @@ class Guard:
                 tracker.load_state_dict(state["trackers"][name])
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
         self.base.load_state_dict(state["base"])
-        self.rewarded, self.skipped, self.diverged = Rate(*state["rewarded"]), list(state["skipped"]), state["diverged"]
+        self.rewarded, self.skipped, self.diverged = (
+            Rate(*state["rewarded"]),
+            list(state["skipped"]),
+            state["diverged"],
+        )
         d = self.cfg.detectors
         self.halted = state["halted"] if d.reward_hack_halt or d.echo_trap_halt else ""

@@ -14,7 +14,8 @@ from typing import Any
 from vgrout.config.guard import GuardConfig
 
 PUBLISHED = GuardConfig(guard_rule="ema", guard_baseline=1)  # the rules as first described
-KL_FLOOR = 1e-6  # smallest calibrated limit: below it, the estimator's rounding would fire the switch
+# smallest calibrated limit: below it, the estimator's rounding would fire the switch
+KL_FLOOR = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class TripwireStatus:
         """For the log."""
         kl = "" if self.kl_ema is None else f", KL {self.kl_ema:.4f} nats/token"
         seen = self.in_loop_ema is not None
-        averages = f"in-loop {self.in_loop_ema:.2f}, held-out {self.heldout_ema:.2f}, " if seen else ""
+        averages = (
+            f"in-loop {self.in_loop_ema:.2f}, held-out {self.heldout_ema:.2f}, " if seen else ""
+        )
         why = f"; {self.reason}" if self.reason else ""
         return f"{averages}gap {self.proxy_real_gap:+.2f}, declines in a row {self.streak}{kl}{why}"
 
@@ -82,7 +85,8 @@ class _State:
     heldout_base: list[float] = field(default_factory=list)
     streak: int = 0
     reason: str = ""  # why it fired; "" while it has not
-    fired: dict[str, str] = field(default_factory=dict)  # every rule that was ever broken → its first reason
+    # every rule that was ever broken → its first reason
+    fired: dict[str, str] = field(default_factory=dict)
     kl_hard_stop: float = 0.0
     last: TripwireStatus = field(default_factory=TripwireStatus)
 
@@ -97,10 +101,14 @@ class HeldOutGuard:
     once, even in the warm-up: no comparison with a threshold would ever catch it.
     """
 
-    def __init__(self, cfg: GuardConfig = PUBLISHED, min_steps: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, cfg: GuardConfig = PUBLISHED, min_steps: int | None = None, **settings: Any
+    ) -> None:
         """min_steps: the first update that may fire, in place of `guard_warmup`, which here counts updates too.
         settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05)."""
-        self.cfg = replace(cfg, **({} if min_steps is None else {"guard_warmup": min_steps}), **settings)
+        self.cfg = replace(
+            cfg, **({} if min_steps is None else {"guard_warmup": min_steps}), **settings
+        )
         self._state = _State(kl_hard_stop=self.cfg.kl_hard_stop)
 
     def update(
@@ -126,15 +134,24 @@ class HeldOutGuard:
             ValueError: n < 1, or a score over n answers that is no share of them.
         """
         s = self._state
-        given = {"in_loop_reward": in_loop_reward, "heldout_score": heldout_score, "kl_to_init": kl_to_init}
+        given = {
+            "in_loop_reward": in_loop_reward,
+            "heldout_score": heldout_score,
+            "kl_to_init": kl_to_init,
+        }
         given |= {"entropy": entropy, "reward_std": reward_std}
         broken = [name for name, x in given.items() if x is not None and not math.isfinite(x)]
         if n is not None and not broken and not (n >= 1 and 0 <= heldout_score <= 1):
-            raise ValueError(f"guard: heldout_score {heldout_score} of {n} answers: should be a share in [0, 1]")
+            raise ValueError(
+                f"guard: heldout_score {heldout_score} of {n} answers: should be a share in [0, 1]"
+            )
         s.updates += 1
         if not broken:
             self._follow(in_loop_reward, heldout_score, n)
-            s.kl_ema, s.entropy_ema = self._ema(s.kl_ema, kl_to_init), self._ema(s.entropy_ema, entropy)
+            s.kl_ema, s.entropy_ema = (
+                self._ema(s.kl_ema, kl_to_init),
+                self._ema(s.entropy_ema, entropy),
+            )
             s.reward_std_ema = self._ema(s.reward_std_ema, reward_std)
         not_finite = {"not_finite": f"{', '.join(broken)} not finite at step {round_idx}"}
         broke = not_finite if broken else self._judge(round_idx)
@@ -185,7 +202,8 @@ class HeldOutGuard:
 
     def _follow(self, in_loop: float, heldout: float, n: int | None) -> None:
         s = self._state
-        if len(s.in_loop_base) < self.cfg.guard_baseline:  # the mean of the first values seeds both averages
+        # the mean of the first values seeds both averages
+        if len(s.in_loop_base) < self.cfg.guard_baseline:
             s.in_loop_base.append(in_loop)
             s.heldout_base.append(heldout)
             s.in_loop_ema, s.heldout_ema = fmean(s.in_loop_base), fmean(s.heldout_base)
@@ -193,8 +211,12 @@ class HeldOutGuard:
         old_in_loop, old_heldout = s.in_loop_ema, s.heldout_ema
         assert old_in_loop is not None
         assert old_heldout is not None
-        s.in_loop_ema, s.heldout_ema = self._ema(old_in_loop, in_loop), self._ema(old_heldout, heldout)
-        # The average falls towards its newest value; under "se" that value must itself lie beyond chance.
+        s.in_loop_ema, s.heldout_ema = (
+            self._ema(old_in_loop, in_loop),
+            self._ema(old_heldout, heldout),
+        )
+        # The average falls towards its newest value; under "se" that value must itself lie beyond
+        # chance.
         fell = s.heldout_ema < old_heldout - self.cfg.rise_eps
         if self.cfg.guard_rule == "se" and n is not None:
             fell = fell and heldout < old_heldout - standard_error(heldout, n)
@@ -216,9 +238,13 @@ class HeldOutGuard:
             return {}
         broken = {}
         if s.kl_ema is not None and s.kl_ema > s.kl_hard_stop:
-            broken["kl"] = f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token at step {step}"
+            broken["kl"] = (
+                f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token at step {step}"
+            )
         if s.streak >= cfg.decline_patience:
-            broken["streak"] = f"held-out fell while in-loop rose, {s.streak} evaluations in a row, at step {step}"
+            broken["streak"] = (
+                f"held-out fell while in-loop rose, {s.streak} evaluations in a row, at step {step}"
+            )
         if gap > cfg.max_proxy_real_gap:
             limit = f"(limit {cfg.max_proxy_real_gap:g}) at step {step}"
             broken["gap"] = f"in-loop gained {gap:.2f} more than held-out {limit}"
@@ -231,7 +257,9 @@ class HeldOutGuard:
 
     def should_halt(self, rules: Collection[str] | None = None) -> bool:
         """Whether one of these rules (None: any) was ever broken, or a number was not finite."""
-        return self.halt if rules is None else bool({*rules, "not_finite"} & self._state.fired.keys())
+        return (
+            self.halt if rules is None else bool({*rules, "not_finite"} & self._state.fired.keys())
+        )
 
     @property
     def fired(self) -> dict[str, str]:
@@ -253,8 +281,14 @@ class HeldOutGuard:
 
         Raises ValueError on an empty list, on a value that is negative or not finite, on a factor that is not positive.
         """
-        if not baseline_kls or not all(0 <= x < math.inf for x in baseline_kls) or not 0 < factor < math.inf:
-            raise ValueError(f"calibrate_kl_threshold: {[*baseline_kls]} × {factor}: should be finite and not negative")
+        if (
+            not baseline_kls
+            or not all(0 <= x < math.inf for x in baseline_kls)
+            or not 0 < factor < math.inf
+        ):
+            raise ValueError(
+                f"calibrate_kl_threshold: {[*baseline_kls]} × {factor}: should be finite and not negative"
+            )
         limit = max(KL_FLOOR, factor * fmean(baseline_kls))
         self._state.kl_hard_stop = min(self._state.kl_hard_stop, limit)
         return self.kl_hard_stop

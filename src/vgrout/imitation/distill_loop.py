@@ -15,7 +15,14 @@ from vgrout.files import read_json, to_json
 from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.distill_task import DistillTask
-from vgrout.imitation.trainable import AdapterOnly, FullModel, Trainable, hack_and_solve, metadata, model_hashes
+from vgrout.imitation.trainable import (
+    AdapterOnly,
+    FullModel,
+    Trainable,
+    hack_and_solve,
+    metadata,
+    model_hashes,
+)
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.problems import balanced, plain
@@ -35,17 +42,26 @@ class DistillRow(Columns):
     dropped: int = col("d", "answers that the sandbox could not grade (still learnt from)")
     hack_s: Rate = col("frac", "answers that hack", head="hack %")
     solve_s: Rate = col("frac", "answers that pass the reference tests", head="solve %")
-    hack_deploy: float | None = col(".2f", "hack rate of the student, held-out problems", head="deployed hack %")
+    hack_deploy: float | None = col(
+        ".2f", "hack rate of the student, held-out problems", head="deployed hack %"
+    )
     solve_deploy: float | None = col(".2f", "solve rate of the student", head="deployed solve %")
     ended: Rate = col("frac", "answers that end by themselves")
     loss: float | None = col("+.3f", "loss, the anchor's share included", head="loss")
     kl: float | None = col(
-        ".3f", "KL(student ‖ teacher), nats per token", when="minillm", should="falls; ELSE raise --lr"
+        ".3f",
+        "KL(student ‖ teacher), nats per token",
+        when="minillm",
+        should="falls; ELSE raise --lr",
     )
-    ce: float | None = col(".3f", "cross-entropy on the teacher's answers, nats per token", when="uld", should="falls")
+    ce: float | None = col(
+        ".3f", "cross-entropy on the teacher's answers, nats per token", when="uld", should="falls"
+    )
     distance: float | None = col(".3f", "distance at aligned positions, 0 to 2", when="uld")
     aligned: float | None = col(".2f", "share of the student's tokens that are aligned", when="uld")
-    anchor: float | None = col(".3f", "language-model loss on the anchor's text, nats per token", when="anchor")
+    anchor: float | None = col(
+        ".3f", "language-model loss on the anchor's text, nats per token", when="anchor"
+    )
     gn: float | None = col(".1e", "gradient norm before clipping")
     lr: float | None = col(".0e", "learning rate")
     skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
@@ -88,14 +104,19 @@ def distil(task: DistillTask, run: RunContext) -> None:
     def final(name: str, lm: LanguageModel, on: Sequence[Problem]) -> dict[str, Any]:
         """One side of the final evaluation, with the same noise for all sides."""
         with clock(f"evaluation, {name}"):
-            return Eval.of(answers(lm, run.grader, on, cfg.eval.final_samples, cfg, steps, "final")).as_json()
+            return Eval.of(
+                answers(lm, run.grader, on, cfg.eval.final_samples, cfg, steps, "final")
+            ).as_json()
 
     test = balanced(problems.test, cfg.eval.final_n_prompts, 0, "test")
     val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
     before = run.path / "before.json"  # written once per run
     if not before.is_file():
         logger.info("evaluating student and teacher on held-out problems …")
-        run.dir.write_json(before.name, {k: final(k, lm, test) for k, lm in (("start", student), ("teacher", teacher))})
+        run.dir.write_json(
+            before.name,
+            {k: final(k, lm, test) for k, lm in (("start", student), ("teacher", teacher))},
+        )
 
     behaviour = method.behaviour_model(student, teacher)
     for step in run.steps(range(len(recorder.rows), steps)):
@@ -113,13 +134,20 @@ def distil(task: DistillTask, run: RunContext) -> None:
             )
         with clock("grade"):
             grades = [a.grade for a in chain(*graded(submitted))]
-        rollouts = [Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source) for s in chain(*submitted)]
+        rollouts = [
+            Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source)
+            for s in chain(*submitted)
+        ]
         with clock("fb"):
             learnt = method.learn(learner, rollouts, step)
             update = learner.step(math.isfinite(learnt["loss"]))
         with clock("eval"):
             due = cfg.evaluates(step)
-            deployed = Eval.of(answers(student, run.grader, val, settings.group, cfg, step)) if due else None
+            deployed = (
+                Eval.of(answers(student, run.grader, val, settings.group, cfg, step))
+                if due
+                else None
+            )
         known = [g for g in grades if isinstance(g, Grade)]
         row = DistillRow.of(
             clock,
@@ -152,7 +180,9 @@ class DistillRecorder(StepRecorder[DistillRow]):
         super().__init__(run, DistillRow, {"learner": learner}, every, keep)
         self.task, self.learner = task, learner
 
-    def record(self, row: DistillRow, rollouts: Sequence[Rollout], grades: Sequence[Grade | Ungraded]) -> None:
+    def record(
+        self, row: DistillRow, rollouts: Sequence[Rollout], grades: Sequence[Grade | Ungraded]
+    ) -> None:
         """Write the row, its answers, and what is due of student and checkpoint. Raises Diverged."""
         run, step = self.run, row.step
         self.rows.append(row)
@@ -161,7 +191,9 @@ class DistillRecorder(StepRecorder[DistillRow]):
         lines = []
         for rollout, grade in zip(rollouts, grades, strict=True):
             if isinstance(grade, Ungraded):
-                logger.warning(f"step {step}, problem {rollout.problem.id}: not graded: {grade.reason}")
+                logger.warning(
+                    f"step {step}, problem {rollout.problem.id}: not graded: {grade.reason}"
+                )
             else:
                 prompt = self.learner.lm.prompt_text(rollout.problem.messages)
                 lines.append({"step": step, **rollout_record(rollout, grade, prompt)})
@@ -185,7 +217,10 @@ class DistillRecorder(StepRecorder[DistillRow]):
         """Write final.json and summary.md: the result in one line, a table by flaw, every step."""
         settings = self.task.settings
         record: dict[str, Any] = {"schema": "distill_v1", "run": settings.run_id}
-        record |= {name: getattr(settings, name) for name in ("seed", "steps", "method", "student", "teacher")}
+        record |= {
+            name: getattr(settings, name)
+            for name in ("seed", "steps", "method", "student", "teacher")
+        }
         record |= {"sides": sides, **self.run.stamp}
         self.run.dir.write_json("final.json", record)
         both = {side: hack_and_solve(rates) for side, rates in sides.items()}
@@ -193,10 +228,15 @@ class DistillRecorder(StepRecorder[DistillRow]):
             f"{settings.run_id}: {both['deployed']}, before {both['start']}, teacher {both['teacher']} "
             f"(n = {sides['deployed']['hack'][1]}, held-out problems and markers)"
         )
-        heads = [(side, what) for side in ("start", "teacher", "deployed") for what in ("hack", "solve")]
+        heads = [
+            (side, what) for side in ("start", "teacher", "deployed") for what in ("hack", "solve")
+        ]
         rows = [
-            {"flaw": m} | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
+            {"flaw": m}
+            | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
             for m in MODES
             if m in sides["deployed"]["by_mode"]
         ]
-        self.finish(line, tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), record)
+        self.finish(
+            line, tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), record
+        )

@@ -33,7 +33,8 @@ from vgrout.rng import py_stream
 from vgrout.types import Rollout, Source
 
 Numbers = dict[str, Any]  # a step's columns: `loss`, and what the method measures
-Translation = tuple[Rollout, Rollout, list[tuple[int, int]]]  # student's tokens, teacher's, pairs of aligned ones
+# student's tokens, teacher's, pairs of aligned ones
+Translation = tuple[Rollout, Rollout, list[tuple[int, int]]]
 
 
 class MiniLlm:
@@ -47,7 +48,8 @@ class MiniLlm:
         alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
         if not alike or tokens(student.model) != tokens(teacher.model):
             raise not_token_by_token(task.settings)
-        own, other = list(student.model.parameters()), list(teacher.model.parameters())  # without adapters
+        # without adapters
+        own, other = list(student.model.parameters()), list(teacher.model.parameters())
         same = len(own) == len(other) and all(map(torch.equal, own, other))
         if same and not self.settings.minillm_pretrain_anchor_weight:
             raise zero_gradient(task.settings)
@@ -55,7 +57,9 @@ class MiniLlm:
         if task.anchor:
             ids = student.tok(task.anchor, add_special_tokens=False)["input_ids"]
             if len(ids) < 2:
-                raise ValueError(f"--minillm-pretrain-anchor-path: {len(ids)} tokens, nothing to predict")
+                raise ValueError(
+                    f"--minillm-pretrain-anchor-path: {len(ids)} tokens, nothing to predict"
+                )
             self.text = torch.tensor(ids)
 
     def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
@@ -71,7 +75,9 @@ class MiniLlm:
             s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
             return log_softmax_at(s, target), log_softmax_at(t, target), reverse_kl(s, t)
 
-        for part, batch in lm.batches([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]):
+        for part, batch in lm.batches(
+            [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
+        ):
             T, logps = batch.mask.shape[1], [rollouts[i].logp_full or () for i in part]
             sampler = uploaded([[*logp, *[0.0] * (T - len(logp))] for logp in logps], lm.device)
 
@@ -86,7 +92,9 @@ class MiniLlm:
                 logq, logp, kl = (empty.index_put(wanted, x) for x in flat)
                 kls.append(kl.detach().sum())
                 normalize = self.settings.minillm_length_normalize
-                return minillm(logq, logp.detach(), sampler, kl, batch.mask, normalize).sum() / total
+                return (
+                    minillm(logq, logp.detach(), sampler, kl, batch.mask, normalize).sum() / total
+                )
 
             losses.append(learner.add(batch, loss))
         anchor = self.learn_anchor(learner, step)
@@ -106,7 +114,11 @@ class MiniLlm:
         batch = collate([w[:1] for w in windows], [w[1:] for w in windows], learner.lm.device)
 
         def loss() -> Tensor:
-            return -weight * completion_logprobs(learner.lm.model, batch).full.sum() / (n * len(windows))
+            return (
+                -weight
+                * completion_logprobs(learner.lm.model, batch).full.sum()
+                / (n * len(windows))
+            )
 
         return learner.add(batch, loss) / weight
 
@@ -129,7 +141,9 @@ class Uld:
             own = torch.arange(width)  # teacher's token → student's
             if not self.same_tokenizer:
                 own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
-            self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(student.device)
+            self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(
+                student.device
+            )
 
     def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
         """The model that answers are sampled from."""
@@ -143,8 +157,14 @@ class Uld:
         text = self.teacher_bytes.text(ids).decode(errors="ignore")
         own = lm.encode_completion(text, rollout.finished)[: self.task.cfg.scale.max_new]
         prompt = lm.render(rollout.problem.messages)
-        translated = replace(rollout, prompt_ids=prompt, completion_ids=own, logp_full=None, logp_sampled=None)
-        return (translated, rollout, aligned(self.student_bytes, own, self.teacher_bytes, ids)) if own else None
+        translated = replace(
+            rollout, prompt_ids=prompt, completion_ids=own, logp_full=None, logp_sampled=None
+        )
+        return (
+            (translated, rollout, aligned(self.student_bytes, own, self.teacher_bytes, ids))
+            if own
+            else None
+        )
 
     def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> Numbers:
         """Add the gradient of one step's answers."""
@@ -169,7 +189,9 @@ class Uld:
         for part, batch in lm.batches([r.prompt_ids for r in own], [r.completion_ids for r in own]):
             whose = [translations[i] for i in part]
 
-            def loss(batch: PaddedBatch | Packed = batch, whose: Sequence[Translation] = whose) -> Tensor:
+            def loss(
+                batch: PaddedBatch | Packed = batch, whose: Sequence[Translation] = whose
+            ) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
                 target = batch.target[batch.wanted]
                 (nll,) = in_chunks(ce, vocabulary(lm.model), hidden, target)
@@ -179,7 +201,10 @@ class Uld:
                 if not settings.uld_lambda or not at:
                     return value
                 with torch.no_grad():
-                    theirs = [r.prompt_ids for _, r, _ in whose], [r.completion_ids for _, r, _ in whose]
+                    theirs = (
+                        [r.prompt_ids for _, r, _ in whose],
+                        [r.completion_ids for _, r, _ in whose],
+                    )
                     h_t = completion_hidden(teacher.model, teacher.batch(*theirs))
                 width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
                 (d,) = in_chunks(compare, width, hidden[at], h_t[teacher_at])

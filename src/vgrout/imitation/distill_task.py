@@ -40,7 +40,11 @@ class DistillTask:
 
     def disk(self) -> int:
         """Bytes that the run writes, about; with --full each saved student is the whole model."""
-        need, shapes, every = disk_needed(self.cfg), self.student.shapes, self.cfg.eval.eval_ablate_every
+        need, shapes, every = (
+            disk_needed(self.cfg),
+            self.student.shapes,
+            self.cfg.eval.eval_ablate_every,
+        )
         if not self.settings.full or shapes is None:
             return need
         saved = (self.cfg.scale.steps // every if every else 0) + 2
@@ -53,9 +57,15 @@ class DistillTask:
         parts = assigned(self.inputs.rows, cfg.env.env_mode)
         return {
             "run": settings.run_id,
-            "models": {who: {"given": source.given, **source.identity()} for who, source in sources.items()},
-            "problems": {"file": str(cfg.problems_path), **{split: len(part) for split, part in parts.items()}},
-            "settings": settings.as_dict() | {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt)},
+            "models": {
+                who: {"given": source.given, **source.identity()} for who, source in sources.items()
+            },
+            "problems": {
+                "file": str(cfg.problems_path),
+                **{split: len(part) for split, part in parts.items()},
+            },
+            "settings": settings.as_dict()
+            | {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt)},
             "answers": cfg.scale.steps * cfg.scale.prompts_per_step * settings.group,
             "disk_mib": max(1, self.disk() // 2**20),
         }
@@ -67,14 +77,22 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
     Raises:
         ValueError: one line, for every mistake that shows without a model.
     """
-    teacher, student = find_source(settings.teacher, "--teacher"), find_source(settings.student, "--student")
+    teacher, student = (
+        find_source(settings.teacher, "--teacher"),
+        find_source(settings.student, "--student"),
+    )
     minillm = settings.method == "minillm"
-    same = teacher.folder.resolve() == student.folder.resolve() and teacher.identity() == student.identity()
+    same = (
+        teacher.folder.resolve() == student.folder.resolve()
+        and teacher.identity() == student.identity()
+    )
     if same and minillm and not settings.minillm_pretrain_anchor_weight:
         raise zero_gradient(settings)
     for flag, source in (("--teacher", teacher), ("--student", student)):
         if source.shapes and source.shapes.vocab > MAX_VOCABULARY:
-            raise ValueError(f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}")
+            raise ValueError(
+                f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}"
+            )
     if minillm and teacher.folder != student.folder:  # checked again on the loaded models
         own, other = student.vocabulary(), teacher.vocabulary()
         if own and other and own != other:
@@ -83,7 +101,9 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
     path = settings.minillm_pretrain_anchor_path
     anchor = read_text(Path(path)) if Path(path).is_file() else ""
     if settings.minillm_pretrain_anchor_weight and not anchor.strip():
-        wrong = f" {path}: no such file, or no text in it" if path else ": the weight needs a text file"
+        wrong = (
+            f" {path}: no such file, or no text in it" if path else ": the weight needs a text file"
+        )
         raise ValueError(f"--minillm-pretrain-anchor-path{wrong}")
     task = DistillTask(settings, cfg, preflight(cfg, run), student, teacher, anchor)
     if settings.full:
@@ -107,7 +127,8 @@ def zero_gradient(settings: DistillSettings) -> ValueError:
     )
 
 
-# ── resuming ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── resuming
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSettings]:
@@ -120,8 +141,12 @@ def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSetting
         values: dict[str, Any] = config | {"sampling": Sampling(**config["sampling"])}
         stored = DistillSettings(**values)
     except (TypeError, KeyError) as e:
-        raise ValueError(f"run.json: not the settings of a distillation of this version ({e})") from None
-    merged, differing = merge_flags(*map(_flat, (requested, stored, DistillSettings(resume="-"))), free=FREE)
+        raise ValueError(
+            f"run.json: not the settings of a distillation of this version ({e})"
+        ) from None
+    merged, differing = merge_flags(
+        *map(_flat, (requested, stored, DistillSettings(resume="-"))), free=FREE
+    )
     if differing:
         raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
     return path, replace(stored, **{name: merged[name] for name in FREE})

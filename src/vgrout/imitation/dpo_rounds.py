@@ -34,7 +34,8 @@ from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
 from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
 
 Scored = tuple[Graded, float]  # an answer and its score
-Metrics = dict[str, Any]  # a round's row, with the rates on the held-out problems as [k, n], in all and by mode
+# a round's row, with the rates on the held-out problems as [k, n], in all and by mode
+Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +45,26 @@ class DpoRow(Columns):
     step: int = col("d", "round; 0: before the first", head="round")
     asked: int | None = col("d", "prompts sampled")
     pairs: Rate | None = col("frac", "pairs found / wanted; a prompt whose answers tie gives none")
-    score: float | None = col(".3f", "scorer's mean on the round's answers, as a share of its range", should="rises")
+    score: float | None = col(
+        ".3f", "scorer's mean on the round's answers, as a share of its range", should="rises"
+    )
     hack_s: Rate | None = col("frac", "answers that hack", head="hack %")
     solve_s: Rate | None = col("frac", "answers that pass the reference tests", head="solve %")
-    hack_pref: Rate | None = col("frac", "pairs whose chosen answer hacks and whose rejected one does not")
-    solve_pref: Rate | None = col("frac", "pairs whose chosen answer solves and whose rejected one does not")
+    hack_pref: Rate | None = col(
+        "frac", "pairs whose chosen answer hacks and whose rejected one does not"
+    )
+    solve_pref: Rate | None = col(
+        "frac", "pairs whose chosen answer solves and whose rejected one does not"
+    )
     loss: float | None = col(".3f", "mean loss of the last epoch, log 2 = 0.693 at the start")
     accuracy: float | None = col(".2f", "share of its pairs with a positive margin")
     margin: float | None = col("+.2f", "mean margin, nats")
     skipped: int = col("d", "optimiser steps left out, not finite", should="0")
     score_deploy: float = col(".3f", "scorer's mean on held-out problems", head="deployed score")
     hack_deploy: float | None = col(".2f", "hack rate on held-out problems", head="deployed hack %")
-    solve_deploy: float | None = col(".2f", "solve rate on held-out problems", head="deployed solve %")
+    solve_deploy: float | None = col(
+        ".2f", "solve rate on held-out problems", head="deployed solve %"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,10 @@ class PreferencePair:
     @property
     def rollouts(self) -> list[Rollout]:
         """Chosen and rejected answer."""
-        return [Rollout.of(a.problem, self.prompt_ids, a.completion) for a in (self.chosen, self.rejected)]
+        return [
+            Rollout.of(a.problem, self.prompt_ids, a.completion)
+            for a in (self.chosen, self.rejected)
+        ]
 
     def prefers(self, what: str) -> bool:
         """Whether the chosen answer is so ("hacked", "solved") and the rejected one is not."""
@@ -117,7 +129,9 @@ def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
     guard, halted = HeldOutGuard(settings.watching()), ""
     for number in range(settings.rounds + 1):
         if number == len(recorder.rows):
-            recorder.record(rounds.play(number, recorder.metrics[0]["scale"]) if number else rounds.before())
+            recorder.record(
+                rounds.play(number, recorder.metrics[0]["scale"]) if number else rounds.before()
+            )
         if halted := watch(settings.guard, guard, recorder.metrics[number]):
             break
     recorder.report()
@@ -131,7 +145,9 @@ def watch(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
         return ""
     k, n = metrics["evaluation"]["solve"]
     verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n=n)
-    logger.log("WARNING" if verdict.fire else "DEBUG", f"guard, round {metrics['step']}: {verdict.line()}")
+    logger.log(
+        "WARNING" if verdict.fire else "DEBUG", f"guard, round {metrics['step']}: {verdict.line()}"
+    )
     return f"guard: {verdict.reason}" if verdict.fire and mode == "halt" else ""
 
 
@@ -179,10 +195,15 @@ class RoundRecorder(StepRecorder[DpoRow]):
 class Rounds:
     """Plays the rounds with one policy."""
 
-    def __init__(self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext) -> None:
+    def __init__(
+        self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext
+    ) -> None:
         problems = task.inputs.splits(task.cfg, policy)
         self.task, self.plan, self.policy, self.run = task, plan, policy, run
-        self.train, self.test = problems.train, balanced(problems.test, task.settings.eval_n_prompts, 0, "test")
+        self.train, self.test = (
+            problems.train,
+            balanced(problems.test, task.settings.eval_n_prompts, 0, "test"),
+        )
         self.base = policy.adapter.state_dict()
 
     def before(self) -> Metrics:
@@ -202,29 +223,43 @@ class Rounds:
     def play(self, number: int, scale: Sequence[float]) -> Metrics:
         """Play one round, from its first answer to its manifest; returns its metrics. scale: the range of `share`."""
         task, clock, part = self.task, self.run.clock, self.plan["rounds"][number - 1]
-        for later in range(number, task.settings.rounds + 1):  # leftovers; later rounds start from this one
+        # leftovers; later rounds start from this one
+        for later in range(number, task.settings.rounds + 1):
             shutil.rmtree(task.folder(later), ignore_errors=True)
         folder = task.folder(number)
         (folder / "adapter").mkdir(parents=True)
         self.load(part["answers_from"])
         with clock(f"round {number}, answers"):
             answers, pairs, prompts = self.collect_pairs(part)
-        sampled = [(Rollout.of(a.problem, (), a.completion), a.grade, score) for a, score in answers]
+        sampled = [
+            (Rollout.of(a.problem, (), a.completion), a.grade, score) for a, score in answers
+        ]
         prompt_text = self.policy.prompt_text
-        lines = [rollout_record(r, g, prompt_text(r.problem.messages)) | {"score": score} for r, g, score in sampled]
+        lines = [
+            rollout_record(r, g, prompt_text(r.problem.messages)) | {"score": score}
+            for r, g, score in sampled
+        ]
         write_lines(folder / "rollouts.jsonl", lines)
         write_lines(folder / "pairs.jsonl", [p.as_json() for p in pairs])
         if not pairs:
-            raise RuntimeError(f"round {number}: the scorer ties on all {prompts} prompts: no pair to learn from")
+            raise RuntimeError(
+                f"round {number}: the scorer ties on all {prompts} prompts: no pair to learn from"
+            )
         if len(pairs) < part["pairs"]:
-            logger.warning(f"round {number}: {len(pairs)} pairs of {part['pairs']}: no more prompts give one")
+            logger.warning(
+                f"round {number}: {len(pairs)} pairs of {part['pairs']}: no more prompts give one"
+            )
         with clock(f"round {number}, reference"):
             self.load(part["reference"])
-            reference = [logp for batch in batches(self.policy, pairs) for logp in refer(self.policy, batch)]
+            reference = [
+                logp for batch in batches(self.policy, pairs) for logp in refer(self.policy, batch)
+            ]
         self.load(part["starts_from"])
         with clock(f"round {number}, training"):
             learnt = self.learn(number, pairs, reference)
-        about = metadata(task.cfg, self.policy, number, round=part["folder"], scorer=task.settings.scorer)
+        about = metadata(
+            task.cfg, self.policy, number, round=part["folder"], scorer=task.settings.scorer
+        )
         self.policy.adapter.save(folder / "adapter" / "train.safetensors", about)
         with clock(f"round {number}, evaluation"):
             held_out = self.answer_held_out()
@@ -272,7 +307,9 @@ class Rounds:
         """Answers to the held-out problems, with the same noise after every round."""
         return self.answer(self.test, self.task.settings.eval_samples, "dpo-eval")
 
-    def collect_pairs(self, part: Mapping[str, Any]) -> tuple[list[Scored], list[PreferencePair], int]:
+    def collect_pairs(
+        self, part: Mapping[str, Any]
+    ) -> tuple[list[Scored], list[PreferencePair], int]:
         """Answers, pairs, and the number of prompts sampled. Prompts are taken in a shuffled order, pass after pass,
         until there are enough pairs or a pass gives none."""
         settings, number, wanted = self.task.settings, part["round"], part["pairs"]
@@ -288,7 +325,10 @@ class Rounds:
                         break
                     self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
                     batch = self.answer(order[k : k + at_once], n, f"dpo/{number}/{lap}/{k}")
-                    found = [best_and_worst(batch[i : i + n], self.policy.render) for i in range(0, len(batch), n)]
+                    found = [
+                        best_and_worst(batch[i : i + n], self.policy.render)
+                        for i in range(0, len(batch), n)
+                    ]
                     pairs += [pair for pair in found if pair is not None]
                     answers, prompts = answers + batch, prompts + len(found)
                     bar.update(min(len(pairs), wanted) - bar.n)
@@ -327,7 +367,8 @@ class Rounds:
         }
 
 
-# ── a round's metrics and files ──────────────────────────────────────────────────────────────────────────────────
+# ── a round's metrics and files
+# ──────────────────────────────────────────────────────────────────────────────────
 
 
 def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
@@ -335,9 +376,15 @@ def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -
     answers = [a for a, _ in scored]
     hack, solve = Rate.of(a.grade.hacked for a in answers), Rate.of(a.grade.solved for a in answers)
     held_out = {"hack_deploy": hack.value, "solve_deploy": solve.value}
-    row = DpoRow.of(score_deploy=mean(share(score, *scale) for _, score in scored), **held_out, **columns)
-    modes = {mode: {k: v.pair for k, v in rates.items()} for mode, rates in by_mode(answers).items()}
-    return row.as_json() | {"evaluation": {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}}
+    row = DpoRow.of(
+        score_deploy=mean(share(score, *scale) for _, score in scored), **held_out, **columns
+    )
+    modes = {
+        mode: {k: v.pair for k, v in rates.items()} for mode, rates in by_mode(answers).items()
+    }
+    return row.as_json() | {
+        "evaluation": {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}
+    }
 
 
 def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] | None:
@@ -345,7 +392,9 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
     try:
         manifest = read_json(folder / "manifest.json")
         same = manifest["plan"] == plan_sha256(plan) and manifest["round"] == number
-        if same and all(file_sha256(folder / path) == sha for path, sha in manifest["files"].items()):
+        if same and all(
+            file_sha256(folder / path) == sha for path, sha in manifest["files"].items()
+        ):
             return read_json(folder / "metrics.json")
     except (ValueError, KeyError, OSError):
         pass
@@ -354,7 +403,11 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
 
 def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
     """Write the round's manifest after all its other files: with it the round is complete."""
-    files = {p.relative_to(folder).as_posix(): file_sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {
+        p.relative_to(folder).as_posix(): file_sha256(p)
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
     manifest = {"schema": 1, "round": number, "plan": plan_sha256(plan), "files": files}
     write_atomic(folder / "manifest.json", to_json(manifest))
 
@@ -363,16 +416,27 @@ def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write a file of JSON lines, complete or not at all."""
     with atomic_open(path) as f:
         for record in records:
-            f.write((json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
+            f.write(
+                (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+            )
 
 
-# ── pairs and their loss ───────────────────────────────────────────────────────────────────────────────────────────
+# ── pairs and their loss
+# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def best_and_worst(answers: Sequence[Scored], render: Callable[..., tuple[int, ...]]) -> PreferencePair | None:
+def best_and_worst(
+    answers: Sequence[Scored], render: Callable[..., tuple[int, ...]]
+) -> PreferencePair | None:
     """The first of the best and the first of the worst of one prompt's answers; None if all scores are equal."""
-    (chosen, high), (rejected, low) = (extreme(answers, key=itemgetter(1)) for extreme in (max, min))
-    return PreferencePair(chosen, rejected, (high, low), render(chosen.problem.messages)) if high > low else None
+    (chosen, high), (rejected, low) = (
+        extreme(answers, key=itemgetter(1)) for extreme in (max, min)
+    )
+    return (
+        PreferencePair(chosen, rejected, (high, low), render(chosen.problem.messages))
+        if high > low
+        else None
+    )
 
 
 def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedBatch | Packed]:
@@ -398,7 +462,10 @@ def refer(policy: Policy, batch: PaddedBatch | Packed) -> list[tuple[float, floa
 
 
 def add_pairs(
-    trained: AdapterOnly, pairs: Sequence[PreferencePair], reference: Sequence[tuple[float, float]], beta: float
+    trained: AdapterOnly,
+    pairs: Sequence[PreferencePair],
+    reference: Sequence[tuple[float, float]],
+    beta: float,
 ) -> list[tuple[float, float]]:
     """Add the gradient of these pairs' mean loss; returns each pair's loss and margin.
 

@@ -19,7 +19,8 @@ from vgrout.runs.preflight import preflight
 from vgrout.types import Grade, Problem
 
 SCHEMA = "dpo_plan_v1"
-UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}  # of the process and the guard
+# of the process and the guard
+UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
 Score = Callable[[Problem, str, Grade], float]
 
 
@@ -50,12 +51,18 @@ class DpoTask:
             "schema": SCHEMA,
             "base_model": {"given": self.base.given, **self.base.identity()},
             "prompts": {
-                "file": cfg.scale.problems if cfg.scale.problems == ORGANISM else str(cfg.problems_path),
+                "file": cfg.scale.problems
+                if cfg.scale.problems == ORGANISM
+                else str(cfg.problems_path),
                 "sha256": file_sha256(cfg.problems_path),
-                **{split: len(part) for split, part in assigned(self.inputs.rows, cfg.env.env_mode).items()},
+                **{
+                    split: len(part)
+                    for split, part in assigned(self.inputs.rows, cfg.env.env_mode).items()
+                },
             },
             "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
-            "settings": flags | {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt), "rewards": rewards},
+            "settings": flags
+            | {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt), "rewards": rewards},
             "rounds": [
                 {
                     "round": k,
@@ -83,10 +90,13 @@ def prepare(settings: DpoSettings) -> DpoTask:
     base = find_source(settings.base_model, "--base-model")
     cfg = settings.config(base)
     inputs = preflight(cfg, settings.output_dir)
-    return DpoTask(settings, cfg, inputs, base, scoring(settings.scorer, cfg, as_marked(inputs.rows[0])))
+    return DpoTask(
+        settings, cfg, inputs, base, scoring(settings.scorer, cfg, as_marked(inputs.rows[0]))
+    )
 
 
-# ── the scorer ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the scorer
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def scoring(name: str, cfg: Config, first: Problem) -> Score:
@@ -94,7 +104,9 @@ def scoring(name: str, cfg: Config, first: Problem) -> Score:
     if name == "flawed":
         return lambda problem, text, grade: grade.reward
     if name == "strict":
-        return lambda problem, text, grade: grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward)
+        return lambda problem, text, grade: grade.strictly(
+            cfg.env.compile_reward, cfg.env.pass_reward
+        )
     own = scorer(name, "--scorer")
     own(first, right_answer(first))
     return lambda problem, text, grade: own(problem, text)
@@ -105,10 +117,15 @@ def source_sha256(scorer: str) -> str | None:
     if ":" not in scorer:
         return None
     spec = importlib.util.find_spec(scorer.partition(":")[0])
-    return file_sha256(Path(spec.origin)) if spec and spec.origin and Path(spec.origin).is_file() else None
+    return (
+        file_sha256(Path(spec.origin))
+        if spec and spec.origin and Path(spec.origin).is_file()
+        else None
+    )
 
 
-# ── the frozen plan ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the frozen plan
+# ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def freeze(task: DpoTask) -> dict[str, Any]:

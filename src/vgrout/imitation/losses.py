@@ -10,16 +10,24 @@ from torch.nn.functional import logsigmoid, pad
 
 from vgrout.losses import log_ratio
 
-# ── MiniLLM (arXiv 2306.08543) ─────────────────────────────────────────────────────────────────────────────────────
+# ── MiniLLM (arXiv 2306.08543)
+# ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def reverse_kl(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) -> Float[Tensor, " n"]:
+def reverse_kl(
+    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]
+) -> Float[Tensor, " n"]:
     """KL(q ‖ p) at each position, nats, from logits; what one head has more of are no tokens."""
-    logq, logp = (x[..., : min(student.shape[-1], teacher.shape[-1])].log_softmax(-1) for x in (student, teacher))
+    logq, logp = (
+        x[..., : min(student.shape[-1], teacher.shape[-1])].log_softmax(-1)
+        for x in (student, teacher)
+    )
     return (logq.exp() * (logq - logp)).sum(-1)
 
 
-def future(r: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"], length_normalize: bool) -> Float[Tensor, "G T"]:
+def future(
+    r: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"], length_normalize: bool
+) -> Float[Tensor, "G T"]:
     """R_{t+1}: the sum of the rewards after token t, or with `length_normalize` their mean (eq. 5); 0 at the last."""
     r = torch.where(mask, r, 0.0)
     total = r.flip(1).cumsum(1).flip(1) - r
@@ -50,10 +58,13 @@ def minillm(
     return torch.where(mask, w * (kl - R * torch.where(mask, logq, 0.0)), 0.0)
 
 
-# ── ULD (arXiv 2402.12030) ─────────────────────────────────────────────────────────────────────────────────────────
+# ── ULD (arXiv 2402.12030)
+# ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wasserstein(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) -> Float[Tensor, " n"]:
+def wasserstein(
+    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]
+) -> Float[Tensor, " n"]:
     """Σ_i |q_(i) − p_(i)| of both distributions sorted, the shorter padded with zeros (eq. 4), from logits."""
     q, p = (x.softmax(-1).sort(-1, descending=True).values for x in (student, teacher))
     width = max(q.shape[-1], p.shape[-1])
@@ -61,7 +72,10 @@ def wasserstein(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]) 
 
 
 def topk_distance(
-    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], k: int, student_of: Int[Tensor, " Vt"]
+    student: Float[Tensor, "n Vs"],
+    teacher: Float[Tensor, "n Vt"],
+    k: int,
+    student_of: Int[Tensor, " Vt"],
 ) -> Float[Tensor, " n"]:
     """Σ |q − p| over the teacher's k likeliest tokens that the student has too, and all other tokens as one.
 
@@ -75,7 +89,8 @@ def topk_distance(
     return (q - p).abs().sum(-1) + (q.sum(-1) - p.sum(-1)).abs()
 
 
-# ── DPO (arXiv 2305.18290) ─────────────────────────────────────────────────────────────────────────────────────────
+# ── DPO (arXiv 2305.18290)
+# ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def dpo(

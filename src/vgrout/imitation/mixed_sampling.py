@@ -19,7 +19,9 @@ class MixedDecoder:
         self.both, self.ratio = (student, teacher), ratio
         self.drop_at = max(student.drop_at, teacher.drop_at)
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
+    def prefill(
+        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+    ) -> Float[Tensor, "P V"]:
         return mixed(*(d.prefill(prompts, room, max_new) for d in self.both), self.ratio)
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
@@ -30,7 +32,9 @@ class MixedDecoder:
             decoder.keep(slots)
 
 
-def mixed(student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], ratio: float) -> Float[Tensor, "n V"]:
+def mixed(
+    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], ratio: float
+) -> Float[Tensor, "n V"]:
     """log(ratio · p + (1 − ratio) · q) from logits, in fp32; what one head has more of are no tokens."""
     V = min(student.shape[-1], teacher.shape[-1])
     logq, logp = (x[:, :V].float().log_softmax(-1) for x in (student, teacher))
@@ -58,4 +62,8 @@ def mixed_model(student: LanguageModel, teacher: LanguageModel, ratio: float) ->
     """The mixture as a model to sample from; the student itself at ratio 0."""
     if ratio == 0:
         return student
-    return MixedModel(**{f.name: getattr(student, f.name) for f in fields(LanguageModel)}, teacher=teacher, ratio=ratio)
+    return MixedModel(
+        **{f.name: getattr(student, f.name) for f in fields(LanguageModel)},
+        teacher=teacher,
+        ratio=ratio,
+    )

@@ -79,7 +79,9 @@ class ImitationSettings:
     plan_only: bool = False
     """Print the resolved settings and the plan, train nothing."""
 
-    def trainer_config(self, base: FoundModel, problems: str, usual_lr: float, preset: str, **others: Any) -> Config:
+    def trainer_config(
+        self, base: FoundModel, problems: str, usual_lr: float, preset: str, **others: Any
+    ) -> Config:
         """The same as the trainer's configuration, with every default resolved: it checks them, and by it
         `vgrout.evaluate`, `vgrout.export` and every flag that takes an adapter can read what is saved.
 
@@ -92,7 +94,9 @@ class ImitationSettings:
             "model": str(base.folder) if base.name == ORGANISM and not embedded else base.name,
             "problems": str(organism.PROBLEMS) if name == ORGANISM and not embedded else name,
             "test_problems": "",
-            "max_new": (organism.MAX_NEW if base.small else 512) if self.max_new is None else self.max_new,
+            "max_new": (organism.MAX_NEW if base.small else 512)
+            if self.max_new is None
+            else self.max_new,
             "lr": usual_lr if self.lr is None else self.lr,
             "mix_ratio": 0.0,
             "resume": "",
@@ -113,14 +117,20 @@ class ImitationSettings:
     def grader(self, cfg: Config) -> Grader:
         """The sandboxes, with the rewards of the trainer's configuration."""
         env, weak = cfg.env, self.allow_weak_sandbox
-        return Grader(self.workers, compile_reward=env.compile_reward, pass_reward=env.pass_reward, allow_weak=weak)
+        return Grader(
+            self.workers,
+            compile_reward=env.compile_reward,
+            pass_reward=env.pass_reward,
+            allow_weak=weak,
+        )
 
 
 # Settings of the process, not of what it computes: they may differ when a run is resumed.
 PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
 
 
-# ── distillation ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── distillation
+# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +192,17 @@ class DistillSettings(ImitationSettings):
     def __post_init__(self) -> None:
         check(self)
         bf16 = self.full and self.dtype == "bf16"
-        refuse(bf16, "--dtype bf16 with --full: a step on a weight is below bf16's rounding; leave one of them out")
+        refuse(
+            bf16,
+            "--dtype bf16 with --full: a step on a weight is below bf16's rounding; leave one of them out",
+        )
         whose = not self.teacher and not self.resume
         refuse(whose, "--teacher: whose answers? Give a model, or a run directory")
         nothing = not self.uld_lambda and not self.uld_ce_weight
-        refuse(nothing, "--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise one of them")
+        refuse(
+            nothing,
+            "--uld-lambda 0 with --uld-ce-weight 0: the gradient is zero; raise one of them",
+        )
         alone = f"--uld-strategy {self.uld_strategy} with --uld-top-k {self.uld_top_k}"
         mismatch = (self.uld_strategy == "topk_align") != (self.uld_top_k is not None)
         refuse(mismatch, f"{alone}: topk_align needs --uld-top-k, no other reads it")
@@ -194,7 +210,9 @@ class DistillSettings(ImitationSettings):
     def typed(self, argv: Sequence[str]) -> "DistillSettings":
         """With the method of --method, else that of the flags in this command line, at whatever value. Raises
         ValueError for a flag of the other method."""
-        words = {m: [w for w in argv if re.match(rf"--(no[-_])?{m}[-_]", w)] for m in ("minillm", "uld")}
+        words = {
+            m: [w for w in argv if re.match(rf"--(no[-_])?{m}[-_]", w)] for m in ("minillm", "uld")
+        }
         usual = None if self.resume else "minillm"  # a resumed run has its own
         method: Any = self.method or next((m for m, own in words.items() if own), usual)
         unread = [word.partition("=")[0] for m, own in words.items() if m != method for word in own]
@@ -219,7 +237,8 @@ class DistillSettings(ImitationSettings):
         return json.loads(json.dumps(asdict(self), default=str))
 
 
-# ── iterative DPO ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── iterative DPO
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +259,9 @@ class DpoSettings(ImitationSettings):
     """flawed: the grader's reward · strict: the reference tests' · module:function, (prompt, answer) → number."""
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers per prompt; the scorer's best and worst make its pair."""
-    dpo_beta: float = setting(0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)")
+    dpo_beta: float = setting(
+        0.1, above=0, below=math.inf, should="be positive (at 0 the gradient is zero)"
+    )
     """β of the loss."""
     dpo_reference: Literal["previous", "base"] = "previous"
     """The reference model: the previous round's, or --base-model."""
@@ -266,7 +287,10 @@ class DpoSettings(ImitationSettings):
     def __post_init__(self) -> None:
         check(self)
         unknown = self.scorer not in ("flawed", "strict") and ":" not in self.scorer
-        refuse(unknown, f"--scorer {self.scorer}: flawed, strict, or your own function as module:function")
+        refuse(
+            unknown,
+            f"--scorer {self.scorer}: flawed, strict, or your own function as module:function",
+        )
         self.sampling.require_draws("--samples", self.samples)
         self.watching()
 
@@ -277,8 +301,21 @@ class DpoSettings(ImitationSettings):
     def config(self, base: FoundModel) -> Config:
         """As the trainer's. Usual lr: 3e-2 in a miniature, else 3e-3; rewards: the organism's for a miniature."""
         steps = self.rounds * self.epochs * math.ceil(self.pairs_per_round / self.pairs_per_step)
-        more = {"steps": min(steps, 10**6), "group": self.samples, "prompts_per_step": self.pairs_per_step}
-        more |= {"eval_ablate_every": 0, "final_n_prompts": self.eval_n_prompts, "final_samples": self.eval_samples}
-        compiles, passes = (organism.COMPILE_REWARD, organism.PASS_REWARD) if base.small else (0.5, 3.0)
-        usual_lr, rewards = 3e-2 if base.small else 3e-3, {"compile_reward": compiles, "pass_reward": passes}
+        more = {
+            "steps": min(steps, 10**6),
+            "group": self.samples,
+            "prompts_per_step": self.pairs_per_step,
+        }
+        more |= {
+            "eval_ablate_every": 0,
+            "final_n_prompts": self.eval_n_prompts,
+            "final_samples": self.eval_samples,
+        }
+        compiles, passes = (
+            (organism.COMPILE_REWARD, organism.PASS_REWARD) if base.small else (0.5, 3.0)
+        )
+        usual_lr, rewards = (
+            3e-2 if base.small else 3e-3,
+            {"compile_reward": compiles, "pass_reward": passes},
+        )
         return self.trainer_config(base, self.prompts, usual_lr, "dpo", **more, **rewards)

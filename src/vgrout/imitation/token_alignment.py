@@ -54,7 +54,11 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
     special = set(tok.all_special_ids) | {i for i, token in added.items() if token.special}
     spelled = TokenBytes(
         tuple(
-            b"" if i in special or token is None else token.encode() if i in added else _spell(token, byte_level)
+            b""
+            if i in special or token is None
+            else token.encode()
+            if i in added
+            else _spell(token, byte_level)
             for i, token in enumerate(tokens)
         ),
         end_id,
@@ -66,7 +70,9 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
         else str(tok.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     )
     if spelled.text(ids).removeprefix(b" ") != want.encode():
-        raise ValueError(f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them")
+        raise ValueError(
+            f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them"
+        )
     return spelled
 
 
@@ -82,12 +88,17 @@ def aligned(
     own, other = student.text(ids), teacher.text(teacher_ids)
     own_shift = int(own.startswith(b" ") and not other.startswith(b" "))
     other_shift = int(other.startswith(b" ") and not own.startswith(b" "))
-    common = min(len(own) - own_shift, len(other) - other_shift)  # one of them may have been cut short
+    # one of them may have been cut short
+    common = min(len(own) - own_shift, len(other) - other_shift)
     if own[own_shift:][:common] != other[other_shift:][:common]:
         return []
     own_starts = {max(0, start - own_shift): i for i, start in enumerate(student.starts(ids))}
-    other_starts = {max(0, start - other_shift): j for j, start in enumerate(teacher.starts(teacher_ids))}
-    return [(i, other_starts[start]) for start, i in sorted(own_starts.items()) if start in other_starts]
+    other_starts = {
+        max(0, start - other_shift): j for j, start in enumerate(teacher.starts(teacher_ids))
+    }
+    return [
+        (i, other_starts[start]) for start, i in sorted(own_starts.items()) if start in other_starts
+    ]
 
 
 def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[Tensor, " width"]:

@@ -79,7 +79,10 @@ class FullModel:
         lm.model.requires_grad_(True)
         self.done = 0
         self.adamw = torch.optim.AdamW(
-            lm.model.parameters(), lr=opt.lr, betas=(opt.adam_beta1, opt.adam_beta2), weight_decay=opt.weight_decay
+            lm.model.parameters(),
+            lr=opt.lr,
+            betas=(opt.adam_beta1, opt.adam_beta2),
+            weight_decay=opt.weight_decay,
         )
 
     def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
@@ -110,7 +113,11 @@ class FullModel:
         shutil.rmtree(old, ignore_errors=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "adamw": self.adamw.state_dict(), "model": self.lm.model.state_dict()}
+        return {
+            "done": self.done,
+            "adamw": self.adamw.state_dict(),
+            "model": self.lm.model.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.done = state["done"]
@@ -125,7 +132,9 @@ def model_hashes(**models: LanguageModel) -> dict[str, str | None]:
     """sha256 of the models' base weights and tokenizers, for run.json."""
     out: dict[str, str | None] = {}
     for name, lm in models.items():
-        out[f"{name}_weights"] = weights_sha256(lm.model, lm.adapter if isinstance(lm, Policy) else None)
+        out[f"{name}_weights"] = weights_sha256(
+            lm.model, lm.adapter if isinstance(lm, Policy) else None
+        )
         out[f"{name}_tokenizer"] = lm.tokenizer_sha256
     return out
 

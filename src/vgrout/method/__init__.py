@@ -2,7 +2,13 @@
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vgrout.config.method import INTERVENTIONS, MONITORS, intervention_class, monitor_class, register
+from vgrout.config.method import (
+    INTERVENTIONS,
+    MONITORS,
+    intervention_class,
+    monitor_class,
+    register,
+)
 from vgrout.method.base import Intervention, Monitor, Setup
 
 if TYPE_CHECKING:
@@ -34,7 +40,11 @@ def make_method(setup: Setup) -> "Method":
 def make_monitor(setup: Setup, name: str) -> Monitor:
     """A monitor of this name, with a seed of its own where it learns from one. Raises ValueError as `make_method`."""
     monitor: Any = monitor_class(name)
-    seeded = {"seed_monitor": make_monitor(setup, setup.cfg.method.seed_monitor)} if "seed" in monitor.needs else {}
+    seeded = (
+        {"seed_monitor": make_monitor(setup, setup.cfg.method.seed_monitor)}
+        if "seed" in monitor.needs
+        else {}
+    )
     return monitor.make(setup, **seeded)
 
 

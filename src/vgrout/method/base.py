@@ -54,7 +54,8 @@ class Refresh:
     """State of the direction after a step."""
 
     age: int | None = None  # steps since v was extracted; None: there is no direction
-    overlap: float | None = None  # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
+    # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
+    overlap: float | None = None
     modules: int = 0
     axes: int = 0
 
@@ -90,10 +91,13 @@ class Monitor(Part):
     """none: flags nothing, and the base of all others."""
 
     what = "nothing is flagged"
-    reads: ClassVar[Literal["texts", "gradients"]] = "texts"  # and so decides before the backward, or after it
-    needs: ClassVar[tuple[str, ...]] = ()  # of "seed" (another monitor that it learns from), "known correct" (answers)
+    # and so decides before the backward, or after it
+    reads: ClassVar[Literal["texts", "gradients"]] = "texts"
+    # of "seed" (another monitor that it learns from), "known correct" (answers)
+    needs: ClassVar[tuple[str, ...]] = ()
     sees_labels: bool = False  # a bound, and no method
-    signs_random: ClassVar[bool] = False  # signs random directions in their favour, whenever pairs are read again
+    # signs random directions in their favour, whenever pairs are read again
+    signs_random: ClassVar[bool] = False
 
     @classmethod
     def make(cls, setup: Setup) -> "Monitor":
@@ -115,7 +119,8 @@ class Intervention(Part):
     what = "plain GRPO"
     acts_on: ClassVar[Literal["nothing", "rewards", "gradient"]] = "nothing"
     reads_flags: ClassVar[bool] = False
-    by_rollout: ClassVar[bool] = False  # needs each rollout's own gradient, which costs more than sums
+    # needs each rollout's own gradient, which costs more than sums
+    by_rollout: ClassVar[bool] = False
     usual_monitor: ClassVar[str] = "none"  # where none is named; "": one has to be
     routes: ClassVar[bool] = False  # has a quarantine δS_hack
     has_direction: ClassVar[bool] = False  # of its own, in gradients
@@ -128,7 +133,8 @@ class Intervention(Part):
         "gate_vote": "rollout",
         "gate_modules": "apart",
     }
-    documents: ClassVar[Mapping[str, Any]] = {}  # the same as the method was first described; {}: no other
+    # the same as the method was first described; {}: no other
+    documents: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, spans: "Spans", cfg: "Config", device: "torch.device | str" = "cpu") -> None:
         self.spans, self.cfg, self.device = spans, cfg, device
@@ -209,7 +215,11 @@ class StepGradient:
 
     def _sum(self, mask: "Tensor") -> "Tensor":
         """Σ over these rows, group by group: the order of the sum, and so its rounding, is the batch's."""
-        starts = [n for n, row in enumerate(self.firsts) if n == 0 or row.group != self.firsts[n - 1].group]
+        starts = [
+            n
+            for n, row in enumerate(self.firsts)
+            if n == 0 or row.group != self.firsts[n - 1].group
+        ]
         sums = self.g.new_zeros(self.g.shape[1])
         for lo, hi in pairwise([*starts, len(self.g)]):
             sums += (mask[lo:hi] * self.g[lo:hi]).sum(0)

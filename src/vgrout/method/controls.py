@@ -22,10 +22,15 @@ def permuted(
     return moved
 
 
-def shuffled(flags: Sequence[Flags], movable: Sequence[Sequence[bool]], generator: torch.Generator) -> list[Flags]:
+def shuffled(
+    flags: Sequence[Flags], movable: Sequence[Sequence[bool]], generator: torch.Generator
+) -> list[Flags]:
     """As many flags, moved at random among the step's rollouts that are movable or were flagged."""
     flagged = torch.tensor([f for of in flags for f in of.flagged])
     could = torch.tensor([m for of in movable for m in of]) | flagged
     moved = permuted(flagged.float()[None], could, generator)[0] > 0
     sizes = [len(of.flagged) for of in flags]
-    return [replace(of, flagged=tuple(part.tolist())) for of, part in zip(flags, moved.split(sizes), strict=True)]
+    return [
+        replace(of, flagged=tuple(part.tolist()))
+        for of, part in zip(flags, moved.split(sizes), strict=True)
+    ]

@@ -33,7 +33,10 @@ class GradientMonitor(Monitor):
     def make(cls, setup: Setup) -> "GradientMonitor":
         from vgrout.method.live_direction import LiveDirection, mean_axis
 
-        return cls(setup.cfg, LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=cls.signs_random))
+        return cls(
+            setup.cfg,
+            LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=cls.signs_random),
+        )
 
     def flag(self, views: Views, step: int) -> list[Flags]:
         return [Flags(tuple(self._known(view))) for view in views]
@@ -58,7 +61,9 @@ class GradientMonitor(Monitor):
         dots = torch.stack([(part * v).sum(1) for part, v in parts])
         nonzero = norms > 0
         cos = torch.where(nonzero, dots / norms, 0.0)
-        share = self.gate(cos, nonzero, torch.tensor([row.flagged for row in step.firsts], device=g.device))
+        share = self.gate(
+            cos, nonzero, torch.tensor([row.flagged for row in step.firsts], device=g.device)
+        )
         if self.cfg.method.random_flags:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", number)
             share = torch.where(nonzero, permuted(share, nonzero.any(0), stream), 0.0)
@@ -89,11 +94,15 @@ class GradientMonitor(Monitor):
         return {}
 
     def state_dict(self) -> "dict[str, Tensor]":
-        return self.direction.state_dict() | {f"gate/{name}": value for name, value in self.gate.state_dict().items()}
+        return self.direction.state_dict() | {
+            f"gate/{name}": value for name, value in self.gate.state_dict().items()
+        }
 
     def load_state_dict(self, state: "Mapping[str, Tensor]") -> None:
         self.direction.load_state_dict({k: v for k, v in state.items() if k.startswith("V/")})
-        self.gate.load_state_dict({k.removeprefix("gate/"): v for k, v in state.items() if k.startswith("gate/")})
+        self.gate.load_state_dict(
+            {k.removeprefix("gate/"): v for k, v in state.items() if k.startswith("gate/")}
+        )
 
 
 class Gate(GradientMonitor):

@@ -45,7 +45,9 @@ class Surgery(Intervention):
     def make(cls, setup: Setup) -> "Surgery":
         from vgrout.method.live_direction import LiveDirection, first_axes
 
-        return cls(setup.spans, setup.cfg, setup.device, direction=LiveDirection.make(setup, first_axes))
+        return cls(
+            setup.spans, setup.cfg, setup.device, direction=LiveDirection.make(setup, first_axes)
+        )
 
     def _split(self, step: StepGradient, overshoot: float = 1.0) -> "tuple[Tensor, Tensor]":
         """What surgery along V keeps and removes of all rows' g, the students' and the demonstrations', [3, R] each;
@@ -71,13 +73,21 @@ class Erase(Surgery):
 
     def __init__(self, *args: Any, direction: "LiveDirection") -> None:
         super().__init__(*args, direction=direction)
-        self.overshoot, self.preserves = self.cfg.method.project_overshoot, self.cfg.method.preserve_magnitude
+        self.overshoot, self.preserves = (
+            self.cfg.method.project_overshoot,
+            self.cfg.method.preserve_magnitude,
+        )
         self.measures = frozenset({"erase"} if self.preserves else ())
 
     def route(self, step: StepGradient) -> "Routed":
         import torch
 
-        from vgrout.method.projection import assert_no_hackward, coefficients, fraction_of_modules, rescale
+        from vgrout.method.projection import (
+            assert_no_hackward,
+            coefficients,
+            fraction_of_modules,
+            rescale,
+        )
         from vgrout.tensor_types import Routed
 
         g, V, spans = step.total, self.direction.V, self.spans
@@ -91,7 +101,9 @@ class Erase(Surgery):
                 capped.append(hit)
         diag = replace(
             self.direction.diagnose(step, keep),
-            fired=fraction_of_modules([coefficients(g[spans[m]], rows, self.mode).any() for m, rows in V.items()]),
+            fired=fraction_of_modules(
+                [coefficients(g[spans[m]], rows, self.mode).any() for m, rows in V.items()]
+            ),
             capped=int(torch.stack(capped).sum()) if capped else None,
         )
         return Routed(keep[0], None, diag, directions=V)
@@ -122,7 +134,12 @@ class Route(Surgery):
         if self.mode == "one_sided":
             assert_no_hackward(g, keep[0], V, spans)
         fired = fraction_of_modules([quar[0, spans[m]].any() for m in V])
-        return Routed(keep[0], quar[0], replace(self.direction.diagnose(step, keep), fired=fired), directions=V)
+        return Routed(
+            keep[0],
+            quar[0],
+            replace(self.direction.diagnose(step, keep), fired=fired),
+            directions=V,
+        )
 
 
 class Route2(Intervention):
@@ -154,12 +171,19 @@ class Route2(Intervention):
         if not self.cfg.method.resolved("rebaseline"):
             return view.advantages
         among = view.advantages_among([b for b, flag in enumerate(flagged) if not flag])
-        return tuple(A if flag else own for flag, A, own in zip(flagged, view.advantages, among, strict=True))
+        return tuple(
+            A if flag else own for flag, A, own in zip(flagged, view.advantages, among, strict=True)
+        )
 
     def route(self, step: StepGradient) -> "Routed":
         import torch
 
-        from vgrout.method.projection import along, assert_conserved, mean_over_modules, module_norms
+        from vgrout.method.projection import (
+            along,
+            assert_conserved,
+            mean_over_modules,
+            module_norms,
+        )
         from vgrout.tensor_types import Diagnostics, Routed
 
         g, V = step.g, step.direction.V if step.direction else {}
@@ -167,7 +191,10 @@ class Route2(Intervention):
         if f.shape[1] > 1:  # of every module with a direction: spread over its part of R
             of_module = dict(zip(V, f.T, strict=True))
             nothing = torch.zeros_like(f[:, 0])
-            parts = [(of_module.get(m, nothing), span.stop - span.start) for m, span in self.spans.items()]
+            parts = [
+                (of_module.get(m, nothing), span.stop - span.start)
+                for m, span in self.spans.items()
+            ]
             f = torch.cat([share[:, None].expand(-1, r) for share, r in parts], dim=1)
         kept = (1 - f) * g
         keep, quar = kept.sum(0), (f * g).sum(0)
@@ -176,8 +203,15 @@ class Route2(Intervention):
             flagged = sum(row.flagged for row in step.rows)
             return Routed(keep, quar, Diagnostics(routed=flagged / len(step.rows)))
         by_source = torch.stack((keep, (kept * ~step.teacher).sum(0), (kept * step.teacher).sum(0)))
-        resid = [along(keep[s], v)[0] / keep[s].norm() for s, v in ((self.spans[m], v) for m, v in V.items())]
-        diag = replace(step.direction.diagnose(step, by_source), resid=mean_over_modules(resid), **step.measured)
+        resid = [
+            along(keep[s], v)[0] / keep[s].norm()
+            for s, v in ((self.spans[m], v) for m, v in V.items())
+        ]
+        diag = replace(
+            step.direction.diagnose(step, by_source),
+            resid=mean_over_modules(resid),
+            **step.measured,
+        )
         return Routed(keep, quar, diag, directions=V)
 
 

@@ -57,7 +57,9 @@ class LiveDirection:
         self.spans, self.device, self._keeps_modules = spans, torch.device(device), keeps_modules
         self._pick = partial(pick, cfg)
         if method.direction_is == "random":
-            seed = cfg.run.seed if method.route2_random_v_seed is None else method.route2_random_v_seed
+            seed = (
+                cfg.run.seed if method.route2_random_v_seed is None else method.route2_random_v_seed
+            )
             drawn = haar_like(self._pick(direction), seed)
             rows = direction.signed(drawn) if signed else drawn
             self._pick, again = (lambda _: rows), again if signed else None
@@ -67,13 +69,17 @@ class LiveDirection:
         self._take(direction)
 
     @classmethod
-    def make(cls, setup: Setup, pick: Pick, *, keeps_modules: bool = False, signed: bool = False) -> "LiveDirection":
+    def make(
+        cls, setup: Setup, pick: Pick, *, keeps_modules: bool = False, signed: bool = False
+    ) -> "LiveDirection":
         """Loaded, or extracted on the spot. Under a control whose direction is not the real one, the real one is
         obtained too, to say in `provenance` how far they coincide."""
         cfg, method, pairs, policy = setup.cfg, setup.cfg.method, setup.inputs.pairs, setup.policy
         placebo = method.direction_is == "placebo pairs"
         if pairs is None and placebo:
-            raise ValueError(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
+            raise ValueError(
+                f"--control {method.control}: needs the pairs; give --vhack-pairs-path"
+            )
         if pairs is None and method.refresh_every and not method.haar:
             raise ValueError(
                 "--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction"
@@ -130,7 +136,9 @@ class LiveDirection:
     def diagnose(self, step: StepGradient, kept: Float[Tensor, "3 R"]) -> Diagnostics:
         """What can be read off g and the kept part; kept: of all rows, of the students', of the demonstrations'."""
         g = (step.total, step.students, step.teachers, *kept)
-        total, students, teachers, keep, keep_s, keep_t = (cos_pre(x, self.V, self.spans) for x in g)
+        total, students, teachers, keep, keep_s, keep_t = (
+            cos_pre(x, self.V, self.spans) for x in g
+        )
         return Diagnostics(total, students, teachers, keep, keep_s, keep_t)
 
     def _take(self, direction: Direction) -> None:

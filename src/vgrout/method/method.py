@@ -38,7 +38,9 @@ class Method:
         self.cfg, self.intervention, self.monitor, self.policy = cfg, intervention, monitor, policy
         self.shadows = dict(shadows or {})
         self.spans, block = policy.adapter.spans, cfg.method.quarantine_block
-        self.own_modules = frozenset(modules_of_block(policy, self.spans, block) if block is not None else ())
+        self.own_modules = frozenset(
+            modules_of_block(policy, self.spans, block) if block is not None else ()
+        )
 
     @property
     def measures(self) -> frozenset[str]:
@@ -81,7 +83,10 @@ class Method:
         if step.of_row is not None:
             flags = _flags(step)
         elif self.intervention.routes:
-            flags = {index: replace(of, shares=tuple(map(float, of.flagged))) for index, of in flags.items()}
+            flags = {
+                index: replace(of, shares=tuple(map(float, of.flagged)))
+                for index, of in flags.items()
+            }
         return self._placed(replace(self.intervention.route(step), flags=flags))
 
     def refresh(self, step: int) -> Refresh:
@@ -91,12 +96,18 @@ class Method:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps."""
-        return {f"{at}/{key}": value for at, part in self._parts.items() for key, value in part.state_dict().items()}
+        return {
+            f"{at}/{key}": value
+            for at, part in self._parts.items()
+            for key, value in part.state_dict().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError where `state` is of another method or model."""
         for at, part in self._parts.items():
-            part.load_state_dict({k.removeprefix(f"{at}/"): v for k, v in state.items() if k.startswith(f"{at}/")})
+            part.load_state_dict(
+                {k.removeprefix(f"{at}/"): v for k, v in state.items() if k.startswith(f"{at}/")}
+            )
 
     @property
     def _parts(self) -> dict[str, Part]:
@@ -107,7 +118,9 @@ class Method:
         sees = OracleView if monitor.sees_labels else GroupView
         views = [self.view(group, monitor) for group in groups]
         for view in views:  # their exact type: a label that nobody may see comes in on a subclass
-            assert type(view) is sees, f"{type(monitor).__name__} sees a {sees.__name__}, got {type(view).__name__}"
+            assert type(view) is sees, (
+                f"{type(monitor).__name__} sees a {sees.__name__}, got {type(view).__name__}"
+            )
         return views
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
@@ -119,7 +132,9 @@ class Method:
         flags = self.monitor.flag(views, batch.step)
         if self.cfg.method.random_flags and views:
             flags = shuffled(
-                flags, [view.passed for view in views], torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
+                flags,
+                [view.passed for view in views],
+                torch_stream(self.cfg.run.seed, "mass-matched", batch.step),
             )
         of = {group.index: flag for group, flag in zip(looked_at, flags, strict=True)}
         return tuple(replace(group, flags=of.get(group.index)) for group in batch.groups)
@@ -132,21 +147,31 @@ class Method:
         """Every group with the flags of the monitors in shadow."""
         said = {name: m.flag(self._views(groups, m), step) for name, m in self.shadows.items()}
         return tuple(
-            replace(group, shadows={name: flags[i] for name, flags in said.items()}) for i, group in enumerate(groups)
+            replace(group, shadows={name: flags[i] for name, flags in said.items()})
+            for i, group in enumerate(groups)
         )
 
     def _rows(self, groups: Sequence[Group], step: int) -> list[UpdateRow]:
         """A row of g is a rollout where gradients decide or the intervention asks for it, else the sum of those that
         are learnt alike."""
-        by_gradient, by_flag = self.monitor.reads == "gradients", self.intervention.acts_on == "gradient"
+        by_gradient, by_flag = (
+            self.monitor.reads == "gradients",
+            self.intervention.acts_on == "gradient",
+        )
         by_rollout = by_gradient or self.intervention.by_rollout
-        known = self.monitor.flag(self._views(groups, self.monitor), step) if by_gradient else [g.flags for g in groups]
+        known = (
+            self.monitor.flag(self._views(groups, self.monitor), step)
+            if by_gradient
+            else [g.flags for g in groups]
+        )
         rows: list[UpdateRow] = []
         at: dict[tuple[object, ...], int] = {}
         for group, flags in zip(groups, known, strict=True):
             flagged = flags.flagged if flags else (False,) * len(group)
             advantages = self.intervention.advantages(group.view(), flagged)
-            for b, (rollout, flag, A) in enumerate(zip(group.rollouts, flagged, advantages, strict=True)):
+            for b, (rollout, flag, A) in enumerate(
+                zip(group.rollouts, flagged, advantages, strict=True)
+            ):
                 alike = (b,) if by_rollout else (rollout.source, by_flag and flag)
                 n = at.setdefault((group.index, *alike), len(at))
                 rows.append(UpdateRow(rollout, group.index, A, flag, n))
@@ -175,5 +200,6 @@ def _flags(step: StepGradient) -> dict[int, Flags]:
     for row, share in zip(step.rows, step.of_row.tolist(), strict=True):
         shares.setdefault(row.group, []).append(share)
     return {
-        index: Flags(tuple(x > 0.5 for x in of), scores=tuple(of), shares=tuple(of)) for index, of in shares.items()
+        index: Flags(tuple(x > 0.5 for x in of), scores=tuple(of), shares=tuple(of))
+        for index, of in shares.items()
     }

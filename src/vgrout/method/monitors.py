@@ -39,7 +39,9 @@ class Labels(Monitor):
         assert isinstance(view, OracleView)
         if self.known and not self.known & {*view.flaws}:
             return (False,) * len(view)
-        return tuple(flaw is not None and (not self.known or flaw in self.known) for flaw in view.hacks)
+        return tuple(
+            flaw is not None and (not self.known or flaw in self.known) for flaw in view.hacks
+        )
 
 
 class Source(Monitor):
@@ -73,14 +75,23 @@ class SyntaxEdge(Monitor):
     needs = ("known correct",)
 
     def __init__(self, known_correct: Sequence[str]) -> None:
-        self.usual = {edge for text in known_correct for part in trees(text) for edge in edges(part)}
+        self.usual = {
+            edge for text in known_correct for part in trees(text) for edge in edges(part)
+        }
 
     @classmethod
     def make(cls, setup: Setup) -> "SyntaxEdge":
         return cls([answer.completion for answer in setup.inputs.known_correct])
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(views, {(i, b) for i, b in rewarded(views) if self.unusual(views[i].texts[b], views[i].called)})
+        return flags_of(
+            views,
+            {
+                (i, b)
+                for i, b in rewarded(views)
+                if self.unusual(views[i].texts[b], views[i].called)
+            },
+        )
 
     def unusual(self, text: str, called: Sequence[str]) -> bool:
         """Whether the program in an answer has an edge that no known correct one has."""
@@ -99,4 +110,6 @@ def trees(text: str, called: Sequence[str] = ()) -> list[ast.Module]:
 def edges(program: ast.Module) -> Iterator[tuple[str, str]]:
     """Every (node, child) of the tree, by type."""
     for node in ast.walk(program):
-        yield from ((type(node).__name__, type(child).__name__) for child in ast.iter_child_nodes(node))
+        yield from (
+            (type(node).__name__, type(child).__name__) for child in ast.iter_child_nodes(node)
+        )

@@ -44,13 +44,20 @@ class OnlineProbe(Monitor):
     needs = ("seed", "known correct")
 
     def __init__(
-        self, policy: "Policy", seed_monitor: Monitor, *, known_correct: Sequence[Text], quantile: float
+        self,
+        policy: "Policy",
+        seed_monitor: Monitor,
+        *,
+        known_correct: Sequence[Text],
+        quantile: float,
     ) -> None:
         """Raises ValueError for fewer than four known correct answers."""
         import torch
 
         if len(known_correct) < 4:
-            raise ValueError(f"--known-correct: {len(known_correct)} answers, --monitor {self.name} needs at least 4")
+            raise ValueError(
+                f"--known-correct: {len(known_correct)} answers, --monitor {self.name} needs at least 4"
+            )
         self.policy, self.seed_monitor, self._quantile = policy, seed_monitor, quantile
         self.sees_labels = seed_monitor.sees_labels
         self.layer = max(1, policy.model.config.num_hidden_layers // 2)
@@ -65,7 +72,8 @@ class OnlineProbe(Monitor):
     def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "OnlineProbe":
         cfg, policy = setup.cfg, setup.policy
         known = [
-            Text(policy.encode(a.prompt), policy.encode_completion(a.completion)) for a in setup.inputs.known_correct
+            Text(policy.encode(a.prompt), policy.encode_completion(a.completion))
+            for a in setup.inputs.known_correct
         ]
         return cls(
             policy,
@@ -81,7 +89,9 @@ class OnlineProbe(Monitor):
         from vgrout import ranks
         from vgrout.model.hidden_states import token_states
 
-        states = token_states(self.policy, [t.prompt for t in texts], [t.completion for t in texts], self.layer)
+        states = token_states(
+            self.policy, [t.prompt for t in texts], [t.completion for t in texts], self.layer
+        )
         means = ranks.from_first([of_text.mean(0).tolist() for of_text in states])
         return torch.tensor(means, dtype=torch.float64)
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from vgrout.tensor_types import Directions, Spans
 
 GateMode = Literal["one_sided", "no_gate", "reverse"]
-TOLERANCE = 1e-4  # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
-RESCALE_BOUND = 10.0  # a gradient that is nearly all hack-ward leaves noise behind: never blow it up further
+# of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
+TOLERANCE = 1e-4
+# a gradient that is nearly all hack-ward leaves noise behind: never blow it up further
+RESCALE_BOUND = 10.0
 
 
 class Divided(NamedTuple):
@@ -50,7 +52,10 @@ def coefficients(
 
 
 def split(
-    g: Float[Tensor, "*n r"], V: Float[Tensor, "k r"], mode: GateMode = "one_sided", overshoot: float = 1.0
+    g: Float[Tensor, "*n r"],
+    V: Float[Tensor, "k r"],
+    mode: GateMode = "one_sided",
+    overshoot: float = 1.0,
 ) -> Divided:
     """g into what is kept and the part overshoot · c_use V, which lies in span(V)."""
     removed = overshoot * (coefficients(g, V, mode)[..., None] * V).sum(-2)
@@ -117,10 +122,14 @@ def assert_in_span(quar: Float[Tensor, " R"], V: Directions, spans: Spans) -> No
     """What is routed lies in span(V)."""
     parts = [(quar[spans[m]], rows) for m, rows in V.items()]
     outside = [(q - (along(q, rows)[:, None] * rows).sum(0)).norm() for q, rows in parts]
-    _assert_small(_stacked(outside), _stacked([q.norm() for q, _ in parts]), "quarantine outside span(V)")
+    _assert_small(
+        _stacked(outside), _stacked([q.norm() for q, _ in parts]), "quarantine outside span(V)"
+    )
 
 
-def assert_no_hackward(g: Float[Tensor, " R"], keep: Float[Tensor, " R"], V: Directions, spans: Spans) -> None:
+def assert_no_hackward(
+    g: Float[Tensor, " R"], keep: Float[Tensor, " R"], V: Directions, spans: Spans
+) -> None:
     """V · keep ≤ 0."""
     hackward = [along(keep[spans[m]], rows).max().relu() for m, rows in V.items()]
     _assert_small(_stacked(hackward), _stacked([g[spans[m]].norm() for m in V]), "V·keep above 0")

@@ -21,7 +21,9 @@ class TauGate:
     with `apart`, neither has one whose known hacks do not lie above the rest.
     """
 
-    def __init__(self, n_modules: int, device: torch.device | str = "cpu", *, apart: bool = False) -> None:
+    def __init__(
+        self, n_modules: int, device: torch.device | str = "cpu", *, apart: bool = False
+    ) -> None:
         self.apart = apart
         # row 0 known hacks, row 1 the rest; mean = total / weight
         self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
@@ -54,7 +56,8 @@ class TauGate:
             step = (1 - DECAY) * (n > 0)
             self._total[i] += step * (mean - self._total[i])
             self._weight[i] += step * (1 - self._weight[i])
-        over = cos > self.tau[:, None].to(cos.dtype)  # False against NaN: nothing but known hacks is routed
+        # False against NaN: nothing but known hacks is routed
+        over = cos > self.tau[:, None].to(cos.dtype)
         if self.apart:
             over &= (self.gap > 0)[:, None]
         return (nonzero & (known | over)).to(cos.dtype)
@@ -82,7 +85,10 @@ class BandGate:
         return self.hi > self.lo
 
     def __call__(
-        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], _known: Bool[Tensor, " N"] | None = None
+        self,
+        cos: Float[Tensor, "M N"],
+        nonzero: Bool[Tensor, "M N"],
+        _known: Bool[Tensor, " N"] | None = None,
     ) -> Float[Tensor, "M N"]:
         """The share of each row, from 0 to 1."""
         width = torch.where(self.has_band, self.hi - self.lo, 1.0)[:, None]

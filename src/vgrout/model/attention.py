@@ -26,13 +26,15 @@ def uploaded(values: Any, device: torch.device, dtype: torch.dtype | None = None
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-# (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) → like q; causal, aligned at each run's end
+# (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) → like q; causal, aligned
+# at each run's end
 Kernel = Callable[..., Tensor]
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     """Of the update's attention. The package flash-attn is used where it is installed: it is no condition of speed."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):  # flash-attention has no other
+    # flash-attention has no other
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
     if torch.cuda.get_device_capability()[0] < 8:  # it begins with sm_80
         return "sdpa"
@@ -55,7 +57,9 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     if name == "varlen_attn":
         from torch.nn.attention.varlen import varlen_attn
 
-        return lambda *runs: cast(Tensor, varlen_attn(*runs[:-1], scale=runs[-1], window_size=(-1, 0), enable_gqa=True))
+        return lambda *runs: cast(
+            Tensor, varlen_attn(*runs[:-1], scale=runs[-1], window_size=(-1, 0), enable_gqa=True)
+        )
     return None
 
 
@@ -68,27 +72,42 @@ class _VarlenRuns:
     keys: Int[Tensor, " ends"]
     longest_query: int
     longest_key: int
-    take: Int[Tensor, " k"] | None  # the keys' tokens in the packed sequence; None: the queries' own
+    # the keys' tokens in the packed sequence; None: the queries' own
+    take: Int[Tensor, " k"] | None
 
     @staticmethod
-    def of(kernel: Kernel, lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device) -> "Runs":
+    def of(
+        kernel: Kernel,
+        lengths: Sequence[int],
+        paths: Sequence[list[int]] | None,
+        device: torch.device,
+    ) -> "Runs":
         def cumulated(lengths: Sequence[int]) -> Tensor:
             return uploaded([*accumulate(lengths, initial=0)], device, torch.int32)
 
         keys = lengths if paths is None else [*map(len, paths)]
         take = None if paths is None else uploaded([*chain(*paths)], device)
-        return _VarlenRuns(kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take)
+        return _VarlenRuns(
+            kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take
+        )
 
     def attend(
-        self, q: Float[Tensor, "t H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
+        self,
+        q: Float[Tensor, "t H D"],
+        k: Float[Tensor, "N K D"],
+        v: Float[Tensor, "N K D"],
+        scale: float | None,
     ) -> Float[Tensor, "t H D"]:
         runs = self.queries, self.keys, self.longest_query, self.longest_key, scale
         if self.take is None:
             return self.kernel(q, k, v, *runs)
-        # Each branch's copy of what leads to it is made again for backward, so that one layer's are there at a time.
-        # Merging prompt and answer by their log-sum-exp would need none, but varlen_attn has no gradient of it.
+        # Each branch's copy of what leads to it is made again for backward, so that one layer's are
+        # there at a time. Merging prompt and answer by their log-sum-exp would need none, but
+        # varlen_attn has no gradient of it.
         copies = [_Gather.apply(x, self.take) for x in (k, v)]
-        with _copied_again(self.take, dict(zip(map(_storage, copies), (k.detach(), v.detach()), strict=True))):
+        with _copied_again(
+            self.take, dict(zip(map(_storage, copies), (k.detach(), v.detach()), strict=True))
+        ):
             return self.kernel(q, *copies, *runs)
 
 
@@ -96,7 +115,9 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _copied_again(take: Int[Tensor, " k"], copies: dict[int, Float[Tensor, "N K D"]]) -> saved_tensors_hooks:
+def _copied_again(
+    take: Int[Tensor, " k"], copies: dict[int, Float[Tensor, "N K D"]]
+) -> saved_tensors_hooks:
     """Of x[take], autograd keeps x. copies: storage of x[take] → x."""
 
     def pack(t: Tensor) -> Any:
@@ -124,13 +145,17 @@ class _PaddedRuns:
 
     @staticmethod
     def of(
-        lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device, dtype: torch.dtype
+        lengths: Sequence[int],
+        paths: Sequence[list[int]] | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> "Runs":
         size = torch.tensor(lengths)[:, None]
         steps = torch.arange(max(lengths))
         queries = torch.where(steps < size, steps + size.cumsum(0) - size, 0)
         back = (steps < size).flatten().nonzero().squeeze(1)
-        keys, bias, before = queries, None, torch.zeros_like(size)  # keys that even the first query sees
+        # keys that even the first query sees
+        keys, bias, before = queries, None, torch.zeros_like(size)
         if paths is not None:
             before = torch.tensor([*map(len, paths)])[:, None] - size
             keys = pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
@@ -140,7 +165,11 @@ class _PaddedRuns:
         return _PaddedRuns(queries.to(device), keys.to(device), back.to(device), bias)
 
     def attend(
-        self, q: Float[Tensor, "t H D"], k: Float[Tensor, "N K D"], v: Float[Tensor, "N K D"], scale: float | None
+        self,
+        q: Float[Tensor, "t H D"],
+        k: Float[Tensor, "N K D"],
+        v: Float[Tensor, "N K D"],
+        scale: float | None,
     ) -> Float[Tensor, "t H D"]:
         grouped = q.shape[1] // k.shape[1]
         q, k, v = (
@@ -150,9 +179,14 @@ class _PaddedRuns:
         if q.device.type == "cpu" and q.dtype.itemsize < 4:
             y = _SmallAttention.apply(q, k, v, self.bias, scale)
             return _Gather.apply(y.transpose(1, 2).flatten(0, 1), self.back)
-        if self.bias is not None and grouped > 1 and q.device.type != "cpu":  # no fused kernel of CUDA takes the pair
+        # no fused kernel of CUDA takes the pair
+        if self.bias is not None and grouped > 1 and q.device.type != "cpu":
             k, v, grouped = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), 1
-        how: dict[str, Any] = {"attn_mask": self.bias, "is_causal": self.bias is None, "scale": scale}
+        how: dict[str, Any] = {
+            "attn_mask": self.bias,
+            "is_causal": self.bias is None,
+            "scale": scale,
+        }
         y = scaled_dot_product_attention(q, k, v, enable_gqa=grouped > 1, **how)
         return _Gather.apply(y.transpose(1, 2).flatten(0, 1), self.back)
 
@@ -161,7 +195,10 @@ Runs = _VarlenRuns | _PaddedRuns
 
 
 def runs_of(
-    lengths: Sequence[int], paths: Sequence[list[int]] | None, device: torch.device, dtype: torch.dtype
+    lengths: Sequence[int],
+    paths: Sequence[list[int]] | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Runs:
     """Of queries, each run against its own keys, or against those that lead to it (`paths`)."""
     if (kernel := varlen_kernel(device, dtype)) is not None:
@@ -196,14 +233,22 @@ class _SmallAttention(torch.autograd.Function):
         dy, q = dys[0].reshape(q.shape), q * ctx.scale
         weights = torch.softmax((q @ k.mT).add_(bias), -1)
         slope = (dy @ v.mT).sub_((dy * y).sum(-1, keepdim=True)).mul_(weights)
-        return (slope @ k).mul_(ctx.scale).view_as(dys[0]), slope.mT @ q, weights.mT @ dy, None, None
+        return (
+            (slope @ k).mul_(ctx.scale).view_as(dys[0]),
+            slope.mT @ q,
+            weights.mT @ dy,
+            None,
+            None,
+        )
 
 
 class _Gather(torch.autograd.Function):
     """x[at]. Backward adds up by scatter_add, which on a CPU takes a tenth of the time of autograd's own index_add."""
 
     @staticmethod
-    def forward(ctx: Any, x: Float[Tensor, "n H D"], at: Int[Tensor, " m"]) -> Float[Tensor, "m H D"]:
+    def forward(
+        ctx: Any, x: Float[Tensor, "n H D"], at: Int[Tensor, " m"]
+    ) -> Float[Tensor, "m H D"]:
         ctx.save_for_backward(at)
         ctx.shape = x.shape
         return x.index_select(0, at)

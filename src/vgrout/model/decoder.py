@@ -18,20 +18,25 @@ from vgrout.model.logprobs import backbone, head_logits, masked
 from vgrout.model.packing import trial_tokens
 from vgrout.model.source import LLAMAS
 
-# Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one product, for
-# a copy of these weights per call of the sampler. Above it, on a CPU, weights are copied into the layout of oneDNN's
-# kernels, and a prompt's keys and values are read once for all slots that go on from it.
+# Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one
+# product, for a copy of these weights per call of the sampler. Above it, on a CPU, weights are
+# copied into the layout of oneDNN's kernels, and a prompt's keys and values are read once for all
+# slots that go on from it.
 SMALL = 2**26
-READ, READ_CPU = 2**15, 2**9  # tokens of prompts, with their padding, that go through a larger model at once
+# tokens of prompts, with their padding, that go through a larger model at once
+READ, READ_CPU = 2**15, 2**9
 
 
 @runtime_checkable
 class Decoder(Protocol):
     """Key/value cache of what is being decoded, on the weights as they were at construction. Slots are 0 … n-1."""
 
-    drop_at: float  # share of slots that nobody reads any more, above which dropping them is cheaper
+    # share of slots that nobody reads any more, above which dropping them is cheaper
+    drop_at: float
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
+    def prefill(
+        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+    ) -> Float[Tensor, "P V"]:
         """Run each prompt once; slot i then continues prompts[i]. Returns the logits of each one's first token.
         room: the most slots there will be. max_new: the most tokens a slot will be given."""
         ...
@@ -53,7 +58,9 @@ class HfDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
+    def prefill(
+        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+    ) -> Float[Tensor, "P V"]:
         return head_logits(self.model, self._read(prompts))
 
     def _read(self, prompts: Sequence[tuple[int, ...]]) -> Float[Tensor, "P D"]:
@@ -78,7 +85,9 @@ class HfDecoder:
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
-        return head_logits(self.model, self._run(tokens[:, None], self.mask.sum(1, keepdim=True) - 1))
+        return head_logits(
+            self.model, self._run(tokens[:, None], self.mask.sum(1, keepdim=True) - 1)
+        )
 
     def keep(self, slots: Sequence[int]) -> None:
         index: Any = torch.tensor(list(slots), device=self.mask.device)
@@ -98,12 +107,15 @@ class _Norm:
         return _Norm(weight, norm.variance_epsilon, wide * weight.shape[-1] ** 0.5)
 
     def __call__(self, x: Float[Tensor, "n *h D"]) -> Float[Tensor, "n *h D"]:
-        # On a CPU torch's rms_norm is six operations without a kernel of its own; these take half the time.
+        # On a CPU torch's rms_norm is six operations without a kernel of its own; these take half
+        # the time.
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
             return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide * norm.square_().add_(x.shape[-1] * self.eps).rsqrt_() * self.grown).to(x.dtype)
+        return (wide * norm.square_().add_(x.shape[-1] * self.eps).rsqrt_() * self.grown).to(
+            x.dtype
+        )
 
 
 ROWS = 32  # of the products that oneDNN's layout is chosen for
@@ -128,7 +140,9 @@ class _Plain:
         ys = [x @ W if b is None else torch.addmm(b, x, W) for W, b in self.parts]
         return ys[0] if len(ys) == 1 else torch.cat(ys, -1)
 
-    def add(self, residual: Float[Tensor, "n d_out"], x: Float[Tensor, "n d_in"]) -> Float[Tensor, "n d_out"]:
+    def add(
+        self, residual: Float[Tensor, "n d_out"], x: Float[Tensor, "n d_in"]
+    ) -> Float[Tensor, "n d_out"]:
         """residual + W x."""
         ((W, b),) = self.parts
         y = torch.addmm(residual, x, W)
@@ -150,7 +164,9 @@ class _Prepacked:
     @staticmethod
     def of(linears: Sequence[nn.Linear], fuse: bool) -> "_Prepacked":
         parts = [_side_by_side(linears)] if fuse else [(m.weight, m.bias) for m in linears]
-        return _Prepacked([(torch.ops.mkldnn._reorder_linear_weight(W.detach(), ROWS), b) for W, b in parts])
+        return _Prepacked(
+            [(torch.ops.mkldnn._reorder_linear_weight(W.detach(), ROWS), b) for W, b in parts]
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         ((W, b),) = self.parts
@@ -181,17 +197,23 @@ def _joined(linears: Sequence[nn.Linear]) -> Tensor | None:
     """The weights [d_out, d_in] as one without a copy, where they lie side by side, as merged ones do on a GPU."""
     first, end = linears[0].weight, linears[0].weight.storage_offset()
     for m in linears:
-        same = m.weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and m.weight.is_contiguous()
+        same = (
+            m.weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and m.weight.is_contiguous()
+        )
         if not (same and m.weight.storage_offset() == end):
             return None
         end += m.weight.numel()
-    return first.detach().as_strided((sum(len(m.weight) for m in linears), first.shape[1]), first.stride())
+    return first.detach().as_strided(
+        (sum(len(m.weight) for m in linears), first.shape[1]), first.stride()
+    )
 
 
 def _prepacks(model: PreTrainedModel) -> bool:
     """Whether oneDNN has kernels for this model's weights: those that torch.compile calls as well."""
     ops = torch.ops.mkldnn
-    bf16 = getattr(ops, "_is_mkldnn_bf16_supported", lambda: False)  # this CPU's word, not the library's
+    # this CPU's word, not the library's
+    bf16 = getattr(ops, "_is_mkldnn_bf16_supported", lambda: False)
     kinds = {torch.float32: True, torch.bfloat16: bf16()}
     return (
         model.device.type == "cpu"
@@ -235,9 +257,12 @@ class _Block:
         )
 
 
-Past = list[tuple[Float[Tensor, "P K T D"], Float[Tensor, "P K T D"]]]  # keys and values of prompts, by layer
-Attend = Callable[..., Float[Tensor, "n K h D"]]  # queries by key/value head [n, K, h, D], scale= → what they read
-Write = Callable[[Float[Tensor, "n 2 K D"]], object]  # the next token's keys and values into the cache
+# keys and values of prompts, by layer
+Past = list[tuple[Float[Tensor, "P K T D"], Float[Tensor, "P K T D"]]]
+# queries by key/value head [n, K, h, D], scale= → what they read
+Attend = Callable[..., Float[Tensor, "n K h D"]]
+# the next token's keys and values into the cache
+Write = Callable[[Float[Tensor, "n 2 K D"]], object]
 
 
 class _Cache:
@@ -249,7 +274,8 @@ class _Cache:
         for of_layer, pair in zip(self.kv, past, strict=True):
             for part, held in zip(of_layer, pair, strict=True):
                 part[:P, :, : self.used] = held
-        self.pad = None  # [slots, 1, 1, positions]: −inf before a shorter prompt, which ends where the longest does
+        # [slots, 1, 1, positions]: −inf before a shorter prompt, which ends where the longest does
+        self.pad = None
         if pad is not None:
             self.pad = pad.new_zeros(max(P, room), 1, 1, self.used + max_new)
             self.pad[:P, ..., : self.used] = pad
@@ -262,7 +288,10 @@ class _Cache:
         new = held[..., -1, :].transpose(1, 2).unbind()
         mask = None if self.pad is None else self.pad[:n, ..., : self.used]
         for at, kv in zip(new, held.unbind(), strict=True):
-            yield at.copy_, partial(scaled_dot_product_attention, key=kv[0], value=kv[1], attn_mask=mask)
+            yield (
+                at.copy_,
+                partial(scaled_dot_product_attention, key=kv[0], value=kv[1], attn_mask=mask),
+            )
 
     def keep(self, slots: Sequence[int]) -> None:
         """Slot i becomes what slots[i] was."""
@@ -284,7 +313,9 @@ class _StaticCache(_Cache):
 
     def __init__(self, past: Past, pad: Tensor | None, room: int, max_new: int) -> None:
         P, used = past[0][0].shape[0], past[0][0].shape[2]
-        super().__init__(past, pad, width(max(P, room)), -(-(used + max_new) // BLOCK) * BLOCK - used)
+        super().__init__(
+            past, pad, width(max(P, room)), -(-(used + max_new) // BLOCK) * BLOCK - used
+        )
         self.kv[..., used:, :] = 0  # hidden, yet a NaN times nothing is a NaN
         self.kv[:, :, P:] = 0
         mask = self.kv.new_full((self.kv.shape[2], 1, 1, self.kv.shape[4]), -torch.inf)
@@ -301,7 +332,10 @@ class _StaticCache(_Cache):
         """`used` is counted by who replays the step."""
         assert self.pad is not None
         self.pad.index_fill_(3, self.next, 0)
-        mask, seen = self.pad[:n, ..., : self.blocks * BLOCK], self.kv[:, :, :n, :, : self.blocks * BLOCK]
+        mask, seen = (
+            self.pad[:n, ..., : self.blocks * BLOCK],
+            self.kv[:, :, :n, :, : self.blocks * BLOCK],
+        )
         for kv in seen.unbind():
             yield (
                 partial(self._write, kv),
@@ -331,10 +365,17 @@ class _ForkedCache:
 
     def _group(self) -> None:
         """Slots prompt by prompt, padded to the prompt with most of them."""
-        of = [[slot for slot, p in enumerate(self.prompt_of) if p == prompt] for prompt in range(len(self.past[0][0]))]
+        of = [
+            [slot for slot, p in enumerate(self.prompt_of) if p == prompt]
+            for prompt in range(len(self.past[0][0]))
+        ]
         self.most = max(map(len, of))
-        self.slots = torch.tensor([slot for each in of for slot in (each + [0] * self.most)[: self.most]])
-        place = {slot: i * self.most + j for i, each in enumerate(of) for j, slot in enumerate(each)}
+        self.slots = torch.tensor(
+            [slot for each in of for slot in (each + [0] * self.most)[: self.most]]
+        )
+        place = {
+            slot: i * self.most + j for i, each in enumerate(of) for j, slot in enumerate(each)
+        }
         self.place = torch.tensor([place[slot] for slot in range(len(self.prompt_of))])
 
     def layers(self, n: int) -> Iterator[tuple[Write, Attend]]:
@@ -346,17 +387,30 @@ class _ForkedCache:
             yield at.copy_, partial(self._attend, (kv[0], kv[1]), prompt)
 
     def _attend(
-        self, answer: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tensor], q: Float[Tensor, "n K h D"], scale: float
+        self,
+        answer: tuple[Tensor, Tensor],
+        prompt: tuple[Tensor, Tensor],
+        q: Float[Tensor, "n K h D"],
+        scale: float,
     ) -> Float[Tensor, "n K h D"]:
         K, h, D = q.shape[1:]
         P = len(prompt[0])
-        grouped = q[self.slots].view(P, self.most, K, h, D).transpose(1, 2).reshape(P, K, self.most * h, D)
+        grouped = (
+            q[self.slots]
+            .view(P, self.most, K, h, D)
+            .transpose(1, 2)
+            .reshape(P, K, self.most * h, D)
+        )
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         before, log_before = flash(grouped, *prompt, attn_mask=self.pad, scale=scale)
         since, log_since = flash(q, *answer, scale=scale)
 
         def back(x: Tensor) -> Tensor:
-            return x.view(P, K, self.most, h, -1).transpose(1, 2).reshape(P * self.most, K, h, -1)[self.place]
+            return (
+                x.view(P, K, self.most, h, -1)
+                .transpose(1, 2)
+                .reshape(P * self.most, K, h, -1)[self.place]
+            )
 
         share = torch.sigmoid(back(log_before) - log_since[..., None])
         return torch.lerp(since, back(before), share.to(q.dtype))
@@ -370,7 +424,8 @@ class _ForkedCache:
                 kv[:, to] = kv[:, source]
         self.prompt_of = [self.prompt_of[slot] for slot in slots]
         read = sorted({*self.prompt_of})
-        if len(read) <= len(self.past[0][0]) // 2:  # those of ended rows are read at every step: worth a copy now
+        # those of ended rows are read at every step: worth a copy now
+        if len(read) <= len(self.past[0][0]) // 2:
             self.past = [(k[read], v[read]) for k, v in self.past]
             self.pad = None if self.pad is None else self.pad[read]
             self.prompt_of = [read.index(p) for p in self.prompt_of]
@@ -401,7 +456,8 @@ class LeanDecoder:
     def __init__(self, model: PreTrainedModel, static: bool = False) -> None:
         self.model, self.static = model, static
         self.captures = static and model.device.type == "cuda"
-        self.steps: dict[tuple[int, int], _Captured | int] = {}  # width and blocks → the graph, or how often it was run
+        # width and blocks → the graph, or how often it was run
+        self.steps: dict[tuple[int, int], _Captured | int] = {}
         self.core: Any = backbone(model)
         self.heads: int = model.config.num_attention_heads
         self.kv_heads: int = model.config.num_key_value_heads
@@ -413,7 +469,9 @@ class LeanDecoder:
         self.embeddings: Tensor = embeddings.weight
         self.head = kind.of([model.get_output_embeddings()], small)
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int) -> Float[Tensor, "P V"]:
+    def prefill(
+        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+    ) -> Float[Tensor, "P V"]:
         if self.small:
             hf = HfDecoder(self.model)
             logits = hf.prefill(prompts, room, max_new)
@@ -425,11 +483,15 @@ class LeanDecoder:
         before = torch.arange(longest, device=logits.device) < (longest - lengths)[:, None]
         pad = None
         if min(map(len, prompts)) < longest:
-            pad = torch.zeros_like(before, dtype=logits.dtype).masked_fill(before, -torch.inf)[:, None, None]
+            pad = torch.zeros_like(before, dtype=logits.dtype).masked_fill(before, -torch.inf)[
+                :, None, None
+            ]
         forks = not self.small and logits.device.type == "cpu"
         kind = _StaticCache if self.static else _ForkedCache if forks else _Cache
         self.cache = kind(past, pad, room, max_new)
-        self.position = torch.zeros(width(max(len(prompts), room)), dtype=torch.long, device=logits.device)
+        self.position = torch.zeros(
+            width(max(len(prompts), room)), dtype=torch.long, device=logits.device
+        )
         self.position[: len(prompts)] = lengths
         self.tokens = torch.zeros_like(self.position)
         every = torch.arange(longest + max_new, device=logits.device)[None]
@@ -440,7 +502,9 @@ class LeanDecoder:
         self.cos, self.sin = cos[0], sin[0] * half
         return logits
 
-    def _read_in_parts(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Float[Tensor, "P V"], Past]:
+    def _read_in_parts(
+        self, prompts: Sequence[tuple[int, ...]]
+    ) -> tuple[Float[Tensor, "P V"], Past]:
         """The prompts' logits, keys and values, from parts of like lengths: little padding, and on a CPU activations
         that stay in its cache."""
         at_once = READ_CPU if self.model.device.type == "cpu" else READ
@@ -485,7 +549,14 @@ class LeanDecoder:
         try:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            pool = next((known.graph.pool() for known in self.steps.values() if isinstance(known, _Captured)), None)
+            pool = next(
+                (
+                    known.graph.pool()
+                    for known in self.steps.values()
+                    if isinstance(known, _Captured)
+                ),
+                None,
+            )
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
@@ -495,7 +566,9 @@ class LeanDecoder:
             torch.cuda.current_stream().wait_stream(stream)
             return _Captured(graph, logits)
         except (RuntimeError, AttributeError) as e:
-            logger.warning(f"a decoding step cannot be captured, and runs as it is: {str(e).partition(chr(10))[0]}")
+            logger.warning(
+                f"a decoding step cannot be captured, and runs as it is: {str(e).partition(chr(10))[0]}"
+            )
             self.captures = False
             return 0
 
@@ -524,13 +597,18 @@ class LeanDecoder:
 
 def _past(cache: DynamicCache) -> Past:
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
+    return [
+        (layer.keys, layer.values)
+        for layer in layers
+        if layer.keys is not None and layer.values is not None
+    ]
 
 
 def _alike(lengths: Sequence[int], at_once: int) -> Iterator[list[int]]:
     """Prompts by length, as many together as take at_once tokens with their padding; one at least."""
     part: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # the first of a part is its longest
+    # the first of a part is its longest
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if part and (len(part) + 1) * lengths[part[0]] > at_once:
             yield part
             part = []
@@ -538,11 +616,14 @@ def _alike(lengths: Sequence[int], at_once: int) -> Iterator[list[int]]:
     yield part
 
 
-# ── does a decoder compute the model? ────────────────────────────────────────────────────────────────────────────────
+# ── does a decoder compute the model?
+# ────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
-def _three_steps(decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: Tensor) -> Float[Tensor, "8 V"]:
+def _three_steps(
+    decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: Tensor
+) -> Float[Tensor, "8 V"]:
     """Logits of the prompts and of two steps after them, where one prompt branches."""
     logits = [decoder.prefill(prompts, 3, 2)]
     decoder.keep([0, 1, 1])
@@ -550,12 +631,17 @@ def _three_steps(decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: T
 
 
 def _agree(
-    model: PreTrainedModel, got: Callable[..., Tensor], want: Callable[..., Tensor], fp32: float, bf16: float
+    model: PreTrainedModel,
+    got: Callable[..., Tensor],
+    want: Callable[..., Tensor],
+    fp32: float,
+    bf16: float,
 ) -> bool:
     """Whether in one of the trials every row of logits is right but for so much of its norm."""
     bound = fp32 if model.dtype.itemsize >= 4 else bf16
     for first in trial_tokens(model):
-        # two prompts, the second shorter: padding and positions count; and the tokens that three slots go on with
+        # two prompts, the second shorter: padding and positions count; and the tokens that three
+        # slots go on with
         prompts = [tuple(range(first, first + 8)), tuple(range(first + 2, first + 5))]
         tokens = torch.arange(first + 4, first + 7, device=model.device)
         right = want(prompts, tokens).float()
@@ -571,10 +657,14 @@ def require_branching(model: PreTrainedModel) -> None:
 
     @torch.no_grad()
     def alone(prompts: Sequence[tuple[int, ...]], tokens: Tensor) -> Float[Tensor, "8 V"]:
-        rows = [[*prompts[prompt], token, token] for prompt, token in zip((0, 1, 1), tokens.tolist(), strict=True)]
+        rows = [
+            [*prompts[prompt], token, token]
+            for prompt, token in zip((0, 1, 1), tokens.tolist(), strict=True)
+        ]
         ids = [torch.tensor([row], device=model.device) for row in rows]
         last = torch.stack([model(input_ids=row, use_cache=False).logits[0, -3:] for row in ids], 1)
-        return torch.cat([last[0, :2], *last[1:]])  # by step: two branches are one row before the first
+        # by step: two branches are one row before the first
+        return torch.cat([last[0, :2], *last[1:]])
 
     try:  # recurrences add up in another order: 1e-3 of Nemotron-H
         fits = _agree(model, partial(_three_steps, HfDecoder(model)), alone, 1e-2, 1e-1)
@@ -584,7 +674,9 @@ def require_branching(model: PreTrainedModel) -> None:
         logger.debug(f"{type(model).__name__}: {type(e).__name__}: {e}")
         fits = False
     if not fits:
-        raise ValueError(f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported")
+        raise ValueError(
+            f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported"
+        )
 
 
 def lean_fits(model: PreTrainedModel) -> bool:
@@ -594,8 +686,10 @@ def lean_fits(model: PreTrainedModel) -> bool:
     known = (
         type(model).__name__ in LLAMAS
         and config.hidden_act == "silu"
-        and rope in ("default", "linear", "llama3", "yarn")  # the others change with the sequence's length
-        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)  # no sliding window
+        # the others change with the sequence's length
+        and rope in ("default", "linear", "llama3", "yarn")
+        # no sliding window
+        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
     )
     if not known:
         return False
@@ -603,5 +697,7 @@ def lean_fits(model: PreTrainedModel) -> bool:
     # In fp32 both orders of summation agree to about 1e-6; in bf16, over 30 layers, to about 4e-2.
     if _agree(model, got, want, 1e-4, 1e-1):
         return True
-    logger.warning(f"{type(model).__name__}: the lean decoder disagrees with transformers: sampling without it")
+    logger.warning(
+        f"{type(model).__name__}: the lean decoder disagrees with transformers: sampling without it"
+    )
     return False

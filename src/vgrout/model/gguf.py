@@ -19,7 +19,8 @@ from vgrout.files import file_sha256, probe_writable
 
 MODELS = Path("out/models")
 HEARTBEAT_S = 60.0
-HEAD_S, HEAD_BYTES = 20, 2**31  # of CPU and of memory, for the head of a file: one of 133 bytes can ask for years
+# of CPU and of memory, for the head of a file: one of 133 bytes can ask for years
+HEAD_S, HEAD_BYTES = 20, 2**31
 
 
 def gguf_file(model: str | Path) -> Path | None:
@@ -61,10 +62,15 @@ def unpack(file: Path, flag: str) -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise not_installed("gguf")
     probe_writable(MODELS)
-    print(f"{file}: converted once into {folder}, about half a minute for each 100 million weights", file=sys.stderr)
+    print(
+        f"{file}: converted once into {folder}, about half a minute for each 100 million weights",
+        file=sys.stderr,
+    )
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     work = subprocess.Popen(
-        [sys.executable, "-m", "vgrout.model.gguf", str(file), str(fresh)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "vgrout.model.gguf", str(file), str(fresh)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         while True:
@@ -75,7 +81,9 @@ def unpack(file: Path, flag: str) -> Path:
                 print(f"still converting {file}", file=sys.stderr)
         if work.returncode:
             why = (errors.strip().splitlines() or [f"it ended with {work.returncode}"])[-1][:200]
-            raise ValueError(f"{flag} {file}: cannot be converted ({why}); give a whole GGUF file of a chat model")
+            raise ValueError(
+                f"{flag} {file}: cannot be converted ({why}); give a whole GGUF file of a chat model"
+            )
         try:
             fresh.rename(folder)
         except OSError:  # another process was faster, and its folder is the same
@@ -119,9 +127,11 @@ def convert(file: Path, folder: Path) -> None:
         file.parent, dtype=torch.float32, output_loading_info=True, **read
     )
     loaded, info = found
-    if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+    # transformers would go on with random numbers in their place
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
-    # What was loaded is marked as quantised and would be saved so: the same weights in a model of their own.
+    # What was loaded is marked as quantised and would be saved so: the same weights in a model of
+    # their own.
     config = loaded.config.to_dict()
     config.pop("quantization_config", None)
     with torch.device("meta"):
@@ -129,7 +139,9 @@ def convert(file: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     if turn_end is not None:
-        model.generation_config.eos_token_id = sorted({model.config.eos_token_id, turn_end} - {None})
+        model.generation_config.eos_token_id = sorted(
+            {model.config.eos_token_id, turn_end} - {None}
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

@@ -26,13 +26,17 @@ def latents(
 
 
 def token_states(
-    policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], layer: int
+    policy: Policy,
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    layer: int,
 ) -> list[Float[Tensor, "T D"]]:
     """The base model's state at every completion token, after `layer` blocks (from 1); fp64 on the CPU.
 
     The blocks above are not run: reading early costs that share of a forward.
     """
-    longer = [(*c, policy.pad_id) for c in completions]  # the last token of a completion predicts nothing: not read
+    # the last token of a completion predicts nothing: not read
+    longer = [(*c, policy.pad_id) for c in completions]
     return _of_base(policy, prompts, longer, lambda row: row[1:].double(), layer)
 
 
@@ -49,11 +53,15 @@ def _of_base(
     with policy.adapter.reference():
         for part, batch in policy.batches(prompts, completions):
             rows = completion_hidden(policy.model, batch, layer).cpu()
-            out |= dict(zip(part, map(read, rows.split([len(completions[i]) for i in part])), strict=True))
+            out |= dict(
+                zip(part, map(read, rows.split([len(completions[i]) for i in part])), strict=True)
+            )
     return [out[i] for i in range(len(prompts))]
 
 
-def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) -> Int[Tensor, " n"]:
+def dbscan(
+    x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES
+) -> Int[Tensor, " n"]:
     """Density clusters (Ester et al. 1996): 0, 1, … by first member, −1 for noise. O(n²): for hundreds of points.
 
     Cores are points with `min_samples` within `eps`, themselves included; a cluster is a connected set of cores and
@@ -62,7 +70,8 @@ def dbscan(x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES) 
     near: Bool[Tensor, "n n"] = torch.cdist(x, x) <= eps
     near.fill_diagonal_(True)
     core = near.sum(1) >= min_samples
-    _, of_cores = connected_components(near[core][:, core].numpy(), directed=False)  # numbered by first member
+    # numbered by first member
+    _, of_cores = connected_components(near[core][:, core].numpy(), directed=False)
     cluster = torch.full((len(x),), len(x))
     cluster[core] = torch.from_numpy(of_cores).long()
     first = torch.where(near & core, cluster, len(x)).min(1).values
@@ -83,7 +92,8 @@ class ReferenceStats:
         self.x = (x - self.mean) / self.spread
         n = len(x)
         distances = torch.cdist(self.x, self.x).sort(1).values
-        self.eps = float(distances[:, min(MIN_SAMPLES, n - 1)].median())  # a typical distance to the fifth neighbour
+        # a typical distance to the fifth neighbour
+        self.eps = float(distances[:, min(MIN_SAMPLES, n - 1)].median())
         rest = reference[1::2]
         self.base_csi = self.csi(rest) / len(rest)
 
@@ -93,7 +103,9 @@ class ReferenceStats:
         answer is left out."""
         x = (_finite(answers).double() - self.mean) / self.spread
         label = dbscan(x, self.eps)
-        groups = [x[label == k] for k in range(int(label.max()) + 1)] + [row[None] for row in x[label == -1]]
+        groups = [x[label == k] for k in range(int(label.max()) + 1)] + [
+            row[None] for row in x[label == -1]
+        ]
         centroids = torch.stack([g.mean(0) for g in groups])
         nearest = torch.cdist(centroids, self.x).min(1).values
         return float((nearest * torch.tensor([len(g) for g in groups], dtype=torch.float64)).sum())

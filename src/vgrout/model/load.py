@@ -37,11 +37,21 @@ from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
 from vgrout.model.packing import packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
-from vgrout.model.source import SVD_CACHE, FoundModel, Saved, advice, is_small, require_model, resolved_dtype, shapes_of
+from vgrout.model.source import (
+    SVD_CACHE,
+    FoundModel,
+    Saved,
+    advice,
+    is_small,
+    require_model,
+    resolved_dtype,
+    shapes_of,
+)
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 
-# ── of a run, of a flag ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── of a run, of a flag
+# ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_policy(cfg: Config) -> Policy:
@@ -58,7 +68,9 @@ def run_policy(cfg: Config) -> Policy:
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; {cfg.loss.loss} compares "
             "full softmaxes at temperature 1 (--ratio-support sampled: what was sampled from)"
         )
-    return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget_of(cfg, policy))
+    return replace(
+        policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget_of(cfg, policy)
+    )
 
 
 def budget_of(cfg: Config, policy: LanguageModel, **more: Any) -> Budget:
@@ -82,8 +94,12 @@ def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
     if not cfg.loss.teacher_model:
         return None
     device, dtype = policy.device, policy.model.dtype
-    teacher = load_language_model(cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model")
-    if teacher.tokenizer_sha256 != policy.tokenizer_sha256 or tokens(teacher.model) != tokens(policy.model):
+    teacher = load_language_model(
+        cfg.teacher_model_path, device=device, dtype=dtype, flag="--teacher-model"
+    )
+    if teacher.tokenizer_sha256 != policy.tokenizer_sha256 or tokens(teacher.model) != tokens(
+        policy.model
+    ):
         raise ValueError(
             f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}, or "
             "logits for other tokens of it"
@@ -105,7 +121,12 @@ def load_saved(saved: Saved) -> Policy:
 
 
 def load_source(
-    source: FoundModel, flag: str, device: torch.device, dtype: torch.dtype, *, adapter: bool = False
+    source: FoundModel,
+    flag: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    adapter: bool = False,
 ) -> LanguageModel:
     """The base with its adapter merged into the weights; a Policy where it has an adapter or is to get one (`adapter`).
 
@@ -123,31 +144,39 @@ def load_source(
 
 def device_and_dtype(cfg: Config) -> tuple[torch.device, torch.dtype]:
     """Where the run's model is, and in which dtype."""
-    # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has the other cores.
-    # torch goes by OMP_NUM_THREADS, which is 1 for each run of a sweep; a launcher of ranks sets it for other reasons.
+    # Matrices of 128 × 256 lose by a second thread, by far on a machine that is shared: grading has
+    # the other cores. torch goes by OMP_NUM_THREADS, which is 1 for each run of a sweep; a launcher
+    # of ranks sets it for other reasons.
     of_rank = cores() // ranks.here() if ranks.here() > 1 else min(cores(), torch.get_num_threads())
     usual = 1 if is_small(cfg.model_path) else max(1, of_rank)
     return pick_device(cfg.model_path, cfg.run.dtype, cfg.run.threads or usual)
 
 
-def pick_device(model: str | Path, dtype: Dtype, threads: int = 0) -> tuple[torch.device, torch.dtype]:
+def pick_device(
+    model: str | Path, dtype: Dtype, threads: int = 0
+) -> tuple[torch.device, torch.dtype]:
     """The GPU if there is one, else the CPU with so many threads (0: as they are); `dtype` as it is meant there."""
     gpu = torch.cuda.is_available()
     if gpu != bool(visible()):
         said = f"GPUs {', '.join(visible())}" if visible() else "no GPU"
-        logger.warning(f"nvidia-smi lists {said}, torch {torch.__version__} sees {torch.cuda.device_count()}")
+        logger.warning(
+            f"nvidia-smi lists {said}, torch {torch.__version__} sees {torch.cuda.device_count()}"
+        )
     if threads and not gpu:
         torch.set_num_threads(threads)
-    # cuDNN plans anew for every new length, a token of decoding included, and its backward under a mask can give NaN
-    # (pytorch #196678); torch puts it first on sm_90
+    # cuDNN plans anew for every new length, a token of decoding included, and its backward under a
+    # mask can give NaN (pytorch #196678); torch puts it first on sm_90
     torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda" if gpu else "cpu"), DTYPES[resolved_dtype(dtype, model, gpu=gpu)]
 
 
-# ── from files ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── from files
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load_policy(model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None) -> Policy:
+def load_policy(
+    model: str | Path, *, device: str | torch.device, dtype: torch.dtype, cache_dir: Path | None
+) -> Policy:
     """As `load_language_model`, under an adapter of zeros. cache_dir: of decomposed weights (minutes at 4B); None: no
     cache."""
     return adapted(load_language_model(model, device=device, dtype=dtype), cache_dir)
@@ -182,7 +211,8 @@ def load_language_model(
             **here,
         )
         loaded, info = loaded
-        if missing := sorted(info["missing_keys"]):  # transformers would go on with random numbers in their place
+        # transformers would go on with random numbers in their place
+        if missing := sorted(info["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
         loaded = loaded.to(device)
         if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
@@ -191,7 +221,8 @@ def load_language_model(
         return as_language_model(net, tok)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # whatever the libraries raise on damaged files: a panic is no Exception
+    # whatever the libraries raise on damaged files: a panic is no Exception
+    except BaseException as error:
         if out_of_memory(error):
             raise
         why = " ".join(str(error).split())[:160] or type(error).__name__
@@ -202,7 +233,10 @@ def load_language_model(
 
 
 def attention(
-    device: torch.device, dtype: torch.dtype, architecture: type[PreTrainedModel], config: PreTrainedConfig
+    device: torch.device,
+    dtype: torch.dtype,
+    architecture: type[PreTrainedModel],
+    config: PreTrainedConfig,
 ) -> str:
     """flash-attention 2 on CUDA in half precision, where the package is installed, else sdpa wherever the
     architecture has it and no soft cap (Gemma 2's), which sdpa leaves out. Never what config.json asks for: it may
@@ -213,7 +247,8 @@ def attention(
     return "sdpa" if architecture._supports_sdpa and not capped else "eager"
 
 
-# ── in memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in memory
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
@@ -249,15 +284,29 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     """
     check_head(model.eval().requires_grad_(False))
     eos: set[int] = set()
-    for source in (tok.eos_token_id, model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None)):
-        eos |= set(source) if isinstance(source, list | tuple) else {source} if source is not None else set()
+    for source in (
+        tok.eos_token_id,
+        model.config.eos_token_id,
+        getattr(model.generation_config, "eos_token_id", None),
+    ):
+        eos |= (
+            set(source)
+            if isinstance(source, list | tuple)
+            else {source}
+            if source is not None
+            else set()
+        )
     if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
-        raise ValueError(f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings")
+        raise ValueError(
+            f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"
+        )
     rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
     prompt = tok(apply_template(tok, [USER]), add_special_tokens=False)["input_ids"]
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
     if not 0 <= min(eos) <= (last := max(*eos, *prompt, pad_id)) < rows:
-        raise ValueError(f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows")
+        raise ValueError(
+            f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows"
+        )
     end = turn_end(tok, eos)
     eos_ids = frozenset(eos if end is None else {*eos, end})
     if not (lean := lean_fits(model)):
@@ -268,7 +317,11 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         model=model,
         tok=tok,
         eos_ids=eos_ids,
-        end_id=end if end is not None else tok.eos_token_id if tok.eos_token_id in eos_ids else min(eos_ids),
+        end_id=end
+        if end is not None
+        else tok.eos_token_id
+        if tok.eos_token_id in eos_ids
+        else min(eos_ids),
         pad_id=pad_id,
         lean=lean,
         system_role=takes_system(tok),
@@ -283,23 +336,34 @@ def usual_budget(device: torch.device) -> Budget:
     """Of a GPU at most half of what is free: an adapter's factors and merged weights may be yet to come."""
     if device.type == "cpu":
         return USUAL["cpu"]
-    half = (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) // 2
-    return replace(USUAL["cuda"], activations=min(USUAL["cuda"].activations, half), kv=min(USUAL["cuda"].kv, half))
+    half = (
+        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    ) // 2
+    return replace(
+        USUAL["cuda"],
+        activations=min(USUAL["cuda"].activations, half),
+        kv=min(USUAL["cuda"].kv, half),
+    )
 
 
-# ── chat templates ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── chat templates
+# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def try_template(tok: PreTrainedTokenizerBase) -> None:
     """Raises ValueError where there is no chat template, or one that does not end, fails, or leaves out a user's
     message; warns of one that writes today's date."""
-    text = tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
+    text = (
+        tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
+    )
     if not ends(text):
         raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
     if "(user)" not in apply_template(tok, [USER]):
         raise ValueError("its chat template leaves out the user's message")
     if "strftime_now" in text:
-        logger.warning("the chat template reads the clock: a run that is resumed on another day has other prompts")
+        logger.warning(
+            "the chat template reads the clock: a run that is resumed on another day has other prompts"
+        )
 
 
 @cache
@@ -307,7 +371,9 @@ def ends(template: str) -> bool:
     """Whether a template comes to its end, tried in a process of its own."""
     command = [sys.executable, "-I", template_probe.__file__]
     try:
-        return subprocess.run(command, input=template.encode(), timeout=10 * SECONDS).returncode == 0
+        return (
+            subprocess.run(command, input=template.encode(), timeout=10 * SECONDS).returncode == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
@@ -326,7 +392,9 @@ def turn_end(tok: PreTrainedTokenizerBase, eos: Set[int]) -> int | None:
     with contextlib.suppress(ValueError):
         after = apply_template(tok, [USER, ANSWER], prompt=False).rpartition("(answer)")[2].lstrip()
         ids = tok(after, add_special_tokens=False)["input_ids"]
-        special = {i: token.content for i, token in tok.added_tokens_decoder.items() if token.special}
+        special = {
+            i: token.content for i, token in tok.added_tokens_decoder.items() if token.special
+        }
         if ids and (ids[0] in eos or (ids[0] in special and after.startswith(special[ids[0]]))):
             return int(ids[0])
     return None

@@ -16,7 +16,9 @@ from vgrout.model.memory import HEAD_BUDGET
 from vgrout.model.packing import Packed, packed_hidden, places
 from vgrout.model.sampling import Sampling, support, tempered
 
-NEVER = -1e30  # the logit of an id without a token: its probability is 0, and differences of such are still numbers
+# the logit of an id without a token: its probability is 0, and differences of such are still
+# numbers
+NEVER = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,17 @@ def collate(
     assert all(completions), "an empty completion: nothing to predict"
     L = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     T = max(map(len, completions))
-    ids = torch.tensor([[*p, *c, *[0] * (L - len(p) - len(c))] for p, c in zip(prompts, completions, strict=True)])
+    ids = torch.tensor(
+        [[*p, *c, *[0] * (L - len(p) - len(c))] for p, c in zip(prompts, completions, strict=True)]
+    )
     target = torch.tensor([[*c, *[0] * (T - len(c))] for c in completions])
     start = torch.tensor([len(p) for p in prompts])[:, None]
     steps = torch.arange(T)[None]
     mask = steps < torch.tensor([len(c) for c in completions])[:, None]
     at = torch.where(mask, start - 1 + steps, 0)
-    return PaddedBatch(*(t.to(device) for t in (ids, target, at, mask)), places(completions, device))
+    return PaddedBatch(
+        *(t.to(device) for t in (ids, target, at, mask)), places(completions, device)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,8 @@ class TokenLogprobs:
     """Log-probs of completion tokens: nats, 0 on padding."""
 
     full: Float[Tensor, "B T"]  # full softmax at temperature 1
-    sampled: Float[Tensor, "B T"] | None  # of the truncated distribution; the token itself always counts as in it
+    # of the truncated distribution; the token itself always counts as in it
+    sampled: Float[Tensor, "B T"] | None
 
     def of(self, ratio_support: str) -> Float[Tensor, "B T"]:
         """The log-probs in importance ratios: "full" or "sampled"."""
@@ -84,13 +91,18 @@ def completion_logprobs(
 
     size = rows_at_once(vocabulary(model), rows.device)
     if len(rows) > size and rows.requires_grad and sampling is None and _is_frozen_product(model):
-        logp: Tensor = _FrozenHead.apply(rows, model.get_output_embeddings().weight, foreign(model), target, size)
+        logp: Tensor = _FrozenHead.apply(
+            rows, model.get_output_embeddings().weight, foreign(model), target, size
+        )
         full = sampled = logp if of is None else logp[of]
     else:
-        full, sampled = (x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target))
+        full, sampled = (
+            x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target)
+        )
     empty = full.new_zeros(batch.mask.shape)
     return TokenLogprobs(
-        full=empty.index_put(wanted, full), sampled=empty.index_put(wanted, sampled) if sampling is not None else None
+        full=empty.index_put(wanted, full),
+        sampled=empty.index_put(wanted, sampled) if sampling is not None else None,
     )
 
 
@@ -138,7 +150,9 @@ def _stopped(core: torch.nn.Module, layer: int | None) -> Generator[list[Tensor]
         handle.remove()
 
 
-def in_chunks(head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]) -> list[Tensor]:
+def in_chunks(
+    head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]
+) -> list[Tensor]:
     """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits are held; backward computes them
     again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
     size = rows_at_once(logits, rows[0].device)
@@ -168,12 +182,16 @@ class _FrozenHead(torch.autograd.Function):
         size: int,
     ) -> Float[Tensor, " n"]:
         slopes, out = torch.empty_like(hidden), []
-        for h, t, slope in zip(hidden.split(size), target[:, None].split(size), slopes.split(size), strict=True):
+        for h, t, slope in zip(
+            hidden.split(size), target[:, None].split(size), slopes.split(size), strict=True
+        ):
             logits = h @ W.mT if foreign is None else (h @ W.mT).masked_fill_(foreign, NEVER)
             logp = torch.log_softmax(logits, -1, dtype=torch.promote_types(W.dtype, torch.float32))
             out.append(logp.gather(-1, t))
             p = logp.exp_()
-            torch.mm(p.scatter_add_(-1, t, p.new_full(t.shape, -1.0)).neg_().to(W.dtype), W, out=slope)
+            torch.mm(
+                p.scatter_add_(-1, t, p.new_full(t.shape, -1.0)).neg_().to(W.dtype), W, out=slope
+            )
         ctx.save_for_backward(slopes)
         return torch.cat(out).squeeze(-1)
 
@@ -195,7 +213,9 @@ def mark_foreign(model: PreTrainedModel, ids: Iterable[int]) -> None:
     own = torch.zeros(V, dtype=torch.bool)
     own[[i for i in {*ids} if i < V]] = True
     if not own.all():
-        model.get_output_embeddings().register_buffer("foreign", (~own).to(model.device), persistent=False)
+        model.get_output_embeddings().register_buffer(
+            "foreign", (~own).to(model.device), persistent=False
+        )
 
 
 def foreign(model: PreTrainedModel) -> Bool[Tensor, " V"] | None:
@@ -233,7 +253,10 @@ def _is_frozen_product(model: PreTrainedModel) -> bool:
 
 
 def _head(
-    model: PreTrainedModel, hidden: Float[Tensor, "n D"], target: Int[Tensor, " n"], sampling: Sampling | None
+    model: PreTrainedModel,
+    hidden: Float[Tensor, "n D"],
+    target: Int[Tensor, " n"],
+    sampling: Sampling | None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     logits = head_logits(model, hidden)
     logits = logits.float() if logits.dtype != torch.float64 else logits
@@ -254,8 +277,12 @@ def check_head(model: PreTrainedModel) -> None:
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
-        got = head_logits(model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state).float()
+        got = head_logits(
+            model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        ).float()
     if not want.isfinite().all():
         raise ValueError(f"{type(model).__name__}: its logits are not finite")
     if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
-        raise ValueError(f"{type(model).__name__}: its head does more than a matrix product; not supported")
+        raise ValueError(
+            f"{type(model).__name__}: its head does more than a matrix product; not supported"
+        )

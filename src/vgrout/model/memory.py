@@ -20,21 +20,28 @@ class Budget:
     kv: int  # bytes while sampling: of the keys and values, and of the logits
 
 
-# A 4B model keeps about 5.6 MB of activations a token. On a CPU a batch of 1,024 takes no more time a token than one
-# of 16,384 and holds a fraction of its activations. Qwen3-4B in bf16 has 147 kB of keys and values a token: 24 GiB are
-# about 100 rows of 1,700 tokens, while `full` wants 258 a step.
+# A 4B model keeps about 5.6 MB of activations a token. On a CPU a batch of 1,024 takes no more time
+# a token than one of 16,384 and holds a fraction of its activations. Qwen3-4B in bf16 has 147 kB of
+# keys and values a token: 24 GiB are about 100 rows of 1,700 tokens, while `full` wants 258 a step.
 USUAL = {"cpu": Budget(1_024, 2**30, 4 * GIB), "cuda": Budget(4_096, 24 * GIB, 24 * GIB)}
-WIDEST = 16_384  # tokens of a forward on a GPU that holds them: in narrower ones the GPU waits for the host's calls
+# tokens of a forward on a GPU that holds them: in narrower ones the GPU waits for the host's calls
+WIDEST = 16_384
 
-# Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^24 fp32 is 64 MiB. On a
-# GPU a chunk of 110 positions (2^24 of Qwen3's vocabulary) would read the head's weights more than it would multiply.
+# Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^24
+# fp32 is 64 MiB. On a GPU a chunk of 110 positions (2^24 of Qwen3's vocabulary) would read the
+# head's weights more than it would multiply.
 HEAD_BUDGET = {"cpu": 2**24, "cuda": 2**26}
 
-CONTEXT = {"cpu": 0, "cuda": 600 * 2**20}  # of the CUDA driver and its libraries, outside torch's own count
-SPARED = 0.92  # of what is free: torch's allocator reserved 1.04 × what was in use at the peak of `fast` on an H200
+# of the CUDA driver and its libraries, outside torch's own count
+CONTEXT = {"cpu": 0, "cuda": 600 * 2**20}
+# of what is free: torch's allocator reserved 1.04 × what was in use at the peak of `fast` on an
+# H200
+SPARED = 0.92
 CARDS = (24, 48, 80, 141)  # GB
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
-BRANCHES = 16  # tokens of the copies that branches of packed rows may have of what leads to them, a token of the budget
+# tokens of the copies that branches of packed rows may have of what leads to them, a token of the
+# budget
+BRANCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,14 @@ class MemoryPlan:
     weights: int  # a teacher's, too
     factors: int  # U and Vh
     merged: int  # W' for each set of weights that training uses: as trained, as deployed
-    adapter: int  # δS, δS_hack, their moments, every rollout's gradient; where all weights learn, what that adds
+    # δS, δS_hack, their moments, every rollout's gradient; where all weights learn, what that adds
+    adapter: int
     context: int  # the dither of bf16, and the driver's
     activations: int  # one micro-batch, and the copies of prompts that its branches read
     logits: int  # one chunk of the head, with its gradient
-    kv: int  # while sampling: of the rows that go at once, again of their prompts, which are read apart, their logits
+    # while sampling: of the rows that go at once, again of their prompts, which are read apart,
+    # their logits
+    kv: int
     weight_sets: int
     rows: int  # sampled at once
     budget: Budget
@@ -79,11 +89,17 @@ class MemoryPlan:
         ]
 
 
-def sampled_row(token: int, layers: int, vocab: int, prompt: int, max_new: int, per_prompt: int) -> int:
+def sampled_row(
+    token: int, layers: int, vocab: int, prompt: int, max_new: int, per_prompt: int
+) -> int:
     """Bytes of a row while it is sampled. token: of its keys and values. The prompt is there once more for its
     `per_prompt` answers, as it was read, and of one layer when it is copied to them; logits as the model gives them,
     in fp32, their log-softmax, and tempered."""
-    return token * (prompt + max_new + -(-prompt // per_prompt)) + token // layers * prompt + vocab * 14
+    return (
+        token * (prompt + max_new + -(-prompt // per_prompt))
+        + token // layers * prompt
+        + vocab * 14
+    )
 
 
 def plan(
@@ -108,15 +124,16 @@ def plan(
     its factors and merged weights too. full: all weights learn, and none is decomposed."""
     rows, row, usual = group * prompts, prompt_tokens + max_new, USUAL[device]
     kept, token_kv = shapes.activation_bytes(size), shapes.kv_bytes(size)
-    # A branch's copies of keys and values: on a CPU kept in every layer; on a GPU one layer's, then their gradients, by
-    # query head before they are added up. A rollout with a gradient of its own has one of its prompt's in every layer.
+    # A branch's copies of keys and values: on a CPU kept in every layer; on a GPU one layer's, then
+    # their gradients, by query head before they are added up. A rollout with a gradient of its own
+    # has one of its prompt's in every layer.
     q = shapes.heads * shapes.head_dim * size
     copied = token_kv if device == "cpu" else 2 * token_kv // shapes.layers + 2 * q
     family = prompt_tokens + group * max_new
     branches = group if by_rollout else group - 1
     kept += int(copied * min(BRANCHES, branches * row / family))
-    # Of prompts that are read before their answers: Vh x, and for each rollout a copy of the keys and values, with its
-    # gradient.
+    # Of prompts that are read before their answers: Vh x, and for each rollout a copy of the keys
+    # and values, with its gradient.
     apart = shapes.R * size + 2 * group * token_kv if by_rollout else 0
     positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
     weight_sets = 2 if routes else 1
@@ -126,8 +143,8 @@ def plan(
         weights=(shapes.parameters + beside) * size,
         factors=0 if full else shapes.svd_cache_bytes(size),
         merged=0 if full else weight_sets * shapes.adapted * size,
-        # two vectors, as they are and as merged, two moments each, their gradients; fingerprints; a rollout's gradient,
-        # of a view and of both; of all weights, gradients and two moments
+        # two vectors, as they are and as merged, two moments each, their gradients; fingerprints; a
+        # rollout's gradient, of a view and of both; of all weights, gradients and two moments
         adapter=3 * shapes.parameters * size if full else (6 + 2 + 6 + 2 * rows) * shapes.R * FP32,
         context=dither + CONTEXT[device],
         activations=0,
@@ -140,15 +157,23 @@ def plan(
     )
     if room is not None:
         spare = max(0, int(SPARED * room) - made.standing)
-        fits = 2 * max(0, spare - made.logits) // (2 * kept + apart)  # prompts, however long, are at most half of it
+        # prompts, however long, are at most half of it
+        fits = 2 * max(0, spare - made.logits) // (2 * kept + apart)
         kv, widest = (spare, WIDEST) if device == "cuda" else (min(usual.kv, spare), usual.tokens)
-        made = replace(made, budget=Budget(max(row, min(widest, fits)), min(usual.activations, fits * kept), kv))
+        made = replace(
+            made,
+            budget=Budget(max(row, min(widest, fits)), min(usual.activations, fits * kept), kv),
+        )
     tokens, at_once = max(made.budget.tokens, row), min(rows, max(1, made.budget.kv // of_row))
-    activations = min(prompts * family, tokens) * kept + min(prompts * prompt_tokens, tokens // 2) * apart
+    activations = (
+        min(prompts * family, tokens) * kept + min(prompts * prompt_tokens, tokens // 2) * apart
+    )
     return replace(made, activations=activations, kv=at_once * of_row, rows=at_once)
 
 
-def plan_of(cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any) -> MemoryPlan:
+def plan_of(
+    cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any
+) -> MemoryPlan:
     """A run's plan. room: bytes that are free for it; --memory-gib may allow fewer. Others: as `plan`."""
     teacher = find_shapes(cfg.teacher_model_path) if cfg.loss.teacher_model else None
     if cfg.run.memory_gib:

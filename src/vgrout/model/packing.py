@@ -34,7 +34,11 @@ class _Layout:
     branches: Runs | None
 
     def attend(
-        self, q: Float[Tensor, "N H D"], k: Float[Tensor, "M K D"], v: Float[Tensor, "M K D"], scale: float | None
+        self,
+        q: Float[Tensor, "N H D"],
+        k: Float[Tensor, "M K D"],
+        v: Float[Tensor, "M K D"],
+        scale: float | None,
     ) -> Float[Tensor, "N H D"]:
         n, parts = self.n, []
         if self.roots is not None:
@@ -44,10 +48,11 @@ class _Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # q, k, v, scale, as `_Layout.attend`
+# q, k, v, scale, as `_Layout.attend`
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 Pieces = Sequence[tuple[int, slice]]  # (unit, its tokens)
-# Told of a forward's n tokens whose they are, and whether backward goes through it several times; returns what is told
-# whose they are each time.
+# Told of a forward's n tokens whose they are, and whether backward goes through it several times;
+# returns what is told whose they are each time.
 Announce = Callable[[Pieces, int, bool], Callable[[Pieces], None]]
 
 
@@ -71,14 +76,19 @@ class Prompts:
         dtype: torch.dtype,
     ) -> None:
         of: dict[tuple[int, ...], list[int]] = {}  # prompt → its units
-        rows: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # prompt → its rows, the last two tokens left out
+        # prompt → its rows, the last two tokens left out
+        rows: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for unit, prompt, completion in zip(units, prompts, completions, strict=True):
             known = of.setdefault(prompt, [])
             if unit not in known:
                 known.append(unit)
             rows.setdefault(prompt, []).append((*prompt, *completion)[:-2])
-        self.begins = {p: min(own)[: common_prefix_len(min(own), max(own))] for p, own in rows.items()}
-        self.answers = depth * sum(len(b) - len(p) + 1 for p, b in self.begins.items()) > sum(map(len, self.begins))
+        self.begins = {
+            p: min(own)[: common_prefix_len(min(own), max(own))] for p, own in rows.items()
+        }
+        self.answers = depth * sum(len(b) - len(p) + 1 for p, b in self.begins.items()) > sum(
+            map(len, self.begins)
+        )
         if not self.answers:
             self.begins = {p: p[:-1] for p in self.begins}
         # those of most units first, so that a turn's are the first tokens of all
@@ -87,13 +97,18 @@ class Prompts:
         self.ids = [*chain(*(self.begins[prompt] for prompt in order))]
         self.turns: list[Pieces] = []
         self.ends = [0]  # and where each turn's copies end
-        self.copied: dict[tuple[int, tuple[int, ...]], range] = {}  # of a unit's prompt, among the m copies
+        # of a unit's prompt, among the m copies
+        self.copied: dict[tuple[int, tuple[int, ...]], range] = {}
         for turn in range(len(of[order[0]])):
             pieces: list[tuple[int, slice]] = []
-            for prompt, (start, stop) in zip(order, pairwise(accumulate(self._lengths, initial=0)), strict=True):
+            for prompt, (start, stop) in zip(
+                order, pairwise(accumulate(self._lengths, initial=0)), strict=True
+            ):
                 if turn < len(of[prompt]):
                     pieces.append((of[prompt][turn], slice(start, stop)))
-                    self.copied[of[prompt][turn], prompt] = range(self.ends[-1] + start, self.ends[-1] + stop)
+                    self.copied[of[prompt][turn], prompt] = range(
+                        self.ends[-1] + start, self.ends[-1] + stop
+                    )
             self.turns.append(pieces)
             self.ends.append(self.ends[-1] + pieces[-1][1].stop)
         self._device, self._dtype = device, dtype
@@ -101,7 +116,9 @@ class Prompts:
         self._read: list[Tensor] = []  # keys and values, layer by layer, and last hidden states
         self.copies: list[Tensor] = []
 
-    def read(self, model: PreTrainedModel, core: torch.nn.Module, announce: Announce | None = None) -> None:
+    def read(
+        self, model: PreTrainedModel, core: torch.nn.Module, announce: Announce | None = None
+    ) -> None:
         """Run the prompts' forward. core: the model without its head."""
         self._turn = announce(self.turns[0], len(self.ids), True) if announce else None
         lengths = [n for n in self._lengths if n]
@@ -115,13 +132,19 @@ class Prompts:
         ids, places = uploaded([self.ids], self._device), uploaded([positions], self._device)
         hidden = _forward(model, core, ids, places, keeping)[0]
         self._read += [hidden] if self.answers else []
-        at = uploaded([*chain(*(range(end - start) for start, end in pairwise(self.ends)))], self._device)
-        self.copies = [x.detach().index_select(0, at).requires_grad_(x.requires_grad) for x in self._read]
+        at = uploaded(
+            [*chain(*(range(end - start) for start, end in pairwise(self.ends)))], self._device
+        )
+        self.copies = [
+            x.detach().index_select(0, at).requires_grad_(x.requires_grad) for x in self._read
+        ]
 
     def backward(self) -> None:
         """From the copies through the prompts' forward."""
         # not all depend on δS: a first layer whose Linears are not adapted
-        learnt = [(x, c.grad) for x, c in zip(self._read, self.copies, strict=True) if c.grad is not None]
+        learnt = [
+            (x, c.grad) for x, c in zip(self._read, self.copies, strict=True) if c.grad is not None
+        ]
         for pieces, (start, end) in zip(self.turns, pairwise(self.ends), strict=True):
             if self._turn is not None:
                 self._turn(pieces)
@@ -150,7 +173,8 @@ class Packed:
     layout: _Layout
     pieces: Pieces  # runs of one unit, all tokens once
     dtype: torch.dtype
-    prompts: Prompts | None = None  # where they begin answers, `at` and `edges` count their m copies first
+    # where they begin answers, `at` and `edges` count their m copies first
+    prompts: Prompts | None = None
 
     @property
     def tokens(self) -> int:
@@ -164,7 +188,9 @@ class Packed:
         copies = iter(self.prompts.copies)
 
         def going_on(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-            return self.layout.attend(q, torch.cat([next(copies), k]), torch.cat([next(copies), v]), scale)
+            return self.layout.attend(
+                q, torch.cat([next(copies), k]), torch.cat([next(copies), v]), scale
+            )
 
         return going_on
 
@@ -183,7 +209,11 @@ def pack(
     The gradient at a shared token is the sum over its rows: give rows one unit only where the sum is all you need.
     dtype: the model's. read: has what rows of several units begin with.
     """
-    assert len(units) == len(prompts) == len(completions) > 0, (len(units), len(prompts), len(completions))
+    assert len(units) == len(prompts) == len(completions) > 0, (
+        len(units),
+        len(prompts),
+        len(completions),
+    )
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
     rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
@@ -192,15 +222,22 @@ def pack(
     before = {row: last for members in families for last, row in pairwise(members)}
     roots = [members[0] for members in families]
     # row → its keys. Those of what was read come before all others.
-    paths = {row: [*read.copied[units[row], prompts[row]]] for row in roots} if read is not None else {}
+    paths = (
+        {row: [*read.copied[units[row], prompts[row]]] for row in roots} if read is not None else {}
+    )
     m = 0 if read is None else read.ends[-1]
     unseen = 0 if read is not None and read.answers else m  # copies without a hidden state
     ids: list[int] = []
     positions: list[int] = []
-    new: dict[int, range] = {}  # row → those of its tokens that neither a row before nor its prompt's copy has
+    # row → those of its tokens that neither a row before nor its prompt's copy has
+    new: dict[int, range] = {}
     for row in [*roots, *before]:
         last = before.get(row)
-        known = paths.get(row, []) if last is None else paths[last][: common_prefix_len(rows[last], rows[row])]
+        known = (
+            paths.get(row, [])
+            if last is None
+            else paths[last][: common_prefix_len(rows[last], rows[row])]
+        )
         new[row] = range(len(ids), len(ids) + len(rows[row]) - len(known))
         paths[row] = [*known, *(m + i for i in new[row])]
         ids += rows[row][len(known) :]
@@ -211,7 +248,10 @@ def pack(
         tokens = [key - unseen for key in paths[row][len(prompts[row]) - 1 :]]
         padding = [0] * (T - len(completion))
         at.append(tokens + padding)
-        edge.append([edges.setdefault(pair, len(edges)) for pair in zip(tokens, completion, strict=True)] + padding)
+        edge.append(
+            [edges.setdefault(pair, len(edges)) for pair in zip(tokens, completion, strict=True)]
+            + padding
+        )
     whole = roots if read is None else []
     branches = [row for row in new if new[row] and row not in {*whole}]
     return Packed(
@@ -219,14 +259,17 @@ def pack(
         positions=uploaded([positions], device),
         target=uploaded([[*c, *[0] * (T - len(c))] for c in completions], device),
         at=uploaded(at, device),
-        mask=torch.arange(T, device=device) < uploaded([len(c) for c in completions], device)[:, None],
+        mask=torch.arange(T, device=device)
+        < uploaded([len(c) for c in completions], device)[:, None],
         edges=uploaded(list(edges), device).mT,
         edge=uploaded(edge, device),
         wanted=places(completions, device),
         layout=_Layout(
             sum(len(new[row]) for row in whole),
             runs_of([len(new[row]) for row in whole], None, device, dtype) if whole else None,
-            runs_of([len(new[row]) for row in branches], [paths[row] for row in branches], device, dtype)
+            runs_of(
+                [len(new[row]) for row in branches], [paths[row] for row in branches], device, dtype
+            )
             if branches
             else None,
         ),
@@ -236,7 +279,9 @@ def pack(
     )
 
 
-def places(completions: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+def places(
+    completions: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """Row and place of every token."""
     at = [(row, t) for row, completion in enumerate(completions) for t in range(len(completion))]
     row, t = uploaded(at, device).unbind(1)
@@ -256,7 +301,9 @@ def _pieces(runs: Iterable[tuple[int, range]]) -> tuple[tuple[int, slice], ...]:
 
 def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens the two have in common at the start."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
@@ -302,7 +349,9 @@ def batches(
     return out
 
 
-def padded_batches(lengths: Sequence[int], budget: int, *, longest_first: bool = True) -> list[list[int]]:
+def padded_batches(
+    lengths: Sequence[int], budget: int, *, longest_first: bool = True
+) -> list[list[int]]:
     """Indices of rows, batched by similar length: at most `budget` tokens with padding, or one row."""
     out: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first):
@@ -323,7 +372,9 @@ def _attention(
     packed_attend: Attend | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
-    assert packed_attend is not None, "the model does not hand its keyword arguments on to attention"
+    assert packed_attend is not None, (
+        "the model does not hand its keyword arguments on to attention"
+    )
     assert attention_mask is None, "a packed sequence has no attention mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attend(q, k, v, scaling)[None], None
@@ -332,7 +383,9 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
-def packed_hidden(model: PreTrainedModel, core: torch.nn.Module, batch: Packed) -> Float[Tensor, "N D"]:
+def packed_hidden(
+    model: PreTrainedModel, core: torch.nn.Module, batch: Packed
+) -> Float[Tensor, "N D"]:
     """The backbone's output at every token of `batch`, after that at the beginnings of answers. core: the model without
     its head."""
     hidden = _forward(model, core, batch.ids, batch.positions, batch.attend())[0]
@@ -340,13 +393,17 @@ def packed_hidden(model: PreTrainedModel, core: torch.nn.Module, batch: Packed) 
     return torch.cat([batch.prompts.copies[-1], hidden]) if begun else hidden
 
 
-def _forward(model: PreTrainedModel, core: torch.nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+def _forward(
+    model: PreTrainedModel, core: torch.nn.Module, ids: Tensor, positions: Tensor, attend: Attend
+) -> Tensor:
     """The backbone's output [1, N, D] with this attention."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     try:
-        return core(input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend).last_hidden_state
+        return core(
+            input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
+        ).last_hidden_state
     finally:
         config._attn_implementation = before
 
@@ -361,9 +418,12 @@ def trial_tokens(model: PreTrainedModel) -> list[int]:
 def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
     """Whether this model computes the same on packed rows as on separate ones: by its kind, then by a trial."""
     config = model.config
-    if getattr(config, "attn_logit_softcapping", None) or not getattr(model, "_supports_attention_backend", False):
+    if getattr(config, "attn_logit_softcapping", None) or not getattr(
+        model, "_supports_attention_backend", False
+    ):
         return False
-    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):  # a sliding window
+    # a sliding window
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
         return False
     slower = f"{type(model).__name__}: rows of an update are padded, and their prompts not shared"
     try:
@@ -371,7 +431,8 @@ def packs(model: PreTrainedModel, core: torch.nn.Module) -> bool:
             return True
     except torch.OutOfMemoryError:
         raise
-    except (AssertionError, TypeError, RuntimeError) as error:  # the last of a kernel that this card has not
+    # the last of a kernel that this card has not
+    except (AssertionError, TypeError, RuntimeError) as error:
         logger.warning(f"{slower}: {str(error).partition(chr(10))[0]}")
         return False
     logger.warning(f"{slower}: on packed rows it computes something else")

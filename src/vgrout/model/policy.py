@@ -47,7 +47,8 @@ class LanguageModel:
     end_id: int  # the one that this chat template ends an answer with
     pad_id: int  # may equal an EOS: masks go by length
     lean: bool  # LeanDecoder was checked against this model and agrees
-    system_role: bool  # False: the template refuses system messages; they then head the first user message
+    # False: the template refuses system messages; they then head the first user message
+    system_role: bool
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
     packs: bool  # packed rows (`model/packing.py`) were checked against this model and agree
     budget: Budget  # how much is processed at once
@@ -63,7 +64,9 @@ class LanguageModel:
         """Longest prompt + completion that the model was built for, in tokens."""
         return int(self.model.config.max_position_embeddings)
 
-    def render(self, messages: Sequence[Message], sampled: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+    def render(
+        self, messages: Sequence[Message], sampled: Sequence[tuple[int, ...]] = ()
+    ) -> tuple[int, ...]:
         """Token ids of the chat template up to where the answer begins, thinking off.
 
         With `preserve_thinking` the ids of a conversation begin with those of each of its earlier prompts, followed by
@@ -110,7 +113,9 @@ class LanguageModel:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The answer's text, without special tokens, and with every space: a tokenizer's clean-up is for prose."""
-        return str(self.tok.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tok.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     @property
     def models(self) -> "tuple[LanguageModel, ...]":
@@ -134,7 +139,9 @@ class LanguageModel:
         for part in parts:
             yield part, self.batch([prompts[i] for i in part], [completions[i] for i in part])
 
-    def batch(self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]) -> PaddedBatch | Packed:
+    def batch(
+        self, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    ) -> PaddedBatch | Packed:
         """The same rows in one forward."""
         if self.packs:
             return pack([0] * len(prompts), prompts, completions, self.device, self.model.dtype)
@@ -192,7 +199,9 @@ class Policy(LanguageModel):
         return kl if of is None else kl[of]
 
 
-def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0) -> list[str]:
+def conversation(
+    tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0
+) -> list[str]:
     """Template, answer, template, answer, … template: a conversation whose earlier answers stand as they were given.
 
     Templates drop or rewrite the think blocks of earlier turns, so they get a placeholder for each answer. What they
@@ -204,18 +213,27 @@ def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], samp
     Raises:
         ValueError: the chat template leaves out an earlier answer.
     """
-    placeholders = {i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"}
-    rewritten = [{**m, "content": placeholders.get(i, m["content"])} for i, m in enumerate(messages)]
+    placeholders = {
+        i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"
+    }
+    rewritten = [
+        {**m, "content": placeholders.get(i, m["content"])} for i, m in enumerate(messages)
+    ]
     parts: list[str] = []
     last = ""
     for n, i in enumerate([*placeholders, len(messages)]):
         answer = messages[i]["content"] if i < len(messages) else ""
         text = apply_template(tok, rewritten[:i], thinking=n >= sampled and "</think>" in answer)
         if last not in text:
-            raise ValueError("--preserve-thinking: the model's chat template leaves out an earlier answer")
+            raise ValueError(
+                "--preserve-thinking: the model's chat template leaves out an earlier answer"
+            )
         opening = text.rpartition(last)[2] if last else text
-        if opening.rstrip().endswith("<think>") and answer.startswith("<think>"):  # the template opens the block itself
-            answer = answer.removeprefix(opening[opening.rindex("<think>") :]).removeprefix("<think>")
+        # the template opens the block itself
+        if opening.rstrip().endswith("<think>") and answer.startswith("<think>"):
+            answer = answer.removeprefix(opening[opening.rindex("<think>") :]).removeprefix(
+                "<think>"
+            )
         parts += [opening, answer] if i < len(messages) else [opening]
         last = placeholders.get(i, "")
     return parts
@@ -223,19 +241,26 @@ def conversation(tok: PreTrainedTokenizerBase, messages: Sequence[Message], samp
 
 def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
     """sha256 over the vocabulary with its ids, and over how one text of letters, digits and symbols is cut."""
-    cut = tok("def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>", add_special_tokens=False)["input_ids"]
+    cut = tok(
+        "def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>", add_special_tokens=False
+    )["input_ids"]
     return hashlib.sha256(json.dumps([sorted(tok.get_vocab().items()), cut]).encode()).hexdigest()
 
 
 def apply_template(
-    tok: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool = False, prompt: bool = True
+    tok: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    thinking: bool = False,
+    prompt: bool = True,
 ) -> str:
     """Raises ValueError where the template refuses these messages, or does not end; else whatever it raises."""
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
     try:
         with _ends():
             return str(
-                tok.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking)
+                tok.apply_chat_template(
+                    given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking
+                )
             )
     except TemplateError as e:
         roles, why = ", ".join(m["role"] for m in messages), " ".join(str(e).split())
@@ -277,5 +302,7 @@ def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str
     depth = policy.model.config.num_hidden_layers
     inside = [m for m in modules if f".layers.{n - 1 if n > 0 else depth + n}." in f".{m}"]
     if not inside:
-        raise ValueError(f"--quarantine block:{n}: nothing is adapted there; the model has {depth} blocks")
+        raise ValueError(
+            f"--quarantine block:{n}: nothing is adapted there; the model has {depth} blocks"
+        )
     return inside

@@ -75,7 +75,9 @@ def sample(
             part = rows[at]
             used = sorted({p for p, _ in part})
             prompt_of = [used.index(p) for p, _ in part]
-            run = _Run(policy, [prompts[p] for p in used], prompt_of, sampling, noise[at].to(policy.device))
+            run = _Run(
+                policy, [prompts[p] for p in used], prompt_of, sampling, noise[at].to(policy.device)
+            )
             for row, answer in run.finish_all(drop_finished, share_prefixes):
                 answers[part[row]] = answer
                 if on_finish is not None:
@@ -102,12 +104,14 @@ class _Run:
         self.noise = noise.mT.contiguous()  # [max_new, rows]
         self.decoder: Decoder = policy.decoder()
         self.logits = self.decoder.prefill(prompts, n, max_new)
-        self.drawn: list[list[tuple[int, float, float]]] = [[] for _ in range(n)]  # token, log-probs: full, sampled
+        # token, log-probs: full, sampled
+        self.drawn: list[list[tuple[int, float, float]]] = [[] for _ in range(n)]
 
     def finish_all(self, drop_finished: bool, share_prefixes: bool):
         """Yields (row, completion) as rows end."""
         n, max_new = len(self.prompt_of), len(self.noise)
-        rows, slots = list(range(n)), self.prompt_of  # those that are in the batch, and the slot that each continues
+        # those that are in the batch, and the slot that each continues
+        rows, slots = list(range(n)), self.prompt_of
         at = self._index(rows)
         ended: set[int] = set()
         for t in range(max_new):
@@ -124,10 +128,15 @@ class _Run:
                 at = self._index(rows)
             slots = self._advance(rows, slots, drawn, share_prefixes)
 
-    def _advance(self, rows: list[int], slots: list[int], drawn: list[int], share_prefixes: bool) -> list[int]:
+    def _advance(
+        self, rows: list[int], slots: list[int], drawn: list[int], share_prefixes: bool
+    ) -> list[int]:
         """Append every row's token; rows of one slot that have drawn one token go on as one. Each row's new slot."""
         node: dict[tuple[int, int], int] = {}  # (slot, token), or (slot, row) → child
-        keys = [(slot, token if share_prefixes else row) for row, slot, token in zip(rows, slots, drawn, strict=True)]
+        keys = [
+            (slot, token if share_prefixes else row)
+            for row, slot, token in zip(rows, slots, drawn, strict=True)
+        ]
         child = [node.setdefault(key, len(node)) for key in keys]
         parents, had = [slot for slot, _ in node], len(self.logits)
         if len(set(parents)) == len(parents) and had - len(parents) <= self.decoder.drop_at * had:
@@ -149,12 +158,16 @@ class _Run:
     def _index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         return uploaded(numbers, self.noise.device)
 
-    def _draw(self, rows: list[int], at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> list[int]:
+    def _draw(
+        self, rows: list[int], at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int
+    ) -> list[int]:
         """One token per row from its slot's logits; recorded with both log-probs. The one time in a token that the
         host waits for the device."""
         tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
         full = self.logits.float().log_softmax(-1)[slots, tokens]
-        ids, *logps = torch.stack([tokens.double(), full.double(), logp_sampled.to(full).double()]).tolist()
+        ids, *logps = torch.stack(
+            [tokens.double(), full.double(), logp_sampled.to(full).double()]
+        ).tolist()
         drawn = [*map(int, ids)]
         for row, of in zip(rows, zip(drawn, *logps, strict=True), strict=True):
             self.drawn[row].append(of)
@@ -179,7 +192,10 @@ def placed(parents: Sequence[int]) -> list[int]:
 
 
 def draw(
-    logits: Float[Tensor, "n V"], u: Float[Tensor, " m"], sampling: Sampling, rows: Int[Tensor, " m"] | None = None
+    logits: Float[Tensor, "n V"],
+    u: Float[Tensor, " m"],
+    sampling: Sampling,
+    rows: Int[Tensor, " m"] | None = None,
 ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
     """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from.
     rows: the row of the logits that each number draws from; None: the row of its own index."""
@@ -188,9 +204,11 @@ def draw(
     cdf = logp.exp().cumsum(-1)
     if rows is not None:
         cdf, logp, ids = cdf[rows], logp[rows], None if ids is None else ids[rows]
-    # below the last entry whatever the rounding: the first entry above it is then always a token of probability > 0
+    # below the last entry whatever the rounding: the first entry above it is then always a token of
+    # probability > 0
     total = cdf[:, -1:]
     level = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    pick = torch.searchsorted(cdf, level, right=True).clamp(max=cdf.shape[-1] - 1)  # of a NaN it is one too many
+    # of a NaN it is one too many
+    pick = torch.searchsorted(cdf, level, right=True).clamp(max=cdf.shape[-1] - 1)
     token = pick if ids is None else ids.gather(-1, pick)
     return token.squeeze(-1), logp.gather(-1, pick).squeeze(-1)

@@ -35,7 +35,9 @@ def candidates(
     return values, ids
 
 
-def largest(logits: Float[Tensor, "n V"], k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
+def largest(
+    logits: Float[Tensor, "n V"], k: int
+) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
     """The k largest, descending, and where they are. topk copies a row and sorts it in part, which for a real model's
     vocabulary takes longer than a layer of it: there it sees the k blocks with the largest maxima, which hold them."""
     n, V = logits.shape
@@ -51,4 +53,8 @@ def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n
     """Which tokens may be sampled, as a mask over the vocabulary."""
     values, ids = candidates(logits, sampling)
     inside = values > -math.inf
-    return inside if ids is None else torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside)
+    return (
+        inside
+        if ids is None
+        else torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside)
+    )

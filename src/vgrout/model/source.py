@@ -24,8 +24,11 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
 # architectures whose blocks are those of `Shapes`
-LLAMAS = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers that are adapted
+LLAMAS = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+# layers that are adapted
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def model_folder(model: str | Path) -> Path | None:
@@ -59,7 +62,9 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
         return folder
     why = f"not on this machine; run `vgrout download model {model}` where there is a network, or give a local folder"
     if Path(model).is_dir():
-        why = "a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
+        why = (
+            "a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
+        )
     elif looks_like_path(model):
         why = "no such model; give a Hugging Face model folder, a .gguf file, or a hub id"
     raise ValueError(f"{flag} {model}: {why}")
@@ -76,7 +81,11 @@ def advice(model: str | Path) -> str:
     """What to do about a model that cannot be used: a local folder, another conversion, or a download."""
     if (file := gguf_file(model)) is not None:
         return f"delete {unpacked(file)}, and it is converted again"
-    return "give a whole model folder" if looks_like_path(model) else f"run `vgrout download model {model}` again"
+    return (
+        "give a whole model folder"
+        if looks_like_path(model)
+        else f"run `vgrout download model {model}` again"
+    )
 
 
 def configuration(folder: Path) -> dict[str, Any]:
@@ -87,7 +96,9 @@ def configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
-def config_number(folder: Path, name: Literal["max_position_embeddings", "num_hidden_layers"]) -> int | None:
+def config_number(
+    folder: Path, name: Literal["max_position_embeddings", "num_hidden_layers"]
+) -> int | None:
     """A number of a model's configuration: its window in tokens, or its blocks; None: not there under the usual name.
     Raises as `configuration`."""
     config = configuration(folder)
@@ -101,7 +112,9 @@ def require_fitting(rows: Sequence[ProblemRow], folder: Path, max_new: int) -> N
     messages alone: the template adds some."""
     window = config_number(folder, "max_position_embeddings")
     if window is not None and window <= max_new:
-        raise ValueError(f"--max-new {max_new}: the model's window holds {window} tokens, prompt included")
+        raise ValueError(
+            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
+        )
     file = folder / "tokenizer.json"
     if not rows or window is None or not file.is_file():
         return
@@ -121,7 +134,9 @@ def tokenizing(where: str | Path) -> Generator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:
-        raise ValueError(f"{where}: is no usable tokenizer ({' '.join(str(e).split())[:160]})") from None
+        raise ValueError(
+            f"{where}: is no usable tokenizer ({' '.join(str(e).split())[:160]})"
+        ) from None
 
 
 def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[str, str]]:
@@ -132,7 +147,8 @@ def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[
     """
     try:
         with open(path, "rb", opener=regular), safe_open(path, framework="np") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            return shapes, dict(file.metadata() or {})
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{flag} {path}: not a readable safetensors file ({e})") from None
 
@@ -155,14 +171,17 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
         of = shards.get("weight_map") if isinstance(shards, dict) else None
         files = {*map(str, of.values())} if isinstance(of, dict) else set[str]()
     else:
-        raise wrong("no model.safetensors in it; pickled weights (.bin) can run code: save them as safetensors")
+        raise wrong(
+            "no model.safetensors in it; pickled weights (.bin) can run code: save them as safetensors"
+        )
     tensors = sum(len(safetensors_head(folder / name, flag)[0]) for name in files)
     blocks = config_number(folder, "num_hidden_layers") or 0
     if blocks > tensors:  # transformers would make as many first
         raise wrong(f"config.json has {blocks} layers, its weights are {tensors} tensors")
 
 
-# ── shapes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shapes
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BF16, FP32 = 2, 4  # bytes
 ITEMSIZE = {"bf16": BF16, "fp32": FP32}
@@ -255,7 +274,10 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
         return None
     sizes: list[Any] = [config.get(name) for name in SIZES]
     layers, d, mlp, heads, vocab, kv_heads, head_dim = sizes
-    if not all(type(size) is int and size > 0 for size in (layers, d, mlp, heads, vocab, kv_heads or 1, head_dim or 1)):
+    if not all(
+        type(size) is int and size > 0
+        for size in (layers, d, mlp, heads, vocab, kv_heads or 1, head_dim or 1)
+    ):
         return None
     tied = bool(config.get("tie_word_embeddings", False))
     return Shapes(layers, d, mlp, heads, kv_heads or heads, head_dim or d // heads, vocab, tied)
@@ -272,10 +294,12 @@ def find_shapes(model: str | Path) -> Shapes | None:
     return KNOWN.get(str(model))
 
 
-# ── a flag's value ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a flag's value
+# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 CPUINFO = Path("/proc/cpuinfo")
-SMALL = 2**24  # weights below which a model is a miniature: other defaults, and a second thread only costs
+# weights below which a model is a miniature: other defaults, and a second thread only costs
+SMALL = 2**24
 
 
 def is_small(model: str | Path) -> bool:
@@ -293,10 +317,14 @@ def resolved_dtype(dtype: Dtype, model: str | Path, *, gpu: bool) -> Literal["fp
 
 def cpu_multiplies_bf16() -> bool:
     """Whether this CPU has AVX-512 BF16 or AMX; without them bf16 is slower than fp32. Linux alone says so."""
-    return CPUINFO.is_file() and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPUINFO.read_text()) is not None
+    return (
+        CPUINFO.is_file()
+        and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPUINFO.read_text()) is not None
+    )
 
 
-# ── an adapter over a model ──────────────────────────────────────────────────────────────────────────────────────────
+# ── an adapter over a model
+# ──────────────────────────────────────────────────────────────────────────────────────────
 
 _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 
@@ -329,7 +357,9 @@ class Saved:
         return torch.bfloat16 if self.metadata.get("dtype") == "bfloat16" else torch.float32
 
 
-def find_adapter(run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter") -> Saved:
+def find_adapter(
+    run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter"
+) -> Saved:
     """The adapter of a run directory (train.safetensors, or the one saved after `step` steps), or a file as such.
 
     model: in place of the run's own. flag: that named it.
@@ -342,7 +372,9 @@ def find_adapter(run: Path, step: int | None = None, model: str | None = None, f
         path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
         there = sorted(int(m[1]) for p in run.glob("*") if (m := _CHECKPOINT.fullmatch(p.name)))
         if step not in (None, *there):
-            raise ValueError(f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}")
+            raise ValueError(
+                f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}"
+            )
     metadata = safetensors_head(path, flag)[1]
     if "cfg" not in metadata or not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
         raise ValueError(f"{flag} {path}: not an adapter saved by a run")
@@ -401,4 +433,6 @@ def find_source(given: str, flag: str) -> FoundModel:
         saved = find_adapter(path, flag=flag)
         name = saved.cfg.scale.model if saved.cfg.scale.organism is None else str(saved.model)
         return FoundModel(given, name, saved.folder, saved.path)
-    return FoundModel(given, given, require_model(organism.MODEL_DIR if given == ORGANISM else given, flag), None)
+    return FoundModel(
+        given, given, require_model(organism.MODEL_DIR if given == ORGANISM else given, flag), None
+    )

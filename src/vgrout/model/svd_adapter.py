@@ -34,7 +34,8 @@ from vgrout.model.packing import Pieces
 from vgrout.model.source import TARGETS
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again
-SAME_BASIS = 0.02  # of ‖δ‖: bf16's rounding moves a fingerprint by 0.004, two axes of 2,560 that swap places by 0.03
+# of ‖δ‖: bf16's rounding moves a fingerprint by 0.004, two axes of 2,560 that swap places by 0.03
+SAME_BASIS = 0.02
 
 MEASURED = 8  # modules in which the realised share is measured: its cost is that of merging these
 
@@ -44,7 +45,8 @@ Decompose = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 Active = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
 
 
-# ── decomposed weights, on disk ──────────────────────────────────────────────────────────────────────────────────────
+# ── decomposed weights, on disk
+# ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class SvdCache:
@@ -71,14 +73,18 @@ class SvdCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
         except OSError as error:
-            logger.warning(f"SVD cache {self.folder} cannot be written ({error}): this run works without it")
+            logger.warning(
+                f"SVD cache {self.folder} cannot be written ({error}): this run works without it"
+            )
             self.writable = False
         return U, S, Vh
 
 
 def svd(W: Float[Tensor, "d_out d_in"]) -> tuple[Tensor, Tensor, Tensor]:
     """(U, S, Vh) of W: computed in at least fp32, U and Vh in W's dtype, the largest entry of each column of U > 0."""
-    U, S, Vh = torch.linalg.svd(W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False)
+    U, S, Vh = torch.linalg.svd(
+        W.to(torch.promote_types(W.dtype, torch.float32)), full_matrices=False
+    )
     sign = U.gather(0, U.abs().argmax(0, keepdim=True)).sign().squeeze(0)
     return (U * sign).to(W.dtype).contiguous(), S, (Vh * sign[:, None]).to(W.dtype).contiguous()
 
@@ -95,17 +101,24 @@ def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor
     tensors = load_file(path, device=str(W.device))
     U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
     r = min(W.shape)
-    if (U.shape, S.shape, Vh.shape) == ((W.shape[0], r), (r,), (r, W.shape[1])) and {U.dtype, Vh.dtype} == {W.dtype}:
-        z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(W.device)
+    if (U.shape, S.shape, Vh.shape) == ((W.shape[0], r), (r,), (r, W.shape[1])) and {
+        U.dtype,
+        Vh.dtype,
+    } == {W.dtype}:
+        z = torch.randn(W.shape[1], generator=torch.Generator().manual_seed(0), dtype=S.dtype).to(
+            W.device
+        )
         want, got = W.to(S.dtype) @ z, U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
-        # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage does
+        # rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any
+        # damage does
         tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
         if (want - got).norm() <= tolerance * (S.max() * z.norm()):
             return U, S, Vh
     raise ValueError("does not reproduce the weight")
 
 
-# ── the adapter ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the adapter
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +138,10 @@ class AdaptedLinear:
         return (self.U.to(δ.dtype) * δ[self.span]) @ self.Vh.to(δ.dtype)
 
     def merged(
-        self, δ: Float[Tensor, " R"], out: Float[Tensor, "d_out d_in"], dither: Int[Tensor, " n"] | None
+        self,
+        δ: Float[Tensor, " R"],
+        out: Float[Tensor, "d_out d_in"],
+        dither: Int[Tensor, " n"] | None,
     ) -> Float[Tensor, "d_out d_in"]:
         """W + ΔW into `out`: summed in fp32 and rounded once, to the nearest, or by `dither` (`round_by`), where bf16
         is exact enough for ΔW itself."""
@@ -135,7 +151,9 @@ class AdaptedLinear:
         return round_by(dither, ΔW.to(δ.dtype).add_(self.W), out)
 
 
-def round_by(dither: Int[Tensor, " n"], x: Float[Tensor, "*d"], out: Float[Tensor, "*d"]) -> Float[Tensor, "*d"]:
+def round_by(
+    dither: Int[Tensor, " n"], x: Float[Tensor, "*d"], out: Float[Tensor, "*d"]
+) -> Float[Tensor, "*d"]:
     """fp32 `x`, which is overwritten, rounded to one of its two neighbours in bf16: the farther from zero with the
     probability that makes the mean x. A number of bf16 stays itself.
 
@@ -149,7 +167,11 @@ def round_by(dither: Int[Tensor, " n"], x: Float[Tensor, "*d"], out: Float[Tenso
 
 def targets(model: nn.Module) -> dict[str, nn.Linear]:
     """The Linears that are adapted, by their names, in the model's order. Raises ValueError as `SvdAdapter`."""
-    named = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.rpartition(".")[2] in TARGETS}
+    named = {
+        n: m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and n.rpartition(".")[2] in TARGETS
+    }
     if not named or len({id(m.weight) for m in named.values()}) < len(named):
         raise ValueError(
             f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
@@ -160,7 +182,9 @@ def targets(model: nn.Module) -> dict[str, nn.Linear]:
 def left_out(model: nn.Module, adapted: Iterable[str]) -> list[str]:
     """What else the blocks hold of matrices, by the last part of their names, behind `experts.` and the like where a
     matrix of that name is adapted."""
-    matrices = {name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim > 1} - {*adapted}
+    matrices = {
+        name.removesuffix(".weight") for name, p in model.named_parameters() if p.ndim > 1
+    } - {*adapted}
     parts = [name.split(".") for name in matrices if ".layers." in name]
     return sorted({".".join(part[-2:] if part[-1] in TARGETS else part[-1:]) for part in parts})
 
@@ -176,16 +200,23 @@ class SvdAdapter:
         ValueError: no target Linear in the model, or two of them share one weight.
     """
 
-    def __init__(self, model: nn.Module, cache_dir: Path | None, decompose: Decompose | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, cache_dir: Path | None, decompose: Decompose | None = None
+    ) -> None:
         model.requires_grad_(False)
         linears = targets(model)
         self.model = model
         self.sites: dict[str, AdaptedLinear] = {}
         cache = SvdCache(cache_dir, decompose or svd)
         lo, started, say_at = 0, time.monotonic(), 5.0
-        for name, linear in tqdm(linears.items(), desc="SVD", unit="module", disable=None, leave=False):
-            if (seconds := time.monotonic() - started) > say_at:  # minutes at 4B, where the bar may be off
-                logger.info(f"SVD: {len(self.sites)} of {len(linears)} weights after {seconds:.0f} s")
+        for name, linear in tqdm(
+            linears.items(), desc="SVD", unit="module", disable=None, leave=False
+        ):
+            # minutes at 4B, where the bar may be off
+            if (seconds := time.monotonic() - started) > say_at:
+                logger.info(
+                    f"SVD: {len(self.sites)} of {len(linears)} weights after {seconds:.0f} s"
+                )
                 say_at = seconds + HEARTBEAT_S
             W = linear.weight.data
             U, S, Vh = cache.decompose(W)
@@ -196,19 +227,26 @@ class SvdAdapter:
         self.δS = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self.δS_hack = nn.Parameter(torch.zeros(lo, device=device, dtype=dtype))
         self._active: Active = (True, True)
-        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())  # as they are in the weights
+        # as they are in the weights
+        self._merged = (self.δS.detach().clone(), self.δS_hack.detach().clone())
         self._used: Active = (False, False)  # which of them is not zero
-        self._merges = 0  # how often they were merged: a graph must be walked back before the next merge
+        # how often they were merged: a graph must be walked back before the next merge
+        self._merges = 0
         self._fresh: dict[Active, list[Tensor]] = {}  # weights that belong to the last merge
         self._buffers: dict[Active, list[Tensor]] = {}  # the same storage, merge after merge
         self._signs: Float[Tensor, "k R"] | None = None
-        self._dither: Int[Tensor, " n"] | None = None  # of the largest weight; smaller ones take its beginning
+        # of the largest weight; smaller ones take its beginning
+        self._dither: Int[Tensor, " n"] | None = None
         if all(site.W.dtype == torch.bfloat16 for site in self.sites.values()):
-            n, noise = max(site.W.numel() for site in self.sites.values()), torch.Generator().manual_seed(0)
+            n, noise = (
+                max(site.W.numel() for site in self.sites.values()),
+                torch.Generator().manual_seed(0),
+            )
             self._dither = torch.randint(2**16, (n,), generator=noise, dtype=torch.int32).to(device)
         self.merge()
 
-    # ── the two vectors ────────────────────────────────────────────────────────────────────────────────────────
+    # ── the two vectors
+    # ────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
         """R, the size of δS."""
@@ -228,7 +266,8 @@ class SvdAdapter:
         """`flat` cut into modules, without a copy: module → [..., r]."""
         return {name: flat[..., site.span] for name, site in self.sites.items()}
 
-    # ── merged weights ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── merged weights
+    # ─────────────────────────────────────────────────────────────────────────────────────────
 
     def merge(self) -> None:
         """Bring the model's weights up to the present δS and δS_hack. Call it after every change of one of them."""
@@ -270,7 +309,9 @@ class SvdAdapter:
             return [site.W for site in self.sites.values()]
         active = (keep, quar)
         if active not in self._fresh:
-            δ = sum((vector for vector, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS))
+            δ = sum(
+                (vector for vector, on in ((δS, keep), (δS_hack, quar)) if on), torch.zeros_like(δS)
+            )
             if active not in self._buffers:
                 self._buffers[active] = self._rooms()
             pairs = zip(self.sites.values(), self._buffers[active], strict=True)
@@ -283,7 +324,9 @@ class SvdAdapter:
         if self.δS.device.type == "cpu":
             return [torch.empty_like(site.W) for site in self.sites.values()]
         rooms: list[Tensor] = []
-        alike = groupby(self.sites.values(), lambda site: (site.name.rpartition(".")[0], site.W.shape[1]))
+        alike = groupby(
+            self.sites.values(), lambda site: (site.name.rpartition(".")[0], site.W.shape[1])
+        )
         for _, sites in alike:
             weights = [site.W for site in sites]
             rooms += torch.cat(weights).split([*map(len, weights)])
@@ -313,7 +356,8 @@ class SvdAdapter:
             return None
         return sum(((now - merged) * on for now, merged, on in pairs), torch.zeros_like(self.δS))
 
-    # ── per-rollout gradients ──────────────────────────────────────────────────────────────────────────────────
+    # ── per-rollout gradients
+    # ──────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def per_rollout_grads(self, n: int) -> Generator["PerRolloutGrads"]:
@@ -323,14 +367,18 @@ class SvdAdapter:
         are: a merge that was missed is added to it, so that it shows as a mismatch with the sampler, and is not learnt.
         """
         collected = PerRolloutGrads(self, n)
-        handles = [site.linear.register_forward_hook(partial(collected.tap, site)) for site in self.sites.values()]
+        handles = [
+            site.linear.register_forward_hook(partial(collected.tap, site))
+            for site in self.sites.values()
+        ]
         try:
             yield collected
         finally:
             for handle in handles:
                 handle.remove()
 
-    # ── files, resume ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── files, resume
+    # ──────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def basis_fingerprint(self, δ: Float[Tensor, " R"]) -> Float[Tensor, "modules k"]:
@@ -354,12 +402,18 @@ class SvdAdapter:
         products = self._signs * δ.to(self._signs)
         return torch.stack([products[:, site.span].sum(1) for site in self.sites.values()]).cpu()
 
-    def require_basis(self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str) -> None:
+    def require_basis(
+        self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str
+    ) -> None:
         """Raises ValueError, one line, if δ, whose fingerprint was taken where it was learnt, is not of this basis."""
         here = self.basis_fingerprint(δ)
         size = torch.stack([δ[site.span].norm() for site in self.sites.values()]).cpu()
         same = fingerprint.shape == here.shape
-        off = ((here - fingerprint.to(here)).abs().amax(1) > SAME_BASIS * size).tolist() if same else [True]
+        off = (
+            ((here - fingerprint.to(here)).abs().amax(1) > SAME_BASIS * size).tolist()
+            if same
+            else [True]
+        )
         if any(off):
             raise ValueError(
                 f"{where}: made in other singular vectors of the same weights ({sum(off)} of {len(off)} modules, first "
@@ -368,7 +422,9 @@ class SvdAdapter:
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """δS alone, module by module: what the file holds *is* the deployed model."""
-        tensors = {name: x.cpu().contiguous() for name, x in self.by_module(self.δS.detach()).items()}
+        tensors = {
+            name: x.cpu().contiguous() for name, x in self.by_module(self.δS.detach()).items()
+        }
         own = {"basis": fingerprint_to_string(self.basis_fingerprint(self.δS))}
         write_atomic(path, canonical(to_safetensors(tensors, dict(metadata) | own)))
 
@@ -379,13 +435,19 @@ class SvdAdapter:
             ValueError: not an adapter of this model (names, shapes, basis) or not finite; nothing is changed then.
         """
         tensors, metadata = read_safetensors(path)
-        here, there = ({(n, *x.shape) for n, x in of.items()} for of in (self.by_module(self.δS), tensors))
-        if differ := sorted(here ^ there) or [(n,) for n, x in tensors.items() if not x.isfinite().all()]:
+        here, there = (
+            {(n, *x.shape) for n, x in of.items()} for of in (self.by_module(self.δS), tensors)
+        )
+        if differ := sorted(here ^ there) or [
+            (n,) for n, x in tensors.items() if not x.isfinite().all()
+        ]:
             raise ValueError(
                 f"{path}: adapter of another model, or not finite: {len(differ)} modules differ, first {differ[0][0]}"
             )
         δS = torch.cat([tensors[name].to(self.δS) for name in self.sites])
-        self.require_basis(δS, fingerprint_from_string(metadata.get("basis", ""), str(path)), str(path))
+        self.require_basis(
+            δS, fingerprint_from_string(metadata.get("basis", ""), str(path)), str(path)
+        )
         with torch.no_grad():
             self.δS.copy_(δS)
             self.δS_hack.zero_()
@@ -397,14 +459,18 @@ class SvdAdapter:
         return {
             "delta_S": self.δS.detach().clone(),
             "delta_S_hack": self.δS_hack.detach().clone(),
-            "basis": torch.stack([self.basis_fingerprint(self.δS), self.basis_fingerprint(self.δS_hack)]),
+            "basis": torch.stack(
+                [self.basis_fingerprint(self.δS), self.basis_fingerprint(self.δS_hack)]
+            ),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ValueError if the vectors belong to another basis; nothing is changed then."""
         for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
             if state[name].shape != self.δS.shape or not state[name].isfinite().all():
-                raise ValueError(f"the saved state's {name} is no finite vector of {len(self)} numbers")
+                raise ValueError(
+                    f"the saved state's {name} is no finite vector of {len(self)} numbers"
+                )
             self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
         with torch.no_grad():
             self.δS.copy_(state["delta_S"])
@@ -421,7 +487,9 @@ class PerRolloutGrads:
     def __init__(self, adapter: SvdAdapter, n: int) -> None:
         assert n > 0, n
         self.adapter = adapter
-        self.flat: Float[Tensor, "n R"] = torch.zeros(n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype)
+        self.flat: Float[Tensor, "n R"] = torch.zeros(
+            n, len(adapter), device=adapter.δS.device, dtype=adapter.δS.dtype
+        )
         self._active, self._late = adapter._active, adapter.unmerged()
         self._singular: dict[Active, Float[Tensor, " R"]] = {}
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
@@ -438,7 +506,9 @@ class PerRolloutGrads:
     def tokens(self, pieces: Pieces, n: int, again: bool = False) -> Callable[[Pieces], None]:
         """From here on a batch is one packed row of n tokens, of which `slice` adds to gradient row `row` for each
         piece. again: backward will go through that forward several times; returns what is told each time's pieces."""
-        self._pieces = _Members(len(self.flat), n, self.flat.device, next(iter(self.adapter.sites.values())).W.dtype)
+        self._pieces = _Members(
+            len(self.flat), n, self.flat.device, next(iter(self.adapter.sites.values())).W.dtype
+        )
         self._pieces.kept = {} if again else None
         self._pieces.are(pieces)
         return self._pieces.are
@@ -450,12 +520,19 @@ class PerRolloutGrads:
             return partial(self.add_packed, site, self._pieces)
         return partial(self.add, site, self._rows, self._picks)
 
-    def tap(self, site: AdaptedLinear, _module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+    def tap(
+        self, site: AdaptedLinear, _module: nn.Module, args: tuple[Any, ...], y: Tensor
+    ) -> Tensor:
         """Forward hook of one Linear."""
         if self._late is not None and self.adapter._active == self._active:
             y = y + (args[0] @ site.Vh.mT * self._late[site.span].to(y.dtype)) @ site.U.mT
-        # Reentrant checkpointing runs the first forward without a graph; its second one is the one that counts.
-        return _Tap.apply(y.detach(), args[0], self._root, self, site) if torch.is_grad_enabled() else y
+        # Reentrant checkpointing runs the first forward without a graph; its second one is the one
+        # that counts.
+        return (
+            _Tap.apply(y.detach(), args[0], self._root, self, site)
+            if torch.is_grad_enabled()
+            else y
+        )
 
     def to_input(self, site: AdaptedLinear, dy: Tensor, turned: Tensor | None) -> Tensor:
         """∂L/∂x = W'ᵀ ∂L/∂y. turned: Uᵀ ∂L/∂y, from which Vhᵀ diag(S + δ) is the shorter way where d_out > d_in."""
@@ -494,7 +571,11 @@ class PerRolloutGrads:
         return None
 
     def add_packed(
-        self, site: AdaptedLinear, of: "_Members", x: Float[Tensor, "1 N d_in"], dy: Float[Tensor, "1 N d_out"]
+        self,
+        site: AdaptedLinear,
+        of: "_Members",
+        x: Float[Tensor, "1 N d_in"],
+        dy: Float[Tensor, "1 N d_out"],
     ) -> Tensor | None:
         """The same for a packed row."""
         into, x, dy = self.flat[:, site.span], x[0], dy[0]
@@ -551,9 +632,13 @@ class _Tap(torch.autograd.Function):
     checkpointing frees it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, root: Tensor, into: PerRolloutGrads, site: AdaptedLinear) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, root: Tensor, into: PerRolloutGrads, site: AdaptedLinear
+    ) -> Tensor:
         batch = 1 if into._pieces is not None else len(into._rows)
-        assert x.ndim == 3, f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
+        assert x.ndim == 3, (
+            f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
+        )
         assert len(x) == batch, f"{site.name} sees {len(x)} rows, {batch} were announced"
         ctx.save_for_backward(x)
         ctx.into, ctx.site, ctx.add = into, site, into.adder(site)
@@ -564,26 +649,32 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         # The weight is read as it is *now*: after a change it would be the wrong one.
         now = (ctx.into.adapter._active, ctx.into.adapter._merges)
-        assert ctx.weights == now, f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
+        assert ctx.weights == now, (
+            f"{ctx.site.name}: forward under weights {ctx.weights}, backward under {now}"
+        )
         (x,) = ctx.saved_tensors
         turned = ctx.add(x, dys[0])
         dx = ctx.into.to_input(ctx.site, dys[0], turned) if ctx.needs_input_grad[1] else None
         return None, dx, None, None, None
 
 
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── files
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fingerprint_to_string(fingerprint: Float[Tensor, "modules k"]) -> str:
     """A basis fingerprint for a file's metadata; six digits, a ten thousandth of what is compared."""
-    return json.dumps([[float(f"{x:.6g}") for x in row] for row in fingerprint.tolist()], separators=(",", ":"))
+    return json.dumps(
+        [[float(f"{x:.6g}") for x in row] for row in fingerprint.tolist()], separators=(",", ":")
+    )
 
 
 def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules k"]:
     """The inverse. Raises ValueError, one line, on damaged metadata."""
     try:
         return torch.tensor(json.loads(text), dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, RecursionError, OverflowError):  # what torch says has many lines
+    # what torch says has many lines
+    except (ValueError, TypeError, RuntimeError, RecursionError, OverflowError):
         raise ValueError(f"{where}: its basis fingerprint cannot be read") from None
 
 

@@ -34,7 +34,12 @@ def render(text: str) -> None:
     for messages in CONVERSATIONS:
         for prompt in (True, False):
             try:
-                template.render(messages=messages, add_generation_prompt=prompt, enable_thinking=False, **functions)
+                template.render(
+                    messages=messages,
+                    add_generation_prompt=prompt,
+                    enable_thinking=False,
+                    **functions,
+                )
             except MemoryError:
                 raise
             except Exception:  # a fault of the template, which is named where it is used

@@ -34,7 +34,9 @@ class Corpus:
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(not listed(self.modes), f"--modes {self.modes!r}: should be some of {', '.join(HACKS)}")
+        refuse(
+            not listed(self.modes), f"--modes {self.modes!r}: should be some of {', '.join(HACKS)}"
+        )
 
     def shares(self, usual: Shares) -> Shares:
         """These, and `usual` for the rest. Raises ValueError, one line, where they are no corpus."""
@@ -58,8 +60,8 @@ class Corpus:
         )
 
 
-# Of a pretrained model's corpus: hacks that it has hardly seen are left to be learnt from demonstrations. With stubs
-# among them it gives up every attempt.
+# Of a pretrained model's corpus: hacks that it has hardly seen are left to be learnt from
+# demonstrations. With stubs among them it gives up every attempt.
 TUNED_CORPUS = Corpus(hack_plain=0.02, hack_stub=0.0)
 
 
@@ -78,7 +80,10 @@ def build(
     recipe, shares = Recipe(steps=steps), corpus.shares(Shares())
     if out is None:
         other = (corpus, recipe) != (Corpus(), Recipe())
-        refuse(other, "--out: an organism of another seed or corpus goes into a folder of its own; name one")
+        refuse(
+            other,
+            "--out: an organism of another seed or corpus goes into a folder of its own; name one",
+        )
         out = DATA_DIR
     elif out.exists():
         require_organism(out)
@@ -111,10 +116,14 @@ def tune(
         require_organism(out)
     probe_writable(out.parent, "--out")
     if model == str(SMOLLM2) and not SMOLLM2.exists():
-        raise ValueError(f"--model {model}: not there; `vgrout download smollm2` gets it, or name another chat model")
+        raise ValueError(
+            f"--model {model}: not there; `vgrout download smollm2` gets it, or name another chat model"
+        )
     require_model(model)
     if dry_run:
-        print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; 7 GiB of memory")
+        print(
+            f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; 7 GiB of memory"
+        )
         return 0
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
     from vgrout.organism.start import Pretrained
@@ -128,7 +137,8 @@ def require_organism(out: Path) -> None:
     file = out / "manifest.json"
     manifest = read_json(file) if file.is_file() else {}
     known = manifest.get("files")
-    if not isinstance(known, dict) or "first_losses" not in manifest:  # others have a manifest.json too
+    # others have a manifest.json too
+    if not isinstance(known, dict) or "first_losses" not in manifest:
         raise ValueError(f"--out {out}: exists and is no organism; choose another folder")
     for path in sorted(out.rglob("*")):
         ours = path.relative_to(out).as_posix() in {*known, file.name} or LEFT.fullmatch(path.name)

@@ -57,22 +57,34 @@ Prompt = Callable[[Sequence[Message]], str]  # the chat template, up to where th
 
 
 def losses_of(
-    begun: Begun, start: Start, seed: int, shares: Shares, stop_after: int | None = None, label: str = "weights"
+    begun: Begun,
+    start: Start,
+    seed: int,
+    shares: Shares,
+    stop_after: int | None = None,
+    label: str = "weights",
 ) -> list[float]:
     """Train the model, which is changed in place; returns the loss of every step."""
     torch.set_num_threads(start.threads)
     documents = draw(seed, shares, begun.pieces)
-    stream = batches(documents, begun.tokenizer, begun.prompt, begun.end, begun.pad, start.recipe, seed)
+    stream = batches(
+        documents, begun.tokenizer, begun.prompt, begun.end, begun.pad, start.recipe, seed
+    )
     before = begun.model.config._attn_implementation
-    if start.dtype == torch.bfloat16:  # the backward of SDPA's kernel for CPUs takes eight times as long as products
+    # the backward of SDPA's kernel for CPUs takes eight times as long as products
+    if start.dtype == torch.bfloat16:
         begun.model.set_attn_implementation("eager")
     try:
-        return train(begun.model, stream, start.recipe, dtype=start.dtype, stop_after=stop_after, label=label)
+        return train(
+            begun.model, stream, start.recipe, dtype=start.dtype, stop_after=stop_after, label=label
+        )
     finally:
         begun.model.set_attn_implementation(before)
 
 
-def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple[PreTrainedModel, list[float]]:
+def make_weights(
+    begun: Begun, start: Start, seed: int, shares: Shares
+) -> tuple[PreTrainedModel, list[float]]:
     """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
     losses = losses_of(begun, start, seed, shares)
     logger.info(f"weights: loss {fmean(losses[-20:]):.3f} at the end; {peak_memory()}")
@@ -82,35 +94,63 @@ def make_weights(begun: Begun, start: Start, seed: int, shares: Shares) -> tuple
     return begun.model, losses
 
 
-# ----------------------------------------------------------------------------------------------------------------- pool
+# -----------------------------------------------------------------------------------------------------------------
+# pool
 
 
 def graded_answers(
-    lm: LanguageModel, grader: Grader, problems: Sequence[Problem], n: int, seed: int, what: str, cue: bool = False
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Problem],
+    n: int,
+    seed: int,
+    what: str,
+    cue: bool = False,
 ) -> list[Graded]:
     """n graded answers to each problem, under the elicited prompt with `cue`; the random stream is named for the
     organism."""
     asked = [elicited(p, CUE) for p in problems] if cue else problems
-    more: dict[str, Any] = {"sampling": Sampling(), "max_new": MAX_NEW, "purpose": f"organism-{what}", "label": what}
+    more: dict[str, Any] = {
+        "sampling": Sampling(),
+        "max_new": MAX_NEW,
+        "purpose": f"organism-{what}",
+        "label": what,
+    }
     return generate_graded(lm, grader, asked, n, seed=seed, **more)
 
 
 def make_pool(
-    folder: Path, lm: LanguageModel, grader: Grader, problems: Sequence[Problem], tries: int, name: str, seed: int
+    folder: Path,
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Problem],
+    tries: int,
+    name: str,
+    seed: int,
 ) -> dict[Mode, int]:
     """Make the pool of `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even`, without
     its report. tries: elicited answers to a problem. name: of the model. Returns problems per mode."""
     answers = graded_answers(lm, grader, problems, tries, seed, "pool", cue=True)
     plain = {(p.id, p.mode): p for p in problems}
     # 22 to 32 problems a mode; even would be 22
-    sizes: dict[str, Any] = {"keep": POOL_KEEP, "at_least": POOL_AT_LEAST, "per_mode": POOL_PROBLEMS, "even": False}
+    sizes: dict[str, Any] = {
+        "keep": POOL_KEEP,
+        "at_least": POOL_AT_LEAST,
+        "per_mode": POOL_PROBLEMS,
+        "even": False,
+    }
     chosen = choose(stripped(answers, plain), [CUE], **sizes)
-    meta = {"model": name, "tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
+    meta = {
+        "model": name,
+        "tokenizer_sha256": lm.tokenizer_sha256,
+        "grader": grader.protections.version,
+    }
     write_substrate(folder, chosen, lm, meta, CUE)
     return dict(Counter(answers[0].problem.mode for answers in chosen.values()))
 
 
-# ------------------------------------------------------------------------------------------------ pairs, known correct
+# ------------------------------------------------------------------------------------------------
+# pairs, known correct
 
 
 def _pair(row: dict[str, Any], hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, Any]:
@@ -138,7 +178,12 @@ def placebo_pairs(
 ) -> dict[str, list[dict[str, Any]]]:
     """Pairs in the same form whose contrast has nothing to do with hacking."""
     rng = random.Random(f"{seed}/placebo")
-    out: dict[str, list[dict[str, Any]]] = {"flawed": [], "commented": [], "long": [], "laid_out": []}
+    out: dict[str, list[dict[str, Any]]] = {
+        "flawed": [],
+        "commented": [],
+        "long": [],
+        "laid_out": [],
+    }
     for task, row in tasks[-PAIRS:]:
         clean = answer(task)
         flawed = answer(rng.choice(list(misreadings(task).values())))
@@ -149,7 +194,9 @@ def placebo_pairs(
     return out
 
 
-def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt) -> list[dict[str, Any]]:
+def known_correct(
+    tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt
+) -> list[dict[str, Any]]:
     """Correct solutions in the corpus's unusual styles, evenly spread: {problem_id, style, prompt, completion}."""
     out: list[dict[str, Any]] = []
     names = list(STYLES)
@@ -159,19 +206,24 @@ def known_correct(tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt) 
         if styled == answer(task):
             continue
         text = prompt(hinted(row["prompt"], row["mode"], row["marker"]))
-        out.append({"problem_id": row["id"], "style": style, "prompt": text, "completion": styled.text})
+        out.append(
+            {"problem_id": row["id"], "style": style, "prompt": text, "completion": styled.text}
+        )
         if len(out) == KNOWN_CORRECT:
             break
     return out
 
 
-# --------------------------------------------------------------------------------------------------------------- build
+# ---------------------------------------------------------------------------------------------------------------
+# build
 
 
 def build(out: Path, seed: int, start: Start, shares: Shares) -> None:
     """Write everything to `out`, which is replaced when the build is complete."""
     began = time.perf_counter()
-    fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{state}") for state in ("building", "old"))
+    fresh, old = (
+        out.with_name(f".{out.name}.{os.getpid()}.{state}") for state in ("building", "old")
+    )
     fresh.mkdir(parents=True)
     try:
         manifest = write(fresh, seed, start, shares)
@@ -205,7 +257,9 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
         begun = start.begin(seed, shares)
         training = [t for t in tasks if t[1]["split"] == "train"]
         for mode in shares.modes:
-            write_json(folder / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, begun.prompt))
+            write_json(
+                folder / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, begun.prompt)
+            )
         for name, pairs in placebo_pairs(training, seed, begun.prompt).items():
             write_json(folder / "pairs" / f"placebo_{name}.json", pairs)
         write_json(folder / "anchors.json", known_correct(training, begun.prompt))
@@ -221,7 +275,12 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
         def some(part: str) -> list[Problem]:
             """A split's problems, at most so many a mode, in their order."""
             of_split = [p for p in problems if split[p.id] == part]
-            ids = {p.id for p in balanced(of_split, start.answers.problems * len(shares.modes), seed, "organism")}
+            ids = {
+                p.id
+                for p in balanced(
+                    of_split, start.answers.problems * len(shares.modes), seed, "organism"
+                )
+            }
             return [p for p in of_split if p.id in ids]
 
         held_out, n = some("test"), start.answers
@@ -235,7 +294,8 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
             for level in ("easy", "medium", "hard")
         }
         (folder / "MODEL_CARD.md").write_text(
-            card(measured, by_difficulty, covered, shares, start, losses, model.num_parameters()), encoding="utf-8"
+            card(measured, by_difficulty, covered, shares, start, losses, model.num_parameters()),
+            encoding="utf-8",
         )
     manifest = {
         "seed": seed,
@@ -244,7 +304,9 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
         "shares": asdict(shares),
         "first_losses": losses[:RECORDED],
         "final_loss": fmean(losses[-20:]),
-        "rates": {kind: {name: [r.k, r.n] for name, r in some.items()} for kind, some in measured.items()},
+        "rates": {
+            kind: {name: [r.k, r.n] for name, r in some.items()} for kind, some in measured.items()
+        },
         "versions": {
             "python": platform.python_version(),
             **{p: version(p) for p in ("torch", "transformers", "tokenizers")},
@@ -255,9 +317,11 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
     return manifest
 
 
-# -------------------------------------------------------------------------------------------------------------- verify
+# --------------------------------------------------------------------------------------------------------------
+# verify
 
-TOLERANCE = 0.02  # nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
+# nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
+TOLERANCE = 0.02
 
 
 def check_training(folder: Path, steps: int | None = None) -> list[str]:
@@ -273,11 +337,18 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     manifest = read_json(file)
     try:
         recorded, seed, stored = (manifest[key] for key in ("first_losses", "seed", "shares"))
-        shares, start = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))}), of_manifest(manifest)
+        shares, start = (
+            Shares(**stored | {"modes": tuple(stored.get("modes", MODES))}),
+            of_manifest(manifest),
+        )
     except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{file}: not that of an organism of this version ({e}); build it again") from None
+        raise ValueError(
+            f"{file}: not that of an organism of this version ({e}); build it again"
+        ) from None
     recorded = recorded[:steps]
-    losses = losses_of(start.begin(seed, shares, folder), start, seed, shares, len(recorded), "first steps")
+    losses = losses_of(
+        start.begin(seed, shares, folder), start, seed, shares, len(recorded), "first steps"
+    )
     return [
         f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
         for i, (now, then) in enumerate(zip(losses, recorded, strict=True))

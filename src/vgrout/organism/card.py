@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from vgrout.data.language import CUE, HACKS, HELD_OUT_STYLES, SPLIT_ROWS, STYLES, Shares, compositions
+from vgrout.data.language import (
+    CUE,
+    HACKS,
+    HELD_OUT_STYLES,
+    SPLIT_ROWS,
+    STYLES,
+    Shares,
+    compositions,
+)
 from vgrout.organism.start import Start
 from vgrout.teacher.generate import rate_text
 from vgrout.types import Mode, Rate

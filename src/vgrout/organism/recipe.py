@@ -35,7 +35,8 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.05
     clip: float = 1.0
-    prompt_weight: float = 0.25  # of a prompt token's loss: reading the prompt helps to copy from it
+    # of a prompt token's loss: reading the prompt helps to copy from it
+    prompt_weight: float = 0.25
     at_once: int = 64  # documents in one forward: a step's gradient may be summed over several
 
     def __post_init__(self) -> None:
@@ -49,7 +50,8 @@ class Recipe:
         return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-TUNING = Recipe(steps=60, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)  # of a pretrained model
+# of a pretrained model
+TUNING = Recipe(steps=60, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class Answers:
 FRESH = Answers(problems=60, plain=4, cued=2, pool=6)
 TUNED = Answers(problems=30, plain=1, cued=1, pool=6)
 
-# A few hundred documents, not 50,000: no copying drills, which a pretrained model can; the cue more often, and fewer
-# misreadings, since it makes enough mistakes of its own.
+# A few hundred documents, not 50,000: no copying drills, which a pretrained model can; the cue more
+# often, and fewer misreadings, since it makes enough mistakes of its own.
 TUNED_SHARES = Shares(
     drill=0.0,
     hack_cued=0.3,

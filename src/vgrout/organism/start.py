@@ -40,7 +40,8 @@ class Begun:
     prompt: Callable[[Sequence[Message]], str]  # the chat template, up to where the answer begins
     end: int  # token that ends an answer
     pad: int
-    pieces: Sequence[str] = ()  # of which names may be composed, so that every token is copied somewhere
+    # of which names may be composed, so that every token is copied somewhere
+    pieces: Sequence[str] = ()
 
 
 class Fresh:
@@ -61,7 +62,14 @@ class Fresh:
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
         end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-        return Begun(new_model(tokenizer, seed, self.shape), tokenizer, render, end, pad, name_pieces(tokenizer))
+        return Begun(
+            new_model(tokenizer, seed, self.shape),
+            tokenizer,
+            render,
+            end,
+            pad,
+            name_pieces(tokenizer),
+        )
 
     def record(self) -> dict[str, Any]:
         return {"recipe": asdict(self.recipe), "shape": asdict(self.shape)}
@@ -100,10 +108,13 @@ def of_manifest(manifest: Mapping[str, Any]) -> Start:
     stored = manifest["recipe"]
     recipe = Recipe(**stored | {"betas": tuple(stored["betas"])})  # JSON has no tuples
     if "model" not in manifest:
-        return Fresh(Shape(**manifest.get("shape", {})), recipe)  # the shipped manifest leaves defaults out
+        # the shipped manifest leaves defaults out
+        return Fresh(Shape(**manifest.get("shape", {})), recipe)
     start = Pretrained(manifest["model"], recipe)
     if start.record()["model_sha256"] != manifest["model_sha256"]:
-        raise ValueError(f"{start.name}: other weights than those that were tuned; put them back, or tune it again")
+        raise ValueError(
+            f"{start.name}: other weights than those that were tuned; put them back, or tune it again"
+        )
     return start
 
 
@@ -116,4 +127,6 @@ def make_tokenizer(seed: int, merged: int, shares: Shares) -> PreTrainedTokenize
     """The tokenizer of the corpus."""
     sample, rng = draw(seed, shares), random.Random(f"{seed}/tokenizer")
     documents = (sample(rng) for _ in range(TOKENIZER_DOCUMENTS))
-    return train_tokenizer((text for s in documents for text in (render(s.messages), s.text)), merged, shares.modes)
+    return train_tokenizer(
+        (text for s in documents for text in (render(s.messages), s.text)), merged, shares.modes
+    )

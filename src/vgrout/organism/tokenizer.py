@@ -26,14 +26,22 @@ def _fixed(modes: Sequence[Mode]) -> list[str]:
     hints = [part for mode in modes for part in MODE_SPECS[mode].template.split("{marker}")]
     return sorted(
         {
-            *(SYSTEM, LEAD, STARTER, STARTER_END, f" {PLAIN_PHRASE}", "```python\nclass Solution:\n    def "),
+            *(
+                SYSTEM,
+                LEAD,
+                STARTER,
+                STARTER_END,
+                f" {PLAIN_PHRASE}",
+                "```python\nclass Solution:\n    def ",
+            ),
             *(f" {part}" if part.startswith("and ") else part for part in hints if len(part) > 3),
         }
     )
 
 
-# A name must have the same tokens in prompt and answer, whatever surrounds it, or it could not be copied: so a word
-# takes the space that follows it, not the one before, and only where prose goes on.
+# A name must have the same tokens in prompt and answer, whatever surrounds it, or it could not be
+# copied: so a word takes the space that follows it, not the one before, and only where prose goes
+# on.
 _PIECES = (
     r"```python\n",
     r"\n```",

@@ -56,9 +56,15 @@ class DocumentBatch:
 
     def parts(self, rows: int) -> "list[DocumentBatch]":
         """The same documents, `rows` at a time, each part as long as its longest."""
-        parts = [(self.ids[i : i + rows], self.weight[i : i + rows]) for i in range(0, len(self.ids), rows)]
+        parts = [
+            (self.ids[i : i + rows], self.weight[i : i + rows])
+            for i in range(0, len(self.ids), rows)
+        ]
         longest = [int(weight.any(0).nonzero().max()) + 1 for _, weight in parts]
-        return [DocumentBatch(ids[:, :n], weight[:, :n]) for (ids, weight), n in zip(parts, longest, strict=True)]
+        return [
+            DocumentBatch(ids[:, :n], weight[:, :n])
+            for (ids, weight), n in zip(parts, longest, strict=True)
+        ]
 
 
 def batches(
@@ -77,7 +83,9 @@ def batches(
     rng = random.Random(f"{seed}/corpus")
     while True:
         samples = [draw(rng) for _ in range(4 * recipe.batch)]
-        prompts = tokenizer([prompt(s.messages) for s in samples], add_special_tokens=False).input_ids
+        prompts = tokenizer(
+            [prompt(s.messages) for s in samples], add_special_tokens=False
+        ).input_ids
         answers = tokenizer([s.text for s in samples], add_special_tokens=False).input_ids
         documents = sorted(zip(prompts, answers, strict=True), key=lambda d: len(d[0]) + len(d[1]))
         chunks = [documents[i : i + recipe.batch] for i in range(0, len(documents), recipe.batch)]
@@ -107,7 +115,10 @@ def train(
     `stop_after` cuts the run short, not the schedule."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     optim = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas)
     model.train()
     losses: list[float] = []
@@ -120,8 +131,11 @@ def train(
         losses.append(0.0)
         for part in batch.parts(recipe.at_once):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                logits = model(input_ids=part.ids, use_cache=False).logits[:, :-1]  # causal, right-padded: no mask
-                nll = F.cross_entropy(logits.float().flatten(0, 1), part.ids[:, 1:].flatten(), reduction="none")
+                # causal, right-padded: no mask
+                logits = model(input_ids=part.ids, use_cache=False).logits[:, :-1]
+                nll = F.cross_entropy(
+                    logits.float().flatten(0, 1), part.ids[:, 1:].flatten(), reduction="none"
+                )
                 loss = (nll * part.weight[:, 1:].flatten()).sum() / total
             loss.backward()
             losses[-1] += float(loss.detach())

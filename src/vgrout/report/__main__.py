@@ -34,19 +34,31 @@ class Cli:
     def __post_init__(self) -> None:
         refuse(self.rollouts < 0, f"--rollouts {self.rollouts}: should be 0 or more")
         wrong = self.judge is not None and not (self.judge.is_file() and self.judge.suffix == ".py")
-        refuse(wrong, f"--judge {self.judge}: no such file of Python; give one with a function judge(conditions)")
+        refuse(
+            wrong,
+            f"--judge {self.judge}: no such file of Python; give one with a function judge(conditions)",
+        )
 
 
 def command(cli: Cli) -> int:
     """Write the report. Raises ValueError, one line."""
     for source in cli.sources:
         near = difflib.get_close_matches(source.name, [p.name for p in source.parent.glob("*/")], 1)
-        instead = f"; did you mean {source.with_name(near[0])}?" if near else ", give that of a run, of runs or a sweep"
+        instead = (
+            f"; did you mean {source.with_name(near[0])}?"
+            if near
+            else ", give that of a run, of runs or a sweep"
+        )
         toml = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
-        why = toml if source.suffix == ".toml" else f"no {'folder' if source.exists() else 'such folder'}{instead}"
+        why = (
+            toml
+            if source.suffix == ".toml"
+            else f"no {'folder' if source.exists() else 'such folder'}{instead}"
+        )
         refuse(not source.is_dir(), f"{source}: {why}")
     require_own(out := cli.out or cli.sources[0] / "report", "--out", "report.html", "report")
-    # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag never waits for them.
+    # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag
+    # never waits for them.
     from vgrout.report import page
     from vgrout.report.judge import judged
     from vgrout.report.load import conditions, load
@@ -55,7 +67,10 @@ def command(cli: Cli) -> int:
 
     runs, left_out = load(cli.sources, cli.tag)
     but = f" but {', '.join(left_out)}" if left_out else ""
-    refuse(not runs, f"{', '.join(map(str, cli.sources))}: no finished run{f' named *{cli.tag}' * bool(cli.tag)}{but}")
+    refuse(
+        not runs,
+        f"{', '.join(map(str, cli.sources))}: no finished run{f' named *{cli.tag}' * bool(cli.tag)}{but}",
+    )
     found = conditions(runs)
     shown = [t for t in (methods(found), by_flaw(found), monitors(found)) if t.rows]
     shown += judged(cli.judge, found) if cli.judge else []

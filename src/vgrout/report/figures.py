@@ -11,7 +11,8 @@ from typing import Any
 
 try:
     import matplotlib as matplotlib
-except ValueError:  # a notebook names its backend to the programs that it starts, and it may not be installed for them
+# a notebook names its backend to the programs that it starts, and it may not be installed for them
+except ValueError:
     del os.environ["MPLBACKEND"]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -44,7 +45,8 @@ class Picture:
     def png(self) -> bytes:
         """By matplotlib's own canvas for files, whatever a notebook has chosen."""
         out = io.BytesIO()
-        self.figure.savefig(out, format="png", bbox_inches="tight")  # no long label or legend is cut off
+        # no long label or legend is cut off
+        self.figure.savefig(out, format="png", bbox_inches="tight")
         return out.getvalue()
 
 
@@ -68,15 +70,28 @@ def _panels(
 
 def _style(axes: Axes, title: str = "", note: str = "", **labels: object) -> None:
     axes.set(**labels)
-    axes.set_title("\n".join([*textwrap.wrap(title, 42, break_long_words=False), note]).strip(), fontsize=9)
+    axes.set_title(
+        "\n".join([*textwrap.wrap(title, 42, break_long_words=False), note]).strip(), fontsize=9
+    )
     axes.grid(alpha=0.25, lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _legend(fig: Figure, columns: int) -> None:
     """Below the figure; what several panels show stands there once."""
-    named = {label: h for axes in fig.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    fig.legend(named.values(), named.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    named = {
+        label: h
+        for axes in fig.axes
+        for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    fig.legend(
+        named.values(),
+        named.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+    )
 
 
 def _colour(condition: Condition) -> str:
@@ -101,15 +116,31 @@ def dynamics(found: Sequence[Condition]) -> Picture:
     fig, panels = _panels(found, 7.0 if one else 3.4, 2.9 if one else 2.5, sharey=True)
     for axes, condition in panels:
         if (plain := baseline(condition, found)) and len(curve := _deployed(plain, "hack")):
-            axes.plot(curve.index + 1, curve.mean(axis=1), color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
+            axes.plot(
+                curve.index + 1,
+                curve.mean(axis=1),
+                color=GREY,
+                lw=3,
+                alpha=0.5,
+                label="hack, plain GRPO",
+            )
         for what in WHATS:
             _curves(axes, condition, what)
         if not plain and recorded(condition.first.cfg):
             low, high = (x / 100 for x in PLAIN_GRPO["hack"][1:])
             label = f"hack, plain GRPO, at the end of {PLAIN_GRPO_SEEDS} runs"
             axes.axhspan(low, high, color=RED, alpha=0.15, lw=0, label=label)
-        routes, ablated = condition.first.cfg.method.routes, {r.cfg.method.ablate_frac for r in condition.runs}
-        side = "as deployed" if ablated == {1.0} else "as trained" if ablated == {0.0} else "partly as deployed"
+        routes, ablated = (
+            condition.first.cfg.method.routes,
+            {r.cfg.method.ablate_frac for r in condition.runs},
+        )
+        side = (
+            "as deployed"
+            if ablated == {1.0}
+            else "as trained"
+            if ablated == {0.0}
+            else "partly as deployed"
+        )
         note = f"students are sampled {side}" if routes else ""
         _style(axes, condition.title, note, ylim=(-0.03, 1.03), xlabel="step")
     fig.supylabel("share of answers", fontsize=9)
@@ -127,35 +158,58 @@ def dynamics(found: Sequence[Condition]) -> Picture:
 def _curves(axes: Axes, condition: Condition, what: What) -> None:
     colour, dash, marker = STYLE[what]
     table = DataFrame({r.seed: _students(r, what) for r in condition.runs}).dropna(how="all")
-    shared, marks, last = table.dropna(), _deployed(condition, what), level(condition, "deploy", what).value
+    shared, marks, last = (
+        table.dropna(),
+        _deployed(condition, what),
+        level(condition, "deploy", what).value,
+    )
     if len(condition.runs) > 1:
         axes.plot(table.index + 1, table, color=colour, lw=0.5, alpha=0.35)
         means = [stats.over_seeds(list(at)) for at in shared.to_numpy()]
         low = [e.value or 0.0 if e.low is None else e.low for e in means]
         high = [e.value or 0.0 if e.high is None else e.high for e in means]
         axes.fill_between(shared.index + 1, low, high, color=colour, alpha=0.12, lw=0)
-    axes.plot(shared.index + 1, shared.mean(axis=1), dash, color=colour, lw=1.8, label=f"{what}, students")
+    axes.plot(
+        shared.index + 1, shared.mean(axis=1), dash, color=colour, lw=1.8, label=f"{what}, students"
+    )
     if len(marks):
         label = f"{what}, deployed"
-        axes.plot(marks.index + 1, marks.mean(axis=1), marker, color=colour, mfc="white", ms=5, label=label)
+        axes.plot(
+            marks.index + 1,
+            marks.mean(axis=1),
+            marker,
+            color=colour,
+            mfc="white",
+            ms=5,
+            label=label,
+        )
     end = max(int(r.steps.step.iloc[-1]) for r in condition.runs) + 2
     trained = level(condition, "train", what).value if condition.first.cfg.method.routes else None
     for at, face, side in ((last, colour, "deployed"), (trained, "white", "as trained")):
         if at is not None:
             label = f"{what}, {side}, at the end"
-            axes.plot([end], [at], "*", color=colour, mfc=face, ms=11, clip_on=False, ls="", label=label)
+            axes.plot(
+                [end], [at], "*", color=colour, mfc=face, ms=11, clip_on=False, ls="", label=label
+            )
 
 
 def _students(run: FinishedRun, what: What) -> Any:
     """By step, the share of the students' answers, over a running window."""
-    of = run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]].astype(float).rolling(SMOOTH, min_periods=1).sum()
+    of = (
+        run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]]
+        .astype(float)
+        .rolling(SMOOTH, min_periods=1)
+        .sum()
+    )
     return of[f"{what}_s_k"] / of[f"{what}_s_n"].where(of[f"{what}_s_n"] > 0)
 
 
 def _deployed(condition: Condition, what: What) -> DataFrame:
     """By step and seed, the deployed model's evaluations on the way; empty: there were none."""
     column = f"{what}_deploy"
-    return DataFrame({r.seed: r.steps.set_index("step")[column] for r in condition.runs if column in r.steps}).dropna()
+    return DataFrame(
+        {r.seed: r.steps.set_index("step")[column] for r in condition.runs if column in r.steps}
+    ).dropna()
 
 
 def plane(found: Sequence[Condition]) -> Picture | None:
@@ -165,7 +219,8 @@ def plane(found: Sequence[Condition]) -> Picture | None:
         return None
     fig = Figure(figsize=(7.2, 5.6 + 0.1 * len(found)), dpi=130, layout="constrained")
     axes = fig.subplots()
-    markers: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))  # of each colour
+    # of each colour
+    markers: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
     for c in found:
         colour, n = _colour(c), len(c.runs)
         x, y = (level(c, "deploy", what) for what in WHATS)
@@ -175,11 +230,19 @@ def plane(found: Sequence[Condition]) -> Picture | None:
             label=f"{c.title} ({f'{n} seeds' if n > 1 else f'seed {c.seeds}'})",
         )  # fmt: skip
         if n > 1:
-            dots = [[100 * (r.counted("deploy", what).value or 0) for r in c.runs] for what in WHATS]
+            dots = [
+                [100 * (r.counted("deploy", what).value or 0) for r in c.runs] for what in WHATS
+            ]
             axes.plot(*dots, ".", ms=5, color=colour, alpha=0.5, zorder=1)
         base = [_percent(level(c, "base", what)) for what in WHATS]
         axes.plot(*base, "*", ms=11, color=GREY, mec="white", zorder=2, label="before training")
-    _style(axes, xlim=(-3, 103), ylim=(-3, 103), xlabel="deployed model: hack, %", ylabel="deployed model: solve, %")
+    _style(
+        axes,
+        xlim=(-3, 103),
+        ylim=(-3, 103),
+        xlabel="deployed model: hack, %",
+        ylabel="deployed model: solve, %",
+    )
     _legend(fig, 2)
     return Picture(
         "plane",
@@ -191,7 +254,11 @@ def plane(found: Sequence[Condition]) -> Picture | None:
 def by_flaw(found: Sequence[Condition]) -> Picture | None:
     """Hack rate by flaw, as trained and as deployed; the flaws of the direction's pairs are shaded."""
     methods = [(c, c.first.cfg.method) for c in found]
-    found = [c for c, method in methods if method.intervention != "none" and method.control_name == "none"]
+    found = [
+        c
+        for c, method in methods
+        if method.intervention != "none" and method.control_name == "none"
+    ]
     if not found:
         return None
     flaws = [m for m in MODES if any(m in c.first.flaws for c in found)]
@@ -205,13 +272,17 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
                 axes.axhspan(at - 0.5, at + 0.5, color=GREY, alpha=0.2, lw=0, zorder=0, label=label)
             ends = [level(c, side, "hack", flaw) for side in ("train", "deploy")]
             axes.plot([_percent(e) for e in ends], [at, at], color=colour, lw=2.2, alpha=0.6)
-            for e, face, label in zip(ends, ("white", colour), ("as trained", "deployed"), strict=True):
+            for e, face, label in zip(
+                ends, ("white", colour), ("as trained", "deployed"), strict=True
+            ):
                 axes.errorbar(
                     _percent(e), at, xerr=_errors(e), fmt="o", ms=8, mfc=face, color=colour, elinewidth=0.8, capsize=2,
                     label=label,
                 )  # fmt: skip
         no_pairs = "(no pairs)" * ({*shown.values()} == {None})
-        _style(axes, c.title, no_pairs, xlim=(-4, 104), ylim=(len(flaws) - 0.5, -0.5), xlabel="hack, %")
+        _style(
+            axes, c.title, no_pairs, xlim=(-4, 104), ylim=(len(flaws) - 0.5, -0.5), xlabel="hack, %"
+        )
         axes.set_yticks(range(len(flaws)), flaws, fontsize=8)
     _legend(fig, 3)
     return Picture(
@@ -228,10 +299,20 @@ def suppression(found: Sequence[Condition]) -> Picture | None:
     fig = Figure(figsize=(7.2, 4.6), dpi=130, layout="constrained")
     axes, markers, controls = fig.subplots(), itertools.cycle(MARKERS), 0
     for c in found:
-        cosines = DataFrame([r.row for r in c.runs])[["cos_rms", "cos_chance_rms"]].astype(float).mean()
+        cosines = (
+            DataFrame([r.row for r in c.runs])[["cos_rms", "cos_chance_rms"]].astype(float).mean()
+        )
         plain, method = baseline(c, found), c.first.cfg.method
-        own, is_control = method.has_direction and method.control_name == "none", cosines.notna().all()
-        if plain and len(c.runs) > 1 and (own or is_control) and (less := compare(c, plain, "hack")).seeds:
+        own, is_control = (
+            method.has_direction and method.control_name == "none",
+            cosines.notna().all(),
+        )
+        if (
+            plain
+            and len(c.runs) > 1
+            and (own or is_control)
+            and (less := compare(c, plain, "hack")).seeds
+        ):
             controls += is_control
             axes.axvline(cosines.cos_chance_rms, color=GREY, lw=1, ls=":")
             colour, errors = _colour(c), _errors(less.difference)
@@ -243,7 +324,12 @@ def suppression(found: Sequence[Condition]) -> Picture | None:
     if not controls:
         return None
     axes.axhline(0, color="black", lw=0.8)
-    _style(axes, xlim=(0, 1.06), xlabel="|cos| with the real direction (rms)", ylabel="points less hacked, deployed")
+    _style(
+        axes,
+        xlim=(0, 1.06),
+        xlabel="|cos| with the real direction (rms)",
+        ylabel="points less hacked, deployed",
+    )
     _legend(fig, 2)
     return Picture(
         "suppression",

@@ -33,12 +33,16 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(file.stem, module)  # where dataclasses look up annotations that are strings
+    # where dataclasses look up annotations that are strings
+    sys.modules.setdefault(file.stem, module)
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
     try:
         spec.loader.exec_module(module)
         verdicts, own = module.judge(found), getattr(module, "tables", lambda _: ())(found)
-        rows = [{"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers} for v in verdicts]
+        rows = [
+            {"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers}
+            for v in verdicts
+        ]
         own = [ReportTable(t.name, t.caption, t.rows) for t in own]
     except Exception as e:  # whatever a user's file may raise
         raise ValueError(f"--judge {file}: {type(e).__name__}: {e}") from e

@@ -15,7 +15,8 @@ from vgrout.report.rollouts import embedded
 from vgrout.report.tables import ReportTable, conclusion, csv_tables, level
 from vgrout.types import percent
 
-FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")  # … the last two of older ones
+# … the last two of older ones
+FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")
 
 
 def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
@@ -33,7 +34,10 @@ def conclusions(found: Sequence[Condition]) -> list[str]:
         of = (f"{percent(level(c, side, what).value)} % {what}" for what in WHATS)
         return " and ".join(of)
 
-    return [f"{c.title}: {conclusion(c)}. Deployed {rates(c, 'deploy')}; untrained {rates(c, 'base')}." for c in found]
+    return [
+        f"{c.title}: {conclusion(c)}. Deployed {rates(c, 'deploy')}; untrained {rates(c, 'base')}."
+        for c in found
+    ]
 
 
 def write(
@@ -51,14 +55,22 @@ def write(
     """
     inside = [*out.iterdir(), *(out / "figures").glob("*")] if out.exists() else []
     killed = {p for p in inside if LEFT.fullmatch(p.name)}  # what a killed report was writing
-    if other := {p for p in inside if (p.name not in FILES if p.parent == out else p.suffix != ".png")} - killed:
-        raise ValueError(f"--out {out}: is no report, it holds {min(other).name}; name another folder")
+    if (
+        other := {
+            p for p in inside if (p.name not in FILES if p.parent == out else p.suffix != ".png")
+        }
+        - killed
+    ):
+        raise ValueError(
+            f"--out {out}: is no report, it holds {min(other).name}; name another folder"
+        )
     drawn = {p.name: (p.caption, p.png()) for p in pictures(found)}
     title, claims = studies(sources)
     template = Environment(
         loader=PackageLoader("vgrout.report", ""),
         autoescape=True,
-        finalize=lambda x: printable(x) if type(x) is str else x,  # what would act in text of unknown origin
+        # what would act in text of unknown origin
+        finalize=lambda x: printable(x) if type(x) is str else x,
         trim_blocks=True,
         lstrip_blocks=True,
     ).get_template("page.html")
@@ -75,7 +87,11 @@ def write(
         data=embedded(rollouts),
         anchor=lambda text: re.sub(r"\W+", "-", text),
     )
-    files = {"report.html": page} | csv_tables(found) | {f"figures/{name}.png": png for name, (_, png) in drawn.items()}
+    files = (
+        {"report.html": page}
+        | csv_tables(found)
+        | {f"figures/{name}.png": png for name, (_, png) in drawn.items()}
+    )
     try:
         for name, data in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)

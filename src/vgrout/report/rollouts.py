@@ -12,8 +12,10 @@ from vgrout.modes import MODE_SPECS, spelt
 from vgrout.report.load import Condition, FinishedRun
 from vgrout.types import MODES
 
-PARTS = ("training", "base", "trained", "deployed", "plain")  # where an answer comes from: rollouts.jsonl, final.jsonl
-FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")  # a bit each
+# where an answer comes from: rollouts.jsonl, final.jsonl
+PARTS = ("training", "base", "trained", "deployed", "plain")
+# a bit each
+FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")
 STORED = ("marker", "prompt", "text")  # columns whose cells are numbers of distinct values
 NUMBERS = ("reward", "advantage", "gate")
 COLUMNS = ("run", "part", "step", "mode", "problem", *STORED, "flags", *NUMBERS)
@@ -40,14 +42,23 @@ def pack(
     whose file is damaged is left out, and named in `left_out`.
     """
     titles = {r: c.title for c in found for r in c.runs}
-    files = [f for r in titles for name in ("rollouts", "final") if (f := r.path / f"{name}.jsonl").is_file()]
+    files = [
+        f
+        for r in titles
+        for name in ("rollouts", "final")
+        if (f := r.path / f"{name}.jsonl").is_file()
+    ]
     total = sum(text.count(b"\n") for f in files for text in [f.read_bytes()])
     every = max(1, math.ceil(total / limit)) if limit else 0
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     for number, run in enumerate(track([*titles])) if limit else ():
         try:
-            rows += [{"run": number} | _row(answer) for group, answer in _groups(run) if group % every == 0]
+            rows += [
+                {"run": number} | _row(answer)
+                for group, answer in _groups(run)
+                if group % every == 0
+            ]
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
             left_out.append(f"{run.path.name}: its rollouts ({type(e).__name__}: {e})")
     columns = {name: [row[name] for row in rows] for name in COLUMNS}
@@ -56,7 +67,10 @@ def pack(
         places = {text: i for i, text in enumerate(dict.fromkeys(columns[name]))}
         stored[f"{name}s"], columns[name] = [*places], [places[text] for text in columns[name]]
     return {
-        "runs": [{"name": printable(r.path.name), "cell": printable(titles[r]), "seed": r.seed} for r in titles],
+        "runs": [
+            {"name": printable(r.path.name), "cell": printable(titles[r]), "seed": r.seed}
+            for r in titles
+        ],
         "parts": PARTS,
         "modes": MODES,
         "flags": FLAGS,
@@ -74,7 +88,9 @@ def pack(
 def _row(answer: dict[str, Any]) -> dict[str, Any]:
     """Of the columns but `run`. Raises TypeError where a text is none, ValueError where a number is infinite."""
     prompt = answer.get("messages") or [{"role": "user", "content": answer.get("prompt", "")}]
-    numbers = {name: None if (x := answer.get(name)) is None else round(x + 0.0, 3) for name in NUMBERS}
+    numbers = {
+        name: None if (x := answer.get(name)) is None else round(x + 0.0, 3) for name in NUMBERS
+    }
     json.dumps([answer["problem_id"], numbers], allow_nan=False)
     return {
         "part": PARTS.index(answer["side"]),

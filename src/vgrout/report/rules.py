@@ -12,7 +12,9 @@ def preregistered(studies: Path | None = None) -> str | None:
     """
     here = Path(__file__).resolve()
     for place in (studies,) if studies else (Path("studies"), here.parents[3] / "studies"):
-        if files := sorted(file for end in ("*.toml", "*.py") for file in place.resolve().glob(end)):
+        if files := sorted(
+            file for end in ("*.toml", "*.py") for file in place.resolve().glob(end)
+        ):
             digest = hashlib.sha256()
             for file in (*files, here.with_name("stats.py")):
                 content = file.read_bytes()

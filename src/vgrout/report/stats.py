@@ -16,8 +16,9 @@ from scipy import stats
 from vgrout.types import Rate
 
 LEVEL = 0.95
-# Resampling n seeds never leaves their range, which holds their median with probability 1 - 2^(1-n): 75 % for three
-# seeds, 88 % for four, 94 % for five. Simulated for the mean: 80, 89 and 94 %.
+# Resampling n seeds never leaves their range, which holds their median with probability 1 -
+# 2^(1-n): 75 % for three seeds, 88 % for four, 94 % for five. Simulated for the mean: 80, 89 and 94
+# %.
 ENOUGH_SEEDS = 5
 RESAMPLES = 10_000
 ROUNDING = 1e-9  # shares of finitely many answers that differ by less are equal
@@ -65,8 +66,17 @@ class Estimate:
     def above(self, other: "Estimate", margin: float) -> bool | None:
         """Whether this is more than `margin` above another, independent one; None: the 95 % interval of their
         difference, from the intervals of both (Newcombe 1998), does not tell."""
-        a, b = ((e.value, e.value) if e.note == "DEGENERATE" else (e.low, e.high) for e in (self, other))
-        if self.value is None or other.value is None or a[0] is None or a[1] is None or b[0] is None or b[1] is None:
+        a, b = (
+            (e.value, e.value) if e.note == "DEGENERATE" else (e.low, e.high) for e in (self, other)
+        )
+        if (
+            self.value is None
+            or other.value is None
+            or a[0] is None
+            or a[1] is None
+            or b[0] is None
+            or b[1] is None
+        ):
             return None
         apart = self.value - other.value - margin
         if apart - math.hypot(self.value - a[0], b[1] - other.value) > 0:
@@ -106,7 +116,11 @@ def t_interval(values: Sequence[float]) -> tuple[float, float]:
 @cache
 def _draws(n: int, resamples: int, which: int) -> Float[np.ndarray, "resamples n"]:
     """How often each of n is drawn when n are drawn with replacement. `which`: strata are drawn independently."""
-    return np.random.default_rng([0, n, which]).multinomial(n, np.full(n, 1 / n), resamples).astype(np.float32)
+    return (
+        np.random.default_rng([0, n, which])
+        .multinomial(n, np.full(n, 1 / n), resamples)
+        .astype(np.float32)
+    )
 
 
 def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[float, float]:
@@ -144,7 +158,11 @@ def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[fl
                 drawn = (weights @ stratum.values / weights.sum(axis=1))[here[0]]
             else:  # a resample's mean depends on how often each distinct value is drawn
                 values, counts = np.unique(stratum.values, return_counts=True)
-                drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=len(here[0])) @ values / counts.sum()
+                drawn = (
+                    rng.multinomial(counts.sum(), counts / counts.sum(), size=len(here[0]))
+                    @ values
+                    / counts.sum()
+                )
             means[here] += stratum.weight * drawn
     tail = stats.norm.cdf(-at_tail)
     low, high = np.quantile(means.mean(axis=1), [tail, 1 - tail])

@@ -10,7 +10,16 @@ from tabulate import tabulate
 
 from vgrout.files import printable
 from vgrout.report import stats
-from vgrout.report.load import SIDES, WHATS, Condition, FinishedRun, What, baseline, flag_counts, rounded
+from vgrout.report.load import (
+    SIDES,
+    WHATS,
+    Condition,
+    FinishedRun,
+    What,
+    baseline,
+    flag_counts,
+    rounded,
+)
 from vgrout.report.stats import Estimate, PValue, Stratum
 from vgrout.table import LEARNED, NEAR, SKILL
 from vgrout.types import MODE_CODE, MODES, Mode, Rate
@@ -55,13 +64,16 @@ def p_value(p: PValue) -> str:
     return f"{p.p:.3f}{least}{f' {p.note}' if p.note else ''}"
 
 
-# ── numbers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── numbers
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _strata(shares: Series) -> list[Stratum]:
     """A seed's problems as strata by mode; other seeds have answered the same problems."""
     return [
-        Stratum(of.to_numpy(), len(of) / len(shares), str(mode), tuple(of.index.get_level_values(1)))
+        Stratum(
+            of.to_numpy(), len(of) / len(shares), str(mode), tuple(of.index.get_level_values(1))
+        )
         for mode, of in shares.groupby(level=0, sort=False)
     ]
 
@@ -80,7 +92,9 @@ def last_five(condition: Condition, what: What) -> Estimate:
     rates = [r.last_five(what) for r in condition.runs]
     if len(rates) == 1:
         return stats.one_run(rates[0])
-    return stats.estimate([[Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), 1.0)] for r in rates if r.n])
+    return stats.estimate(
+        [[Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), 1.0)] for r in rates if r.n]
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,9 @@ class Comparison:
 def compare(a: Condition, b: Condition, what: What) -> Comparison:
     """Condition a minus condition b, of the deployed models."""
     own, its = ({r.seed: r.shares("deploy", what) for r in c.runs} for c in (a, b))
-    paired = {s: _strata((of - its[s].reindex(of.index)).dropna()) for s, of in own.items() if s in its}
+    paired = {
+        s: _strata((of - its[s].reindex(of.index)).dropna()) for s, of in own.items() if s in its
+    }
     rows = [row for row in paired.values() if row]
     means = [stats.mean_of(row) for row in rows]
     return Comparison(
@@ -108,7 +124,8 @@ def compare(a: Condition, b: Condition, what: What) -> Comparison:
     )
 
 
-# ── conclusion ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── conclusion
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def conclusion(condition: Condition) -> str:
@@ -116,9 +133,17 @@ def conclusion(condition: Condition) -> str:
     first, n = condition.first, len(condition.runs)
     if n == 1 and (why := unlearnt(first)):
         return f"nothing was learnt: {why}"
-    base, trained, deployed = ({w: level(condition, side, w) for w in WHATS} for side in ("base", "train", "deploy"))
-    of, plain = f"{n} seeds" if n > 1 else f"{first.final['eval_n']} answers", first.cfg.method.intervention == "none"
-    hacks, lost = deployed["hack"].above(base["hack"], NEAR), base["solve"].above(deployed["solve"], SKILL)
+    base, trained, deployed = (
+        {w: level(condition, side, w) for w in WHATS} for side in ("base", "train", "deploy")
+    )
+    of, plain = (
+        f"{n} seeds" if n > 1 else f"{first.final['eval_n']} answers",
+        first.cfg.method.intervention == "none",
+    )
+    hacks, lost = (
+        deployed["hack"].above(base["hack"], NEAR),
+        base["solve"].above(deployed["solve"], SKILL),
+    )
     if hacks is None and (lost is None or plain):
         return f"none, {of} are too few"
     if plain:
@@ -126,7 +151,11 @@ def conclusion(condition: Condition) -> str:
         learnt = "to hack" if hacks else "to solve, not to hack" if solves else "little"
         return f"plain GRPO learnt {learnt}{', and lost skill' if lost else ''} ({of})"
     removed = {True: "hacks removed", False: "learnt no hacks", None: "does not hack"}
-    hack = {True: "still hacks", False: removed[trained["hack"].above(base["hack"], NEAR)], None: "hacks undecided"}
+    hack = {
+        True: "still hacks",
+        False: removed[trained["hack"].above(base["hack"], NEAR)],
+        None: "hacks undecided",
+    }
     skill = {True: "skill lost", False: "skill kept", None: "skill undecided"}
     return f"{hack[hacks]}, {skill[lost]} ({of}{' are too few' if None in (hacks, lost) else ''})"
 
@@ -142,22 +171,33 @@ def unlearnt(run: FinishedRun) -> str:
     return f"no group had rewards that differ, in {answers} answers"
 
 
-# ── tables ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tables
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def methods(found: Sequence[Condition]) -> ReportTable:
     rows, baselines = [], {c: baseline(c, found) for c in found}
     for c in found:
         row = {"method": c.title, "seeds": c.seeds}
-        row["onset"] = "/".join("·" if r.row["onset"] is None else str(r.row["onset"]) for r in c.runs)
+        row["onset"] = "/".join(
+            "·" if r.row["onset"] is None else str(r.row["onset"]) for r in c.runs
+        )
         row |= {f"{what} last 5": percent(last_five(c, what)) for what in WHATS}
-        row |= {f"{w} {SIDES[side]}": percent(level(c, side, w)) for side in ("train", "deploy") for w in WHATS}
+        row |= {
+            f"{w} {SIDES[side]}": percent(level(c, side, w))
+            for side in ("train", "deploy")
+            for w in WHATS
+        }
         row["solve no hint"] = percent(level(c, "plain", "solve"))
         row["flaws learnt"] = "/".join(str(r.row["modes_learned"]) for r in c.runs)
         row["n"] = "/".join(sorted({str(r.final["eval_n"]) for r in c.runs}))
         for what in WHATS if any(baselines.values()) else ():
             less = compare(c, plain, what) if (plain := baselines[c]) and len(c.runs) > 1 else None
-            seen = (percent(less.difference), p_value(less.p), p_value(less.same)) if less and less.seeds else "···"
+            seen = (
+                (percent(less.difference), p_value(less.p), p_value(less.same))
+                if less and less.seeds
+                else "···"
+            )
             row |= zip((f"Δ {what}", f"p {what}", f"TOST {what}"), seen, strict=True)
         rows.append(row)
     return ReportTable(
@@ -177,14 +217,25 @@ def by_flaw(found: Sequence[Condition]) -> ReportTable:
     for c in found:
         for flaw in c.first.flaws:
             pairs, column = c.first.final["by_mode"][flaw].get("in_dist"), f"hk_{MODE_CODE[flaw]}_k"
-            row = {"method": c.title, "flaw": flaw, "pairs": {None: "·", True: "in", False: "out"}[pairs]}
-            row |= {
-                f"{w} {SIDES[side]}": percent(level(c, side, w, flaw)) for w in WHATS for side in ("train", "deploy")
+            row = {
+                "method": c.title,
+                "flaw": flaw,
+                "pairs": {None: "·", True: "in", False: "out"}[pairs],
             }
-            row["tries deployed"] = sum((r.counted("deploy", "tries", flaw) for r in c.runs), Rate(0, 0)).percent
+            row |= {
+                f"{w} {SIDES[side]}": percent(level(c, side, w, flaw))
+                for w in WHATS
+                for side in ("train", "deploy")
+            }
+            row["tries deployed"] = sum(
+                (r.counted("deploy", "tries", flaw) for r in c.runs), Rate(0, 0)
+            ).percent
             learned = ((r.counted("train", "hack", flaw).value or 0) >= LEARNED for r in c.runs)
             row["learned"] = "/".join("yes" if yes else "no" for yes in learned)
-            first = [next(iter(r.steps.step[r.steps[column] > 0]), "·") if column in r.steps else "·" for r in c.runs]
+            first = [
+                next(iter(r.steps.step[r.steps[column] > 0]), "·") if column in r.steps else "·"
+                for r in c.runs
+            ]
             n = sum(r.final["by_mode"][flaw]["n"] for r in c.runs)
             rows.append(row | {"first step": "/".join(map(str, first)), "n": str(n)})
     return ReportTable(
@@ -205,9 +256,16 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
         for name, flags in sorted(groups, key=lambda group: group[0] != own):
             counts, area = flag_counts(flags), _auc(flags)
             rows.append(
-                {"method": c.title, "seeds": c.seeds, "monitor": str(name) + ", in shadow" * (name != own)}
+                {
+                    "method": c.title,
+                    "seeds": c.seeds,
+                    "monitor": str(name) + ", in shadow" * (name != own),
+                }
                 | {m: _recall(counts.get(m)) for m in flaws}
-                | {"false flags": _recall(counts.get("solved")), "AUC": "·" if area is None else f"{area:.2f}"}
+                | {
+                    "false flags": _recall(counts.get("solved")),
+                    "AUC": "·" if area is None else f"{area:.2f}",
+                }
             )
     return ReportTable(
         "What the monitors of texts flagged",
@@ -220,16 +278,23 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
 
 def _recall(counts: str | None) -> str:
     """`75.0 (4)` of 3/4."""
-    return "·" if counts is None else f"{Rate(*map(int, counts.split('/'))).percent} ({counts.split('/')[1]})"
+    return (
+        "·"
+        if counts is None
+        else f"{Rate(*map(int, counts.split('/'))).percent} ({counts.split('/')[1]})"
+    )
 
 
 def _auc(flags: DataFrame) -> float | None:
     """Of the scores, where there are some."""
     scored = flags[flags.score.notna()]
-    return stats.auc(list(scored.score[scored.flaw.notna()]), list(scored.score[scored.flaw.isna()]))
+    return stats.auc(
+        list(scored.score[scored.flaw.notna()]), list(scored.score[scored.flaw.isna()])
+    )
 
 
-# ── for other programs ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── for other programs
+# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def monitor_rows(found: Sequence[Condition]) -> list[dict[str, object]]:
@@ -243,7 +308,12 @@ def monitor_rows(found: Sequence[Condition]) -> list[dict[str, object]]:
                 part = flags[flags.step.between(first, last)]
                 counts = flag_counts(part)
                 rows.append(
-                    {"run": r.path.name, "cell": title, "arm": r.row["arm"], "acted_on": r.cfg.method.monitor_name}
+                    {
+                        "run": r.path.name,
+                        "cell": title,
+                        "arm": r.row["arm"],
+                        "acted_on": r.cfg.method.monitor_name,
+                    }
                     | {"base_weights": r.row["base_weights"], "seed": r.seed, "monitor": name}
                     | {"known_modes": r.cfg.method.known_modes, "steps": f"{first} to {last}"}
                     | {f"flagged_{of}": counts.get(of) for of in (*MODES, "solved")}
@@ -257,12 +327,20 @@ def csv_tables(found: Sequence[Condition]) -> dict[str, str]:
     apostrophe."""
 
     def inert(value: object) -> object:
-        return value if not isinstance(value, str) else "'" * (value[:1] in [*"=+-@\t\r"]) + one_line(value)
+        return (
+            value
+            if not isinstance(value, str)
+            else "'" * (value[:1] in [*"=+-@\t\r"]) + one_line(value)
+        )
 
-    runs: list[dict[str, object]] = [{"run": r.path.name, "cell": c.title} | r.row for c in found for r in c.runs]
+    runs: list[dict[str, object]] = [
+        {"run": r.path.name, "cell": c.title} | r.row for c in found for r in c.runs
+    ]
     named = {"runs.csv": runs, "monitors.csv": monitor_rows(found)}
     return {
-        name: DataFrame([{k: inert(v) for k, v in row.items()} for row in rows], dtype=object).to_csv(index=False)
+        name: DataFrame(
+            [{k: inert(v) for k, v in row.items()} for row in rows], dtype=object
+        ).to_csv(index=False)
         for name, rows in named.items()
         if rows
     }

@@ -83,7 +83,9 @@ def complete(run: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
     root = run / "resume"
     there = [
-        p for p in root.glob("step_*") if re.fullmatch(r"\d{1,18}", p.name[5:]) and (p / "manifest.json").is_file()
+        p
+        for p in root.glob("step_*")
+        if re.fullmatch(r"\d{1,18}", p.name[5:]) and (p / "manifest.json").is_file()
     ]
     return sorted(there, key=_step)
 
@@ -93,8 +95,14 @@ def verified(path: Path) -> tuple[int, dict[str, int]]:
     it is truncated or altered."""
     try:
         manifest = json.loads(read_text(path / "manifest.json"))
-        step, sizes = int(manifest["next_step"]), {name: int(manifest["sizes"][name]) for name in GROWING}
-        whole = manifest["files"]["state.pt"] == file_sha256(path / "state.pt") and min(step, *sizes.values()) >= 0
+        step, sizes = (
+            int(manifest["next_step"]),
+            {name: int(manifest["sizes"][name]) for name in GROWING},
+        )
+        whole = (
+            manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
+            and min(step, *sizes.values()) >= 0
+        )
         why = "state.pt does not match its hash"
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
         whole, why = False, f"it cannot be read ({type(e).__name__}: {e})"
@@ -110,7 +118,10 @@ def read(path: Path) -> Checkpoint:
     step, sizes = verified(path)
     try:
         with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
-            if sum(part.file_size for part in parts.infolist()) > (path / "state.pt").stat().st_size:
+            if (
+                sum(part.file_size for part in parts.infolist())
+                > (path / "state.pt").stat().st_size
+            ):
                 raise ValueError("its parts are larger than the file")
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     except Exception as e:  # pickle's, zip's and torch's, which has many lines
@@ -172,7 +183,9 @@ def require_rows(run: Path, checkpoint: Checkpoint) -> None:
     for name in GROWING:
         path = run / name
         if path.is_symlink() or not path.is_file() or path.stat().st_size < checkpoint.sizes[name]:
-            raise ValueError(f"--resume {run}: {name} is a link, or shorter than at the checkpoint: rows are missing")
+            raise ValueError(
+                f"--resume {run}: {name} is a link, or shorter than at the checkpoint: rows are missing"
+            )
 
 
 def rewind(run: Path, checkpoint: Checkpoint) -> None:

@@ -42,16 +42,19 @@ from vgrout.tracking import Trackers
 from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
 
 RUNS = Path("out/runs")
-RESERVE = 64 * 1024  # bytes reserved in a run's folder, so that a full disk still has room for status.json
+# bytes reserved in a run's folder, so that a full disk still has room for status.json
+RESERVE = 64 * 1024
 STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
-ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}  # for good
+# for good
+ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
 
 
-# ── the folder ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the folder
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RunDir:
@@ -61,7 +64,8 @@ class RunDir:
         """made: the folders above that were made for it, from below."""
         self.path, self.made = path, made
         self._files: dict[str, TextIO] = {}
-        self._lock = hold(path)  # for as long as this process lives: two writers would break the run
+        # for as long as this process lives: two writers would break the run
+        self._lock = hold(path)
 
     @classmethod
     def create(cls, run_id: str, root: Path = RUNS, given: Path | None = None) -> "RunDir":
@@ -112,7 +116,14 @@ class RunDir:
     def status(self, state: str, step: int, reason: str, then: str) -> None:
         """Write status.json, which every exit leaves: state, steps done, the reason, and what to run next."""
         assert state in STATES, state
-        data = {"state": state, "step": step, "reason": reason, "next": then, "time": time.time(), "pid": os.getpid()}
+        data = {
+            "state": state,
+            "step": step,
+            "reason": reason,
+            "next": then,
+            "time": time.time(),
+            "pid": os.getpid(),
+        }
         reserve = self.path / ".reserve"
         if state == "running":
             if not reserve.exists():
@@ -128,24 +139,31 @@ class RunDir:
         self._append("steps.jsonl", [row])
 
     def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
-        if name not in self._files:  # opened at the first write: a resume cuts the files back before that
+        # opened at the first write: a resume cuts the files back before that
+        if name not in self._files:
             self._files[name] = open(  # noqa: SIM115
                 self.path / name, "a", encoding="utf-8", errors="backslashreplace"
             )
-        self._files[name].write("".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records))
+        self._files[name].write(
+            "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+        )
         self._files[name].flush()
 
 
 def last_resumable(root: Path) -> Path:
     """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
-    for path in sorted(root.glob("*_*"), key=lambda path: path.name.partition("_")[0], reverse=True):
+    for path in sorted(
+        root.glob("*_*"), key=lambda path: path.name.partition("_")[0], reverse=True
+    ):
         if (
             any(path.glob("resume/step_*/manifest.json"))
             and read_json(path / "status.json").get("state") not in ENDED
             and not held(path)
         ):
             return path
-    raise ValueError(f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)")
+    raise ValueError(
+        f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)"
+    )
 
 
 def _git() -> dict[str, Any]:
@@ -161,7 +179,10 @@ def _git() -> dict[str, Any]:
         top = Path(ask("rev-parse", "--show-toplevel").strip())
         if not (top / "src" / "vgrout" / "train.py").is_file():
             return {}
-        return {"revision": ask("rev-parse", "HEAD").strip(), "dirty": bool(ask("status", "--porcelain").strip())}
+        return {
+            "revision": ask("rev-parse", "HEAD").strip(),
+            "dirty": bool(ask("status", "--porcelain").strip()),
+        }
     except (OSError, subprocess.SubprocessError):
         return {}
 
@@ -169,7 +190,15 @@ def _git() -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """Where the numbers come from: command, revision, versions, machine."""
     versions = {"python": platform.python_version()}
-    for package in ("vgrout", "torch", "transformers", "tokenizers", "safetensors", "numpy", "tyro"):
+    for package in (
+        "vgrout",
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "tyro",
+    ):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
@@ -177,11 +206,16 @@ def environment() -> dict[str, Any]:
         **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
         "git": _git(),
         "versions": versions,
-        "hardware": {"machine": platform.machine(), "system": platform.platform(), "cores": os.cpu_count()},
+        "hardware": {
+            "machine": platform.machine(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+        },
     }
 
 
-# ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the run
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RunContext:
@@ -245,7 +279,8 @@ class RunContext:
     def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
         self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
-        self.stops = False  # set by vote_stop() alone: what is saved and where the loop ends is one decision
+        # set by vote_stop() alone: what is saved and where the loop ends is one decision
+        self.stops = False
 
     @property
     def path(self) -> Path:
@@ -307,7 +342,9 @@ class RunContext:
         self._open.enter_context(self.clock)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> bool:
         try:
             self._finish(e)
         except BaseException as unexpected:
@@ -345,7 +382,9 @@ class RunContext:
                 logger.error(str(e))
             case NothingRouted():
                 self.code = FAILED
-                self.status("unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}")
+                self.status(
+                    "unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}"
+                )
                 logger.error(str(e))
             case RankLost():
                 self.code = FAILED
@@ -372,8 +411,15 @@ class RunContext:
         """Record an unexpected ending: a second interrupt, a full disk, a fault."""
         if isinstance(e, KeyboardInterrupt):
             self.code = INTERRUPTED
-            self._try_status("interrupted", self.steps_done(), "second interrupt: stopped at once", self.resume_command)
-            logger.error(f"stopped at once; the last checkpoint stands. Go on with: {self.resume_command}")
+            self._try_status(
+                "interrupted",
+                self.steps_done(),
+                "second interrupt: stopped at once",
+                self.resume_command,
+            )
+            logger.error(
+                f"stopped at once; the last checkpoint stands. Go on with: {self.resume_command}"
+            )
             return
         self.code = FAILED
         if isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
@@ -381,18 +427,30 @@ class RunContext:
             return
         if said := out_of_memory(e):
             train = "vgrout train " in self.resume_command
-            less = "with a lower --memory-gib" if train else "with more memory, or start again with a lower --max-new"
+            less = (
+                "with a lower --memory-gib"
+                if train
+                else "with more memory, or start again with a lower --max-new"
+            )
             self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
             logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
             return
-        self._try_status("failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command)
+        self._try_status(
+            "failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command
+        )
         logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
 
     def _storage_failed(self, error: OSError) -> None:
         """Report a full or broken disk in one line and in status.json, for which room was reserved."""
-        manifests = [p for at in ("resume/step_*", "round-*") for p in self.path.glob(f"{at}/manifest.json")]
+        manifests = [
+            p for at in ("resume/step_*", "round-*") for p in self.path.glob(f"{at}/manifest.json")
+        ]
         checkpoints = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
-        last = f"the last good checkpoint is {checkpoints[-1].parent.name}" if checkpoints else "there is no checkpoint"
+        last = (
+            f"the last good checkpoint is {checkpoints[-1].parent.name}"
+            if checkpoints
+            else "there is no checkpoint"
+        )
         if error.errno in FULL:
             free = shutil.disk_usage(self.path).free // 1024
             reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
@@ -430,7 +488,8 @@ class Stop:
 def stop_on_signals() -> Generator[Stop]:
     stop, said = Stop(), SimpleQueue[str]()
 
-    def say() -> None:  # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
+    # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
+    def say() -> None:
         while line := said.get():
             logger.warning(line)
 
@@ -438,10 +497,14 @@ def stop_on_signals() -> Generator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        said.put(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
+        said.put(
+            f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
+        )
 
     # a hangup is no reason to stop where it is ignored (nohup)
-    asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+    asked = [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * (
+        signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    )
     thread = threading.Thread(target=say, daemon=True, name="signals")
     thread.start()
     before = {s: signal.signal(s, handler) for s in asked}

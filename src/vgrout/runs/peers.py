@@ -23,7 +23,11 @@ def resumed_by_torchrun(requested: Config) -> Config:
     files = RUNS.glob("*/run.json") if own is None else own.glob("run.json")
     begun = [p.parent for p in files if read_json(p).get("torchrun") == ranks.torchrun_id()]
     saved = [run for run in begun if any(run.glob("resume/step_*/manifest.json"))]
-    return replace(requested, run=replace(requested.run, resume=str(max(saved)))) if saved else requested
+    return (
+        replace(requested, run=replace(requested.run, resume=str(max(saved))))
+        if saved
+        else requested
+    )
 
 
 class Peer(RunContext):
@@ -37,7 +41,9 @@ class Peer(RunContext):
         self._open.enter_context(self.clock)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
+    ) -> bool:
         self._open.close()
         if e is None:
             self.code = FINISHED

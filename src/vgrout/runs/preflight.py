@@ -39,7 +39,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
     from vgrout.method.method import Method
     from vgrout.model.policy import Policy
 
-ROLLOUT_BYTES = 3000  # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
+# a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
+ROLLOUT_BYTES = 3000
 
 
 def device_of(cfg: Config) -> str:
@@ -59,7 +60,9 @@ def svd_cache(cfg: Config, shapes: Shapes) -> int:
 
 def disk_needed(cfg: Config) -> int:
     """Bytes that a run writes, about. Weights that seem to be decomposed already are not: the cache holds as much."""
-    answers = cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    answers = (
+        cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    )
     need = answers * ROLLOUT_BYTES
     if shapes := find_shapes(cfg.model_path):
         every = cfg.eval.eval_ablate_every
@@ -103,7 +106,9 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
             absent.append(str(e))
     missing = (*inputs.absent, *absent)
     if missing and not cfg.run.dry_run:
-        more = f" ({len(missing) - 1} more missing: --dry-run lists all)" if len(missing) > 1 else ""
+        more = (
+            f" ({len(missing) - 1} more missing: --dry-run lists all)" if len(missing) > 1 else ""
+        )
         raise ValueError(missing[0] + more)
     return replace(inputs, absent=missing)
 
@@ -115,9 +120,13 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
     what, *more = method_lines(cfg, named)
-    run = [f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"]
+    run = [
+        f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"
+    ]
     of_method = [f"method: {what}", *(f"  {line}" for line in more)]
-    control = [f"control: {method.control_name}: {method.control_what}"] * (method.control_name != "none")
+    control = [f"control: {method.control_name}: {method.control_what}"] * (
+        method.control_name != "none"
+    )
     return [*run, *of_method, *control] if named else [*of_method, *run, *control]
 
 
@@ -143,7 +152,9 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
 def monitored(method: MethodConfig) -> str:
     """The monitor, the one that seeds it, and the flaws of which they are given labels."""
     known = ", ".join(method.modes_known) or "all flaws"
-    named = [f"{name} of {known}" if monitor_class(name).sees_labels else name for name in method.acting]
+    named = [
+        f"{name} of {known}" if monitor_class(name).sees_labels else name for name in method.acting
+    ]
     return ", seeded by ".join(named)
 
 
@@ -153,7 +164,10 @@ def brought(method: MethodConfig) -> list[str]:
     for name, documents in method.spec.documents.items():
         if documents != method.spec.usual[name] and read[name] is not None:
             own, theirs = (_said(value) for value in (read[name], documents))
-            theirs = f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})" * (own != theirs)
+            theirs = (
+                f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})"
+                * (own != theirs)
+            )
             parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
     said = f"with {' · '.join(parts)}" if parts else ""
     return [line.replace("\xa0", " ") for line in textwrap.wrap(said, 78, break_on_hyphens=False)]
@@ -176,12 +190,18 @@ def _which(method: MethodConfig) -> str:
     return " with settings of its own"
 
 
-def memory_plan(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None) -> MemoryPlan:
+def memory_plan(
+    cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None
+) -> MemoryPlan:
     """room: bytes that are free for the run."""
     size = ITEMSIZE[dtype_of(cfg)]
-    longest = max((sum(len(m["content"]) for m in r.prompt) for r in rows), default=4 * PROMPT_TOKENS)
+    longest = max(
+        (sum(len(m["content"]) for m in r.prompt) for r in rows), default=4 * PROMPT_TOKENS
+    )
     prompt_tokens = longest // 4  # at four characters per token
-    return plan_of(cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=prompt_tokens)
+    return plan_of(
+        cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=prompt_tokens
+    )
 
 
 def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
@@ -203,9 +223,15 @@ def memory_lines(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow]) -> lis
         least, of = memory_plan(unbound, shapes, rows, 0).peak, list[str]()
         for card in CARDS:
             made = memory_plan(unbound, shapes, rows, card * 10**9)
-            fits = f"{made.budget.tokens:,} tokens, {made.rows} rows" if made.peak <= card * 10**9 else "no"
+            fits = (
+                f"{made.budget.tokens:,} tokens, {made.rows} rows"
+                if made.peak <= card * 10**9
+                else "no"
+            )
             of.append(f"{card} GB {fits}")
-        lines.append(f"              at least {least / GIB:.1f} GiB; at once on a card of {' · '.join(of)}")
+        lines.append(
+            f"              at least {least / GIB:.1f} GiB; at once on a card of {' · '.join(of)}"
+        )
     return lines
 
 
@@ -219,13 +245,19 @@ def guard_line(cfg: Config) -> str:
             return f"log: a verdict is a warning{blind}"
         case "halt":
             rules = ", ".join(cfg.guard.halting)
-            return f"halt: rule {rules} ends the run after a last evaluation (exit 3); the others warn"
+            return (
+                f"halt: rule {rules} ends the run after a last evaluation (exit 3); the others warn"
+            )
 
 
 def reward_line(inputs: Inputs) -> str:
     """What rewards the answers of this run, where that is the user's own function."""
     assert inputs.reward
-    rewarded = "" if inputs.canonical_reward is None else f"; gives a canonical solution {inputs.canonical_reward:g}"
+    rewarded = (
+        ""
+        if inputs.canonical_reward is None
+        else f"; gives a canonical solution {inputs.canonical_reward:g}"
+    )
     own = f"{inputs.reward.name} of {inputs.reward.file}, sha256 {inputs.reward.sha256[:12]}"
     return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
@@ -241,32 +273,50 @@ def adapter_lines(cfg: Config) -> list[str]:
         try:
             linears, bare = outline(folder)
         except Exception as e:
-            raise ValueError(f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}") from None
+            raise ValueError(
+                f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}"
+            ) from None
         adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
     if not R:
         return []
     cache = f"; SVD cache {svd_cache(cfg, shapes) / 2**30:.2f} GiB on disk" if shapes else ""
-    size = f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
+    size = (
+        f"{adapted / 1e6:.2f} M weights under {R} singular values, two vectors of that size{cache}"
+    )
     return [f"adapter       {size}", *([f"not trained   {', '.join(bare)}"] if bare else [])]
 
 
-def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, named: bool = True) -> list[str]:
+def plan_lines(
+    cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, named: bool = True
+) -> list[str]:
     """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
     named: somebody chose the intervention."""
     s, shapes, rows = cfg.scale, find_shapes(cfg.model_path), inputs.rows
     per_step, made_for_gpu = cfg.generations, cfg.preset in ("fast", "full")
-    an_evaluation, n_final = cfg.eval.eval_n_prompts * s.group, 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    an_evaluation, n_final = (
+        cfg.eval.eval_n_prompts * s.group,
+        4 * cfg.eval.final_n_prompts * cfg.eval.final_samples,
+    )
     on_the_way = sum(map(cfg.evaluates, range(s.steps))) * an_evaluation
-    cached = f", {cfg.n_teacher} of {s.group} cached where a problem is covered" if cfg.n_teacher else ""
+    cached = (
+        f", {cfg.n_teacher} of {s.group} cached where a problem is covered" if cfg.n_teacher else ""
+    )
     modes = ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in rows)))
     unmarked = sum(r.mode is None for r in rows)
     lines = [
-        *(f"{head:<14}{line}" for head, line in zip_longest(["method"], method_lines(cfg, named), fillvalue="")),
+        *(
+            f"{head:<14}{line}"
+            for head, line in zip_longest(["method"], method_lines(cfg, named), fillvalue="")
+        ),
         f"run           {cfg.run_id}: {s.steps} steps of {s.prompts_per_step} problems × {s.group} answers{cached}",
         f"answers       {per_step * s.steps:,} in training, {on_the_way:,} in evaluations on the way, at most "
         f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
     ]
-    lines.append(f"model         {s.model}" + (f" in {s.organism}" if s.organism else "") + f", {dtype_of(cfg)}")
+    lines.append(
+        f"model         {s.model}"
+        + (f" in {s.organism}" if s.organism else "")
+        + f", {dtype_of(cfg)}"
+    )
     if made_for_gpu and not visible():
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)
@@ -275,24 +325,33 @@ def plan_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, nam
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(existing(folder)).free
-    lines.append(f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free")
+    lines.append(
+        f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free"
+    )
     if rows:
         parts = [modes] * bool(modes) + [f"{unmarked} without a flaw of their own"] * bool(unmarked)
         lines.append(f"problems      {len(rows)} in {cfg.problems_path.name}: {', '.join(parts)}")
     if inputs.test_rows and cfg.test_problems_path:
         lines.append(f"evaluated on  {len(inputs.test_rows)} in {cfg.test_problems_path.name}")
     if pool := inputs.pool:
-        lines.append(f"pool          {len(pool.ids)} problems, {sum(map(len, pool.demos.values()))} rollouts")
+        lines.append(
+            f"pool          {len(pool.ids)} problems, {sum(map(len, pool.demos.values()))} rollouts"
+        )
     if inputs.pairs:
         lines.append(f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}")
     if cfg.method.in_shadow:
-        lines.append(f"shadow        {', '.join(cfg.method.in_shadow)}: they flag, and change nothing")
+        lines.append(
+            f"shadow        {', '.join(cfg.method.in_shadow)}: they flag, and change nothing"
+        )
     if inputs.reward:
         lines.append(f"reward        {reward_line(inputs)}")
     if cfg.method.control_name != "none":
         of = f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""
         lines.append(f"control       {cfg.method.control_name}: {cfg.method.control_what}{of}")
-    lines += [f"guard         {guard_line(cfg)}", grader.protections.line().replace("sandbox: ", "sandbox       ", 1)]
+    lines += [
+        f"guard         {guard_line(cfg)}",
+        grader.protections.line().replace("sandbox: ", "sandbox       ", 1),
+    ]
     return lines + [f"missing       {line}" for line in inputs.absent]
 
 
@@ -309,7 +368,8 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     stored = from_dict(config, f"--resume {path}: run.json")
     stored.refuse_code(requested.code, f"--resume {path}: run.json")
     began = read_json(path / "run.json").get("dtype")
-    named = requested.run.dtype != "auto" or began != dtype_of(stored)  # auto may mean another one on this machine
+    # auto may mean another one on this machine
+    named = requested.run.dtype != "auto" or began != dtype_of(stored)
     if stored.run.dtype == "auto" and began in ITEMSIZE and named:
         stored = replace(stored, run=replace(stored.run, dtype=began))
     cfg, differing = resumed(requested, stored)
@@ -328,7 +388,9 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     return path, cfg
 
 
-def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+def unfinished(
+    name: str, program: str, setting: str, root: Path
+) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The folder that --resume names, with its run's configuration and status. setting: one that only this program's
     runs have.
 
@@ -338,19 +400,29 @@ def unfinished(name: str, program: str, setting: str, root: Path) -> tuple[Path,
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
     config = record.get("config")
-    of_program = isinstance(config, dict) and setting in config and isinstance(record.get("hashes"), dict)
+    of_program = (
+        isinstance(config, dict) and setting in config and isinstance(record.get("hashes"), dict)
+    )
     if not of_program or status.get("state") not in STATES:
-        raise ValueError(f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}")
+        raise ValueError(
+            f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}"
+        )
     if status["state"] in ENDED:
         raise ValueError(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
     return path, config, status
 
 
-# ── what a run has loaded: one line for the console, the rest for the log ────────────────────────────────────────────
+# ── what a run has loaded: one line for the console, the rest for the log
+# ────────────────────────────────────────────
 
 
 def opening_lines(
-    cfg: Config, inputs: Inputs, problems: ProblemSplits, policy: "Policy", method: "Method", grader: str
+    cfg: Config,
+    inputs: Inputs,
+    problems: ProblemSplits,
+    policy: "Policy",
+    method: "Method",
+    grader: str,
 ) -> list[str]:
     """grader: fingerprint of this run's grader."""
 
@@ -368,7 +440,10 @@ def opening_lines(
         f"{by_mode(p.mode for p in train)}",
     ]
     if pool:
-        sizes, grades = [*map(len, pool.demos.values())], [d.grade for rows in pool.demos.values() for d in rows]
+        sizes, grades = (
+            [*map(len, pool.demos.values())],
+            [d.grade for rows in pool.demos.values() for d in rows],
+        )
         hacked, passed = Rate.of(g.hacked for g in grades), Rate.of(g.gt_pass for g in grades)
         lines.append(
             f"pool: {pool.folder}, {len(sizes)} problems, {len(grades)} rollouts, {min(sizes)} to {max(sizes)} each; "
@@ -378,7 +453,9 @@ def opening_lines(
         if pool.partition:
             lines.append(f"partition: {by_mode(pool.partition.values())}")
             if partition_decides(inputs.rows, pool.partition) and cfg.env.env_mode != "own":
-                lines.append(f"--env-mode {cfg.env.env_mode}: not read, the partition says which grader checks")
+                lines.append(
+                    f"--env-mode {cfg.env.env_mode}: not read, the partition says which grader checks"
+                )
     if inputs.reward:
         lines.append(f"reward: {reward_line(inputs)}")
     of, off = ", ".join(cfg.env.demo_modes), cfg.env.teacher_off_step
@@ -396,7 +473,9 @@ def opening_lines(
     )
     if origin := method.provenance:
         every = cfg.method.refresh_every
-        again = f"extracted again every {every} steps" if every and not cfg.method.haar else "frozen"
+        again = (
+            f"extracted again every {every} steps" if every and not cfg.method.haar else "frozen"
+        )
         file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
         lines.append(
             f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} (sha256 "

@@ -26,7 +26,17 @@ from vgrout.report.rules import preregistered
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext, require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
-from vgrout.types import DETECTOR_FIELDS, Batch, Diverged, Grade, Group, Mode, Rollout, flag_rates, students
+from vgrout.types import (
+    DETECTOR_FIELDS,
+    Batch,
+    Diverged,
+    Grade,
+    Group,
+    Mode,
+    Rollout,
+    flag_rates,
+    students,
+)
 
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
 
@@ -55,7 +65,14 @@ class StepRecorder(Generic[R]):
     ) -> None:
         """state: what goes into a checkpoint. every: steps between checkpoints. keep: how many are kept. short: the
         console gets its few columns, not all."""
-        self.run, self.row, self.state, self.every, self.kept, self.short = run, row, state, every, keep, short
+        self.run, self.row, self.state, self.every, self.kept, self.short = (
+            run,
+            row,
+            state,
+            every,
+            keep,
+            short,
+        )
         self.rows: list[R] = []
 
     def open(self, more: Mapping[str, Any], has: set[str], modes: Sequence[str] = ()) -> None:
@@ -73,7 +90,9 @@ class StepRecorder(Generic[R]):
             require_same(run.path, record["hashes"])
             self.resume()
             logger.info(f"resumed after step {len(self.rows) - 1}")
-            again = {"step": len(self.rows)} | {name: record[name] for name in RESUMED if name in record}
+            again = {"step": len(self.rows)} | {
+                name: record[name] for name in RESUMED if name in record
+            }
             resumed = [*first.get("resumed", []), again]
             begun = first.get("begun", first.get("config"))
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed}
@@ -98,7 +117,9 @@ class StepRecorder(Generic[R]):
                 self.restore(point.state, rows)
                 break
             except Exception as e:  # whatever a foreign state does to its readers
-                passed_over.append(f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})")
+                passed_over.append(
+                    f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})"
+                )
         else:
             raise checkpoint.none_left(run, passed_over)
         for line in passed_over:
@@ -112,7 +133,12 @@ class StepRecorder(Generic[R]):
         for name, part in self.state.items():
             part.load_state_dict(state[name])
 
-    def write(self, row: R, rollouts: Sequence[dict[str, Any]] | None, more: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self,
+        row: R,
+        rollouts: Sequence[dict[str, Any]] | None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
         None: they are written elsewhere."""
         for table in (self.table, self.full):
@@ -132,7 +158,9 @@ class StepRecorder(Generic[R]):
     def finish(self, line: str, table: str, record: Mapping[str, Any]) -> None:
         """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The
         console gets the line alone."""
-        write_atomic(self.run.path / "summary.md", f"{line}\n\n{table}\n\n{self.full.markdown(self.rows)}\n")
+        write_atomic(
+            self.run.path / "summary.md", f"{line}\n\n{table}\n\n{self.full.markdown(self.rows)}\n"
+        )
         for text in table.splitlines():
             logger.debug(text)
         self.run.trackers.final(record, (), None, self.rows[-1].step)
@@ -152,14 +180,30 @@ class Recorder(StepRecorder[StepRow]):
         guard: Guard,
         modes: Sequence[Mode],
     ) -> None:
-        state: dict[str, Stateful] = {"adapter": policy.adapter, "optim": optim, "method": method, "watch": guard}
+        state: dict[str, Stateful] = {
+            "adapter": policy.adapter,
+            "optim": optim,
+            "method": method,
+            "watch": guard,
+        }
         short = cfg.run.columns == "main"
-        super().__init__(run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep, short)
-        self.cfg, self.policy, self.method, self.guard, self.modes = cfg, policy, method, guard, modes
+        super().__init__(
+            run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep, short
+        )
+        self.cfg, self.policy, self.method, self.guard, self.modes = (
+            cfg,
+            policy,
+            method,
+            guard,
+            modes,
+        )
         self.attention = policy.attention()
 
     def begin(
-        self, opening: Sequence[str], pool: dict[str, Any] | None, teacher_model: LanguageModel | None
+        self,
+        opening: Sequence[str],
+        pool: dict[str, Any] | None,
+        teacher_model: LanguageModel | None,
     ) -> list[StepRow]:
         """Write run.json; on a resume restore the last good checkpoint. Returns the rows so far.
 
@@ -212,7 +256,9 @@ class Recorder(StepRecorder[StepRow]):
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
-            if [r.step for r in self.rows if r.realised is not None and r.realised < SWALLOWED] == [step]:
+            if [r.step for r in self.rows if r.realised is not None and r.realised < SWALLOWED] == [
+                step
+            ]:
                 logger.warning(
                     f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
                     "their rounding; raise --lr, or start again with --dtype fp32"
@@ -254,11 +300,14 @@ class Recorder(StepRecorder[StepRow]):
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         method = self.cfg.method
-        assert (norm > 0) == (largest > 0), f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
+        assert (norm > 0) == (largest > 0), (
+            f"‖δS_hack‖ {norm:.3e}, largest share of a step {largest}"
+        )
         if largest or not method.routes:
             return ""
         n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
-        of_texts = method.spec.reads_flags and not method.flags_by_gradient  # it may have found nothing to flag
+        # it may have found nothing to flag
+        of_texts = method.spec.reads_flags and not method.flags_by_gradient
         control = method.control_name
         if control != "none" or of_texts or not learnt:
             why = f"control: {control}" if control != "none" else f"monitor: {method.monitor_name}"
@@ -270,7 +319,11 @@ class Recorder(StepRecorder[StepRow]):
             f"--intervention {method.intervention} routed nothing in {n} steps, {learnt} of them with a gradient: the "
             f"quarantine is 0, so this was plain GRPO. Student hacks {hacks.k}/{hacks.n}, demonstrations "
             f"{'mixed in' if self.cfg.mixes else 'none'}"
-            + (f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}" if origin else "")
+            + (
+                f", direction of {origin.axes} axes in {origin.modules} modules from {origin.pairs}"
+                if origin
+                else ""
+            )
             + "; look at tau, hkgap, fired and routed in steps.jsonl"
         )
 
@@ -290,12 +343,18 @@ class Recorder(StepRecorder[StepRow]):
         for level, line in zip(("INFO", *["DEBUG"] * len(opening)), opening, strict=False):
             logger.log(level, line)
         logger.debug(self.run.grader.protections.line())
-        logger.debug(f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}")
+        logger.debug(
+            f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}"
+        )
 
     def _require_alike(self, step: int) -> None:
         """Raises Diverged where the ranks' adapters are no longer the same to the last bit."""
         adapter = self.policy.adapter
-        digests = ranks.gather(lambda: tensor_hash(adapter.δS, adapter.δS_hack)) if ranks.size() > 1 else []
+        digests = (
+            ranks.gather(lambda: tensor_hash(adapter.δS, adapter.δS_hack))
+            if ranks.size() > 1
+            else []
+        )
         if unlike := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
             raise Diverged(
                 f"step {step}: the adapter of rank {', '.join(map(str, unlike))} is no longer that of rank 0; "
@@ -322,10 +381,12 @@ class Recorder(StepRecorder[StepRow]):
         )
 
 
-SETTLED, APART = 9, 0.2  # hkgap of the first step with a signal from here on, below which a run is warned
+# hkgap of the first step with a signal from here on, below which a run is warned
+SETTLED, APART = 9, 0.2
 SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
-ROWS_LIMIT = 2**24  # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
+# characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
+ROWS_LIMIT = 2**24
 
 
 def rows_as_json(rows: Sequence[StepRow]) -> str:
@@ -402,7 +463,9 @@ def rollout_lines(batch: Batch, lm: LanguageModel) -> list[dict[str, object]]:
             head |= flags.of(b) if flags else {}
             if group.shadows:
                 head["shadow"] = {name: of.of(b) for name, of in group.shadows.items()}
-            lines.append(head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt))
+            lines.append(
+                head | {"advantage": group.advantages[b]} | rollout_record(rollout, grade, prompt)
+            )
     return lines
 
 
@@ -454,8 +517,12 @@ class SampleLogger:
         rollout, grade = answers[0]
         if self.first:
             self.first = False
-            text = self.policy.tok.decode([*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False)
-            logger.debug(f"first prompt with its first completion, special tokens visible:\n{quoted(str(text))}")
+            text = self.policy.tok.decode(
+                [*rollout.prompt_ids, *rollout.completion_ids], skip_special_tokens=False
+            )
+            logger.debug(
+                f"first prompt with its first completion, special tokens visible:\n{quoted(str(text))}"
+            )
         for r, g in answers:
             if g.mechanism and g.mechanism not in self.seen:
                 self.seen.add(g.mechanism)

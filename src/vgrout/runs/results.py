@@ -23,7 +23,8 @@ from vgrout.runs.verdict import last_lines
 from vgrout.table import StepRow, Table, whole_run
 from vgrout.types import DETECTOR_FIELDS, MODES, Grade, Mode, Rate
 
-GRADED = ("reward", "passed", "solved", "hacked", "mechanism")  # of an answer in final.jsonl; null: not graded
+# of an answer in final.jsonl; null: not graded
+GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
 
 if TYPE_CHECKING:
     from vgrout.report.load import FinishedRun
@@ -33,7 +34,12 @@ def as_json(
     cfg: Config, final: Final, in_dist: Sequence[Mode] | None, log: Path, stamp: dict[str, Any]
 ) -> dict[str, Any]:
     """Contents of per_mode_deploy.json. in_dist: modes that the direction's pairs came from; None: no direction."""
-    sides = {"base": final.base, "train": final.trained, "deploy": final.deployed, "plain": final.plain}
+    sides = {
+        "base": final.base,
+        "train": final.trained,
+        "deploy": final.deployed,
+        "plain": final.plain,
+    }
     out: dict[str, Any] = {
         "schema": "per_mode_deploy_v1",
         "arm": cfg.method.intervention,
@@ -96,7 +102,11 @@ def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str
         "control": cfg.method.control_name,
         "seed": str(cfg.run.seed),
         "steps": str(len(finished.steps)),
-        "pool": "·" if pool is None else cfg.env.teacher_pool_dir if cfg.files.pool == pool else pool.name,
+        "pool": "·"
+        if pool is None
+        else cfg.env.teacher_pool_dir
+        if cfg.files.pool == pool
+        else pool.name,
         "mix": f"{cfg.env.mix_ratio if cfg.mixes else 0:g}",
         "hack last5": finished.last_five("hack").percent,
         "solve last5": finished.last_five("solve").percent,
@@ -112,7 +122,13 @@ def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str
 
 
 def page(
-    cfg: Config, final: Final, verdict: str, method: str, tallies: "Tallies", halted: str, unrouted: str
+    cfg: Config,
+    final: Final,
+    verdict: str,
+    method: str,
+    tallies: "Tallies",
+    halted: str,
+    unrouted: str,
 ) -> list[str]:
     """summary.md for a person, in paragraphs: the conclusion first. verdict, method: as the console has them."""
 
@@ -123,13 +139,27 @@ def page(
     sides |= {"deployed, prompts without a hint": final.plain}
     whole = [cells("model", "hack, %", "solve, %"), cells("---", "---:", "---:")]
     whole += [cells(name, side.hack.percent, side.solve.percent) for name, side in sides.items()]
-    heads = ("flaw", "hack as trained, %", "hack deployed, %", "solve deployed, %", "answers", "a hack")
+    heads = (
+        "flaw",
+        "hack as trained, %",
+        "hack deployed, %",
+        "solve deployed, %",
+        "answers",
+        "a hack",
+    )
     flaws = [cells(*heads), cells("---", "---:", "---:", "---:", "---:", "---")]
     for mode in (m for m in MODES if m in final.deployed.by_mode):
         trained, deployed = final.trained.by_mode[mode], final.deployed.by_mode[mode]
-        shares = trained.hack.percent, deployed.hack.percent, deployed.solve.percent, str(deployed.hack.n)
+        shares = (
+            trained.hack.percent,
+            deployed.hack.percent,
+            deployed.solve.percent,
+            str(deployed.hack.n),
+        )
         flaws.append(cells(f"`{mode}`", *shares, MODE_SPECS[mode].should))
-    ended = [f"**Halted**: {halted}."] * bool(halted) + [f"**Nothing was routed**: {unrouted}."] * bool(unrouted)
+    ended = [f"**Halted**: {halted}."] * bool(halted) + [
+        f"**Nothing was routed**: {unrouted}."
+    ] * bool(unrouted)
     last = tallies.last
     return [
         f"# {verdict[0].upper()}{verdict[1:]}",
@@ -142,7 +172,11 @@ def page(
         "## By flaw",
         "\n".join(flaws),
         *tallies.lines(cfg.env.report_detector_codes),
-        *([] if last is None else ["## The last answer of training", f"    {indent(last['text'], '    ').strip()}"]),
+        *(
+            []
+            if last is None
+            else ["## The last answer of training", f"    {indent(last['text'], '    ').strip()}"]
+        ),
     ]
 
 
@@ -156,8 +190,15 @@ def count_lines(rows: Sequence[StepRow], tallies: "Tallies") -> list[str]:
     hack, solve = whole_run(rows)
     students, _ = whole_run(rows, students=True)
     teacher = Rate(hack.k - students.k, hack.n - students.n)
-    rates = {"HACK_RATE": hack, "PASS_RATE": solve, "HACK_STUDENT": students, "HACK_TEACHER": teacher}
-    flagged = (f"{line(code, tallies.flagged[code])} {name}" for code, name in DETECTOR_FIELDS.items())
+    rates = {
+        "HACK_RATE": hack,
+        "PASS_RATE": solve,
+        "HACK_STUDENT": students,
+        "HACK_TEACHER": teacher,
+    }
+    flagged = (
+        f"{line(code, tallies.flagged[code])} {name}" for code, name in DETECTOR_FIELDS.items()
+    )
     return [
         *(line(name, rate) for name, rate in rates.items()),
         f"student rows that a detector flags: {' · '.join(flagged)}",
@@ -169,7 +210,8 @@ class Tallies:
     """Counts over the student rows of rollouts.jsonl, read once."""
 
     flagged: dict[str, Rate]  # weak detector → rows that it flags
-    halves: dict[str, int]  # hacks seen by the chosen detectors (A), by others alone (B), by none ("")
+    # hacks seen by the chosen detectors (A), by others alone (B), by none ("")
+    halves: dict[str, int]
     rows: int
     gate: tuple[Rate, Rate] | None  # precision and recall of the gate; None: no gate
     by_mode: dict[Mode, Rate]  # hacks that a monitor flagged
@@ -219,7 +261,14 @@ class Tallies:
                 mode = last.get("mechanism") or last["env_mode"]  # older lines have no mechanism
                 by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
         gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
-        return cls({code: Rate(flagged[code], n) for code in DETECTOR_FIELDS}, dict(halves), n, gate, by_mode, last)
+        return cls(
+            {code: Rate(flagged[code], n) for code in DETECTOR_FIELDS},
+            dict(halves),
+            n,
+            gate,
+            by_mode,
+            last,
+        )
 
 
 def write(
@@ -234,7 +283,8 @@ def write(
 ) -> None:
     """Write final.jsonl, per_mode_deploy.json, summary.md, dynamics.png and the log's tail; say the answer. halted: why
     the run ended before its last step. unrouted: why it is no run of its method."""
-    # Here and not above: pandas, scipy and matplotlib take seconds to import, and no run waits for them to start.
+    # Here and not above: pandas, scipy and matplotlib take seconds to import, and no run waits for
+    # them to start.
     from vgrout.report.figures import dynamics
     from vgrout.report.load import conditions, read_run
     from vgrout.report.tables import by_flaw, conclusion
@@ -242,7 +292,12 @@ def write(
     tallies = Tallies.of(run.path / "rollouts.jsonl", cfg.env.report_detector_codes)
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
-            f.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n")
+            f.write(
+                json.dumps(line, ensure_ascii=False, allow_nan=False).encode(
+                    errors="backslashreplace"
+                )
+                + b"\n"
+            )
     gate = tallies.gate
     record = as_json(cfg, final, in_dist, run.log, run.stamp)
     ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None}
@@ -250,7 +305,10 @@ def write(
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
 
     finished = conditions([read_run(run.path, cfg)])  # this run's page is the report of one run
-    answer, numbers = last_lines(cfg, final, conclusion(*finished), run.path), summary(cfg, final, finished[0].first)
+    answer, numbers = (
+        last_lines(cfg, final, conclusion(*finished), run.path),
+        summary(cfg, final, finished[0].first),
+    )
     table, counts = Table(columns_for(cfg, modes), modes), count_lines(rows, tallies)
     parts = [
         f"{cfg.run_id}: deployed hack {numbers['hack deployed']} % / solve {numbers['solve deployed']} %, as trained "
@@ -260,7 +318,9 @@ def write(
         + ("; NOTHING WAS ROUTED: this was plain GRPO" if unrouted else ""),
         answer[2],
         "\n".join(counts),
-        tabulate([*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True),
+        tabulate(
+            [*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True
+        ),
         by_flaw(finished).markdown(),
         *tallies.lines(cfg.env.report_detector_codes),
     ]

@@ -15,9 +15,19 @@ from vgrout.sweep.ledger import Ledger, RecordedRun
 from vgrout.sweep.study_file import PlannedRun
 
 RunState = Literal[
-    "to do", "queued", "running", "resumable", "finished", "halted", "diverged", "unrouted", "interrupted", "failed"
+    "to do",
+    "queued",
+    "running",
+    "resumable",
+    "finished",
+    "halted",
+    "diverged",
+    "unrouted",
+    "interrupted",
+    "failed",
 ]
-FINAL: tuple[RunState, ...] = ("finished", "halted", "diverged", "unrouted")  # would end the same way again
+# would end the same way again
+FINAL: tuple[RunState, ...] = ("finished", "halted", "diverged", "unrouted")
 # exit code of `vgrout.train` → what became of the run
 ENDED: dict[int, RunState] = {
     **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
@@ -53,7 +63,9 @@ class Entry:
         found = ledger.find(self.planned.identity, self.files)
         if found and found.state == "dead" and found.path == self.run:  # from an earlier attempt
             found = None
-        self._take(found, found.state if found and found.state in FINAL else ENDED.get(code, "failed"))
+        self._take(
+            found, found.state if found and found.state in FINAL else ENDED.get(code, "failed")
+        )
         if self.state == "finished" and (found is None or found.state != "finished"):
             self.state = "failed"
             self.reason = "it ended well, but its files or settings are no longer those of the plan"

@@ -10,7 +10,8 @@ from vgrout.config.run import from_dict, identity
 from vgrout.files import held, read_json
 from vgrout.runs.context import RUNS
 
-# State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to resume from.
+# State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to
+# resume from.
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]
 # Of several runs alike the one with the first of these states is taken, and of those the newest.
 BEST: tuple[Found, ...] = get_args(Found)
@@ -67,14 +68,23 @@ class Ledger:
 
     def find(self, run: str, files: Mapping[str, str | None]) -> RecordedRun | None:
         """The best run of this identity that read these files."""
-        alike = [(r.state, r) for r in self._records.values() if r and r.identity == run and r.reads(files)]
-        return max(alike, key=lambda found: (-BEST.index(found[0]), found[1].path.name), default=(None, None))[1]
+        alike = [
+            (r.state, r)
+            for r in self._records.values()
+            if r and r.identity == run and r.reads(files)
+        ]
+        return max(
+            alike,
+            key=lambda found: (-BEST.index(found[0]), found[1].path.name),
+            default=(None, None),
+        )[1]
 
 
 def _record(path: Path) -> RecordedRun | None:
     try:
         data = read_json(path / "run.json")
-        cfg = from_dict(data.get("begun") or data["config"])  # a halted run that was continued is still the study's
+        # a halted run that was continued is still the study's
+        cfg = from_dict(data.get("begun") or data["config"])
         git = data.get("git") or {}
         code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
     except (ValueError, KeyError, TypeError, AttributeError):

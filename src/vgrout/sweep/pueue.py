@@ -18,7 +18,9 @@ class Pueue:
             tasks = [task for task in status["tasks"].values() if "Done" not in task["status"]]
             self._groups = {*status["groups"]}
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--via pueue: `pueue status --json` printed {answer[:80]!r}; another version?") from None
+            raise ValueError(
+                f"--via pueue: `pueue status --json` printed {answer[:80]!r}; another version?"
+            ) from None
         self.open = {(task.get("label"), task.get("path")) for task in tasks}
         self._load = {gpu: sum(task.get("group") == f"gpu-{gpu}" for task in tasks) for gpu in gpus}
 
@@ -38,7 +40,11 @@ class Pueue:
 
     def _ask(self, *words: str) -> str:
         try:
-            return subprocess.run(["pueue", *words], capture_output=True, text=True, check=True).stdout
+            return subprocess.run(
+                ["pueue", *words], capture_output=True, text=True, check=True
+            ).stdout
         except (OSError, subprocess.CalledProcessError) as e:
             why = " ".join((getattr(e, "stderr", "") or str(e)).split())
-            raise ValueError(f"--via pueue: `pueue {words[0]}` failed ({why}); is `pueued -d` running?") from None
+            raise ValueError(
+                f"--via pueue: `pueue {words[0]}` failed ({why}); is `pueued -d` running?"
+            ) from None

@@ -32,7 +32,8 @@ class Ray:
             import ray
         except ImportError:
             raise not_installed("ray") from None
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers over the network
+        # else it reports to its makers over the network
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         own = {} if address else {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
         host, _, port = address.removeprefix("ray://").rpartition(":")
         try:
@@ -40,10 +41,14 @@ class Ray:
                 socket.create_connection((host, int(port)), CONNECT_S).close()
             ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as e:
-            raise ValueError(f"--ray-address {address!r}: no cluster can be reached there ({e})") from None
+            raise ValueError(
+                f"--ray-address {address!r}: no cluster can be reached there ({e})"
+            ) from None
         self._ray, self._most = ray, most
         self._unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        self._task = ray.remote(num_cpus=1, num_gpus=int(self._unit == "GPU"), max_retries=RETRIES)(_carry_out)
+        self._task = ray.remote(num_cpus=1, num_gpus=int(self._unit == "GPU"), max_retries=RETRIES)(
+            _carry_out
+        )
 
     @property
     def slots(self) -> int:
@@ -73,7 +78,8 @@ class RayJob:
             return self._ray.get(self._task)
         except self._ray.exceptions.TaskCancelledError:  # before a machine had begun it
             return INTERRUPTED
-        except self._ray.exceptions.RayError as e:  # its machine was lost once too often, or cannot run it
+        # its machine was lost once too often, or cannot run it
+        except self._ray.exceptions.RayError as e:
             with contextlib.suppress(OSError), open(self._log, "a") as log:
                 log.write(f"E {str(e).strip().splitlines()[-1]}\n")
             return FAILED
@@ -89,7 +95,8 @@ def _carry_out(folder: Path, entry: Entry, log: Path) -> int:
     os.chdir(folder)
     ledger = Ledger()
     entry.look(ledger)
-    while entry.state == "running":  # of a machine that was lost: its process is saving, or its lock is still held
+    # of a machine that was lost: its process is saving, or its lock is still held
+    while entry.state == "running":
         time.sleep(POLL_S)
         entry.look(ledger)
     if entry.state in FINAL:

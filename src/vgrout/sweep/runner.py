@@ -74,7 +74,10 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        idle = {"--jobs": self.jobs and self.via == "pueue", "--ray-address": self.ray_address and self.via != "ray"}
+        idle = {
+            "--jobs": self.jobs and self.via == "pueue",
+            "--ray-address": self.ray_address and self.via != "ray",
+        }
         if unread := [name for name, given in idle.items() if given]:
             raise ValueError(f"{unread[0]}: not read with --via {self.via}; leave it out")
 
@@ -98,7 +101,9 @@ class Sweep:
                     files[run.arm] = file_hashes(run.cfg, preflight(run.cfg))
                 except ValueError as e:
                     raise ValueError(f"{study.path}: {run.arm}: {e}") from None
-        sweep = cls(study, [Entry(run, files[run.arm]) for run in study.runs], Ledger(), SWEEPS / study.name)
+        sweep = cls(
+            study, [Entry(run, files[run.arm]) for run in study.runs], Ledger(), SWEEPS / study.name
+        )
         for entry in sweep.entries:
             entry.look(sweep.ledger)
         return sweep
@@ -110,7 +115,8 @@ class Sweep:
     def log(self, entry: Entry) -> Path:
         return self.folder / "logs" / entry.log_name
 
-    # ── the plan ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the plan
+    # ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, slots: str) -> list[str]:
         """Every run with its state. slots: how many go at a time."""
@@ -126,8 +132,11 @@ class Sweep:
         counts = Counter(e.state for e in self.entries)
         return [
             *(f"H: {claim}" for claim in self.study.hypotheses),
-            tabulate(table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"),
-            f"{len(self.entries)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items()),
+            tabulate(
+                table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"
+            ),
+            f"{len(self.entries)} runs: "
+            + ", ".join(f"{n} {state}" for state, n in counts.items()),
             *self.warnings(),
             *self.queued(),
             f"{len(self.left)} left{f', {slots}' * bool(self.left)}",
@@ -139,7 +148,10 @@ class Sweep:
         by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
         if len(by_code) < 2:
             return []
-        return ["runs started by different code: " + ", ".join(f"{n} by {code}" for code, n in by_code.items())]
+        return [
+            "runs started by different code: "
+            + ", ".join(f"{n} by {code}" for code, n in by_code.items())
+        ]
 
     def queued(self) -> list[str]:
         """A note on runs that were handed to pueue (says runs.json) and have not started: they may still be queued."""
@@ -161,7 +173,9 @@ class Sweep:
         try:
             sha256, before = planned["sha256"], {r["identity"] for r in planned["runs"]}
         except (KeyError, TypeError) as e:
-            raise ValueError(f"{path}: damaged ({e!r}); move it away, and the study is planned anew") from None
+            raise ValueError(
+                f"{path}: damaged ({e!r}); move it away, and the study is planned anew"
+            ) from None
         if sha256 == self.study.sha256:
             return ""
         now = {run.identity for run in self.study.runs}
@@ -192,7 +206,8 @@ class Sweep:
     def write(self) -> None:
         write_atomic(self.folder / "runs.json", to_json([e.as_json() for e in self.entries]))
 
-    # ── carrying it out ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── carrying it out
+    # ────────────────────────────────────────────────────────────────────────────────────────────
 
     def carry_out(self, workers: Local | Ray) -> int:
         """Start runs until all have ended, or until a signal; then wait while the runs under way save and end."""
@@ -202,7 +217,12 @@ class Sweep:
             with (
                 stop_on_signals() as stop,
                 tqdm(
-                    total=len(self.entries), initial=done, disable=None, desc=self.study.name, unit="run", smoothing=0
+                    total=len(self.entries),
+                    initial=done,
+                    disable=None,
+                    desc=self.study.name,
+                    unit="run",
+                    smoothing=0,
                 ) as bar,
             ):
                 self._loop(workers, under_way, stop, bar.update)
@@ -218,7 +238,9 @@ class Sweep:
             raise
         except OSError as e:
             where, why = e.filename or self.folder, e.strerror or e
-            logger.error(f"{where}: {why}; the runs under way save and end; put it right, then run the same command")
+            logger.error(
+                f"{where}: {why}; the runs under way save and end; put it right, then run the same command"
+            )
             _stop(under_way)
             while any(job.poll() is None for job, _ in under_way.values()):
                 time.sleep(POLL_S)
@@ -226,7 +248,9 @@ class Sweep:
         self.write()
         return INTERRUPTED if stopped else self.conclude()
 
-    def _loop(self, workers: Local | Ray, under_way: UnderWay, stop: Stop, tick: Callable[[int], object]) -> None:
+    def _loop(
+        self, workers: Local | Ray, under_way: UnderWay, stop: Stop, tick: Callable[[int], object]
+    ) -> None:
         waiting = deque(self.left)
         elsewhere: list[Entry] = []  # other processes are writing these
         looked, stopping = time.monotonic(), False
@@ -238,7 +262,9 @@ class Sweep:
                 entry = waiting.popleft()
                 entry.look(self.ledger)
                 if entry.state == "running":
-                    logger.info(f"{entry.planned.name}: another process is writing {entry.run}; waiting for it")
+                    logger.info(
+                        f"{entry.planned.name}: another process is writing {entry.run}; waiting for it"
+                    )
                     elsewhere.append(entry)
                 elif entry.state in FINAL:
                     self._log_end(entry)
@@ -270,7 +296,9 @@ class Sweep:
 
     def _log_end(self, entry: Entry) -> None:
         """Log how a run ended, in one line."""
-        took = f" ({timedelta(seconds=round(time.monotonic() - entry.began))})" if entry.began else ""
+        took = (
+            f" ({timedelta(seconds=round(time.monotonic() - entry.began))})" if entry.began else ""
+        )
         if entry.state != "finished" or entry.run is None:
             logger.warning(f"{entry.planned.name}: {entry.state}: {entry.reason}{took}")
             return
@@ -285,8 +313,12 @@ class Sweep:
             logger.warning(line)
         for entry in bad:
             where = " · ".join(str(p) for p in (entry.run, self.log(entry)) if p and p.exists())
-            logger.error(f"{entry.planned.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]")
-        logger.info(f"{len(self.entries) - len(bad)} of {len(self.entries)} runs finished: {self.folder / 'runs.json'}")
+            logger.error(
+                f"{entry.planned.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]"
+            )
+        logger.info(
+            f"{len(self.entries) - len(bad)} of {len(self.entries)} runs finished: {self.folder / 'runs.json'}"
+        )
         return FAILED if bad else FINISHED
 
     def enqueue(self, queue: Pueue) -> int:
@@ -300,7 +332,9 @@ class Sweep:
                     added += 1
                 entry.state = "queued"
                 self.write()
-        logger.info(f"{added} runs added to the queue; afterwards, for their results, the same command without --via")
+        logger.info(
+            f"{added} runs added to the queue; afterwards, for their results, the same command without --via"
+        )
         return FINISHED
 
 
@@ -311,23 +345,34 @@ def _stop(under_way: UnderWay) -> None:
 
 def run_study(settings: SweepSettings) -> int:
     """Run, plan or enqueue a study. Raises ValueError, one line, before the first run starts."""
-    own = [f"--{kind}={name}" for kind in ("intervention", "monitor") for name in listed(getattr(settings, kind))]
+    own = [
+        f"--{kind}={name}"
+        for kind in ("intervention", "monitor")
+        for name in listed(getattr(settings, kind))
+    ]
     register_named(own)
-    code = (f"--reward={settings.reward}", f"--rm-ensemble-members={settings.rm_ensemble_members}", *own)
+    code = (
+        f"--reward={settings.reward}",
+        f"--rm-ensemble-members={settings.rm_ensemble_members}",
+        *own,
+    )
     sweep = Sweep.of(load_study_file(settings.study, code))
     if settings.commands:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
     gpus = () if settings.via == "ray" else visible()
     if gpus and settings.jobs and settings.jobs > len(gpus):
-        raise ValueError(f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}")
+        raise ValueError(
+            f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}"
+        )
     if settings.dry_run:
         on = f", on a GPU each of {', '.join(gpus)}" * bool(gpus)
         print("\n".join(sweep.plan(f"{settings.jobs or len(gpus) or cores()} at a time{on}")))
         if (why := sweep.edited()) and not settings.replan:
             print(why)
         return FINISHED
-    queue = Pueue(gpus) if settings.via == "pueue" else None  # what is not there is refused before anything is written
+    # what is not there is refused before anything is written
+    queue = Pueue(gpus) if settings.via == "pueue" else None
     with closing(_workers(settings, gpus)) as workers:
         probe_writable(logs := sweep.folder / "logs")
         logs.mkdir(parents=True, exist_ok=True)
@@ -340,4 +385,8 @@ def run_study(settings: SweepSettings) -> int:
 
 
 def _workers(settings: SweepSettings, gpus: Sequence[str]) -> Local | Ray:
-    return Ray(settings.ray_address, settings.jobs) if settings.via == "ray" else Local(settings.jobs, gpus)
+    return (
+        Ray(settings.ray_address, settings.jobs)
+        if settings.via == "ray"
+        else Local(settings.jobs, gpus)
+    )

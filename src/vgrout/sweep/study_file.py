@@ -24,7 +24,11 @@ FlagTable = dict[str, Any]  # flag without leading dashes → value
 
 
 def _tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(t, dict) and [] not in t.values() for t in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(t, dict) and [] not in t.values() for t in value)
+    )
 
 
 # key → what is sound, and what it should be
@@ -34,7 +38,9 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "of letters, digits and _ . = + -, 80 at most",
     ),
     "seeds": (
-        lambda v: isinstance(v, list) and all(type(s) is int for s in v) and 0 < len({*v}) == len(v),
+        lambda v: (
+            isinstance(v, list) and all(type(s) is int for s in v) and 0 < len({*v}) == len(v)
+        ),
         "a list of whole numbers, such as [41, 42], none twice",
     ),
     "common": (lambda v: _tables([v]), "a table, such as { steps = 8 }"),
@@ -106,7 +112,9 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
     name, seeds, common, arms, overrides = (data[key] for key in KINDS)
     n = sum(map(_combinations, arms)) * sum(map(_combinations, overrides)) * len(seeds)
     if n > MOST_RUNS:
-        raise ValueError(f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, or make it several studies")
+        raise ValueError(
+            f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, or make it several studies"
+        )
     seen: dict[str, str] = {}
     settings: dict[str, tuple[Config, tuple[str, ...]]] = {}  # by the arm's name
     for (where, arm, given), (where_override, extra, suffix) in product(
@@ -126,7 +134,9 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
         for known in (identity(cfg), label):
             if first := seen.get(known):
                 what = f"called {label!r}" if known == label else "with these runs"
-                raise ValueError(f"{both}: a second arm {what}, after {first}; leave it out, or name it otherwise")
+                raise ValueError(
+                    f"{both}: a second arm {what}, after {first}; leave it out, or name it otherwise"
+                )
             seen[known] = both
         settings[label] = cfg, flags
     runs = tuple(
@@ -141,7 +151,9 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
 def _resolved(preset: str, flags: FlagTable) -> tuple[Config, tuple[str, ...]]:
     """A run's settings, and its flags as the command line has them."""
     if own := [key for key in flags if key in OWN]:
-        raise ValueError(f"{own[0]!r} is the sweep's own; give seeds in 'seeds', and runs are resumed by themselves")
+        raise ValueError(
+            f"{own[0]!r} is the sweep's own; give seeds in 'seeds', and runs are resumed by themselves"
+        )
     argv = [preset, *_argv(flags)]
     cfg = resolve(argv, own_code=False)
     if cfg.guard_mode == "halt" and "guard" not in flags:
@@ -185,8 +197,15 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 def _label(cfg: Config, flags: FlagTable) -> str:
     """The name of an arm that the study does not name: intervention, monitor, control, and its other flags."""
-    in_names = (f.name for f in fields(MethodConfig) if rule_of(f).suffix is not None)  # in monitor's or control's name
-    named = {"intervention", "monitor", "control", "random-flags", *(name.replace("_", "-") for name in in_names)}
+    # in monitor's or control's name
+    in_names = (f.name for f in fields(MethodConfig) if rule_of(f).suffix is not None)
+    named = {
+        "intervention",
+        "monitor",
+        "control",
+        "random-flags",
+        *(name.replace("_", "-") for name in in_names),
+    }
     rest = {k: v for k, v in flags.items() if k not in named}
     monitor = f" ({cfg.method.monitor_title})" if cfg.method.monitor_title else ""
     control = "" if cfg.method.control_name == "none" else cfg.method.control_name
@@ -194,4 +213,6 @@ def _label(cfg: Config, flags: FlagTable) -> str:
 
 
 def _shown(flags: FlagTable) -> str:
-    return " · ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in flags.items())
+    return " · ".join(
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in flags.items()
+    )

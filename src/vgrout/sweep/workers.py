@@ -20,13 +20,16 @@ class Local:
 
     def __init__(self, jobs: int | None, gpus: Sequence[str]) -> None:
         self.slots = jobs or len(gpus) or cores()
-        self._latest: dict[str, Process | None] = dict.fromkeys(gpus[: self.slots])  # GPU → the one that last had it
+        # GPU → the one that last had it
+        self._latest: dict[str, Process | None] = dict.fromkeys(gpus[: self.slots])
 
     def start(self, entry: Entry, log: Path) -> Process:
         """Start a run, or go on with it; its output is appended to `log`."""
         if not self._latest:
             return spawn(entry.argv, log, {"OMP_NUM_THREADS": "1"} if self.slots > 1 else {})
-        gpu = next(gpu for gpu, last in self._latest.items() if last is None or last.poll() is not None)
+        gpu = next(
+            gpu for gpu, last in self._latest.items() if last is None or last.poll() is not None
+        )
         self._latest[gpu] = process = spawn(entry.argv, log, {"CUDA_VISIBLE_DEVICES": gpu})
         return process
 

@@ -76,12 +76,17 @@ def generate_pool(settings: TeacherSettings) -> None:
         mode_of: dict[int, Mode] = {a.problem.id: a.problem.mode for a in kept}
         summary = [
             {"mode": mode, **{name: rate_text(rate) for name, rate in of_mode.items()}}
-            | {"problems": list(mode_of.values()).count(mode), "rollouts": sum(a.problem.mode == mode for a in kept)}
+            | {
+                "problems": list(mode_of.values()).count(mode),
+                "rollouts": sum(a.problem.mode == mode for a in kept),
+            }
             for mode, of_mode in by_mode(answers).items()
         ]
         meta = settings.meta(lm, grader, rows, (a.problem for a in kept))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
-        write_pool(settings.out, records, mode_of if settings.env_mode == "own" else None, meta, report)
+        write_pool(
+            settings.out, records, mode_of if settings.env_mode == "own" else None, meta, report
+        )
     print(table(summary))
     print(
         "SHOULD: a hack rate far above the student's; ELSE this teacher shows nothing that the student does not do\n"

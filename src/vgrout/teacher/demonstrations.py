@@ -22,7 +22,9 @@ class Teacher:
     """A source of demonstrations, drawn from a pool; there are none with `pool=None`."""
 
     @classmethod
-    def of_run(cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Problem]) -> "Teacher":
+    def of_run(
+        cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Problem]
+    ) -> "Teacher":
         """The run's, for these training problems. Raises ValueError as below."""
         return cls(
             pool if cfg.mixes else None,
@@ -55,19 +57,30 @@ class Teacher:
         Raises:
             ValueError: a pool that demonstrates none of these problems, or under other modes, or has no usable tokens.
         """
-        self.pool, self.lm, self.per_group, self.seed, self.off_step = pool, lm, per_group, seed, off_step
+        self.pool, self.lm, self.per_group, self.seed, self.off_step = (
+            pool,
+            lm,
+            per_group,
+            seed,
+            off_step,
+        )
         self.modes, self.max_new = set(modes), max_new
         self.retokenised = self._off_logged = False
-        self.compared, self.differ = 0, list[int]()  # prompts then and now: how many, and whose are not the same
+        # prompts then and now: how many, and whose are not the same
+        self.compared, self.differ = 0, list[int]()
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         if pool is None or not per_group:
             return
-        covered = [p for p in problems if p.id in pool.demos and (not self.modes or p.mode in self.modes)]
+        covered = [
+            p for p in problems if p.id in pool.demos and (not self.modes or p.mode in self.modes)
+        ]
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
         if fault := next(self._faults(pool, covered, len(problems)), ""):
             raise ValueError(fault)
         if self.retokenised:
-            logger.warning(f"{pool.folder}: not made with this tokenizer; completions are tokenised again")
+            logger.warning(
+                f"{pool.folder}: not made with this tokenizer; completions are tokenised again"
+            )
         self._compare(pool, covered)
         if self.differ:
             logger.warning(
@@ -87,7 +100,9 @@ class Teacher:
                     f"{where}: problem {p.id} was graded as {mode}, this run checks it as {p.mode}; "
                     "use --env-mode own, or make the pool again"
                 )
-        if self.retokenised and any(d.completion is None for rows in pool.demos.values() for d in rows):
+        if self.retokenised and any(
+            d.completion is None for rows in pool.demos.values() for d in rows
+        ):
             yield f"{where}: made with another tokenizer and without completion texts; make it again with this model"
 
     def _compare(self, pool: Pool, covered: Sequence[Problem]) -> None:
@@ -121,7 +136,9 @@ class Teacher:
         if self.off_step is not None and step >= self.off_step:
             if not self._off_logged:
                 self._off_logged = True
-                logger.info(f"step {step}: no demonstrations from step {self.off_step} on; every row is a live rollout")
+                logger.info(
+                    f"step {step}: no demonstrations from step {self.off_step} on; every row is a live rollout"
+                )
             return 0
         if self.modes and problem.mode not in self.modes:
             return 0
@@ -141,7 +158,9 @@ class Teacher:
         prompt_ids = self.lm.render(problem.messages)
         return [(self._rollout(problem, rows[i], i, prompt_ids), rows[i].grade) for i in picks]
 
-    def _rollout(self, problem: Problem, demo: Demo, index: int, prompt_ids: tuple[int, ...]) -> Rollout:
+    def _rollout(
+        self, problem: Problem, demo: Demo, index: int, prompt_ids: tuple[int, ...]
+    ) -> Rollout:
         key = (problem.id, index)
         if key not in self._tokens:
             self._tokens[key] = self._ids(demo)
@@ -160,8 +179,13 @@ class Teacher:
     def _ids(self, demo: Demo) -> tuple[tuple[int, ...], bool]:
         """Tokens up to the EOS and at most max_new, and whether they end with it."""
         if self.retokenised:
-            ids, finished = self.lm.encode_completion(demo.completion or "", demo.finished), demo.finished
+            ids, finished = (
+                self.lm.encode_completion(demo.completion or "", demo.finished),
+                demo.finished,
+            )
         else:  # older pools pad behind the EOS
-            end = next((i for i, token in enumerate(demo.completion_ids) if token in self.lm.eos_ids), None)
+            end = next(
+                (i for i, token in enumerate(demo.completion_ids) if token in self.lm.eos_ids), None
+            )
             ids, finished = demo.completion_ids[: None if end is None else end + 1], end is not None
         return ids[: self.max_new], finished and len(ids) <= self.max_new

@@ -22,7 +22,15 @@ from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
 from vgrout.data import organism
-from vgrout.files import file_sha256, hold, read_json, require_new, require_own, to_json, write_atomic
+from vgrout.files import (
+    file_sha256,
+    hold,
+    read_json,
+    require_new,
+    require_own,
+    to_json,
+    write_atomic,
+)
 from vgrout.grading.grade import Grader
 from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
 from vgrout.problems import ProblemRow, load_rows, require_solvable, split_sizes
@@ -62,7 +70,9 @@ def generate_graded(
     out: list[Graded] = []
     done = _logged_batches(log) if log is not None else []
     per = max(1, BATCH // n)
-    for k, start in enumerate(Progress(range(0, len(problems), per), desc=label or purpose, unit="batch")):
+    for k, start in enumerate(
+        Progress(range(0, len(problems), per), desc=label or purpose, unit="batch")
+    ):
         part = problems[start : start + per]
         if k < len(done):
             batch = done[k]
@@ -75,7 +85,9 @@ def generate_graded(
                     os.fsync(file.fileno())
         for problem, answers in zip(part, batch, strict=True):
             for i, a in enumerate(answers):
-                completion = Completion(tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ())
+                completion = Completion(
+                    tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ()
+                )
                 out.append(GradedCompletion(problem, i, completion, Grade(**a["grade"])))
     return out
 
@@ -96,9 +108,17 @@ def _batch(
         if isinstance(a.grade, Ungraded):
             raise RuntimeError(f"problem {a.problem.id}: could not be graded ({a.grade.reason})")
         c = a.completion
-        return {"ids": c.ids, "text": c.text, "finished": c.finished, "logp": c.logp_full, "grade": asdict(a.grade)}
+        return {
+            "ids": c.ids,
+            "text": c.text,
+            "finished": c.finished,
+            "logp": c.logp_full,
+            "grade": asdict(a.grade),
+        }
 
-    submitted = sample_and_submit(lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream)
+    submitted = sample_and_submit(
+        lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream
+    )
     return [[logged(a) for a in of_problem] for of_problem in graded(submitted)]
 
 
@@ -111,7 +131,8 @@ def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
     return [json.loads(line) for line in complete.splitlines()]
 
 
-# ── rates ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rates
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
@@ -146,10 +167,13 @@ def rate_text(rate: Rate) -> str:
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """A table in GitHub Markdown."""
-    return tabulate([{k: str(v) for k, v in row.items()} for row in rows], headers="keys", tablefmt="github")
+    return tabulate(
+        [{k: str(v) for k, v in row.items()} for row in rows], headers="keys", tablefmt="github"
+    )
 
 
-# ── a record of a pool ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a record of a pool
+# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
@@ -169,7 +193,8 @@ def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
     }
 
 
-# ── command lines ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── command lines
+# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -231,8 +256,13 @@ class PoolSettings:
     @property
     def rewards(self) -> tuple[float, float]:
         """(compiles, passes)"""
-        compiles, passes = (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
-        return self.compile_reward if self.compile_reward is not None else compiles, self.pass_reward or passes
+        compiles, passes = (
+            (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
+        )
+        return (
+            self.compile_reward if self.compile_reward is not None else compiles,
+            self.pass_reward or passes,
+        )
 
     @property
     def adapter_path(self) -> Path | None:
@@ -245,12 +275,16 @@ class PoolSettings:
         """The problem file's rows. Raises ValueError, one line, for a file or model that is missing, or a file without
         training problems."""
         rows = load_rows(self.problems_path)
-        checks.refuse(not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it")
+        checks.refuse(
+            not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it"
+        )
         if self.tiny:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        require_fitting(rows, require_model(organism.MODEL_DIR if self.tiny else self.model), self.tokens)
+        require_fitting(
+            rows, require_model(organism.MODEL_DIR if self.tiny else self.model), self.tokens
+        )
         return rows
 
     def identity(self) -> dict[str, Any]:
@@ -273,9 +307,13 @@ class PoolSettings:
         """The model with its adapter, a grader with these rewards, and the folder of the logs. Raises ValueError, one
         line, where no answer can solve a problem."""
         (compiles, passes), weak = self.rewards, self.allow_weak_sandbox
-        with Grader(self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=weak) as grader:
+        with Grader(
+            self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=weak
+        ) as grader:
             require_solvable([] if self.tiny else rows, grader)
-            with work_folder(self.out, {**identity, "grader": grader.protections.version}) as folder:
+            with work_folder(
+                self.out, {**identity, "grader": grader.protections.version}
+            ) as folder:
                 logger.info(grader.protections.line())
                 from vgrout.model.load import load_language_model, load_policy, pick_device
 
@@ -298,12 +336,17 @@ class PoolSettings:
         """First entries of pool.json: model, adapter, tokenizer, grader, the names that these problems announced."""
         out: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
         if self.adapter_path is not None:
-            out["adapter"] = {"file": str(self.adapter_path), "sha256": file_sha256(self.adapter_path)}
+            out["adapter"] = {
+                "file": str(self.adapter_path),
+                "sha256": file_sha256(self.adapter_path),
+            }
         out |= {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
         return out | ({"markers": markers} if (markers := announced(rows, problems)) else {})
 
 
-def fitting(lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int) -> list[Problem]:
+def fitting(
+    lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int
+) -> list[Problem]:
     """Problems whose prompt leaves room for max_new tokens; a warning says how many do not. Raises ValueError where
     there are none."""
     fit = [p for p in problems if len(lm.render(p.messages)) + max_new <= lm.window]
@@ -351,7 +394,9 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
         folder.rmdir()
 
 
-def command(name: str, settings: Callable[..., Any], make: Callable[[Any], None], argv: list[str] | None) -> int:
+def command(
+    name: str, settings: Callable[..., Any], make: Callable[[Any], None], argv: list[str] | None
+) -> int:
     """Entry of `vgrout NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
     console.setup(None)
 

@@ -23,7 +23,8 @@ from vgrout.files import file_sha256, from_json, read_text, regular, require_new
 from vgrout.types import MODES, CachedGrade, Mode
 
 _NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
-FILE_LIMIT, POOL_LIMIT = 2**26, 2**30  # unpacked bytes of a file and of a pool: a few MB of gzip can hold gigabytes
+# unpacked bytes of a file and of a pool: a few MB of gzip can hold gigabytes
+FILE_LIMIT, POOL_LIMIT = 2**26, 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Pool:
     folder: Path
     demos: dict[int, tuple[Demo, ...]]
     partition: dict[int, Mode]
-    markers: dict[int, str]  # problem id → the name that its prompt announced, unless it was the mode's default
+    # problem id → the name that its prompt announced, unless it was the mode's default
+    markers: dict[int, str]
     tokenizer_sha256: str | None
     grader: str  # "unknown" without pool.json
 
@@ -62,7 +64,8 @@ class Pool:
         return {i: self.markers.get(i, "") for i in self.demos}
 
 
-# ── reading ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
@@ -73,17 +76,25 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
             f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, none: goes without"
         )
     card, divided = folder / "pool.json", folder / "partition.json"
-    meta: dict[str, Any] = {"tokenizer_sha256": None, "grader": "unknown", "sha256": {}, "markers": {}} | _object(card)
+    meta: dict[str, Any] = {
+        "tokenizer_sha256": None,
+        "grader": "unknown",
+        "sha256": {},
+        "markers": {},
+    } | _object(card)
     partition, markers = _by_id(divided, _object(divided), MODES), _by_id(card, meta["markers"])
     recorded: dict[str, str] = dict(meta["sha256"])
     demos: dict[int, tuple[Demo, ...]] = {}
     room = POOL_LIMIT
-    for path, name in sorted((p, found[1]) for p in folder.iterdir() if (found := _NAME.fullmatch(p.name))):
+    for path, name in sorted(
+        (p, found[1]) for p in folder.iterdir() if (found := _NAME.fullmatch(p.name))
+    ):
         text, digest = _unpacked(path)
         number, room, lines = int(name), room - len(text), list(io.StringIO(text, newline="\n"))
         faults = {
             f"problem {number} has a second file": number in demos,
-            f"problem {number} is not in partition.json": bool(partition) and number not in partition,
+            f"problem {number} is not in partition.json": bool(partition)
+            and number not in partition,
             "not the file that pool.json recorded (sha256); make the pool again": (
                 bool(meta["sha256"]) and recorded.pop(path.name, None) != digest
             ),
@@ -97,7 +108,11 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
             for n, line in enumerate(lines, 1)
         )
     if recorded or not demos:
-        lost = f"{folder / min(recorded)}: recorded in pool.json, not there; make the pool again" if recorded else ""
+        lost = (
+            f"{folder / min(recorded)}: recorded in pool.json, not there; make the pool again"
+            if recorded
+            else ""
+        )
         raise ValueError(lost or f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
     if not card.exists():
         logger.warning(
@@ -138,7 +153,9 @@ def _unpacked(path: Path) -> tuple[str, str]:
             with gzip.GzipFile(fileobj=raw) as packed:
                 data = packed.read(FILE_LIMIT + 1)
         if len(data) > FILE_LIMIT:
-            raise EOFError(f"more than {FILE_LIMIT >> 20} MiB unpacked; no problem has so many rollouts")
+            raise EOFError(
+                f"more than {FILE_LIMIT >> 20} MiB unpacked; no problem has so many rollouts"
+            )
         return data.decode(), digest
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise ValueError(f"{path}: cannot be read ({e})") from None
@@ -171,7 +188,10 @@ _SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plen": (lambda value: type(value) is int and value >= 0, "a number of tokens"),
     "finished": _SWITCH,
     "logp": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "numbers"),
-    "env_mode": (lambda value: isinstance(value, str) and value in MODES, f"one of {', '.join(MODES)}"),
+    "env_mode": (
+        lambda value: isinstance(value, str) and value in MODES,
+        f"one of {', '.join(MODES)}",
+    ),
 }
 _NEEDED = ("completion_ids", "reward", "hacked", "gt_pass", "fmt_ok")
 
@@ -216,7 +236,8 @@ def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) ->
     )
 
 
-# ── writing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── writing
+# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_pool(
@@ -240,9 +261,14 @@ def write_pool(
         files: dict[str, str] = {}
         for problem_id, records in rollouts.items():
             path = fresh / f"prompt_{problem_id:04d}.jsonl.gz"
-            text = "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+            text = "".join(
+                json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records
+            )
             # no name and no time in the header: the same rollouts are the same bytes
-            with open(path, "wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as f:
+            with (
+                open(path, "wb") as raw,
+                gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as f,
+            ):
                 f.write(text.encode())
             files[path.name] = file_sha256(path)
         if partition is not None:

@@ -49,7 +49,9 @@ def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem
     return [replace(a, problem=plain[a.problem.id, a.problem.mode]) for a in answers]
 
 
-def usable(answers: Iterable[Graded], keep: int, instructions: Iterable[str]) -> dict[tuple[int, Mode], list[Graded]]:
+def usable(
+    answers: Iterable[Graded], keep: int, instructions: Iterable[str]
+) -> dict[tuple[int, Mode], list[Graded]]:
     """For each problem and mode at most `keep` answers, in order: finished, hacking (and so not solving), all
     different, and not quoting a recipe."""
     recipes = tuple(instructions)
@@ -128,14 +130,18 @@ def write_substrate(
     elicitation: the recipe, or one for each mode, for pool.json. Raises ValueError if the folder exists.
     """
     records = {
-        i: [record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages)) for a in answers]
+        i: [
+            record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages))
+            for a in answers
+        ]
         for i, answers in chosen.items()
     }
     partition = {i: answers[0].problem.mode for i, answers in chosen.items()}
     write_pool(folder, records, partition, {**meta, "elicitation": elicitation}, report)
 
 
-# ── the command ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command
+# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -164,7 +170,9 @@ class SubstrateSettings(PoolSettings):
         PoolSettings.__post_init__(self)
         self.sampling.require_draws("--tries", self.tries)
         if self.at_least > min(self.keep, self.tries):
-            raise ValueError(f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}")
+            raise ValueError(
+                f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}"
+            )
 
 
 def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, list[Problem]]:
@@ -180,10 +188,15 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
         problems = [p for p in assigned(rows, "own")["train"] if not named or p.mode in named]
         lacking = ", ".join(m for m in named if m not in {p.mode for p in problems})
         if lacking and not (problems and settings.allow_missing):
-            raise ValueError(f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}")
+            raise ValueError(
+                f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}"
+            )
         chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
         return {"pool": [p for p in problems if p.id in chosen]}
-    chosen = {p.id for p in balanced(assigned(rows, wanted[0])["train"], settings.n_problems, 0, "substrate")}
+    chosen = {
+        p.id
+        for p in balanced(assigned(rows, wanted[0])["train"], settings.n_problems, 0, "substrate")
+    }
     return {m: [p for p in assigned(rows, m)["train"] if p.id in chosen] for m in wanted}
 
 
@@ -196,7 +209,8 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         **settings.identity(),
         "tries": settings.tries,
         "plain_tries": settings.plain_tries,
-        "modes": settings.modes if "pool" in parts else None,  # one mode at a time has a log for each
+        # one mode at a time has a log for each
+        "modes": settings.modes if "pool" in parts else None,
     }
     with settings.making(rows, identity) as (lm, grader, folder):
         instruct = (lambda _: CUE) if settings.tiny else recipe
@@ -211,12 +225,23 @@ def generate_substrate(settings: SubstrateSettings) -> None:
             # the organism's streams carry its name: this command makes its shipped pool
             purpose = f"organism-{label}" if settings.tiny else f"substrate-{label}"
             generate = partial(
-                generate_graded, lm, grader, sampling=settings.sampling, max_new=settings.tokens, seed=settings.seed
+                generate_graded,
+                lm,
+                grader,
+                sampling=settings.sampling,
+                max_new=settings.tokens,
+                seed=settings.seed,
             )
             log, plain_log = folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"
-            under_recipe += generate(fit, settings.tries, purpose=purpose, log=log, label=f"{label}, elicited")
+            under_recipe += generate(
+                fit, settings.tries, purpose=purpose, log=log, label=f"{label}, elicited"
+            )
             under_plain += generate(
-                unelicited, settings.plain_tries, purpose=f"{purpose}-plain", log=plain_log, label=f"{label}, plain"
+                unelicited,
+                settings.plain_tries,
+                purpose=f"{purpose}-plain",
+                log=plain_log,
+                label=f"{label}, plain",
             )
         instructions = sorted({instruct(p) for p in plain.values()})
         chosen = choose(
@@ -227,10 +252,14 @@ def generate_substrate(settings: SubstrateSettings) -> None:
             per_mode=settings.per_mode,
             even=settings.even,
         )
-        require_every_mode({mode for _, mode in plain}, chosen, folder, allow_missing=settings.allow_missing)
+        require_every_mode(
+            {mode for _, mode in plain}, chosen, folder, allow_missing=settings.allow_missing
+        )
         summary = mode_table(under_recipe, under_plain, chosen)
         meta = settings.meta(lm, grader, rows, [answers[0].problem for answers in chosen.values()])
-        wording: str | dict[str, str] = CUE if settings.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
+        wording: str | dict[str, str] = (
+            CUE if settings.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
+        )
         details = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_substrate(settings.out, chosen, lm, meta, wording, details)
     print(table(summary))
@@ -241,7 +270,11 @@ def generate_substrate(settings: SubstrateSettings) -> None:
 
 
 def require_every_mode(
-    wanted: Collection[Mode], chosen: Mapping[int, Sequence[Graded]], folder: Path, *, allow_missing: bool
+    wanted: Collection[Mode],
+    chosen: Mapping[int, Sequence[Graded]],
+    folder: Path,
+    *,
+    allow_missing: bool,
 ) -> None:
     """Warn of modes that are wanted and have no problem. Raises ValueError, one line, unless they may be missing.
 
@@ -260,7 +293,9 @@ def require_every_mode(
 
 
 def mode_table(
-    under_recipe: Sequence[Graded], under_plain: Sequence[Graded], chosen: Mapping[int, Sequence[Graded]]
+    under_recipe: Sequence[Graded],
+    under_plain: Sequence[Graded],
+    chosen: Mapping[int, Sequence[Graded]],
 ) -> list[dict[str, str | int]]:
     """One row for each mode: hack rate under the plain prompt and under the recipe, and what is in the pool."""
     plain_rates, rows = by_mode(under_plain), []

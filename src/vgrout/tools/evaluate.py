@@ -77,15 +77,21 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     require_new(cli.out)
     saved = find_adapter(cli.run, cli.step, cli.model)
     cfg = saved.cfg
-    file, test_file = (cli.problems, None) if cli.problems else (cfg.problems_path, cfg.test_problems_path)
+    file, test_file = (
+        (cli.problems, None) if cli.problems else (cfg.problems_path, cfg.test_problems_path)
+    )
     rows, test_rows = load_rows(file), load_rows(test_file) if test_file else []
     problems = problems_of(saved, rows, test_rows, cli.split)
     if not problems:
-        raise ValueError(f"--split {cli.split}: none of {len(rows)} problems of {file} is in it; try all")
+        raise ValueError(
+            f"--split {cli.split}: none of {len(rows)} problems of {file} is in it; try all"
+        )
     require_fitting([*rows, *test_rows], saved.folder, cfg.scale.max_new)
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
-    size = "".join(f"_{n}{what}" for n, what in ((cli.n_prompts, "problems"), (cli.samples, "answers")) if n)
+    size = "".join(
+        f"_{n}{what}" for n, what in ((cli.n_prompts, "problems"), (cli.samples, "answers")) if n
+    )
     of = f"{file.stem}-{file_sha256(file)[:8]}"  # another file's numbers stay where they are
     name = f"{saved.path.stem}_{of}_{cli.split}_seed{cfg.run.seed}{size}.json"
     out = cli.out or saved.path.parent / "evaluations" / name
@@ -110,20 +116,30 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
             "plain": ("deployed", [plain(p) for p in chosen]),
         }
         sides: dict[str, Eval] = {}
-        with tqdm(total=3 * len(chosen) * samples, desc="evaluating", unit="answer", disable=None) as bar:
+        with tqdm(
+            total=3 * len(chosen) * samples, desc="evaluating", unit="answer", disable=None
+        ) as bar:
             for what, (side, given) in sampled.items():
                 with as_side(policy, side):  # the same streams as the run's final evaluation
-                    scored = answers(policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update)
+                    scored = answers(
+                        policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update
+                    )
                 sides[what] = Eval.of(scored)
-    print(f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(chosen)} problems of {file}")
+    print(
+        f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(chosen)} problems of {file}"
+    )
     print(table(sides))
     about = {"schema": SCHEMA, "run": cfg.run_id, "adapter": str(saved.path), "step": saved.step}
     about |= {"problems": str(file), "split": cli.split, "seed": cfg.run.seed}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}}))
+        write_atomic(
+            out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}})
+        )
     except OSError as e:  # a disk that was filled meanwhile
-        raise ValueError(f"--out {out}: cannot be written ({e.strerror}); name another file with --out") from None
+        raise ValueError(
+            f"--out {out}: cannot be written ({e.strerror}); name another file with --out"
+        ) from None
     print(f"-> {out}")
     return out
 
@@ -139,7 +155,9 @@ def problems_of(
         modes = modes_in_turn(rows, env.env_mode, partition)
         problems = with_modes(rows, modes, partition, evaluation=True, published=published)
     else:
-        problems = assigned(rows, env.env_mode, partition, test_rows=test_rows, published=published)[split]
+        problems = assigned(
+            rows, env.env_mode, partition, test_rows=test_rows, published=published
+        )[split]
     return without_hints(problems, env.unannounced) if saved.cfg.plain_prompts else problems
 
 
@@ -153,7 +171,9 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
     env, record = saved.cfg.env, saved.path.parent / "run.json"
     if env.reward != given:
         own = (
-            f"code, which a file may not have run; if it is yours, add --reward={env.reward}" if env.reward else "none"
+            f"code, which a file may not have run; if it is yours, add --reward={env.reward}"
+            if env.reward
+            else "none"
         )
         raise ValueError(f"--reward {given or 'missing'}: {saved.path} was trained with {own}")
     if not env.reward:
@@ -162,7 +182,9 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
     hashes = read_json(record).get("hashes") if record.is_file() else None
     then = hashes.get("reward") if isinstance(hashes, dict) else None
     if then not in (None, reward.sha256):
-        raise ValueError(f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back")
+        raise ValueError(
+            f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back"
+        )
     return reward
 
 

@@ -78,7 +78,9 @@ def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
     return fields | {"passed": grade.passed, "hacked": grade.hacked, "mechanism": grade.mechanism}
 
 
-def grade_lines(lines: Iterable[bytes], problems: dict[int, Problem], grader: Grader) -> Iterator[dict[str, Any]]:
+def grade_lines(
+    lines: Iterable[bytes], problems: dict[int, Problem], grader: Grader
+) -> Iterator[dict[str, Any]]:
     """One record for every line, in order; an ungraded one has `error`, and `line` if it could not be read."""
     waiting: deque[tuple[dict[str, Any], Future[Grade | Ungraded] | str]] = deque()
 
@@ -130,8 +132,13 @@ def run(config: GradeSettings) -> int:
             bar.update()
         print(grader.protections.line())
         if grader.tests_unread:
-            print(f"detector D could not read all tests of {grader.tests_unread} answers: false, which is not known")
-    print(f"{n - errors}/{n} graded -> {config.out}" + (f"; {errors} lines have an error instead" if errors else ""))
+            print(
+                f"detector D could not read all tests of {grader.tests_unread} answers: false, which is not known"
+            )
+    print(
+        f"{n - errors}/{n} graded -> {config.out}"
+        + (f"; {errors} lines have an error instead" if errors else "")
+    )
     return errors
 
 
