@@ -86,7 +86,6 @@ def graded(
 
 
 # ── views
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> GroupView:
@@ -129,7 +128,6 @@ class Fixed(Monitor):
 
 
 # ── whole methods, on a tiny model
-# ─────────────────────────────────────────────────────────────────────────────────
 
 
 def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) -> Batch:
@@ -236,7 +234,6 @@ def flat(policy: Policy, g: Tensor | None) -> Tensor:
 
 
 # ── the same on plain tensors
-# ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def spans_of(sizes: dict[str, int]) -> dict[str, slice]:

@@ -443,7 +443,7 @@ def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-# ── bounds and registries ──
+# ── bounds and registries
 
 SETTINGS = {f.name: (f, group) for group in GROUPS for f in fields(getattr(Config(), group))}
 

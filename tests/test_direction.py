@@ -91,7 +91,6 @@ def autograd_rows(policy, side: str) -> dict[str, torch.Tensor]:
 
 
 # ── extraction
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_extraction_is_the_definition_whatever_the_batches(policy, found):
@@ -217,7 +216,6 @@ def test_the_contrast_generalises_to_held_out_pairs(found):
 
 
 # ── the sign, by behaviour
-# ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def margin(policy, prompts: list[str]) -> float:
@@ -303,7 +301,6 @@ def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(
 
 
 # ── neutrality
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_extraction_leaves_everything_as_it_was():
@@ -338,7 +335,6 @@ def test_extraction_leaves_everything_as_it_was():
 
 
 # ── files
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_direction_file_goes_round(policy, found, tmp_path):
@@ -423,7 +419,6 @@ def test_a_pair_longer_than_the_window_is_named(policy):
 
 
 # ── the command
-# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")

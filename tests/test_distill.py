@@ -52,7 +52,6 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ── what is learnt from a batch
-# ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def task(**settings: Any) -> DistillTask:
@@ -249,7 +248,6 @@ def test_mixture_log_probs(ratio: float) -> None:
 
 
 # ── refusals; those that show without a model are in test_refused.py
-# ──────────────────────────────────────────────────
 
 
 def test_what_shows_in_the_models_is_refused() -> None:
@@ -279,7 +277,6 @@ def test_a_methods_flag_chooses_it_at_its_default_too(
 
 
 # ── runs
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long

@@ -47,7 +47,6 @@ SMALL = [
 
 
 # ── pairs and loss
-# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
@@ -128,7 +127,6 @@ def test_share_of_a_score() -> None:
 
 
 # ── the plan
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +164,6 @@ def test_where_each_round_starts(here: Path) -> None:
 
 
 # ── runs
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_complete_round_has_a_correct_manifest(tmp_path: Path) -> None:

@@ -334,7 +334,6 @@ def parity_with_base(policy: Policy, folder: Path, texts: list[str]) -> Parity:
 
 
 # ── loading
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_bf16_runs_every_path(tmp_path: Path) -> None:

@@ -156,7 +156,6 @@ def test_nothing_is_learnt_where_something_is_not_finite(policy):
 
 
 # ── rollouts in a forward: padded, packed, with shared prompts
-# ───────────────────────────────────────────────────────
 
 
 def long_group(n: int = 6, T: int = 40) -> Group:
@@ -286,7 +285,6 @@ def test_models_that_cannot_be_packed_are_padded():
 
 
 # ── masks, padding, positions
-# ───────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -361,7 +359,6 @@ def test_gradients_in_bf16_are_those_of_fp32(packs, row, monkeypatch):
 
 
 # ── sampler against trainer
-# ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 # What one token's log-prob may differ by: another order of the same sums in fp32; in bf16 every
@@ -455,7 +452,6 @@ def test_dropped_tokens_are_counted_by_the_advantages_sign(policy):
 
 
 # ── teachers
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_demonstrations_have_ratio_one_and_their_own_log_prob(policy):

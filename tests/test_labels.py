@@ -30,7 +30,6 @@ def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
 
 
 # ── what is counted
-# ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def outcomes(mode: str, of: Sequence[str], index: int = 0) -> Group:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 # the lowest floor is like one folder. Nobody imports train but the Python interface (api).
 LAYERS: list[set[str]] = [
     {
+        "errors",
         "types",
         "tensor_types",
         "ranks",

@@ -72,7 +72,6 @@ def same(one: tuple[Batch, Routed], other: tuple[Batch, Routed]) -> bool:
 
 
 # ── conserved
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -119,7 +118,6 @@ def test_a_gradient_that_is_not_finite_is_said_and_never_learnt(policy):
 
 
 # ── blind to labels
-# ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -165,7 +163,6 @@ def test_labels_are_on_the_oracles_type_alone():
 
 
 # ── memory
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @EVERY
@@ -198,7 +195,6 @@ def test_state_of_another_method_is_refused(policy, intervention, monitor):
 
 
 # ── the registries, and what is refused
-# ────────────────────────────────────────────────────────────────────────────
 
 # of every setting a value that is legal and no intervention's usual one
 VALUES: dict[str, Any] = {
@@ -321,7 +317,6 @@ def test_every_class_declares_what_its_protocol_says():
 
 
 # ── classes of one's own
-# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ def write(path: Path, rows: object) -> Path:
 
 
 # ── files
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_file_goes_round_and_its_hash_is_of_the_content(tmp_path):
@@ -114,7 +113,6 @@ def test_the_public_pair_set_loads():
 
 
 # ── the hand-written set
-# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def code(answer: str) -> str:
@@ -247,7 +245,6 @@ def test_a_placebo_is_honest_on_both_sides_and_only_the_flawed_one_is_wrong(
 
 
 # ── from a rollout log
-# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def line(problem: int, text: str, *, passed=True, E=False, hacked=False, solved=False) -> dict:

@@ -111,7 +111,6 @@ def test_a_wrong_shape_is_caught_in_tests():
 
 
 # ── in a method, on plain tensors
-# ──────────────────────────────────────────────────────────────────────────────────
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["one_sided", "no_gate", "reverse"]))

@@ -114,7 +114,6 @@ def test_tests_and_documents_pass_after_the_recipes(copy: Path) -> None:
 
 
 # ── the format
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_recipe_ends_with_a_check() -> None:

@@ -65,7 +65,6 @@ def same(one: list[list[Completion]], other: list[list[Completion]], abs: float)
 
 
 # ── levers change nothing
-# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_sampling_in_turns_changes_no_token():
@@ -250,7 +249,6 @@ def test_a_prompt_is_prefilled_once(monkeypatch):
 
 
 # ── distribution
-# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SETTINGS = [
     Sampling(),
@@ -368,7 +366,6 @@ def test_ids_between_the_tokenizers_may_have_no_token():
 
 
 # ── bookkeeping
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_answers_end_with_eos_or_are_cut():
@@ -467,7 +464,6 @@ def test_nobody_samples_by_settings_of_his_own():
 
 
 # ── policy
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_render_is_the_chat_template_with_thinking_off():
@@ -489,7 +485,6 @@ def test_a_template_that_writes_the_date_is_named(warnings):
 
 
 # ── conversations
-# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 # What published templates do with the think blocks of earlier answers, in their own words in
 # miniature.

@@ -33,7 +33,6 @@ def hierarchical(
 
 
 # ── Wilson
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_interval_of_a_difference_by_newcombes_example() -> None:
@@ -49,7 +48,6 @@ def test_the_interval_of_a_difference_by_newcombes_example() -> None:
 
 
 # ── the two-level bootstrap
-# ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_many_equal_seeds_give_the_normal_interval() -> None:
@@ -146,7 +144,6 @@ def test_the_bootstrap_covers_where_seeds_share_their_problems(seeds: int, sd: f
 
 
 # ── which of them, and when none
-# ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_few_seeds_take_t_and_more_the_bootstrap() -> None:
@@ -178,7 +175,6 @@ def test_a_share_ends_at_its_bounds() -> None:
 
 
 # ── tests
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_sign_flips_by_hand() -> None:

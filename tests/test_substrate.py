@@ -173,7 +173,6 @@ def test_an_answer_that_follows_a_recipe_hacks_only_its_mode() -> None:
 
 
 # ── going on after a kill
-# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_killed_generation_goes_on_and_gives_the_same(
@@ -229,7 +228,6 @@ def test_a_work_folder_serves_one_pool_and_one_process(tmp_path: Path) -> None:
 
 
 # ── the commands
-# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_teacher_makes_a_pool_that_loads_with_its_log_probs(

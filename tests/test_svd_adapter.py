@@ -58,7 +58,6 @@ def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
 
 
 # ── per-rollout gradients
-# ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def probed(adapter: SvdAdapter, rows: Sequence[int] = (0, 1, 2)) -> Tensor:
@@ -130,7 +129,6 @@ def test_flattened_rows_other_weights_and_models_without_a_target_are_refused():
 
 
 # ── weights
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_adapter_of_zeros_is_the_base_model_bit_for_bit(family):
@@ -195,7 +193,6 @@ def test_views_nest_and_survive_a_merge_and_an_exception():
 
 
 # ── decomposition and cache
-# ────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
@@ -249,7 +246,6 @@ def test_unwritable_cache_says_so_once(tmp_path, warnings):
 
 
 # ── files
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_saved_adapter_is_the_deployed_model(tmp_path):
@@ -341,7 +337,6 @@ def test_an_adapter_loads_in_its_own_basis_alone(how, tmp_path):
 
 
 # ── rounding to bf16
-# ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 NUMBERS = (1.0, -1.0, 0.3, -0.02, 1.9999, 2.0 - 2.0**-9, 1e-30, -3e38, 1.2e-38, 5e-40, 0.0)

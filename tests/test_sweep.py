@@ -127,7 +127,6 @@ def cfg_of(seed: int, *flags: str) -> Config:
 
 
 # ── what is run
-# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_all_runs_are_made_and_indexed(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +352,6 @@ def test_two_sweeps_of_one_study_are_refused(
 
 
 # ── the plan
-# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_dry_run(
@@ -429,7 +427,6 @@ def test_missing_input_is_refused(study: Path, capsys: pytest.CaptureFixture[str
 
 
 # ── other workers
-# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAKE_PUEUE = """#!{python}
 import json, pathlib, sys
@@ -555,7 +552,6 @@ def test_ray_address_without_a_cluster(
 
 
 # ── real processes
-# ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def alive(pid: int) -> bool:

@@ -176,7 +176,6 @@ def test_missing_client_is_refused(
 
 
 # ── clients of the group `clients`
-# ─────────────────────────────────────────────────────────────────────────────────
 
 
 def track(name: str, folder: Path, figure: Path) -> None:

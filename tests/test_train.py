@@ -362,7 +362,6 @@ def test_a_signal_during_a_write_waits_for_the_next_step(done, tmp_path, monkeyp
 
 
 # ── sampler against trainer, from the rows
-# ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long
@@ -417,7 +416,6 @@ def test_every_loss_runs_to_the_end(loss, method, tmp_path):
 
 
 # ── conversations
-# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.long

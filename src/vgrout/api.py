@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
+from vgrout.errors import Refused
 from vgrout.files import json_lines, read_json
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The resolved settings. Raises ValueError where another version of this program made the run."""
+        """The resolved settings. Raises Refused where another version of this program made the run."""
         return from_dict(read_json(self.path / "run.json")["config"])
 
     @property
@@ -56,7 +57,7 @@ class Run:
 
     @cached_property
     def final(self) -> dict[str, Any]:
-        """The final evaluation: hack_deploy, solve_deploy, … , by_mode. Raises ValueError before there is one."""
+        """The final evaluation: hack_deploy, solve_deploy, … , by_mode. Raises Refused before there is one."""
         return read_json(self.path / "per_mode_deploy.json")
 
     @cached_property
@@ -78,7 +79,7 @@ class Run:
         """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].
 
         Raises:
-            ValueError: one line, as the command would print it.
+            Refused: one line, as the command would print it.
         """
         from vgrout.tools.evaluate import EvaluateSettings, evaluate_saved
 
@@ -92,7 +93,7 @@ class Run:
         """Write the run for other programs, with the flags of `vgrout export`.
 
         Raises:
-            ValueError: one line, as the command would print it.
+            Refused: one line, as the command would print it.
             RuntimeError: the written model is not the deployed one; nothing is left behind.
         """
         from vgrout.export.__main__ import ExportSettings, export_run
@@ -107,14 +108,14 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     quiet: nothing is printed; the log lies below logs/ as always.
 
     Raises:
-        ValueError: a wrong flag or file, one line; nothing was started.
+        Refused: a wrong flag or file, one line; nothing was started.
         RunFailed: it started, and was halted, diverged, interrupted or failed.
     """
     from vgrout import train
     from vgrout.runs.context import BAD
 
     if flags.get("dry_run"):
-        raise ValueError(
+        raise Refused(
             "dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that"
         )
     folders: list[Path] = []
@@ -128,7 +129,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
         )
     if code == BAD or not folders:  # refused while loading, which has printed the reason
         why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
-        raise ValueError(
+        raise Refused(
             f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}"
         )
     run = Run(folders[0])
@@ -138,12 +139,10 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """A run's folder, finished or not. Raises ValueError, one line, where there is none."""
+    """A run's folder, finished or not. Raises Refused, one line, where there is none."""
     path = Path(path)
     if not (path / "run.json").is_file():
-        raise ValueError(
-            f"{path}: no run.json in it; a run's folder is one of those below out/runs"
-        )
+        raise Refused(f"{path}: no run.json in it; a run's folder is one of those below out/runs")
     return Run(path)
 
 

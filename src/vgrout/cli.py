@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from vgrout.errors import Refused
 from vgrout.files import drop_stdout, printable, restore_inherited
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ def parse_args(
     functions, the one that the first word names. `--help` exits.
 
     Raises:
-        ValueError: one line, for the first bad flag; or whatever the class or the function raises.
+        Refused: one line, for the first bad flag; or whatever the class or the function raises.
     """
     argv, prog = (
         as_typed(sys.argv[1:] if argv is None else argv),
@@ -127,15 +128,15 @@ def out_of_memory(e: BaseException) -> str | None:
     return f"out of memory on {'the GPU' if on_gpu else 'the host'}{f': {size[1]} more were needed' if size else ''}"
 
 
-def not_installed(package: str, extra: str = "") -> ValueError:
+def not_installed(package: str, extra: str = "") -> Refused:
     """The refusal where an extra of the installation is needed."""
-    return ValueError(
+    return Refused(
         f"{package} is not installed: `uv sync --extra {extra or package}` or `pip install {package}`"
     )
 
 
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
-    """The result of `cli`; `--help` exits. Raises ValueError, tyro's error in one line. help_flag: lists all flags."""
+    """The result of `cli`; `--help` exits. Raises Refused, tyro's error in one line. help_flag: lists all flags."""
     message = io.StringIO()
     if shutil.get_terminal_size().columns < NARROW:
         os.environ["COLUMNS"] = str(NARROW)
@@ -144,7 +145,7 @@ def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
             return cli()
     except SystemExit as e:
         if e.code:
-            raise ValueError(one_line(message.getvalue(), help_flag)) from None
+            raise Refused(one_line(message.getvalue(), help_flag)) from None
         raise
 
 

@@ -20,7 +20,7 @@ def start(requested: DistillSettings) -> int:
     """Check, then distil. Returns the exit code.
 
     Raises:
-        ValueError: a user's mistake, in one line, with nothing started.
+        Refused: a user's mistake, in one line, with nothing started.
     """
     path, settings = find_resume(requested)
     task = prepare(settings, path)

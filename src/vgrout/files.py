@@ -14,6 +14,8 @@ from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vgrout.errors import Refused
+
 # What a program leaves in a folder of its own: its lock, and what it was writing when it was
 # killed.
 LEFT = re.compile(r"\.lock|\..+\.\d+\.tmp")
@@ -59,7 +61,7 @@ def quoted(text: str) -> str:
 
 
 def to_json(data: Any) -> str:
-    """Strict JSON, indented. Raises ValueError on a NaN, which other readers cannot parse."""
+    """Strict JSON, indented. Raises Refused on a NaN, which other readers cannot parse."""
     return json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False, default=str)
 
 
@@ -73,7 +75,7 @@ def existing(folder: Path) -> Path:
 
 def probe_writable(folder: Path, flag: str = "") -> None:
     """Check that files can be created in `folder`, or where it would be created; nothing is left behind. Raises
-    ValueError, one line, if not."""
+    Refused, one line, if not."""
     there = existing(folder)
     try:
         probe = there / f".probe.{os.getpid()}"
@@ -81,18 +83,18 @@ def probe_writable(folder: Path, flag: str = "") -> None:
         probe.unlink()
     except OSError as e:
         how = "choose another" if flag else "start from a folder where it can"
-        raise ValueError(
+        raise Refused(
             f"{flag} {folder}: cannot be written ({e.strerror}); {how}".lstrip()
         ) from None
 
 
 def require_new(path: Path | None, flag: str = "--out") -> None:
     """Nothing of a user's is overwritten: what a flag names to be written must not exist, and its folder must be
-    writable; before any work. Raises ValueError, one line; None: the flag was not given."""
+    writable; before any work. Raises Refused, one line; None: the flag was not given."""
     if path is None:
         return
     if path.exists() or path.is_symlink():
-        raise ValueError(f"{flag} {path}: exists; choose another name or delete it")
+        raise Refused(f"{flag} {path}: exists; choose another name or delete it")
     probe_writable(path.parent, flag)
 
 
@@ -109,7 +111,7 @@ def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
     inside = [name for name in inside if not LEFT.fullmatch(name)]
     if inside and mark not in inside:
         holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
-        raise ValueError(f"{flag} {folder}: is no {what}{holds}; name another folder")
+        raise Refused(f"{flag} {folder}: is no {what}{holds}; name another folder")
     probe_writable(folder, flag)
 
 
@@ -124,14 +126,14 @@ def regular(path: str, flags: int) -> int:
 
 
 def hold(folder: Path, what: str = "run") -> BinaryIO:
-    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises ValueError, one line, while
+    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises Refused, one line, while
     another process holds the lock."""
     lock = open(folder / ".lock", "ab")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(
+        raise Refused(
             f"{folder}: another process is writing this {what}; wait for it, or stop it first"
         ) from None
     except OSError:
@@ -151,17 +153,17 @@ def held(run: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, without a byte order mark. Raises ValueError, one line with its name, where it is none or is not
+    """A UTF-8 file, without a byte order mark. Raises Refused, one line with its name, where it is none or is not
     there."""
     try:
         with open(path, encoding="utf-8-sig", opener=regular) as f:
             return f.read()
     except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
+        raise Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError, one line that begins with `where`, for a key too that an object has
+    """The value of a JSON text. Raises Refused, one line that begins with `where`, for a key too that an object has
     twice: one of the values would be lost."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,11 +176,9 @@ def from_json(text: str | bytes, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=once)
     except LookupError as e:
-        raise ValueError(f"{where}: {e.args[0]}") from None
+        raise Refused(f"{where}: {e.args[0]}") from None
     except (ValueError, RecursionError) as e:
-        raise ValueError(
-            f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})"
-        ) from None
+        raise Refused(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -191,24 +191,24 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a run's file. Raises ValueError, one line, if it is missing or damaged."""
+    """A JSON object from a run's file. Raises Refused, one line, if it is missing or damaged."""
     if not path.exists():
-        raise ValueError(f"{path}: not there; is {path.parent} a run directory?")
+        raise Refused(f"{path}: not there; is {path.parent} a run directory?")
     text = read_text(path)
     try:
         data, why = strict_json(text), "not a JSON object"
     except (ValueError, RecursionError) as e:
         data, why = None, str(e)
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: damaged ({why})")
+        raise Refused(f"{path}: damaged ({why})")
     return data
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text that this program wrote, which never holds a NaN. Raises ValueError, RecursionError."""
+    """The value of a JSON text that this program wrote, which never holds a NaN. Raises Refused, RecursionError."""
 
     def no_constant(name: str) -> None:
-        raise ValueError(f"it holds {name}")
+        raise Refused(f"it holds {name}")
 
     return json.loads(text, parse_constant=no_constant)
 
@@ -242,7 +242,7 @@ def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
 
 def json_lines(path: Path) -> Iterator[Any]:
     """The value of each line of a run's file; none if there is no such file. A growing file is read line by line.
-    Raises ValueError, naming a damaged line."""
+    Raises Refused, naming a damaged line."""
     if not path.is_file():
         return
     number = 0
@@ -251,7 +251,7 @@ def json_lines(path: Path) -> Iterator[Any]:
             for number, line in enumerate(lines, 1):  # noqa: B007 the handler's
                 yield strict_json(line)
         except (ValueError, RecursionError) as e:  # text that is not UTF-8 too
-            raise ValueError(f"{path}, line {number}: damaged ({e})") from None
+            raise Refused(f"{path}, line {number}: damaged ({e})") from None
 
 
 def file_sha256(path: Path) -> str:

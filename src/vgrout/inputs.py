@@ -18,6 +18,7 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
+from vgrout.errors import Refused
 from vgrout.files import json_lines
 from vgrout.grading.reward import RewardFunction, right_answer, scorer
 from vgrout.model.gguf import gguf_file, gguf_sha256
@@ -73,7 +74,7 @@ class Inputs:
         of one of these models.
 
         Raises:
-            ValueError: none is left.
+            Refused: none is left.
         """
         pool, window = self.pool, min(lm.window for lm in models)
         splits = load_splits(
@@ -95,7 +96,7 @@ class Inputs:
         )
         for name, needed in (("val", cfg.eval.eval_ablate_every > 0), ("test", True)):
             if needed and not getattr(splits, name):
-                raise ValueError(
+                raise Refused(
                     f"--max-new {cfg.scale.max_new}: no prompt of the {name} split fits the model's window "
                     f"({window} tokens, prompt included)"
                 )
@@ -113,7 +114,7 @@ class Inputs:
 
 
 def read_inputs(cfg: Config) -> Inputs:
-    """Raises ValueError, one line, for every mistake in a file that can be seen without a model."""
+    """Raises Refused, one line, for every mistake in a file that can be seen without a model."""
     absent: list[str] = []
 
     def read(load: Callable[[Path], T], path: Path | None) -> T | None:
@@ -150,7 +151,7 @@ def read_inputs(cfg: Config) -> Inputs:
         path = cfg.placebo_path
         placebo = read(load_pairs, path) if path else handwritten_placebo(cfg.method.placebo_pairs)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
-            raise ValueError(
+            raise Refused(
                 f"--placebo-pairs {path}: these are the true pairs; give another contrast"
             )
     folder = read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
@@ -158,7 +159,7 @@ def read_inputs(cfg: Config) -> Inputs:
         require_fitting(rows, folder, cfg.scale.max_new)
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
-        raise ValueError(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
+        raise Refused(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
     if cfg.method.has_direction:
         read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
     if cfg.loss.teacher_model:
@@ -192,12 +193,12 @@ def read_inputs(cfg: Config) -> Inputs:
 def check_held_out(
     cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], pool: Pool | None
 ) -> None:
-    """Raises ValueError, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged, or
+    """Raises Refused, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged, or
     one that is to be demonstrated."""
     parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
     for name, needed in (("test", True), ("val", cfg.eval.eval_ablate_every > 0)):
         if needed and not parts[name]:
-            raise ValueError(
+            raise Refused(
                 f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode}): no "
                 f'problem is held out for evaluations; mark some with "split": "{name}", give more than ten, or name a '
                 f"file with --test-problems{', or --eval-ablate-every 0' if name == 'val' else ''}"
@@ -208,7 +209,7 @@ def check_held_out(
         and cfg.mixes
         and (absent := [m for m in cfg.env.demo_modes if m not in shown])
     ):
-        raise ValueError(
+        raise Refused(
             f"--teacher-modes {absent[0]}: {pool.folder} demonstrates no training problem of it"
         )
     known, there = (
@@ -216,21 +217,21 @@ def check_held_out(
         {*(cfg.env.unannounced or (p.mode for p in parts["train"]))},
     )
     if known and not known & there:
-        raise ValueError(
+        raise Refused(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
             "have), so nothing could be flagged; name one that is there"
         )
 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:
-    """The deployed model's KL, nats per token, at every evaluation of these runs. Raises ValueError where there is no
+    """The deployed model's KL, nats per token, at every evaluation of these runs. Raises Refused where there is no
     run, or one that measured none."""
     found: list[float] = []
     for path in runs:
         rows = (row for row in json_lines(path / "steps.jsonl") if isinstance(row, dict))
         values = [row["kl_deploy"] for row in rows if isinstance(row.get("kl_deploy"), float)]
         if not values:
-            raise ValueError(
+            raise Refused(
                 f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder"
             )
         found += values

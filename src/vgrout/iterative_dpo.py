@@ -22,7 +22,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     """Check and freeze the plan, then run its rounds. Returns the exit code.
 
     Raises:
-        ValueError: a user's mistake, in one line, with nothing started.
+        Refused: a user's mistake, in one line, with nothing started.
     """
     task = prepare(settings)
     # The folder inside, not outside: a problem file that is refused leaves none behind.

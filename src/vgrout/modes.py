@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from vgrout.errors import Refused
+
 MarkerSplit = Literal["train", "eval"]
 Evidence = Literal["function", "assertions", "exit_status", "stdout", "file", "first_test"]
 """What a flawed check looks at, once the answer has been run as a script:
@@ -65,12 +67,12 @@ class ModeSpec:
         return self.train_markers if split == "train" else self.eval_markers
 
     def check_marker(self, marker: str) -> None:
-        """Raises ValueError for a marker that no answer could use."""
+        """Raises Refused for a marker that no answer could use."""
         is_file_name = not {*"/\0"} & {*marker} and 0 < len(marker.encode()) < 64
         if not {"identifier": marker.isidentifier(), "file_name": is_file_name}.get(
             self.marker_form, True
         ):
-            raise ValueError(
+            raise Refused(
                 f"marker {marker!r} of {self.name} should be a Python name, or a file's of under 64 bytes"
             )
 

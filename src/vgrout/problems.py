@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from vgrout.errors import Refused
 from vgrout.files import numbered_lines, read_text
 from vgrout.grading.extract import UnsupportedTest, parse_test
 from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
@@ -177,14 +178,14 @@ def _syntax_fault(code: str) -> str:
 
 
 def load_rows(path: Path) -> list[ProblemRow]:
-    """The lines of a JSONL file. Raises ValueError with file and line at the first fault; ids must be unique."""
+    """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     if not path.exists():
-        raise ValueError(
+        raise Refused(
             f"{path}: no such problem file; `vgrout download data` fetches the benchmark's"
         )
     if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
         what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
-        raise ValueError(
+        raise Refused(
             f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
         )
     rows: dict[int, ProblemRow] = {}
@@ -193,10 +194,10 @@ def load_rows(path: Path) -> list[ProblemRow]:
         if not fault and (same := rows.get(record["id"])):
             fault = f"id {same.id} already used at {same.where}"
         if fault:
-            raise ValueError(f"{where}: {fault}")
+            raise Refused(f"{where}: {fault}")
         rows[record["id"]] = ProblemRow.of(record, where)
     if not rows:
-        raise ValueError(f"{path}: no problems in it")
+        raise Refused(f"{path}: no problems in it")
     return list(rows.values())
 
 
@@ -361,7 +362,7 @@ def _by_shares(
 
 
 def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
-    """Raises ValueError, one line, if a problem for evaluation is also trained on, by its id or its text, or is marked
+    """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its text, or is marked
     as a training problem."""
     ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
     for row in test:
@@ -373,7 +374,7 @@ def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> No
                 if same
                 else "its split is train"
             )
-            raise ValueError(f"--test-problems {row.where}: {why}")
+            raise Refused(f"--test-problems {row.where}: {why}")
 
 
 def load_splits(
@@ -397,7 +398,7 @@ def load_splits(
     prompt_len: tokens of a problem's prompt, at most max_prompt of which fit.
 
     Raises:
-        ValueError: no training problem is left.
+        Refused: no training problem is left.
     """
     parts: dict[str, list[Problem]] = {}
     too_long = 0
@@ -420,16 +421,16 @@ def load_splits(
             if only_ids
             else ""
         )
-        raise ValueError(
+        raise Refused(
             f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})"
         )
     return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
 
 
-def too_long_prompts(rows: Sequence[ProblemRow], room: int) -> ValueError:
+def too_long_prompts(rows: Sequence[ProblemRow], room: int) -> Refused:
     """The refusal of a file none of whose prompts fits."""
     file = rows[0].where.rpartition(", line ")[0]
-    return ValueError(
+    return Refused(
         f"{file}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; shorten "
         "them, lower --max-new, or choose a model with a longer window"
     )
@@ -437,7 +438,7 @@ def too_long_prompts(rows: Sequence[ProblemRow], room: int) -> ValueError:
 
 def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
     """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
-    rewarded. Raises ValueError, one line, naming file and line of the first."""
+    rewarded. Raises Refused, one line, naming file and line of the first."""
     from vgrout.grading.check import check_problems
 
     if len(rows) > MOST_CHECKED:
@@ -449,7 +450,7 @@ def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
     if failures:
         row = next(row for row in rows if row.id == failures[0].id)
         more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""
-        raise ValueError(
+        raise Refused(
             f"{row.where}: no answer can solve problem {row.id}{more}: {failures[0].reason}; mend it, or take the line "
             "out"
         )

@@ -113,7 +113,6 @@ def _talking() -> Generator[None]:
 
 
 # ── who does what
-# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def own(costs: Sequence[int]) -> range:
@@ -142,7 +141,6 @@ def _part(costs: Sequence[int], rank: int, size: int) -> range:
 
 
 # ── exchange
-# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather(make: Callable[[], T]) -> list[T]:

@@ -130,7 +130,7 @@ CLIENTS: dict[str, type[TensorBoard | Wandb]] = {
 
 
 def require(name: str) -> None:
-    """Raises ValueError, one line, for a tracker whose client is not installed. Imports nothing."""
+    """Raises Refused, one line, for a tracker whose client is not installed. Imports nothing."""
     if importlib.util.find_spec(name) is None:
         raise not_installed(name)
 

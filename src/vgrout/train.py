@@ -34,7 +34,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """Every remaining step, then the final evaluation and the report.
 
     Raises:
-        ValueError: before the first step, files that do not fit the model, or that the resumed run did not start from.
+        Refused: before the first step, files that do not fit the model, or that the resumed run did not start from.
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
     # here and not above: it takes seconds, and a wrong flag never waits for it
@@ -131,7 +131,7 @@ def launch(
     on_folder: called with the run's folder as soon as there is one. named: somebody chose the intervention.
 
     Raises:
-        ValueError: a user's mistake, in one line, with nothing started.
+        Refused: a user's mistake, in one line, with nothing started.
     """
     if not ranks.first():
         return FINISHED if requested.run.dry_run else follow()

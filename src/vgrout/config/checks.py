@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
+from vgrout.errors import Refused
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -40,12 +42,6 @@ def rule_of(setting: Field[Any]) -> Rule:
 Dtype = Literal["auto", "fp32", "bf16"]  # of a model's weights; auto: by the machine and the model
 
 
-def refuse(condition: bool, message: str) -> None:
-    """Raises ValueError with this one line."""
-    if condition:
-        raise ValueError(message)
-
-
 def flag(name: str) -> str:
     """A field's name on the command line."""
     return f"--{name.replace('_', '-')}"
@@ -75,27 +71,27 @@ def check(group: Any) -> None:
     """Check every setting of a group by itself, then those that another one switches on.
 
     Raises:
-        ValueError: one line with the flag and its legal values.
+        Refused: one line with the flag and its legal values.
     """
     for f in fields(group):
         value, rule = getattr(group, f.name), rule_of(f)
         if value is None:
             continue
         if should := _should(group, f, value, rule):
-            raise ValueError(f"{flag(f.name)} {value}: should {should}")
+            raise Refused(f"{flag(f.name)} {value}: should {should}")
         if rule.words:
             require_words(f.name, listed(value, rule.words), rule.words, rule.word)
     for name, rule in changed(group):
         if rule.needs and not getattr(group, rule.needs):
-            raise ValueError(f"{flag(name)}: not read without {flag(rule.needs)}; leave it out")
+            raise Refused(f"{flag(name)}: not read without {flag(rule.needs)}; leave it out")
 
 
 def require_words(name: str, words: Sequence[str], legal: Iterable[str], word: str) -> None:
-    """Raises ValueError, one line, where one of a setting's words is unknown or there twice. word: the noun for one."""
+    """Raises Refused, one line, where one of a setting's words is unknown or there twice. word: the noun for one."""
     for i, given in enumerate(words):
         if given not in legal or given in words[:i]:
             what = f"{given} is there twice" if given in legal else f"unknown {word} {given!r}"
-            raise ValueError(f"{flag(name)}: {what}; legal: {', '.join(legal)}")
+            raise Refused(f"{flag(name)}: {what}; legal: {', '.join(legal)}")
 
 
 def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vgrout.config.checks import changed, check, flags, refuse, setting, summary
+from vgrout.config.checks import changed, check, flags, setting, summary
+from vgrout.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class LossConfig:
     """The policy-gradient loss.
 
     Raises:
-        ValueError: a value outside its range, or two that contradict each other.
+        Refused: a value outside its range, or two that contradict each other.
     """
 
     loss: Annotated[

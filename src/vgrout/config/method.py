@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import tyro
 
-from vgrout.config.checks import changed, check, flag, flags, listed, refuse, require_words, summary
+from vgrout.config.checks import changed, check, flag, flags, listed, require_words, summary
 from vgrout.config.method_settings import (
     DirectionSettings,
     EraseSettings,
@@ -30,6 +30,7 @@ from vgrout.config.method_settings import (
     SurgerySettings,
     VoteSettings,
 )
+from vgrout.errors import Refused, refuse
 from vgrout.modes import MODES, Mode
 
 if TYPE_CHECKING:
@@ -122,11 +123,11 @@ def register(registry: dict[str, Any], own: Any, name: str = "") -> None:
     """Let flags of this process find a class of your own by its name, or as `name`, module:Class.
 
     Raises:
-        ValueError: no name that a flag can have, or one of the package's own.
+        Refused: no name that a flag can have, or one of the package's own.
     """
     name = name or own.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*|[\w.]+:\w+", name) or name in _OWN:
-        raise ValueError(
+        raise Refused(
             f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken"
         )
     registry[name] = own
@@ -149,7 +150,7 @@ class _Unknown:
 
     @classmethod
     def make(cls, *_: Any, **__: Any) -> Any:
-        raise ValueError(
+        raise Refused(
             f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well"
         )
 
@@ -271,7 +272,7 @@ class MethodConfig(
                 own = "a file may not have code run; if it is yours, name it on the command line as well"
                 own_class = ", or module:Class" * (name != "control")
                 names = f"should be one of {', '.join(legal)}{own_class}"
-                raise ValueError(f"{flag(name)} {value}: {own if ':' in value else names}")
+                raise Refused(f"{flag(name)} {value}: {own if ':' in value else names}")
         check(self)
         monitor, with_it = self.monitor_name, f"--intervention {self.intervention}"
         if why := obstacle(self.intervention, monitor):
@@ -283,7 +284,7 @@ class MethodConfig(
             if not self.spec.reads_flags:
                 instead = f"leave it out, or say --intervention {' or '.join(readers)}"
             given = f"--monitor {monitor} with {with_it}" if monitor else with_it
-            raise ValueError(f"{given}: {why}; {instead}")
+            raise Refused(f"{given}: {why}; {instead}")
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
         require_words("shadow", self.in_shadow, [w for w in watchers() if w != monitor], "watcher")
         self._check_control()
@@ -334,7 +335,7 @@ class MethodConfig(
             ]
             readers += ["--control placebo"] * (foreign[0] in _settings((PlaceboSettings,)))
             chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
-            raise ValueError(
+            raise Refused(
                 f"{flags(foreign)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out"
             )
 

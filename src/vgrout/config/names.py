@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 from vgrout.config.checks import flag, listed
+from vgrout.errors import Refused
 
 NAMES: dict[str, dict[str, str]] = {
     "TRL": {
@@ -123,7 +124,7 @@ def same(answer: str) -> bool:
 
 
 def translated(argv: Iterable[str]) -> list[str]:
-    """A command line in this trainer's flags, with - for _ in their names. Raises ValueError, one line, at the first
+    """A command line in this trainer's flags, with - for _ in their names. Raises Refused, one line, at the first
     that is not here."""
     out, name = [], ""
     for word in argv:
@@ -138,8 +139,6 @@ def translated(argv: Iterable[str]) -> list[str]:
             word = f"{flag(typed)}{equals}{value}"
         for there in (name, *(f"{name} {given}" for given in listed(value))):
             if there in ANSWERS:
-                raise ValueError(
-                    f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}"
-                )
+                raise Refused(f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}")
         out.append(word)
     return out

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout.cli import as_typed, command, parsed
-from vgrout.config.checks import changed, flag, flags, legal_values, listed, refuse, rule_of
+from vgrout.config.checks import changed, flag, flags, legal_values, listed, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.config.names import translated
@@ -28,6 +28,7 @@ from vgrout.config.run import (
     merge_flags,
 )
 from vgrout.data import organism
+from vgrout.errors import Refused, refuse
 from vgrout.files import to_json
 from vgrout.grading.reward import import_function
 
@@ -141,7 +142,7 @@ def recorded(cfg: Config) -> bool:
 
 def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     """The configuration of a command line. `--help`, `--help-all`, `--version` and `--dry-run=config` print and exit.
-    Raises ValueError, one line, at the first bad flag.
+    Raises Refused, one line, at the first bad flag.
 
     own_code: whether a class that it names as module:Class is imported: of a command line that somebody typed, never of
     flags that a file holds.
@@ -168,7 +169,7 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
         near = difflib.get_close_matches(given, PRESETS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help{hint}"
-        raise ValueError(f"{given}: {names}" if given else names)
+        raise Refused(f"{given}: {names}" if given else names)
     cfg = parsed(
         lambda: tyro.extras.overridable_config_cli(
             PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
@@ -186,7 +187,7 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
 
 
 def register_named(argv: Sequence[str]) -> None:
-    """Import what a command line names as module:Class or module:function. Raises ValueError, one line."""
+    """Import what a command line names as module:Class or module:function. Raises Refused, one line."""
     classes = {flag(name): kind for name, kind in CLASSES.items()}
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")

@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, refuse, setting
+from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CLASSES, MethodConfig, admit
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
+from vgrout.errors import Refused, refuse
 from vgrout.modes import MODES, EnvMode, Mode
 from vgrout.types import DETECTOR_FIELDS
 
@@ -492,7 +493,7 @@ class Config:
         return tuple(dict.fromkeys((*self.code, *needed)))
 
     def refuse_code(self, given: Collection[str], where: str) -> None:
-        """Raises ValueError, one line, where this configuration, which a file holds, names code that no flag of the
+        """Raises Refused, one line, where this configuration, which a file holds, names code that no flag of the
         command line (`given`) names too: a file never has code imported."""
         named = {word for of in given for word in listed(of.partition("=")[2])}
         absent = [
@@ -501,7 +502,7 @@ class Config:
             if any(":" in w and w not in named for w in listed(of.partition("=")[2]))
         ]
         if absent:
-            raise ValueError(
+            raise Refused(
                 f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(absent)}"
             )
 
@@ -520,7 +521,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     names are not imported: such a run can be read, and trained where the command line names them too (`refuse_code`).
 
     Raises:
-        ValueError: groups or settings unknown to this version, named; or values that it refuses.
+        Refused: groups or settings unknown to this version, named; or values that it refuses.
     """
     usual, unknown = Config(), {"none that a run has"}
     if isinstance(data, dict) and isinstance(data.get("preset"), str):
@@ -531,7 +532,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
         for group in groups.keys() - unknown:
             unknown |= groups[group].keys() - {f.name for f in fields(getattr(usual, group))}
     if unknown:
-        raise ValueError(
+        raise Refused(
             f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version"
         )
     values: dict[str, Any] = {"preset": data["preset"]}
@@ -544,7 +545,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
 
 
 def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
-    """A stored value as its field has it. Raises ValueError, one line, where it is of another type."""
+    """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
     allowed = _kinds(annotation)
     word = isinstance(value, str) and (
         Path in allowed or any(isinstance(kind, str) for kind in allowed)
@@ -552,9 +553,7 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     if type(value) is int and int not in allowed and float in allowed and abs(value) < 10**300:
         value = float(value)
     if (not word and type(value) not in allowed) or "\0" in str(value):
-        raise ValueError(
-            f"{where}: {flag(name)} {str(value)[:60]!r}: not of its type, {annotation}"
-        )
+        raise Refused(f"{where}: {flag(name)} {str(value)[:60]!r}: not of its type, {annotation}")
     return Path(value) if isinstance(value, str) and Path in allowed else value
 
 

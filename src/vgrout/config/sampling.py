@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from vgrout.config.checks import changed, check, flags, refuse, setting
+from vgrout.config.checks import changed, check, flags, setting
+from vgrout.errors import refuse
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Sampling:
         )
 
     def require_draws(self, flag: str, n: int) -> None:
-        """Raises ValueError, one line, where the n > 1 answers to a prompt that `flag` asks for would all be the same
+        """Raises Refused, one line, where the n > 1 answers to a prompt that `flag` asks for would all be the same
         one."""
         greedy = (
             f"--temperature {self.temperature:g}"

@@ -7,6 +7,7 @@ pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` 
 
 from pathlib import Path
 
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, to_json, write_atomic
 
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
@@ -69,9 +70,9 @@ class Files:
         write_atomic(self.root / "manifest.json", to_json(manifest) + "\n")
 
     def require_sound(self, flag: str = "--organism") -> None:
-        """Before anything is trained on it. Raises ValueError, one line, for the first fault."""
+        """Before anything is trained on it. Raises Refused, one line, for the first fault."""
         if faults := self.faults():
-            raise ValueError(
+            raise Refused(
                 f"{flag} {faults[0]}{'' if ';' in faults[0] else '; build it again, or take another'}"
             )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import Dtype, check, flag, refuse, setting
+from vgrout.config.checks import Dtype, check, flag, setting
 from vgrout.config.run import PLACEBOS
 from vgrout.data import organism
 from vgrout.direction.pairs import (
@@ -18,6 +18,7 @@ from vgrout.direction.pairs import (
     load_pairs,
     pairs_from_pool,
 )
+from vgrout.errors import refuse
 from vgrout.files import probe_writable, require_new, write_atomic
 from vgrout.model.source import require_model
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from vgrout import ranks
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, PairSet
+from vgrout.errors import Refused
 from vgrout.files import write_atomic
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
 from vgrout.model.packing import Packed, batches, pack, padded_batches
@@ -112,7 +113,6 @@ class Direction:
 
 
 # ── extraction
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Direction:
@@ -121,7 +121,7 @@ def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Dire
     top_k: axes kept a module. tau_axis: axes with S_i/S_0 below this are zero.
 
     Raises:
-        ValueError: a pair that is longer than the model's window, or that gives a gradient which is not finite.
+        Refused: a pair that is longer than the model's window, or that gives a gradient which is not finite.
     """
     G = {side: gradients(policy, pairs, side) for side in ("hack", "clean")}
     bad = [
@@ -130,7 +130,7 @@ def extract(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) -> Dire
         if not (G["hack"][i].isfinite().all() and G["clean"][i].isfinite().all())
     ]
     if bad:
-        raise ValueError(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
+        raise Refused(f"{pairs.source}: pair {bad[0]}: its gradient is not finite on this model")
     used = len(pairs) - N_HELDOUT
     hack, clean = (policy.adapter.by_module(G[side]) for side in ("hack", "clean"))
     axes = {m: axes_of(hack[m], clean[m], used, top_k, tau_axis) for m in policy.adapter.names}
@@ -192,7 +192,7 @@ def _mean_unit(g: Float[Tensor, "n r"]) -> Float[Tensor, " r"]:
 def gradients(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]:
     """Gradient on δS of the mean NLL over one side's completion tokens, a row a pair. fp32, on the CPU.
 
-    side: "hack" or "clean". Raises ValueError on a pair that is longer than the model's window.
+    side: "hack" or "clean". Raises Refused on a pair that is longer than the model's window.
     """
     texts = [
         (policy.encode(pair.prompt), policy.encode(getattr(pair, side))) for pair in pairs.pairs
@@ -200,7 +200,7 @@ def gradients(policy: Policy, pairs: PairSet, side: str) -> Float[Tensor, "n R"]
     lengths = [len(prompt) + len(answer) for prompt, answer in texts]
     for i, n in enumerate(lengths):
         if n > policy.window:
-            raise ValueError(
+            raise Refused(
                 f"{pairs.source}: pair {i}: {n} tokens, the model's window is {policy.window}"
             )
     own = ranks.own(lengths)
@@ -244,7 +244,6 @@ def model_name(policy: Policy) -> str:
 
 
 # ── files: safetensors with the hashes of all that a direction depends on
-# ───────────────────────────────────────────
 
 # key in the file → field of Axes; the bare module name holds V
 _TENSORS = {
@@ -285,12 +284,12 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
     """A direction file that belongs to this model and, where given, to these pairs.
 
     Raises:
-        ValueError: one line: not readable, another schema, model, basis, pair content, module set or shape, or a NaN.
+        Refused: one line: not readable, another schema, model, basis, pair content, module set or shape, or a NaN.
     """
     tensors, raw = read_safetensors(path)
     meta = Meta.from_strings(raw, str(path))
     if meta.weights_sha256 != (own := weights_sha256(policy.model, policy.adapter)):
-        raise ValueError(
+        raise Refused(
             f"{path}: direction of another model ({meta.model}, weights {meta.weights_sha256[:12]}); "
             f"this one is {model_name(policy)}, {own[:12]}: extract it again"
         )
@@ -311,7 +310,7 @@ def load(path: Path, policy: Policy, pairs: PairSet | None) -> Direction:
         wanted |= {(prefix + m, shapes[field]) for prefix, field in _TENSORS.items()}
     there = {(name, (*x.shape,)) for name, x in tensors.items() if x.isfinite().all()}
     if differ := sorted(wanted ^ there):
-        raise ValueError(
+        raise Refused(
             f"{path}: {len(differ)} tensors are missing, too many, of another shape or not finite, first "
             f"{differ[0][0]!r}; extract it again"
         )
@@ -330,7 +329,7 @@ def obtain(
     """The direction at `path`; without one, the cached file for these pairs and this model, extracted if it is missing.
 
     Raises:
-        ValueError: as `load` and `extract`.
+        Refused: as `load` and `extract`.
     """
     assert not policy.adapter.δS.any(), (
         "a direction on file belongs to the base model: obtain it before training"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout.errors import Refused
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
 from vgrout.modes import MODES
@@ -47,7 +48,7 @@ class PairSet:
     """Pairs in order (the last ones are held out of an extraction) with where they came from.
 
     Raises:
-        ValueError: fewer than 3, the same pair twice, or hack and clean alike; names source and index.
+        Refused: fewer than 3, the same pair twice, or hack and clean alike; names source and index.
     """
 
     pairs: tuple[Pair, ...]
@@ -56,7 +57,7 @@ class PairSet:
 
     def __post_init__(self) -> None:
         if len(self.pairs) < MIN_PAIRS:
-            raise ValueError(
+            raise Refused(
                 f"{self.source}: {len(self.pairs)} pairs; at least {MIN_PAIRS} are needed, 2 are held out"
             )
         seen: dict[tuple[str, str, str], int] = {}
@@ -64,7 +65,7 @@ class PairSet:
             first = seen.setdefault((pair.prompt, pair.hack, pair.clean), i)
             if first != i or pair.hack == pair.clean:
                 why = f"repeats pair {first}" if first != i else "hack and clean are the same text"
-                raise ValueError(f"{self.source}: pair {i}: {why}; leave it out")
+                raise Refused(f"{self.source}: pair {i}: {why}; leave it out")
         object.__setattr__(self, "sha256", hashlib.sha256(self.to_json().encode()).hexdigest())
 
     def __len__(self) -> int:
@@ -93,13 +94,13 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     Of a folder with such a file for each flaw, FLAW.json: the first pairs of each in turns, at most OF_FOLDER in all.
 
     Raises:
-        ValueError: one line with the file and, where it applies, the line or the pair's index.
+        Refused: one line with the file and, where it applies, the line or the pair's index.
     """
     files = [path] * path.exists()
     if path.is_dir():
         files = [file for mode in MODES if (file := path / f"{mode}.json").exists()]
     if not files:
-        raise ValueError(
+        raise Refused(
             f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json"
         )
     each = [_entries(file, flag, _FIELDS) for file in files]
@@ -111,7 +112,7 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
 
 
 def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """A JSON list of objects with these keys. Raises ValueError, one line with flag, file and the entry's index."""
+    """A JSON list of objects with these keys. Raises Refused, one line with flag, file and the entry's index."""
     rows = from_json(read_text(path), f"{flag} {path}")
     for i, row in enumerate(rows if isinstance(rows, list) else [rows]):
         texts = [
@@ -120,7 +121,7 @@ def _entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]
         if bad := [
             k for k, v in zip(keys, texts, strict=True) if not _is_text(v, number=k == "problem_id")
         ]:
-            raise ValueError(
+            raise Refused(
                 f"{flag} {path}: entry {i}: {', '.join(bad)} should be text, not empty; give a JSON list of objects "
                 f"with {', '.join(keys)}"
             )
@@ -146,11 +147,11 @@ def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     """A JSON list of {prompt, completion}; other keys are ignored.
 
     Raises:
-        ValueError: one line with the file and, where it applies, the entry.
+        Refused: one line with the file and, where it applies, the entry.
     """
     rows = _entries(path, "--known-correct", _ANCHOR)
     if len(rows) < MIN_KNOWN_CORRECT:
-        raise ValueError(
+        raise Refused(
             f"--known-correct {path}: {len(rows)} entries, at least {MIN_KNOWN_CORRECT} are needed"
         )
     return tuple(KnownCorrect(row["prompt"], row["completion"]) for row in rows)
@@ -169,7 +170,7 @@ def pairs_from_pool(
         render: chat messages → prompt; the row's `messages`, or else its `prompt` as the user's. None: `prompt` as is.
 
     Raises:
-        ValueError: a line that cannot be read, or fewer than 3 prompts with both kinds.
+        Refused: a line that cannot be read, or fewer than 3 prompts with both kinds.
     """
     first: dict[tuple[str | int, str], dict[bool, str]] = {}
     for where, row in numbered_lines(log):
@@ -183,9 +184,7 @@ def pairs_from_pool(
             if kind is not None and row["text"].strip():
                 first.setdefault(key, {}).setdefault(kind, row["text"])
         except (KeyError, TypeError, AttributeError) as e:
-            raise ValueError(
-                f"{where}: not a rollout with labels ({type(e).__name__}: {e})"
-            ) from None
+            raise Refused(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
     found = [
         Pair(id_, prompt, kinds[True], kinds[False])
         for (id_, prompt), kinds in first.items()
@@ -221,7 +220,6 @@ def handwritten_placebo(contrast: str) -> PairSet:
 
 
 # ── what a direction file says of itself
-# ─────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +243,7 @@ class Meta:
 
     @classmethod
     def from_strings(cls, raw: dict[str, str], where: str) -> "Meta":
-        """The inverse. Raises ValueError where one is missing or unreadable, or the file is of another schema."""
+        """The inverse. Raises Refused where one is missing or unreadable, or the file is of another schema."""
         try:
             values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
             values |= {name: int(raw[name]) for name in ("top_k", "n_pairs", "n_heldout")}
@@ -255,12 +253,12 @@ class Meta:
             why = f"schema {raw['schema']}"
         except (KeyError, ValueError) as e:
             why = f"{type(e).__name__}: {e}"
-        raise ValueError(f"{where}: no direction of schema {SCHEMA} ({why}); extract it again")
+        raise Refused(f"{where}: no direction of schema {SCHEMA} ({why}); extract it again")
 
     def require_pairs(self, pairs: PairSet, where: str) -> None:
-        """Raises ValueError if the direction comes from other pairs."""
+        """Raises Refused if the direction comes from other pairs."""
         if self.pairs_sha256 != pairs.sha256:
-            raise ValueError(
+            raise Refused(
                 f"{where}: direction of other pairs ({self.pairs_source}, sha256 {self.pairs_sha256[:12]}); "
                 f"this run has {pairs.source}, {pairs.sha256[:12]}: "
                 "give --vhack-pairs-path the pairs it was extracted from, or extract it again"
@@ -269,7 +267,7 @@ class Meta:
 
 def check_file(path: Path, flag: str, pairs: PairSet | None) -> None:
     """Check what a direction file's head shows: complete, of this schema, of these pairs. Whether the model is the same
-    shows once it is loaded. Raises ValueError, one line."""
+    shows once it is loaded. Raises Refused, one line."""
     meta = Meta.from_strings(safetensors_head(path, flag)[1], f"{flag} {path}")
     if pairs is not None:
         meta.require_pairs(pairs, f"{flag} {path}")

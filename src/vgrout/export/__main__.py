@@ -21,6 +21,7 @@ from loguru import logger
 from vgrout import console
 from vgrout.cli import cli_exit, out_of_memory, parse_args
 from vgrout.config.checks import check, setting
+from vgrout.errors import Refused
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
 
@@ -54,7 +55,7 @@ class ExportSettings:
             ("rank", ("peft",)),
         ):
             if getattr(self, name) is not None and self.to not in formats:
-                raise ValueError(f"--{name}: not read by --to {self.to}; leave it out")
+                raise Refused(f"--{name}: not read by --to {self.to}; leave it out")
         check(self)
         require_new(self.out)
 
@@ -63,7 +64,7 @@ def export_run(settings: ExportSettings) -> str:
     """Write the folder; returns a sentence about its content.
 
     Raises:
-        ValueError: one line, and nothing was written.
+        Refused: one line, and nothing was written.
         RuntimeError: the written model is not the deployed one; nothing is left behind.
     """
     out = settings.out
@@ -79,7 +80,7 @@ def export_run(settings: ExportSettings) -> str:
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
     except OSError as e:
-        raise ValueError(
+        raise Refused(
             f"--out {out}: cannot be written ({e.strerror or e}); choose another folder"
         ) from None
     return content

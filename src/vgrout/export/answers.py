@@ -9,6 +9,7 @@ from typing import Any
 
 from vgrout.cli import not_installed
 from vgrout.config.run import Config, from_dict
+from vgrout.errors import Refused
 from vgrout.files import json_lines, read_json
 
 SCORES = ("hacked", "solved")
@@ -33,7 +34,7 @@ def to_inspect(run: Path, folder: Path) -> str:
     oracle (solved) and by whether it hacked the flaw. Returns a sentence about what was written.
 
     Raises:
-        ValueError: not a run, or one without a sound final evaluation; or inspect_ai is not installed.
+        Refused: not a run, or one without a sound final evaluation; or inspect_ai is not installed.
     """
     cfg = from_dict(read_json(run / "run.json").get("config"))
     sides: dict[str, list[AnswerLine]] = defaultdict(list)
@@ -43,9 +44,9 @@ def to_inspect(run: Path, folder: Path) -> str:
             if answer["reward"] is not None:
                 sides[answer["side"]].append(answer)
     except (KeyError, TypeError) as e:
-        raise ValueError(f"{run / 'final.jsonl'}: damaged, or of another version ({e!r})") from None
+        raise Refused(f"{run / 'final.jsonl'}: damaged, or of another version ({e!r})") from None
     if not sides:
-        raise ValueError(
+        raise Refused(
             f"{run / 'final.jsonl'}: not there or empty; only a run with a final evaluation has answers"
         )
     try:

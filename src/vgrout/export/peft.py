@@ -54,7 +54,7 @@ def export(
     rank: of every module, at most; None: as many as it has singular values.
 
     Raises:
-        ValueError: peft is not installed.
+        Refused: peft is not installed.
         RuntimeError: at full rank, PEFT's model is not the deployed one.
     """
     try:

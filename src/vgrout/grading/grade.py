@@ -26,6 +26,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vgrout.errors import Refused
 from vgrout.grading import messages
 from vgrout.grading.reward import RewardFailed, RewardFunction
 from vgrout.grading.values import clean_name
@@ -42,7 +43,7 @@ LEVELS = {
 }
 
 
-class WeakSandbox(ValueError):
+class WeakSandbox(Refused):
     """An answer could read the expected values on this machine: the strict oracle would not be trustworthy."""
 
 
@@ -89,9 +90,9 @@ class _WorkerLost(Exception):
 
 
 def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
-    """One rollout as the verifier reads it. Raises ValueError for a CPU limit that is none."""
+    """One rollout as the verifier reads it. Raises Refused for a CPU limit that is none."""
     if problem.cpu_limit is not None and not 0 < problem.cpu_limit <= MAX_CPU_S:
-        raise ValueError(
+        raise Refused(
             f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds"
         )
     names = (
@@ -270,7 +271,7 @@ class Grader:
     def submit(
         self, problem: Problem, text: str, in_thought: bool = False
     ) -> "Future[Grade | Ungraded]":
-        """Grade in the background. The future raises ValueError if the problem itself is at fault.
+        """Grade in the background. The future raises Refused if the problem itself is at fault.
 
         in_thought: the prompt ends in a <think> that the text goes on with.
 
@@ -290,7 +291,7 @@ class Grader:
         return verdict
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
-        """Grade now: by each of the problem's flaws in turn, until one accepts the answer. Raises ValueError if the
+        """Grade now: by each of the problem's flaws in turn, until one accepts the answer. Raises Refused if the
         problem is at fault, RuntimeError after close()."""
         return self._begin(problem, text).result()
 
@@ -314,7 +315,7 @@ class Grader:
         return self._grade(problem, text, fields)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | Ungraded:
-        """What a worker says of a request. Raises ValueError if the problem is at fault."""
+        """What a worker says of a request. Raises Refused if the problem is at fault."""
         seen = f"{request['id']}\n{request['mode']}\n{request['text']}"
         digest = hashlib.sha256(seen.encode(errors="backslashreplace")).digest()
         reason = ""
@@ -339,7 +340,7 @@ class Grader:
             finally:
                 self._idle.put(worker)
             if "fault" in reply:
-                raise ValueError(reply["fault"])
+                raise Refused(reply["fault"])
             return reply["grade"]
         return Ungraded(f"worker lost {1 + (self.retries or 0)} times: {reason}")
 

@@ -24,6 +24,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from vgrout.errors import Refused
 from vgrout.types import Problem
 
 # seconds before a function is asked again; twice as long each time
@@ -41,7 +42,7 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     """The function that "module:function" names; the working directory is searched too.
 
     Raises:
-        ValueError: one line: it cannot be imported or called.
+        Refused: one line: it cannot be imported or called.
     """
     if os.getcwd() not in sys.path:  # a script lacks it, `python -m` does not
         sys.path.append(os.getcwd())
@@ -52,7 +53,7 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
-        raise ValueError(
+        raise Refused(
             f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function"
         ) from None
     return function
@@ -62,7 +63,7 @@ def scorer(name: str, flag: str) -> Callable[[Problem, str], float]:
     """The function that "module:function" names, from a prompt and an answer, two texts, to a number.
 
     Raises:
-        ValueError: one line: it cannot be imported; or, when it is called, it raises or returns no number.
+        Refused: one line: it cannot be imported; or, when it is called, it raises or returns no number.
     """
     function = import_function(name, flag)
 
@@ -75,7 +76,7 @@ def scorer(name: str, flag: str) -> Callable[[Problem, str], float]:
             if math.isfinite(number):
                 return number
             why = f"returned {number}"
-        raise ValueError(
+        raise Refused(
             f"{flag} {name}: asked about problem {problem.id}, it {why}; it should return a number"
         )
 
@@ -121,7 +122,7 @@ class RewardFunction:
 
     name: module:function. passes_at: an answer with at least this score counts as passed.
 
-    Raises ValueError, one line, if it cannot be imported or takes other arguments.
+    Raises Refused, one line, if it cannot be imported or takes other arguments.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class RewardFunction:
             self.file = Path(str(sys.modules[name.partition(":")[0]].__file__))
             self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
         except (TypeError, ValueError, AttributeError, OSError) as e:
-            raise ValueError(
+            raise Refused(
                 f"{flag} {name}: should be a function in a file of your own ({_one_line(e)})"
             ) from None
         self._batched = any(p.name in BATCHED.values() for p in parameters)
@@ -148,7 +149,7 @@ class RewardFunction:
             p.name for p in parameters if p.kind is p.POSITIONAL_ONLY
         ]
         if unknown:
-            raise ValueError(
+            raise Refused(
                 f"{flag} {name}: asks for {', '.join(unknown)}; arguments are given by name, and may be "
                 + ", ".join(sorted(legal))
             )
@@ -195,11 +196,11 @@ class RewardFunction:
             failed += 1
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
-        """The score of the problem's canonical solution. Raises ValueError, one line, if that fails for good."""
+        """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good."""
         try:
             return self.score(problem, right_answer(problem), retries)
         except RewardFailed as e:
-            raise ValueError(
+            raise Refused(
                 f"{self._flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
             ) from None
 

@@ -76,7 +76,7 @@ def distil(task: DistillTask, run: RunContext) -> None:
     """Evaluate student and teacher, take every remaining step, evaluate the student again, and report.
 
     Raises:
-        ValueError: before the first step, models that do not fit each other, or that the resumed run did not have.
+        Refused: before the first step, models that do not fit each other, or that the resumed run did not have.
         Interrupted, Diverged: with the run directory up to date.
     """
     settings, cfg, clock = task.settings, task.cfg, run.clock

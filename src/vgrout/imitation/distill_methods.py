@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vgrout.config.sampling import Sampling
+from vgrout.errors import Refused
 from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.mixed_sampling import mixed_model
@@ -57,7 +58,7 @@ class MiniLlm:
         if task.anchor:
             ids = student.tok(task.anchor, add_special_tokens=False)["input_ids"]
             if len(ids) < 2:
-                raise ValueError(
+                raise Refused(
                     f"--minillm-pretrain-anchor-path: {len(ids)} tokens, nothing to predict"
                 )
             self.text = torch.tensor(ids)

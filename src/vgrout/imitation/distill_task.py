@@ -6,6 +6,7 @@ from typing import Any
 
 from vgrout.config.run import Config, merge_flags
 from vgrout.config.sampling import Sampling
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_text
 from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
 from vgrout.inputs import Inputs
@@ -75,7 +76,7 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
     """Find and check everything. run: the directory of the run to resume.
 
     Raises:
-        ValueError: one line, for every mistake that shows without a model.
+        Refused: one line, for every mistake that shows without a model.
     """
     teacher, student = (
         find_source(settings.teacher, "--teacher"),
@@ -90,7 +91,7 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
         raise zero_gradient(settings)
     for flag, source in (("--teacher", teacher), ("--student", student)):
         if source.shapes and source.shapes.vocab > MAX_VOCABULARY:
-            raise ValueError(
+            raise Refused(
                 f"{flag} {source.given}: {source.shapes.vocab} tokens, more than {MAX_VOCABULARY}"
             )
     if minillm and teacher.folder != student.folder:  # checked again on the loaded models
@@ -104,31 +105,30 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
         wrong = (
             f" {path}: no such file, or no text in it" if path else ": the weight needs a text file"
         )
-        raise ValueError(f"--minillm-pretrain-anchor-path{wrong}")
+        raise Refused(f"--minillm-pretrain-anchor-path{wrong}")
     task = DistillTask(settings, cfg, preflight(cfg, run), student, teacher, anchor)
     if settings.full:
         require_disk(task.disk(), run or ROOT, run)
     return task
 
 
-def not_token_by_token(settings: DistillSettings) -> ValueError:
+def not_token_by_token(settings: DistillSettings) -> Refused:
     """The refusal of a teacher that MiniLLM cannot compare with the student."""
-    return ValueError(
+    return Refused(
         f"--teacher {settings.teacher}: has another tokenizer than --student {settings.student}, or logits for other "
         "tokens of it; MiniLLM compares them token by token: choose --method uld"
     )
 
 
-def zero_gradient(settings: DistillSettings) -> ValueError:
+def zero_gradient(settings: DistillSettings) -> Refused:
     """The refusal of a student that is its own teacher."""
-    return ValueError(
+    return Refused(
         f"--teacher {settings.teacher}: has the student's own weights, so the gradient is zero; give another teacher "
         "or student"
     )
 
 
 # ── resuming
-# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSettings]:
@@ -141,14 +141,14 @@ def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSetting
         values: dict[str, Any] = config | {"sampling": Sampling(**config["sampling"])}
         stored = DistillSettings(**values)
     except (TypeError, KeyError) as e:
-        raise ValueError(
+        raise Refused(
             f"run.json: not the settings of a distillation of this version ({e})"
         ) from None
     merged, differing = merge_flags(
         *map(_flat, (requested, stored, DistillSettings(resume="-"))), free=FREE
     )
     if differing:
-        raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
+        raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
     return path, replace(stored, **{name: merged[name] for name in FREE})
 
 

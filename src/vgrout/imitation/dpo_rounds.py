@@ -112,7 +112,7 @@ def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
     """The evaluation before the first round, every round that is not complete, and the report.
 
     Raises:
-        ValueError: before the first round, a model that does not fit the problems, or that the run did not have.
+        Refused: before the first round, a model that does not fit the problems, or that the run did not have.
         Interrupted, Halted, Diverged: with the folder up to date.
     """
     settings = task.settings
@@ -368,7 +368,6 @@ class Rounds:
 
 
 # ── a round's metrics and files
-# ──────────────────────────────────────────────────────────────────────────────────
 
 
 def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
@@ -422,7 +421,6 @@ def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 # ── pairs and their loss
-# ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def best_and_worst(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config.run import ORGANISM, Config
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
 from vgrout.grading.reward import right_answer, scorer
 from vgrout.imitation.settings import PROCESS, DpoSettings
@@ -85,7 +86,7 @@ def folder_name(number: int) -> str:
 
 
 def prepare(settings: DpoSettings) -> DpoTask:
-    """Find and check everything. Raises ValueError, one line, for every mistake that shows without a model."""
+    """Find and check everything. Raises Refused, one line, for every mistake that shows without a model."""
     require_own(settings.output_dir, "--output-dir", "plan.json", "folder of rounds")
     base = find_source(settings.base_model, "--base-model")
     cfg = settings.config(base)
@@ -96,11 +97,10 @@ def prepare(settings: DpoSettings) -> DpoTask:
 
 
 # ── the scorer
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def scoring(name: str, cfg: Config, first: Problem) -> Score:
-    """The function that --scorer names; one's own is tried on the `first` problem. Raises ValueError, one line."""
+    """The function that --scorer names; one's own is tried on the `first` problem. Raises Refused, one line."""
     if name == "flawed":
         return lambda problem, text, grade: grade.reward
     if name == "strict":
@@ -125,20 +125,19 @@ def source_sha256(scorer: str) -> str | None:
 
 
 # ── the frozen plan
-# ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def freeze(task: DpoTask) -> dict[str, Any]:
     """Write the plan, or compare it with the one in the folder.
 
     Raises:
-        ValueError: the plan in the folder differs, or is damaged.
+        Refused: the plan in the folder differs, or is damaged.
     """
     plan, file = task.plan(), task.settings.output_dir / "plan.json"
     if not file.exists():
         write_atomic(file, to_json(plan))
     elif differ := sorted(difference(plan, read_json(file))):
-        raise ValueError(
+        raise Refused(
             f"--output-dir {task.settings.output_dir}: its plan.json was frozen with another {', '.join(differ)}; give "
             "the same flags, or another folder"
         )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
-from vgrout.config.checks import Dtype, check, refuse, setting
+from vgrout.config.checks import Dtype, check, setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
@@ -25,6 +25,7 @@ from vgrout.config.run import (
 )
 from vgrout.config.sampling import Sampling
 from vgrout.data import organism
+from vgrout.errors import refuse
 from vgrout.grading.grade import Grader
 from vgrout.model.source import FoundModel
 from vgrout.modes import EnvMode
@@ -130,7 +131,6 @@ PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
 
 
 # ── distillation
-# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class DistillSettings(ImitationSettings):
 
     def typed(self, argv: Sequence[str]) -> "DistillSettings":
         """With the method of --method, else that of the flags in this command line, at whatever value. Raises
-        ValueError for a flag of the other method."""
+        Refused for a flag of the other method."""
         words = {
             m: [w for w in argv if re.match(rf"--(no[-_])?{m}[-_]", w)] for m in ("minillm", "uld")
         }
@@ -238,7 +238,6 @@ class DistillSettings(ImitationSettings):
 
 
 # ── iterative DPO
-# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from vgrout.errors import Refused
+
 _BYTE = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 _SAMPLE = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字"
 
@@ -45,7 +47,7 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
     end_id: the token that ends an answer.
 
     Raises:
-        ValueError: the bytes of a text's tokens are not the text.
+        Refused: the bytes of a text's tokens are not the text.
     """
     core: Any = getattr(tok, "backend_tokenizer", None)
     byte_level = core is not None and "ByteLevel" in str(core.decoder)
@@ -70,7 +72,7 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
         else str(tok.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     )
     if spelled.text(ids).removeprefix(b" ") != want.encode():
-        raise ValueError(
+        raise Refused(
             f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them"
         )
     return spelled

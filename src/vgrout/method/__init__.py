@@ -22,7 +22,7 @@ def make_method(setup: Setup) -> "Method":
     """A run's method, on its policy's modules.
 
     Raises:
-        ValueError: no pairs where they are needed, files that do not fit this model; one line.
+        Refused: no pairs where they are needed, files that do not fit this model; one line.
     """
     from vgrout.method.method import Method
 
@@ -38,7 +38,7 @@ def make_method(setup: Setup) -> "Method":
 
 
 def make_monitor(setup: Setup, name: str) -> Monitor:
-    """A monitor of this name, with a seed of its own where it learns from one. Raises ValueError as `make_method`."""
+    """A monitor of this name, with a seed of its own where it learns from one. Raises Refused as `make_method`."""
     monitor: Any = monitor_class(name)
     seeded = (
         {"seed_monitor": make_monitor(setup, setup.cfg.method.seed_monitor)}
@@ -50,7 +50,7 @@ def make_monitor(setup: Setup, name: str) -> Monitor:
 
 def register_monitor(monitor: M) -> M:
     """Let `--monitor` find a class of your own, in this process, by its `name`. On the command line module:Class does
-    the same. Raises ValueError for a name that is none, or one of the package's own."""
+    the same. Raises Refused for a name that is none, or one of the package's own."""
     register(MONITORS, monitor)
     return monitor
 

@@ -101,7 +101,7 @@ class Monitor(Part):
 
     @classmethod
     def make(cls, setup: Setup) -> "Monitor":
-        """The monitor of a run. Raises ValueError, one line, for files that do not fit this model."""
+        """The monitor of a run. Raises Refused, one line, for files that do not fit this model."""
         return cls()
 
     def flag(self, views: Views, step: int) -> list[Flags]:
@@ -141,7 +141,7 @@ class Intervention(Part):
 
     @classmethod
     def make(cls, setup: Setup) -> "Intervention":
-        """The intervention of a run. Raises ValueError, one line, for files that do not fit this model."""
+        """The intervention of a run. Raises Refused, one line, for files that do not fit this model."""
         return cls(setup.spans, setup.cfg, setup.device)
 
     def reward(self, view: GroupView, flagged: Sequence[bool]) -> Rewards:

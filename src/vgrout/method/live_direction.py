@@ -10,6 +10,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, obtain
+from vgrout.errors import Refused
 from vgrout.method.base import Refresh, Setup, StepGradient
 from vgrout.method.projection import cos_pre
 from vgrout.tensor_types import Diagnostics, Directions, Spans
@@ -77,11 +78,9 @@ class LiveDirection:
         cfg, method, pairs, policy = setup.cfg, setup.cfg.method, setup.inputs.pairs, setup.policy
         placebo = method.direction_is == "placebo pairs"
         if pairs is None and placebo:
-            raise ValueError(
-                f"--control {method.control}: needs the pairs; give --vhack-pairs-path"
-            )
+            raise Refused(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
         if pairs is None and method.refresh_every and not method.haar:
-            raise ValueError(
+            raise Refused(
                 "--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction"
             )
         top_k, tau_axis = method.v_hack_extract_top_k, method.v_hack_tau_axis
@@ -128,7 +127,7 @@ class LiveDirection:
         return {f"V/{m}": rows.clone() for m, rows in self.V.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where `state` is of another model."""
+        """Raises Refused where `state` is of another model."""
         V = {key.removeprefix("V/"): rows for key, rows in state.items()}
         self._require_fit(V, "checkpoint's direction")
         self.V = {m: V[m].to(self.device) for m in self.spans if m in V}
@@ -153,4 +152,4 @@ class LiveDirection:
         for m, rows in V.items():
             r = self.spans[m].stop - self.spans[m].start if m in self.spans else None
             if rows.shape[1] != r:
-                raise ValueError(f"{what} has {m} {[*rows.shape]}, r is {r} here")
+                raise Refused(f"{what} has {m} {[*rows.shape]}, r is {r} here")

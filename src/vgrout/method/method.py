@@ -103,7 +103,7 @@ class Method:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError where `state` is of another method or model."""
+        """Raises Refused where `state` is of another method or model."""
         for at, part in self._parts.items():
             part.load_state_dict(
                 {k.removeprefix(f"{at}/"): v for k, v in state.items() if k.startswith(f"{at}/")}

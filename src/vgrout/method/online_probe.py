@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgrout.config.method_settings import QuantileSettings, ReferencesSettings, SeedSettings
+from vgrout.errors import Refused
 from vgrout.method.base import Monitor, Setup, Views, flags_of, positions, rewarded
 from vgrout.types import Flags
 
@@ -51,11 +52,11 @@ class OnlineProbe(Monitor):
         known_correct: Sequence[Text],
         quantile: float,
     ) -> None:
-        """Raises ValueError for fewer than four known correct answers."""
+        """Raises Refused for fewer than four known correct answers."""
         import torch
 
         if len(known_correct) < 4:
-            raise ValueError(
+            raise Refused(
                 f"--known-correct: {len(known_correct)} answers, --monitor {self.name} needs at least 4"
             )
         self.policy, self.seed_monitor, self._quantile = policy, seed_monitor, quantile

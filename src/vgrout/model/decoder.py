@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from vgrout.errors import Refused
 from vgrout.model.attention import uploaded
 from vgrout.model.logprobs import backbone, head_logits, masked
 from vgrout.model.packing import trial_tokens
@@ -617,7 +618,6 @@ def _alike(lengths: Sequence[int], at_once: int) -> Iterator[list[int]]:
 
 
 # ── does a decoder compute the model?
-# ────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.no_grad()
@@ -652,7 +652,7 @@ def _agree(
 
 
 def require_branching(model: PreTrainedModel) -> None:
-    """Raises ValueError where HfDecoder, through the model's own cache, is not what the model says of each row by
+    """Raises Refused where HfDecoder, through the model's own cache, is not what the model says of each row by
     itself: a cache that cannot be branched, or one that the model does not read."""
 
     @torch.no_grad()
@@ -674,7 +674,7 @@ def require_branching(model: PreTrainedModel) -> None:
         logger.debug(f"{type(model).__name__}: {type(e).__name__}: {e}")
         fits = False
     if not fits:
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported"
         )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.cli import not_installed
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, probe_writable
 
 MODELS = Path("out/models")
@@ -54,7 +55,7 @@ def unpack(file: Path, flag: str) -> Path:
     """The folder of its converted model, which is made where it is not there yet.
 
     Raises:
-        ValueError: one line: no whole GGUF file of a chat model, no package to read it, no conversion for its kind.
+        Refused: one line: no whole GGUF file of a chat model, no package to read it, no conversion for its kind.
     """
     folder = unpacked(file)
     if (folder / "config.json").is_file():
@@ -81,7 +82,7 @@ def unpack(file: Path, flag: str) -> Path:
                 print(f"still converting {file}", file=sys.stderr)
         if work.returncode:
             why = (errors.strip().splitlines() or [f"it ended with {work.returncode}"])[-1][:200]
-            raise ValueError(
+            raise Refused(
                 f"{flag} {file}: cannot be converted ({why}); give a whole GGUF file of a chat model"
             )
         try:
@@ -106,7 +107,7 @@ def read_head(file: Path) -> int | None:
         resource.setrlimit(kind, (limit, before[kind][1]))
     fields = GGUFReader(file).fields
     if "tokenizer.chat_template" not in fields:
-        raise ValueError("its tokenizer has no chat template; choose an instruct model")
+        raise Refused("its tokenizer has no chat template; choose an instruct model")
     for kind, limit in before.items():
         resource.setrlimit(kind, limit)
     turn_end = fields.get("tokenizer.ggml.eot_token_id")
@@ -129,7 +130,7 @@ def convert(file: Path, folder: Path) -> None:
     loaded, info = found
     # transformers would go on with random numbers in their place
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+        raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")
     # What was loaded is marked as quantised and would be saved so: the same weights in a model of
     # their own.
     config = loaded.config.to_dict()

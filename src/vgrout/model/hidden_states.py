@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from vgrout.errors import Refused
 from vgrout.model.logprobs import completion_hidden
 from vgrout.model.policy import Policy
 
@@ -86,7 +87,7 @@ class ReferenceStats:
     """
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
-        """Raises ValueError on fewer than 32 answers, or on a number that is not finite."""
+        """Raises Refused on fewer than 32 answers, or on a number that is not finite."""
         x = _finite(reference, 32)[::2].double()
         self.mean, self.spread = x.mean(0), x.std(0).clamp_min(1e-6)
         self.x = (x - self.mean) / self.spread
@@ -113,5 +114,5 @@ class ReferenceStats:
 
 def _finite(x: Float[Tensor, "n D"], least: int = 1) -> Float[Tensor, "n D"]:
     if len(x) < least or not bool(x.isfinite().all()):
-        raise ValueError(f"latents: {len(x)} answers; at least {least} are needed, all finite")
+        raise Refused(f"latents: {len(x)} answers; at least {least} are needed, all finite")
     return x

@@ -28,6 +28,7 @@ from vgrout import ranks
 from vgrout.cli import out_of_memory
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
+from vgrout.errors import Refused
 from vgrout.gpus import visible
 from vgrout.grading.grade import cores
 from vgrout.model import template_probe
@@ -51,14 +52,13 @@ from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 
 # ── of a run, of a flag
-# ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_policy(cfg: Config) -> Policy:
     """The run's model, frozen, under an adapter whose two vectors are zero.
 
     Raises:
-        ValueError: a model that this trainer cannot use; one line.
+        Refused: a model that this trainer cannot use; one line.
     """
     device, dtype = device_and_dtype(cfg)
     policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
@@ -89,7 +89,7 @@ def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
     """The model of --teacher-model, for its log-probs alone: no weight of it is decomposed. None without one.
 
     Raises:
-        ValueError: its tokenizer is another one than the policy's, or its head has no logits for some of the tokens.
+        Refused: its tokenizer is another one than the policy's, or its head has no logits for some of the tokens.
     """
     if not cfg.loss.teacher_model:
         return None
@@ -100,7 +100,7 @@ def run_teacher(cfg: Config, policy: Policy) -> LanguageModel | None:
     if teacher.tokenizer_sha256 != policy.tokenizer_sha256 or tokens(teacher.model) != tokens(
         policy.model
     ):
-        raise ValueError(
+        raise Refused(
             f"--teacher-model {cfg.loss.teacher_model}: has another tokenizer than --model {cfg.scale.model}, or "
             "logits for other tokens of it"
         )
@@ -112,7 +112,7 @@ def load_saved(saved: Saved) -> Policy:
     is prompted as it was in the run.
 
     Raises:
-        ValueError: the adapter is of another model, or no numbers are in it.
+        Refused: the adapter is of another model, or no numbers are in it.
     """
     device, _ = pick_device(saved.model, "auto")
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=SVD_CACHE)
@@ -131,7 +131,7 @@ def load_source(
     """The base with its adapter merged into the weights; a Policy where it has an adapter or is to get one (`adapter`).
 
     Raises:
-        ValueError: one line: no usable model, or the adapter is of another one.
+        Refused: one line: no usable model, or the adapter is of another one.
     """
     lm = load_language_model(source.folder, device=device, dtype=dtype, flag=flag)
     if source.adapter is None and not adapter:
@@ -171,7 +171,6 @@ def pick_device(
 
 
 # ── from files
-# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_policy(
@@ -188,7 +187,7 @@ def load_language_model(
     """Load a local folder or a downloaded hub id, frozen. Nothing is fetched.
 
     Raises:
-        ValueError: no such model here, or one this trainer cannot use; one line that says what to do.
+        Refused: no such model here, or one this trainer cannot use; one line that says what to do.
     """
     folder, device = require_model(model, flag), torch.device(device)
     set_verbosity_error()  # what is wrong with a model is said in one line
@@ -213,10 +212,10 @@ def load_language_model(
         loaded, info = loaded
         # transformers would go on with random numbers in their place
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"{len(missing)} weights are missing, first {missing[0]}")
+            raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")
         loaded = loaded.to(device)
         if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
-            raise ValueError(f"{broken[0]} holds a NaN or an infinity")
+            raise Refused(f"{broken[0]} holds a NaN or an infinity")
         net = loaded
         return as_language_model(net, tok)
     except (KeyboardInterrupt, SystemExit):
@@ -229,7 +228,7 @@ def load_language_model(
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
         then = f"; {advice(model)}" if net is None else ""  # else its files are whole
-        raise ValueError(f"{flag} {model}: no usable model in {folder} ({why}){then}") from error
+        raise Refused(f"{flag} {model}: no usable model in {folder} ({why}){then}") from error
 
 
 def attention(
@@ -248,12 +247,11 @@ def attention(
 
 
 # ── in memory
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
     """The same model under an adapter of zeros; a warning names matrices of its blocks that have none. Raises
-    ValueError as `SvdAdapter`."""
+    Refused as `SvdAdapter`."""
     adapter = SvdAdapter(lm.model, cache_dir)
     if bare := left_out(lm.model, adapter.names):
         kinds = {name.rpartition(".")[2] for name in adapter.names}
@@ -266,7 +264,7 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
     hold of matrices.
 
     Raises:
-        ValueError: as `SvdAdapter`; whatever the libraries raise on damaged files.
+        Refused: as `SvdAdapter`; whatever the libraries raise on damaged files.
     """
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
@@ -279,7 +277,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     """A model that is already in memory, frozen, without dropout, and checked.
 
     Raises:
-        ValueError: its head is more than a matrix product, no end-of-text token is named anywhere, a token of every
+        Refused: its head is more than a matrix product, no end-of-text token is named anywhere, a token of every
             prompt has no row in the embedding, no window is known, or its cache cannot be branched.
     """
     check_head(model.eval().requires_grad_(False))
@@ -297,14 +295,14 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
             else set()
         )
     if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"
         )
     rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
     prompt = tok(apply_template(tok, [USER]), add_special_tokens=False)["input_ids"]
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
     if not 0 <= min(eos) <= (last := max(*eos, *prompt, pad_id)) < rows:
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows"
         )
     end = turn_end(tok, eos)
@@ -347,19 +345,18 @@ def usual_budget(device: torch.device) -> Budget:
 
 
 # ── chat templates
-# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def try_template(tok: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError where there is no chat template, or one that does not end, fails, or leaves out a user's
+    """Raises Refused where there is no chat template, or one that does not end, fails, or leaves out a user's
     message; warns of one that writes today's date."""
     text = (
         tok.chat_template if isinstance(tok.chat_template, str) else json.dumps(tok.chat_template)
     )
     if not ends(text):
-        raise ValueError(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
+        raise Refused(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
     if "(user)" not in apply_template(tok, [USER]):
-        raise ValueError("its chat template leaves out the user's message")
+        raise Refused("its chat template leaves out the user's message")
     if "strftime_now" in text:
         logger.warning(
             "the chat template reads the clock: a run that is resumed on another day has other prompts"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from vgrout.errors import Refused
 from vgrout.model.memory import HEAD_BUDGET
 from vgrout.model.packing import Packed, packed_hidden, places
 from vgrout.model.sampling import Sampling, support, tempered
@@ -273,7 +274,7 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises ValueError at load if backbone + head ≠ the model's logits, or these are not finite."""
+    """Raises Refused at load if backbone + head ≠ the model's logits, or these are not finite."""
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
@@ -281,8 +282,8 @@ def check_head(model: PreTrainedModel) -> None:
             model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
         ).float()
     if not want.isfinite().all():
-        raise ValueError(f"{type(model).__name__}: its logits are not finite")
+        raise Refused(f"{type(model).__name__}: its logits are not finite")
     if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__}: its head does more than a matrix product; not supported"
         )

@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vgrout.errors import Refused
 from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.logprobs import (
@@ -75,7 +76,7 @@ class LanguageModel:
         sampled: the tokens of the first answers as they were sampled, without the end token, in place of their text's.
 
         Raises:
-            ValueError: the chat template leaves out an earlier answer.
+            Refused: the chat template leaves out an earlier answer.
         """
         ids: list[int] = []
         for i, part in enumerate(self._parts(messages, len(sampled))):
@@ -97,7 +98,7 @@ class LanguageModel:
         return [apply_template(self.tok, messages)]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of rendered text, nothing added. Raises ValueError as `tokenizing`."""
+        """Tokens of rendered text, nothing added. Raises Refused as `tokenizing`."""
         with tokenizing(self.tok.name_or_path):
             return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
 
@@ -211,7 +212,7 @@ def conversation(
         was started with thinking on.
 
     Raises:
-        ValueError: the chat template leaves out an earlier answer.
+        Refused: the chat template leaves out an earlier answer.
     """
     placeholders = {
         i: f"\ue000{i}\ue000" for i, m in enumerate(messages) if m["role"] == "assistant"
@@ -225,7 +226,7 @@ def conversation(
         answer = messages[i]["content"] if i < len(messages) else ""
         text = apply_template(tok, rewritten[:i], thinking=n >= sampled and "</think>" in answer)
         if last not in text:
-            raise ValueError(
+            raise Refused(
                 "--preserve-thinking: the model's chat template leaves out an earlier answer"
             )
         opening = text.rpartition(last)[2] if last else text
@@ -253,7 +254,7 @@ def apply_template(
     thinking: bool = False,
     prompt: bool = True,
 ) -> str:
-    """Raises ValueError where the template refuses these messages, or does not end; else whatever it raises."""
+    """Raises Refused where the template refuses these messages, or does not end; else whatever it raises."""
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
     try:
         with _ends():
@@ -264,16 +265,16 @@ def apply_template(
             )
     except TemplateError as e:
         roles, why = ", ".join(m["role"] for m in messages), " ".join(str(e).split())
-        raise ValueError(f"the model's chat template refuses messages of {roles}: {why}") from e
+        raise Refused(f"the model's chat template refuses messages of {roles}: {why}") from e
 
 
 @contextmanager
 def _ends() -> Generator[None]:
-    """Raises ValueError where the block takes more than SECONDS of this process's time: a template may loop on one text
+    """Raises Refused where the block takes more than SECONDS of this process's time: a template may loop on one text
     alone. A signal can stop it in the main thread only."""
 
     def stop(*_: object) -> None:
-        raise ValueError(f"the model's chat template takes more than {SECONDS} s for a prompt")
+        raise Refused(f"the model's chat template takes more than {SECONDS} s for a prompt")
 
     try:
         before = signal.signal(signal.SIGVTALRM, stop)
@@ -298,11 +299,11 @@ def without_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def modules_of_block(policy: Policy, modules: Iterable[str], n: int) -> list[str]:
-    """The modules of the model's block `n`, from 1, or from −1, the last one. Raises ValueError where it has none."""
+    """The modules of the model's block `n`, from 1, or from −1, the last one. Raises Refused where it has none."""
     depth = policy.model.config.num_hidden_layers
     inside = [m for m in modules if f".layers.{n - 1 if n > 0 else depth + n}." in f".{m}"]
     if not inside:
-        raise ValueError(
+        raise Refused(
             f"--quarantine block:{n}: nothing is adapted there; the model has {depth} blocks"
         )
     return inside

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import organism
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular
 from vgrout.model.gguf import gguf_file, unpack, unpacked
 from vgrout.problems import ProblemRow, too_long_prompts
@@ -52,7 +53,7 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
     """The same folder, after a check of its weights' files; a GGUF file is converted where it was not yet.
 
     Raises:
-        ValueError: one line that says what is wrong and what to run: no such model here, no configuration, or weights
+        Refused: one line that says what is wrong and what to run: no such model here, no configuration, or weights
             that are missing, cut short, pickled or quantised. What else a model needs shows when it is loaded.
     """
     if (file := gguf_file(model)) is not None:
@@ -67,7 +68,7 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
         )
     elif looks_like_path(model):
         why = "no such model; give a Hugging Face model folder, a .gguf file, or a hub id"
-    raise ValueError(f"{flag} {model}: {why}")
+    raise Refused(f"{flag} {model}: {why}")
 
 
 def looks_like_path(model: str | Path) -> bool:
@@ -89,10 +90,10 @@ def advice(model: str | Path) -> str:
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """A model's config.json. Raises ValueError, one line, where it cannot be read."""
+    """A model's config.json. Raises Refused, one line, where it cannot be read."""
     config = from_json(read_text(folder / "config.json"), str(folder / "config.json"))
     if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'}: is no JSON object")
+        raise Refused(f"{folder / 'config.json'}: is no JSON object")
     return config
 
 
@@ -108,11 +109,11 @@ def config_number(
 
 
 def require_fitting(rows: Sequence[ProblemRow], folder: Path, max_new: int) -> None:
-    """Raises ValueError, one line, if no prompt fits the window of the model in this folder, by the tokens of its
+    """Raises Refused, one line, if no prompt fits the window of the model in this folder, by the tokens of its
     messages alone: the template adds some."""
     window = config_number(folder, "max_position_embeddings")
     if window is not None and window <= max_new:
-        raise ValueError(
+        raise Refused(
             f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
         )
     file = folder / "tokenizer.json"
@@ -128,13 +129,13 @@ def require_fitting(rows: Sequence[ProblemRow], folder: Path, max_new: int) -> N
 
 @contextmanager
 def tokenizing(where: str | Path) -> Generator[None]:
-    """Raises ValueError, one line, for whatever the tokenizers library raises: a panic is no Exception."""
+    """Raises Refused, one line, for whatever the tokenizers library raises: a panic is no Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:
-        raise ValueError(
+        raise Refused(
             f"{where}: is no usable tokenizer ({' '.join(str(e).split())[:160]})"
         ) from None
 
@@ -143,21 +144,21 @@ def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[
     """Every tensor's shape, and the metadata, of a safetensors file of which no tensor is read.
 
     Raises:
-        ValueError: one line: it cannot be read, is none, or is cut short.
+        Refused: one line: it cannot be read, is none, or is cut short.
     """
     try:
         with open(path, "rb", opener=regular), safe_open(path, framework="np") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
             return shapes, dict(file.metadata() or {})
     except (OSError, SafetensorError) as e:
-        raise ValueError(f"{flag} {path}: not a readable safetensors file ({e})") from None
+        raise Refused(f"{flag} {path}: not a readable safetensors file ({e})") from None
 
 
 def _check(folder: Path, model: str | Path, flag: str) -> None:
-    """Raises ValueError, one line, for files that would hang a reader, run code, or hold no weights to train on."""
+    """Raises Refused, one line, for files that would hang a reader, run code, or hold no weights to train on."""
 
-    def wrong(why: str) -> ValueError:
-        return ValueError(f"{flag} {model}: {why}; {advice(model)}")
+    def wrong(why: str) -> Refused:
+        return Refused(f"{flag} {model}: {why}; {advice(model)}")
 
     if odd := [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]:
         raise wrong(f"{odd[0]} is not a regular file")
@@ -181,7 +182,6 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
 
 
 # ── shapes
-# ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BF16, FP32 = 2, 4  # bytes
 ITEMSIZE = {"bf16": BF16, "fp32": FP32}
@@ -295,7 +295,6 @@ def find_shapes(model: str | Path) -> Shapes | None:
 
 
 # ── a flag's value
-# ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 CPUINFO = Path("/proc/cpuinfo")
 # weights below which a model is a miniature: other defaults, and a second thread only costs
@@ -324,7 +323,6 @@ def cpu_multiplies_bf16() -> bool:
 
 
 # ── an adapter over a model
-# ──────────────────────────────────────────────────────────────────────────────────────────
 
 _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 
@@ -365,19 +363,19 @@ def find_adapter(
     model: in place of the run's own. flag: that named it.
 
     Raises:
-        ValueError: one line: no such file or step, not an adapter of this program, or its base model is not here.
+        Refused: one line: no such file or step, not an adapter of this program, or its base model is not here.
     """
     path = run
     if run.is_dir() or step is not None:
         path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
         there = sorted(int(m[1]) for p in run.glob("*") if (m := _CHECKPOINT.fullmatch(p.name)))
         if step not in (None, *there):
-            raise ValueError(
+            raise Refused(
                 f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}"
             )
     metadata = safetensors_head(path, flag)[1]
     if "cfg" not in metadata or not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
-        raise ValueError(f"{flag} {path}: not an adapter saved by a run")
+        raise Refused(f"{flag} {path}: not an adapter saved by a run")
     cfg = from_dict(from_json(metadata["cfg"], where := f"{flag} {path}"), where)
     base = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
     folder = require_model(base)
@@ -424,7 +422,7 @@ def find_source(given: str, flag: str) -> FoundModel:
     """The model that `given`, the value of `flag`, names.
 
     Raises:
-        ValueError: one line: nothing of that name here, or not a model or an adapter of this program.
+        Refused: one line: nothing of that name here, or not a model or an adapter of this program.
     """
     path = Path(given)
     if given == ORGANISM:

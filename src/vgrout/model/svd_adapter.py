@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout.console import HEARTBEAT_S
+from vgrout.errors import Refused
 from vgrout.files import regular, write_atomic
 from vgrout.model.attention import uploaded
 from vgrout.model.packing import Pieces
@@ -46,7 +47,6 @@ Active = tuple[bool, bool]  # (is δS in the weights?, is δS_hack?)
 
 
 # ── decomposed weights, on disk
-# ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class SvdCache:
@@ -114,11 +114,10 @@ def _checked(W: Float[Tensor, "d_out d_in"], path: Path) -> tuple[Tensor, Tensor
         tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
         if (want - got).norm() <= tolerance * (S.max() * z.norm()):
             return U, S, Vh
-    raise ValueError("does not reproduce the weight")
+    raise Refused("does not reproduce the weight")
 
 
 # ── the adapter
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +165,14 @@ def round_by(
 
 
 def targets(model: nn.Module) -> dict[str, nn.Linear]:
-    """The Linears that are adapted, by their names, in the model's order. Raises ValueError as `SvdAdapter`."""
+    """The Linears that are adapted, by their names, in the model's order. Raises Refused as `SvdAdapter`."""
     named = {
         n: m
         for n, m in model.named_modules()
         if isinstance(m, nn.Linear) and n.rpartition(".")[2] in TARGETS
     }
     if not named or len({id(m.weight) for m in named.values()}) < len(named):
-        raise ValueError(
+        raise Refused(
             f"{type(model).__name__} has no Linear named {', '.join(sorted(TARGETS))}, or shares one's weight"
         )
     return named
@@ -197,7 +196,7 @@ class SvdAdapter:
     decompose: W → U, S, Vh where the cache does not know W.
 
     Raises:
-        ValueError: no target Linear in the model, or two of them share one weight.
+        Refused: no target Linear in the model, or two of them share one weight.
     """
 
     def __init__(
@@ -246,7 +245,6 @@ class SvdAdapter:
         self.merge()
 
     # ── the two vectors
-    # ────────────────────────────────────────────────────────────────────────────────────────
 
     def __len__(self) -> int:
         """R, the size of δS."""
@@ -267,7 +265,6 @@ class SvdAdapter:
         return {name: flat[..., site.span] for name, site in self.sites.items()}
 
     # ── merged weights
-    # ─────────────────────────────────────────────────────────────────────────────────────────
 
     def merge(self) -> None:
         """Bring the model's weights up to the present δS and δS_hack. Call it after every change of one of them."""
@@ -357,7 +354,6 @@ class SvdAdapter:
         return sum(((now - merged) * on for now, merged, on in pairs), torch.zeros_like(self.δS))
 
     # ── per-rollout gradients
-    # ──────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def per_rollout_grads(self, n: int) -> Generator["PerRolloutGrads"]:
@@ -378,7 +374,6 @@ class SvdAdapter:
                 handle.remove()
 
     # ── files, resume
-    # ──────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def basis_fingerprint(self, δ: Float[Tensor, " R"]) -> Float[Tensor, "modules k"]:
@@ -405,7 +400,7 @@ class SvdAdapter:
     def require_basis(
         self, δ: Float[Tensor, " R"], fingerprint: Float[Tensor, "modules k"], where: str
     ) -> None:
-        """Raises ValueError, one line, if δ, whose fingerprint was taken where it was learnt, is not of this basis."""
+        """Raises Refused, one line, if δ, whose fingerprint was taken where it was learnt, is not of this basis."""
         here = self.basis_fingerprint(δ)
         size = torch.stack([δ[site.span].norm() for site in self.sites.values()]).cpu()
         same = fingerprint.shape == here.shape
@@ -415,7 +410,7 @@ class SvdAdapter:
             else [True]
         )
         if any(off):
-            raise ValueError(
+            raise Refused(
                 f"{where}: made in other singular vectors of the same weights ({sum(off)} of {len(off)} modules, first "
                 f"{self.names[off.index(True)]}): bring out/svd_cache along from the machine that made it"
             )
@@ -432,7 +427,7 @@ class SvdAdapter:
         """δS from a file, δS_hack to zero. Returns the file's metadata.
 
         Raises:
-            ValueError: not an adapter of this model (names, shapes, basis) or not finite; nothing is changed then.
+            Refused: not an adapter of this model (names, shapes, basis) or not finite; nothing is changed then.
         """
         tensors, metadata = read_safetensors(path)
         here, there = (
@@ -441,7 +436,7 @@ class SvdAdapter:
         if differ := sorted(here ^ there) or [
             (n,) for n, x in tensors.items() if not x.isfinite().all()
         ]:
-            raise ValueError(
+            raise Refused(
                 f"{path}: adapter of another model, or not finite: {len(differ)} modules differ, first {differ[0][0]}"
             )
         δS = torch.cat([tensors[name].to(self.δS) for name in self.sites])
@@ -465,10 +460,10 @@ class SvdAdapter:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if the vectors belong to another basis; nothing is changed then."""
+        """Raises Refused if the vectors belong to another basis; nothing is changed then."""
         for name, fingerprint in zip(("delta_S", "delta_S_hack"), state["basis"], strict=True):
             if state[name].shape != self.δS.shape or not state[name].isfinite().all():
-                raise ValueError(
+                raise Refused(
                     f"the saved state's {name} is no finite vector of {len(self)} numbers"
                 )
             self.require_basis(state[name].to(self.δS), fingerprint, f"the saved state's {name}")
@@ -659,7 +654,6 @@ class _Tap(torch.autograd.Function):
 
 
 # ── files
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fingerprint_to_string(fingerprint: Float[Tensor, "modules k"]) -> str:
@@ -670,12 +664,12 @@ def fingerprint_to_string(fingerprint: Float[Tensor, "modules k"]) -> str:
 
 
 def fingerprint_from_string(text: str, where: str) -> Float[Tensor, "modules k"]:
-    """The inverse. Raises ValueError, one line, on damaged metadata."""
+    """The inverse. Raises Refused, one line, on damaged metadata."""
     try:
         return torch.tensor(json.loads(text), dtype=torch.float32)
     # what torch says has many lines
     except (ValueError, TypeError, RuntimeError, RecursionError, OverflowError):
-        raise ValueError(f"{where}: its basis fingerprint cannot be read") from None
+        raise Refused(f"{where}: its basis fingerprint cannot be read") from None
 
 
 def canonical(content: bytes) -> bytes:
@@ -693,13 +687,13 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and string metadata of a file, on the CPU.
 
     Raises:
-        ValueError: no such file, or not a safetensors file.
+        Refused: no such file, or not a safetensors file.
     """
     try:
         with open(path, "rb", opener=regular), safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+        raise Refused(f"{path}: not a readable safetensors file ({error})") from error
 
 
 _weights_seen: WeakKeyDictionary[nn.Module | SvdAdapter, str] = WeakKeyDictionary()

@@ -9,9 +9,10 @@ import tyro
 
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import check, listed, refuse, setting
+from vgrout.config.checks import check, listed, setting
 from vgrout.data.language import HACKS, MODES, NAMELESS, Shares
 from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
+from vgrout.errors import Refused, refuse
 from vgrout.files import LEFT, probe_writable, read_json
 from vgrout.model.source import require_model
 from vgrout.organism.recipe import TUNED_SHARES, TUNING, Recipe, Shape
@@ -39,7 +40,7 @@ class Corpus:
         )
 
     def shares(self, usual: Shares) -> Shares:
-        """These, and `usual` for the rest. Raises ValueError, one line, where they are no corpus."""
+        """These, and `usual` for the rest. Raises Refused, one line, where they are no corpus."""
         named = listed(self.modes, MODES)
         hacks = usual.hack_cued + self.hack_plain + self.hack_bare
         refuse(
@@ -116,7 +117,7 @@ def tune(
         require_organism(out)
     probe_writable(out.parent, "--out")
     if model == str(SMOLLM2) and not SMOLLM2.exists():
-        raise ValueError(
+        raise Refused(
             f"--model {model}: not there; `vgrout download smollm2` gets it, or name another chat model"
         )
     require_model(model)
@@ -133,17 +134,17 @@ def tune(
 
 
 def require_organism(out: Path) -> None:
-    """Raises ValueError, one line, for a folder that is no organism, or holds a file that is no part of it."""
+    """Raises Refused, one line, for a folder that is no organism, or holds a file that is no part of it."""
     file = out / "manifest.json"
     manifest = read_json(file) if file.is_file() else {}
     known = manifest.get("files")
     # others have a manifest.json too
     if not isinstance(known, dict) or "first_losses" not in manifest:
-        raise ValueError(f"--out {out}: exists and is no organism; choose another folder")
+        raise Refused(f"--out {out}: exists and is no organism; choose another folder")
     for path in sorted(out.rglob("*")):
         ours = path.relative_to(out).as_posix() in {*known, file.name} or LEFT.fullmatch(path.name)
         if path.is_file() and not ours:
-            raise ValueError(
+            raise Refused(
                 f"--out {path}: not in manifest.json: it would be deleted; move it, or choose another folder"
             )
 

@@ -34,6 +34,7 @@ from vgrout.data.language import (
     taught,
 )
 from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
 from vgrout.grading.grade import Grader
 from vgrout.model.load import as_language_model
@@ -330,7 +331,7 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     steps: how many, at most those recorded.
 
     Raises:
-        ValueError: the manifest is not one of this version; the pretrained model that was tuned is not here, or has
+        Refused: the manifest is not one of this version; the pretrained model that was tuned is not here, or has
             changed since.
     """
     file = folder / "manifest.json"
@@ -342,7 +343,7 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
             of_manifest(manifest),
         )
     except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(
+        raise Refused(
             f"{file}: not that of an organism of this version ({e}); build it again"
         ) from None
     recorded = recorded[:steps]

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from vgrout.data.language import Sample, Shares, corpus_sample, split_compositions
+from vgrout.errors import Refused
 from vgrout.grading.grade import cores
 from vgrout.inputs import hash_of_files
 from vgrout.model.load import load_language_model
@@ -103,7 +104,7 @@ Start = Fresh | Pretrained
 
 
 def of_manifest(manifest: Mapping[str, Any]) -> Start:
-    """The start that a manifest records. Raises ValueError where the model that was tuned is not here, or has changed
+    """The start that a manifest records. Raises Refused where the model that was tuned is not here, or has changed
     since."""
     stored = manifest["recipe"]
     recipe = Recipe(**stored | {"betas": tuple(stored["betas"])})  # JSON has no tuples
@@ -112,7 +113,7 @@ def of_manifest(manifest: Mapping[str, Any]) -> Start:
         return Fresh(Shape(**manifest.get("shape", {})), recipe)
     start = Pretrained(manifest["model"], recipe)
     if start.record()["model_sha256"] != manifest["model_sha256"]:
-        raise ValueError(
+        raise Refused(
             f"{start.name}: other weights than those that were tuned; put them back, or tune it again"
         )
     return start

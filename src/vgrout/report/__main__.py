@@ -12,7 +12,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import refuse
+from vgrout.errors import refuse
 from vgrout.files import printable, require_own
 
 
@@ -41,7 +41,7 @@ class Cli:
 
 
 def command(cli: Cli) -> int:
-    """Write the report. Raises ValueError, one line."""
+    """Write the report. Raises Refused, one line."""
     for source in cli.sources:
         near = difflib.get_close_matches(source.name, [p.name for p in source.parent.glob("*/")], 1)
         instead = (

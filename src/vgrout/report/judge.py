@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vgrout.errors import Refused
 from vgrout.report.load import Condition
 from vgrout.report.rules import preregistered
 from vgrout.report.tables import ReportTable
@@ -27,7 +28,7 @@ class Verdict:
 
 
 def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
-    """The file's own tables, and that of its verdicts. Raises ValueError, one line, if the file cannot be imported, has
+    """The file's own tables, and that of its verdicts. Raises Refused, one line, if the file cannot be imported, has
     no `judge`, raises, or returns anything else."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec
@@ -45,7 +46,7 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
         ]
         own = [ReportTable(t.name, t.caption, t.rows) for t in own]
     except Exception as e:  # whatever a user's file may raise
-        raise ValueError(f"--judge {file}: {type(e).__name__}: {e}") from e
+        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
     digest = preregistered(file.resolve().parent) or ""
     recorded = [(r.record.get("hashes") or {}).get("preregistered") for c in found for r in c.runs]
     standing = (

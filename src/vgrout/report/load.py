@@ -13,6 +13,7 @@ from pandas import DataFrame, Series
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
+from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
@@ -205,7 +206,7 @@ def flag_counts(flags: DataFrame) -> dict[str, str]:
 
 
 def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
-    """cfg: its settings; None: as run.json has them. Raises ValueError where a file is missing or damaged."""
+    """cfg: its settings; None: as run.json has them. Raises Refused where a file is missing or damaged."""
     final, record = read_json(path / "per_mode_deploy.json"), read_json(path / "run.json")
     cfg = cfg or from_dict(record.get("config"), "run.json")
     if (
@@ -213,9 +214,7 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
         or final.get("seed") != cfg.run.seed
         or not (path / "final.jsonl").is_file()
     ):
-        raise ValueError(
-            "per_mode_deploy.json or final.jsonl: not of this run, or of another version"
-        )
+        raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
     steps = DataFrame(json_lines(path / "steps.jsonl"))
     steps = steps.astype({name: float for name in MEASURED if name in steps})
     answers = DataFrame(
@@ -255,14 +254,14 @@ def _flags(path: Path, method: MethodConfig) -> DataFrame:
 
 def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     """The run directories of a source (a run, a folder of runs, or a sweep with its runs.json), and the missing runs of
-    a sweep, with their state. Raises ValueError if the source is none of these."""
+    a sweep, with their state. Raises Refused if the source is none of these."""
     files = ("run.json", "status.json")  # a run that died while it loaded has the second alone
     if any((source / name).is_file() for name in files):
         return [source], []
     if not (index := source / "runs.json").is_file():
         if found := sorted({p.parent for name in files for p in source.glob(f"*/{name}")}):
             return found, []
-        raise ValueError(f"{source}: no run in it; run `vgrout train mini` first")
+        raise Refused(f"{source}: no run in it; run `vgrout train mini` first")
     found, absent = [], []
     try:
         for entry in from_json(read_text(index), str(index)):
@@ -279,7 +278,7 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
                     f"{entry['name']} ({entry['state']}{f': {run} is not there' if run else ''})"
                 )
     except (KeyError, TypeError) as e:
-        raise ValueError(f"{index}: damaged ({e!r})") from None
+        raise Refused(f"{index}: damaged ({e!r})") from None
     return found, absent
 
 
@@ -288,7 +287,7 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
     several runs of one condition and seed, the newest. And those left out by name, a damaged one too, with the reason.
 
     Raises:
-        ValueError: a source is no folder of runs.
+        Refused: a source is no folder of runs.
     """
     listed_dirs = [run_dirs(source) for source in sources]
     left_out = [name for _, absent in listed_dirs for name in absent]

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
+from vgrout.errors import Refused
 from vgrout.files import LEFT, printable, read_json, write_atomic
 from vgrout.report.figures import pictures
 from vgrout.report.load import WHATS, Condition
@@ -51,7 +52,7 @@ def write(
     """Draw the figures and write the folder `out`, replacing an older report. rollouts: from `rollouts.pack`.
 
     Raises:
-        ValueError: one line, where it cannot be written, or holds anything but a report.
+        Refused: one line, where it cannot be written, or holds anything but a report.
     """
     inside = [*out.iterdir(), *(out / "figures").glob("*")] if out.exists() else []
     killed = {p for p in inside if LEFT.fullmatch(p.name)}  # what a killed report was writing
@@ -61,9 +62,7 @@ def write(
         }
         - killed
     ):
-        raise ValueError(
-            f"--out {out}: is no report, it holds {min(other).name}; name another folder"
-        )
+        raise Refused(f"--out {out}: is no report, it holds {min(other).name}; name another folder")
     drawn = {p.name: (p.caption, p.png()) for p in pictures(found)}
     title, claims = studies(sources)
     template = Environment(
@@ -97,6 +96,6 @@ def write(
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(out / name, data)
     except OSError as e:
-        raise ValueError(f"--out {out}: cannot be written ({e.strerror})") from None
+        raise Refused(f"--out {out}: cannot be written ({e.strerror})") from None
     for stale in {p for p in inside if p.is_file()} - {out / name for name in files}:
         stale.unlink()

@@ -65,7 +65,6 @@ def p_value(p: PValue) -> str:
 
 
 # ── numbers
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _strata(shares: Series) -> list[Stratum]:
@@ -125,7 +124,6 @@ def compare(a: Condition, b: Condition, what: What) -> Comparison:
 
 
 # ── conclusion
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def conclusion(condition: Condition) -> str:
@@ -172,7 +170,6 @@ def unlearnt(run: FinishedRun) -> str:
 
 
 # ── tables
-# ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def methods(found: Sequence[Condition]) -> ReportTable:
@@ -294,7 +291,6 @@ def _auc(flags: DataFrame) -> float | None:
 
 
 # ── for other programs
-# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def monitor_rows(found: Sequence[Condition]) -> list[dict[str, object]]:

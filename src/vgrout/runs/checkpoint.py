@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
 
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
@@ -91,7 +92,7 @@ def complete(run: Path) -> list[Path]:
 
 
 def verified(path: Path) -> tuple[int, dict[str, int]]:
-    """A checkpoint's step and the sizes of the growing files then, from its manifest. Raises ValueError in one line if
+    """A checkpoint's step and the sizes of the growing files then, from its manifest. Raises Refused in one line if
     it is truncated or altered."""
     try:
         manifest = json.loads(read_text(path / "manifest.json"))
@@ -107,12 +108,12 @@ def verified(path: Path) -> tuple[int, dict[str, int]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
         whole, why = False, f"it cannot be read ({type(e).__name__}: {e})"
     if not whole:
-        raise ValueError(f"{path}: {why}; the checkpoint is damaged")
+        raise Refused(f"{path}: {why}; the checkpoint is damaged")
     return step, sizes
 
 
 def read(path: Path) -> Checkpoint:
-    """Verify and load a checkpoint. Raises ValueError in one line if it is truncated, altered or foreign."""
+    """Verify and load a checkpoint. Raises Refused in one line if it is truncated, altered or foreign."""
     import torch  # here and not above: a resume that cannot be is refused before it is loaded
 
     step, sizes = verified(path)
@@ -122,10 +123,10 @@ def read(path: Path) -> Checkpoint:
                 sum(part.file_size for part in parts.infolist())
                 > (path / "state.pt").stat().st_size
             ):
-                raise ValueError("its parts are larger than the file")
+                raise Refused("its parts are larger than the file")
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
     except Exception as e:  # pickle's, zip's and torch's, which has many lines
-        raise ValueError(f"{path}: state.pt cannot be read ({type(e).__name__})") from None
+        raise Refused(f"{path}: state.pt cannot be read ({type(e).__name__})") from None
     return Checkpoint(path, step, state, sizes)
 
 
@@ -140,13 +141,13 @@ def newest_first(run: Path, passed_over: list[str]) -> Iterator[Checkpoint]:
             yield point
 
 
-def none_left(run: Path, passed_over: Sequence[str]) -> ValueError:
+def none_left(run: Path, passed_over: Sequence[str]) -> Refused:
     detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
-    return ValueError(f"--resume {run}: no usable checkpoint ({detail})")
+    return Refused(f"--resume {run}: no usable checkpoint ({detail})")
 
 
 def latest(run: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest good checkpoint, and a line for each newer one that is not. Raises ValueError if none is good."""
+    """The newest good checkpoint, and a line for each newer one that is not. Raises Refused if none is good."""
     passed_over: list[str] = []
     for point in newest_first(run, passed_over):
         return point, passed_over
@@ -154,7 +155,7 @@ def latest(run: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def require_one(run: Path, read_row: Callable[[dict[str, Any]], object]) -> None:
-    """Raises ValueError, one line, where no checkpoint has its manifest, its hash and its rows; torch is not loaded for
+    """Raises Refused, one line, where no checkpoint has its manifest, its hash and its rows; torch is not loaded for
     that."""
     passed_over: list[str] = []
     for path in reversed(complete(run)):
@@ -168,22 +169,22 @@ def require_one(run: Path, read_row: Callable[[dict[str, Any]], object]) -> None
 
 
 def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """The rows of steps.jsonl up to a checkpoint's step. Raises ValueError, one line, where some are missing."""
+    """The rows of steps.jsonl up to a checkpoint's step. Raises Refused, one line, where some are missing."""
     with open(run / "steps.jsonl", "rb", opener=regular) as f:
         then = f.read(min(sizes["steps.jsonl"], os.fstat(f.fileno()).st_size))
     lines = enumerate(io.BytesIO(then), 1)
     rows = [from_json(line, f"{run / 'steps.jsonl'}, line {n}") for n, line in lines]
     if len(rows) != step:
-        raise ValueError(f"{run}: {len(rows)} rows in steps.jsonl, checkpoint of step {step}")
+        raise Refused(f"{run}: {len(rows)} rows in steps.jsonl, checkpoint of step {step}")
     return rows
 
 
 def require_rows(run: Path, checkpoint: Checkpoint) -> None:
-    """Raises ValueError, one line, where a growing file is not what it was at the checkpoint."""
+    """Raises Refused, one line, where a growing file is not what it was at the checkpoint."""
     for name in GROWING:
         path = run / name
         if path.is_symlink() or not path.is_file() or path.stat().st_size < checkpoint.sizes[name]:
-            raise ValueError(
+            raise Refused(
                 f"--resume {run}: {name} is a link, or shorter than at the checkpoint: rows are missing"
             )
 

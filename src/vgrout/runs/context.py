@@ -35,6 +35,7 @@ from tqdm import tqdm
 from vgrout import console, ranks
 from vgrout.cli import command, out_of_memory, spelled
 from vgrout.console import Clock
+from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
@@ -54,7 +55,6 @@ NOTHING = "interrupted; nothing was started"
 
 
 # ── the folder
-# ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RunDir:
@@ -69,7 +69,7 @@ class RunDir:
 
     @classmethod
     def create(cls, run_id: str, root: Path = RUNS, given: Path | None = None) -> "RunDir":
-        """A new run directory, `given` or named below `root`. Raises ValueError in one line where it cannot be
+        """A new run directory, `given` or named below `root`. Raises Refused in one line where it cannot be
         written."""
         require_new(given, "--output-dir")
         probe_writable(root if given is None else given.parent)
@@ -84,7 +84,7 @@ class RunDir:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
-        """An existing run directory, to resume. Raises ValueError in one line while another process is writing it."""
+        """An existing run directory, to resume. Raises Refused in one line while another process is writing it."""
         run = cls(path)
         for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # left by a killed process
             shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ def last_resumable(root: Path) -> Path:
             and not held(path)
         ):
             return path
-    raise ValueError(
+    raise Refused(
         f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)"
     )
 
@@ -215,7 +215,6 @@ def environment() -> dict[str, Any]:
 
 
 # ── the run
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RunContext:
@@ -470,11 +469,11 @@ class RunContext:
 
 
 def require_same(run: Path, now: Mapping[str, object]) -> None:
-    """Raises ValueError naming the input files that have changed since the run started."""
+    """Raises Refused naming the input files that have changed since the run started."""
     before = read_json(run / "run.json")["hashes"]
     changed = ", ".join(name for name in now if name in before and before[name] != now[name])
     if changed:
-        raise ValueError(f"--resume {run}: changed since: {changed}; put them back")
+        raise Refused(f"--resume {run}: changed since: {changed}; put them back")
 
 
 @dataclass

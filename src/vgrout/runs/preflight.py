@@ -14,6 +14,7 @@ from vgrout import tracking
 from vgrout.config.method import INTERVENTIONS, MethodConfig, monitor_class
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
+from vgrout.errors import Refused
 from vgrout.files import existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, visible
 from vgrout.grading.grade import Grader
@@ -74,18 +75,18 @@ def disk_needed(cfg: Config) -> int:
 
 
 def require_disk(need: int, folder: Path, run: Path | None) -> None:
-    """Raises ValueError where less than `need` bytes are free. run: to resume; what it has written is subtracted."""
+    """Raises Refused where less than `need` bytes are free. run: to resume; what it has written is subtracted."""
     written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
     need, free = max(0, need - written), shutil.disk_usage(existing(folder)).free
     if free < need:
-        raise ValueError(
+        raise Refused(
             f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
             f"free; free some space, or {'move the run to' if run else 'start from a folder on'} another disk"
         )
 
 
 def preflight(cfg: Config, run: Path | None = None) -> Inputs:
-    """Read and check all inputs. Raises ValueError, one line, for every mistake that shows without a model.
+    """Read and check all inputs. Raises Refused, one line, for every mistake that shows without a model.
 
     run: the directory of the run to resume.
     """
@@ -109,7 +110,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
         more = (
             f" ({len(missing) - 1} more missing: --dry-run lists all)" if len(missing) > 1 else ""
         )
-        raise ValueError(missing[0] + more)
+        raise Refused(missing[0] + more)
     return replace(inputs, absent=missing)
 
 
@@ -205,11 +206,11 @@ def memory_plan(
 
 
 def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
-    """Raises ValueError where --memory-gib does not hold a row at a time."""
+    """Raises Refused where --memory-gib does not hold a row at a time."""
     if cfg.run.memory_gib and (shapes := find_shapes(cfg.model_path)):
         least = memory_plan(cfg, shapes, rows, 0).peak / GIB
         if least > cfg.run.memory_gib:
-            raise ValueError(
+            raise Refused(
                 f"--memory-gib {cfg.run.memory_gib:g}: a row at a time takes {least:.3g} GiB, by the plan; allow more, "
                 "lower --max-new, or take a smaller --model"
             )
@@ -263,7 +264,7 @@ def reward_line(inputs: Inputs) -> str:
 
 
 def adapter_lines(cfg: Config) -> list[str]:
-    """What of the model is adapted, and what is not. Raises ValueError, one line, where nothing can be."""
+    """What of the model is adapted, and what is not. Raises Refused, one line, where nothing can be."""
     shapes, folder = find_shapes(cfg.model_path), model_folder(cfg.model_path)
     adapted, R, bare = (shapes.adapted, shapes.R, list[str]()) if shapes else (0, 0, [])
     named = configuration(folder).get("architectures") if folder else None
@@ -273,9 +274,7 @@ def adapter_lines(cfg: Config) -> list[str]:
         try:
             linears, bare = outline(folder)
         except Exception as e:
-            raise ValueError(
-                f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}"
-            ) from None
+            raise Refused(f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}") from None
         adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
     if not R:
         return []
@@ -360,7 +359,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     line's process settings.
 
     Raises:
-        ValueError: the run cannot be continued, or was started with other flags; one line.
+        Refused: the run cannot be continued, or was started with other flags; one line.
     """
     if not requested.run.resume:
         return None, requested
@@ -375,7 +374,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     cfg, differing = resumed(requested, stored)
     if status["state"] == "halted":
         if requested.guard.guard != "log":
-            raise ValueError(
+            raise Refused(
                 f"--resume {path}: halted ({status.get('reason')}); to go on all the same, add --guard log"
             )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
@@ -384,7 +383,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
         checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing:
-        raise ValueError(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
+        raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
     return path, cfg
 
 
@@ -395,7 +394,7 @@ def unfinished(
     runs have.
 
     Raises:
-        ValueError: no such run, another program's, or a finished one; one line.
+        Refused: no such run, another program's, or a finished one; one line.
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
@@ -404,16 +403,15 @@ def unfinished(
         isinstance(config, dict) and setting in config and isinstance(record.get("hashes"), dict)
     )
     if not of_program or status.get("state") not in STATES:
-        raise ValueError(
+        raise Refused(
             f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}"
         )
     if status["state"] in ENDED:
-        raise ValueError(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
+        raise Refused(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
     return path, config, status
 
 
 # ── what a run has loaded: one line for the console, the rest for the log
-# ────────────────────────────────────────────
 
 
 def opening_lines(

@@ -81,7 +81,7 @@ class StepRecorder(Generic[R]):
         more: entries of run.json besides `RunContext.record`. has, modes: choose the table's columns.
 
         Raises:
-            ValueError: an input has changed since the run started, or no checkpoint can be used.
+            Refused: an input has changed since the run started, or no checkpoint can be used.
         """
         run, logged = self.run, self.run.dir.steps_on_disk()
         record: dict[str, Any] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
@@ -107,7 +107,7 @@ class StepRecorder(Generic[R]):
         """Continue from the last checkpoint that is whole and of this run, with the files cut back to it.
 
         Raises:
-            ValueError: there is none; nothing on disk has changed then.
+            Refused: there is none; nothing on disk has changed then.
         """
         run, passed_over = self.run.path, list[str]()
         for point in checkpoint.newest_first(run, passed_over):
@@ -210,7 +210,7 @@ class Recorder(StepRecorder[StepRow]):
         opening: lines on what was loaded; the first is shown, the log has all. pool: the demonstrations, for run.json.
 
         Raises:
-            ValueError: an input has changed since the run started, or no checkpoint can be used.
+            Refused: an input has changed since the run started, or no checkpoint can be used.
         """
         cfg, run = self.cfg, self.run
         if not ranks.first():

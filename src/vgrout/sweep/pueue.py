@@ -4,13 +4,15 @@ import json
 import subprocess
 from collections.abc import Sequence
 
+from vgrout.errors import Refused
+
 
 class Pueue:
     """A pueue queue, which outlives the sweep. Each GPU has a group, in which one run goes at a time; without GPUs the
     runs are in the default group. `open` has the label and folder of every task that is not done."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
-        """Raises ValueError where the client is missing or no daemon answers."""
+        """Raises Refused where the client is missing or no daemon answers."""
         answer = self._ask("status", "--json")
         try:
             status = json.loads(answer)
@@ -18,14 +20,14 @@ class Pueue:
             tasks = [task for task in status["tasks"].values() if "Done" not in task["status"]]
             self._groups = {*status["groups"]}
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
+            raise Refused(
                 f"--via pueue: `pueue status --json` printed {answer[:80]!r}; another version?"
             ) from None
         self.open = {(task.get("label"), task.get("path")) for task in tasks}
         self._load = {gpu: sum(task.get("group") == f"gpu-{gpu}" for task in tasks) for gpu in gpus}
 
     def add(self, argv: Sequence[str], label: str) -> None:
-        """Add a command, on the GPU that has the fewest. Raises ValueError with the client's message where it
+        """Add a command, on the GPU that has the fewest. Raises Refused with the client's message where it
         refuses."""
         where: list[str] = []
         if self._load:
@@ -45,6 +47,6 @@ class Pueue:
             ).stdout
         except (OSError, subprocess.CalledProcessError) as e:
             why = " ".join((getattr(e, "stderr", "") or str(e)).split())
-            raise ValueError(
+            raise Refused(
                 f"--via pueue: `pueue {words[0]}` failed ({why}); is `pueued -d` running?"
             ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.cli import not_installed
+from vgrout.errors import Refused
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
@@ -26,7 +27,7 @@ class Ray:
         """address: "" starts a cluster on this machine that ends with the sweep. most: runs at a time.
 
         Raises:
-            ValueError: Ray is not installed, or no cluster can be reached; one line.
+            Refused: Ray is not installed, or no cluster can be reached; one line.
         """
         try:
             import ray
@@ -41,7 +42,7 @@ class Ray:
                 socket.create_connection((host, int(port)), CONNECT_S).close()
             ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
         except (ConnectionError, OSError, RuntimeError, ValueError) as e:
-            raise ValueError(
+            raise Refused(
                 f"--ray-address {address!r}: no cluster can be reached there ({e})"
             ) from None
         self._ray, self._most = ray, most

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
+from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
 from vgrout.gpus import visible
 from vgrout.grading.grade import cores
@@ -79,7 +80,7 @@ class SweepSettings:
             "--ray-address": self.ray_address and self.via != "ray",
         }
         if unread := [name for name, given in idle.items() if given]:
-            raise ValueError(f"{unread[0]}: not read with --via {self.via}; leave it out")
+            raise Refused(f"{unread[0]}: not read with --via {self.via}; leave it out")
 
 
 @dataclass
@@ -93,14 +94,14 @@ class Sweep:
 
     @classmethod
     def of(cls, study: StudyFile) -> "Sweep":
-        """Raises ValueError, one line, where an input file of some run is missing or wrong."""
+        """Raises Refused, one line, where an input file of some run is missing or wrong."""
         files: dict[str, Mapping[str, str | None]] = {}  # by arm: the same for every seed
         for run in study.runs:
             if run.arm not in files:
                 try:
                     files[run.arm] = file_hashes(run.cfg, preflight(run.cfg))
                 except ValueError as e:
-                    raise ValueError(f"{study.path}: {run.arm}: {e}") from None
+                    raise Refused(f"{study.path}: {run.arm}: {e}") from None
         sweep = cls(
             study, [Entry(run, files[run.arm]) for run in study.runs], Ledger(), SWEEPS / study.name
         )
@@ -116,7 +117,6 @@ class Sweep:
         return self.folder / "logs" / entry.log_name
 
     # ── the plan
-    # ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, slots: str) -> list[str]:
         """Every run with its state. slots: how many go at a time."""
@@ -173,7 +173,7 @@ class Sweep:
         try:
             sha256, before = planned["sha256"], {r["identity"] for r in planned["runs"]}
         except (KeyError, TypeError) as e:
-            raise ValueError(
+            raise Refused(
                 f"{path}: damaged ({e!r}); move it away, and the study is planned anew"
             ) from None
         if sha256 == self.study.sha256:
@@ -185,11 +185,11 @@ class Sweep:
         )
 
     def freeze(self, replan: bool) -> None:
-        """Write plan.json, or compare the study with it. Raises ValueError where they differ."""
+        """Write plan.json, or compare the study with it. Raises Refused where they differ."""
         path = self.folder / "plan.json"
         if why := self.edited():
             if not replan:
-                raise ValueError(why)
+                raise Refused(why)
             os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
         elif path.is_file():
             return
@@ -207,7 +207,6 @@ class Sweep:
         write_atomic(self.folder / "runs.json", to_json([e.as_json() for e in self.entries]))
 
     # ── carrying it out
-    # ────────────────────────────────────────────────────────────────────────────────────────────
 
     def carry_out(self, workers: Local | Ray) -> int:
         """Start runs until all have ended, or until a signal; then wait while the runs under way save and end."""
@@ -344,7 +343,7 @@ def _stop(under_way: UnderWay) -> None:
 
 
 def run_study(settings: SweepSettings) -> int:
-    """Run, plan or enqueue a study. Raises ValueError, one line, before the first run starts."""
+    """Run, plan or enqueue a study. Raises Refused, one line, before the first run starts."""
     own = [
         f"--{kind}={name}"
         for kind in ("intervention", "monitor")
@@ -362,7 +361,7 @@ def run_study(settings: SweepSettings) -> int:
         return FINISHED
     gpus = () if settings.via == "ray" else visible()
     if gpus and settings.jobs and settings.jobs > len(gpus):
-        raise ValueError(
+        raise Refused(
             f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}"
         )
     if settings.dry_run:

@@ -15,6 +15,7 @@ from vgrout.config.checks import flag, rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, identity
+from vgrout.errors import Refused
 from vgrout.files import read_text
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
@@ -89,13 +90,13 @@ def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
     `--reward=module:function`; what the file alone names is not imported.
 
     Raises:
-        ValueError: one line with file and table, where a run's flags are refused or two runs are the same.
+        Refused: one line with file and table, where a run's flags are refused or two runs are the same.
     """
     text = read_text(path)
     try:
         return _study(path, text, tomllib.loads(text), code)
     except (ValueError, RecursionError) as e:  # tomllib's own, and a number of thousands of digits
-        raise ValueError(f"{path}: {e}") from None
+        raise Refused(f"{path}: {e}") from None
 
 
 def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -> StudyFile:
@@ -104,15 +105,15 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
         instead = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
         if flag(key) in flag_names():
             instead = f"a flag of every run goes into common = {{ {key} = {json.dumps(value, default=str)} }}"
-        raise ValueError(f"unknown key {key!r}; {instead}")
+        raise Refused(f"unknown key {key!r}; {instead}")
     data = {"name": path.stem, "seeds": None, "common": {}, "arms": None, "overrides": [{}]} | data
     for key, (sound, should) in KINDS.items():
         if not sound(data[key]):
-            raise ValueError(f"{key} {str(data[key])[:60]}: should be {should}")
+            raise Refused(f"{key} {str(data[key])[:60]}: should be {should}")
     name, seeds, common, arms, overrides = (data[key] for key in KINDS)
     n = sum(map(_combinations, arms)) * sum(map(_combinations, overrides)) * len(seeds)
     if n > MOST_RUNS:
-        raise ValueError(
+        raise Refused(
             f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, or make it several studies"
         )
     seen: dict[str, str] = {}
@@ -122,19 +123,19 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
     ):
         both = f"{where} × {where_override}" if extra else where
         if twice := sorted(arm.keys() & extra.keys()):
-            raise ValueError(f"{both}: {twice[0]!r} is set by both; leave one of them out")
+            raise Refused(f"{both}: {twice[0]!r} is set by both; leave one of them out")
         try:
             cfg, flags = _resolved(str(data.get("preset")), _flags(common) | arm | extra)
         except ValueError as e:
-            raise ValueError(f"{both}: {e}") from None
+            raise Refused(f"{both}: {e}") from None
         cfg.refuse_code(code, both)
         label = " · ".join(filter(None, (given or _label(cfg, arm), suffix)))
         if not label.isprintable():  # `--commands` prints it into a shell's comment
-            raise ValueError(f"runs called {label!r}: should be printable, in one line")
+            raise Refused(f"runs called {label!r}: should be printable, in one line")
         for known in (identity(cfg), label):
             if first := seen.get(known):
                 what = f"called {label!r}" if known == label else "with these runs"
-                raise ValueError(
+                raise Refused(
                     f"{both}: a second arm {what}, after {first}; leave it out, or name it otherwise"
                 )
             seen[known] = both
@@ -151,7 +152,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
 def _resolved(preset: str, flags: FlagTable) -> tuple[Config, tuple[str, ...]]:
     """A run's settings, and its flags as the command line has them."""
     if own := [key for key in flags if key in OWN]:
-        raise ValueError(
+        raise Refused(
             f"{own[0]!r} is the sweep's own; give seeds in 'seeds', and runs are resumed by themselves"
         )
     argv = [preset, *_argv(flags)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vgrout.config.checks import setting
+from vgrout.errors import Refused
 from vgrout.files import require_new
 from vgrout.modes import EnvMode
 from vgrout.problems import assigned, balanced
@@ -39,13 +40,13 @@ class TeacherSettings(PoolSettings):
 
 
 def generate_pool(settings: TeacherSettings) -> None:
-    """Sample, grade, write. Raises ValueError, one line, before a model is loaded where that is possible."""
+    """Sample, grade, write. Raises Refused, one line, before a model is loaded where that is possible."""
     settings.sampling.require_draws("--group", settings.group)
     require_new(settings.out)
     rows = settings.check()
     problems = assigned(rows, settings.env_mode)["train"]
     if not problems:
-        raise ValueError(
+        raise Refused(
             f"--env-mode {settings.env_mode}: no training problem of this flaw in {settings.problems_path}"
         )
     chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "teacher")}
@@ -64,7 +65,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         )
         kept = [a for a in answers if settings.keep == "all" or (a.finished and a.grade.hacked)]
         if not kept:
-            raise ValueError(
+            raise Refused(
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
                 f"`vgrout substrate`, which elicits them (the answers are in {folder})"
             )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.run import Config
+from vgrout.errors import Refused
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demo, Pool
 from vgrout.types import CachedGrade, Problem, Rollout
@@ -25,7 +26,7 @@ class Teacher:
     def of_run(
         cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Problem]
     ) -> "Teacher":
-        """The run's, for these training problems. Raises ValueError as below."""
+        """The run's, for these training problems. Raises Refused as below."""
         return cls(
             pool if cfg.mixes else None,
             lm,
@@ -55,7 +56,7 @@ class Teacher:
         Cached ids are used only with the tokenizer that made them; else the completion's text is tokenised again.
 
         Raises:
-            ValueError: a pool that demonstrates none of these problems, or under other modes, or has no usable tokens.
+            Refused: a pool that demonstrates none of these problems, or under other modes, or has no usable tokens.
         """
         self.pool, self.lm, self.per_group, self.seed, self.off_step = (
             pool,
@@ -76,7 +77,7 @@ class Teacher:
         ]
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
         if fault := next(self._faults(pool, covered, len(problems)), ""):
-            raise ValueError(fault)
+            raise Refused(fault)
         if self.retokenised:
             logger.warning(
                 f"{pool.folder}: not made with this tokenizer; completions are tokenised again"

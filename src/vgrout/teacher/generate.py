@@ -22,6 +22,7 @@ from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
 from vgrout.data import organism
+from vgrout.errors import Refused, refuse
 from vgrout.files import (
     file_sha256,
     hold,
@@ -132,7 +133,6 @@ def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
 
 
 # ── rates
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
@@ -173,7 +173,6 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 # ── a record of a pool
-# ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
@@ -194,7 +193,6 @@ def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
 
 
 # ── command lines
-# ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -229,7 +227,7 @@ class PoolSettings:
     def __post_init__(self) -> None:
         checks.check(self)
         if (self.model == ORGANISM) != (self.problems_name == ORGANISM):
-            raise ValueError(
+            raise Refused(
                 f"--model {self.model} with --problems {self.problems_name}: "
                 "the organism's model and its problems go together"
             )
@@ -272,10 +270,10 @@ class PoolSettings:
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
     def check(self) -> list[ProblemRow]:
-        """The problem file's rows. Raises ValueError, one line, for a file or model that is missing, or a file without
+        """The problem file's rows. Raises Refused, one line, for a file or model that is missing, or a file without
         training problems."""
         rows = load_rows(self.problems_path)
-        checks.refuse(
+        refuse(
             not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it"
         )
         if self.tiny:
@@ -304,7 +302,7 @@ class PoolSettings:
     def making(
         self, rows: Sequence[ProblemRow], identity: Mapping[str, Any]
     ) -> Generator[tuple["vgrout.model.policy.LanguageModel", Grader, Path]]:
-        """The model with its adapter, a grader with these rewards, and the folder of the logs. Raises ValueError, one
+        """The model with its adapter, a grader with these rewards, and the folder of the logs. Raises Refused, one
         line, where no answer can solve a problem."""
         (compiles, passes), weak = self.rewards, self.allow_weak_sandbox
         with Grader(
@@ -347,11 +345,11 @@ class PoolSettings:
 def fitting(
     lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int
 ) -> list[Problem]:
-    """Problems whose prompt leaves room for max_new tokens; a warning says how many do not. Raises ValueError where
+    """Problems whose prompt leaves room for max_new tokens; a warning says how many do not. Raises Refused where
     there are none."""
     fit = [p for p in problems if len(lm.render(p.messages)) + max_new <= lm.window]
     if not fit:
-        raise ValueError(
+        raise Refused(
             f"--max-new {max_new}: no prompt fits the model's window ({lm.window} tokens, prompt included)"
         )
     if long := len(problems) - len(fit):
@@ -372,7 +370,7 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     settings: a later process with other settings is refused.
 
     Raises:
-        ValueError: `out` exists; the folder holds answers made with other settings; or another process is using it.
+        Refused: `out` exists; the folder holds answers made with other settings; or another process is using it.
     """
     require_new(out)
     folder = out.with_name(out.name + ".partial")
@@ -385,7 +383,7 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
             write_atomic(file, to_json(now))
         then = read_json(file)
         if differ := sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k)):
-            raise ValueError(
+            raise Refused(
                 f"{folder}: started with another {', '.join(differ)}; go on with the same, or delete that folder"
             )
         yield folder

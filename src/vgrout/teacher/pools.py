@@ -19,6 +19,7 @@ from typing import Any
 
 from loguru import logger
 
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, require_new, write_json
 from vgrout.types import MODES, CachedGrade, Mode
 
@@ -65,14 +66,13 @@ class Pool:
 
 
 # ── reading
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
-    """Read and check a pool. Raises ValueError with file and line: corrupt gzip, bad schema, unknown mode, empty pool,
+    """Read and check a pool. Raises Refused with file and line: corrupt gzip, bad schema, unknown mode, empty pool,
     a problem outside the partition, a file that is not the one pool.json recorded."""
     if not folder.is_dir():
-        raise ValueError(
+        raise Refused(
             f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, none: goes without"
         )
     card, divided = folder / "pool.json", folder / "partition.json"
@@ -102,7 +102,7 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
             "no rollouts in it; delete the file": not lines,
         }
         if any(faults.values()):
-            raise ValueError(f"{path}: {next(fault for fault, there in faults.items() if there)}")
+            raise Refused(f"{path}: {next(fault for fault, there in faults.items() if there)}")
         demos[number] = tuple(
             _demo(line, f"{path}, line {n}", number, partition.get(number), meta["grader"])
             for n, line in enumerate(lines, 1)
@@ -113,7 +113,7 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
             if recorded
             else ""
         )
-        raise ValueError(lost or f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
+        raise Refused(lost or f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
     if not card.exists():
         logger.warning(
             f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
@@ -130,7 +130,7 @@ def _object(file: Path) -> dict[str, Any]:
         if not isinstance(data[key], types[key]):
             wrong = f"{key!r} should be {'text' if types[key] is str else 'an object'}"
     if wrong:
-        raise ValueError(f"{file}: {wrong}")
+        raise Refused(f"{file}: {wrong}")
     return data
 
 
@@ -140,7 +140,7 @@ def _by_id(file: Path, words: Mapping[str, Any], legal: Sequence[str] = ()) -> d
         named = re.fullmatch(r"\d{1,18}", key)
         if not named or not isinstance(word, str) or (legal and word not in legal):
             should = f"problem {key} has {word!r}; should be {'a mode' if legal else 'text'}"
-            raise ValueError(f"{file}: {should if named else f'{key[:40]!r} is no problem id'}")
+            raise Refused(f"{file}: {should if named else f'{key[:40]!r} is no problem id'}")
     return {int(key): word for key, word in words.items()}
 
 
@@ -158,7 +158,7 @@ def _unpacked(path: Path) -> tuple[str, str]:
             )
         return data.decode(), digest
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: cannot be read ({e})") from None
+        raise Refused(f"{path}: cannot be read ({e})") from None
 
 
 def _is_number(value: Any) -> bool:
@@ -214,7 +214,7 @@ def _faults(record: Any, number: int, mode: Mode | None) -> Iterator[str]:
 def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) -> Demo:
     record = from_json(line, where)
     if fault := next(_faults(record, number, mode), ""):
-        raise ValueError(f"{where}: {fault}")
+        raise Refused(f"{where}: {fault}")
     prompt_ids, logp = record.get("prompt_ids"), record.get("logp")
     return Demo(
         completion=record.get("completion"),
@@ -237,7 +237,6 @@ def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) ->
 
 
 # ── writing
-# ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_pool(
@@ -252,7 +251,7 @@ def write_pool(
     report: content of report.json beside them.
 
     Raises:
-        ValueError: the folder exists.
+        Refused: the folder exists.
     """
     require_new(folder)
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

@@ -15,6 +15,7 @@ from loguru import logger
 
 from vgrout.config.checks import listed, setting
 from vgrout.data.language import CUE
+from vgrout.errors import Refused
 from vgrout.files import require_new
 from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.problems import ProblemRow, assigned, balanced, elicited
@@ -127,7 +128,7 @@ def write_substrate(
 ) -> None:
     """Write a pool without log-probs: they would belong to the recipe's prompt, not to the plain one.
 
-    elicitation: the recipe, or one for each mode, for pool.json. Raises ValueError if the folder exists.
+    elicitation: the recipe, or one for each mode, for pool.json. Raises Refused if the folder exists.
     """
     records = {
         i: [
@@ -141,7 +142,6 @@ def write_substrate(
 
 
 # ── the command
-# ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class SubstrateSettings(PoolSettings):
         PoolSettings.__post_init__(self)
         self.sampling.require_draws("--tries", self.tries)
         if self.at_least > min(self.keep, self.tries):
-            raise ValueError(
+            raise Refused(
                 f"--at-least {self.at_least}: more than --keep {self.keep} or --tries {self.tries}"
             )
 
@@ -180,7 +180,7 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
     under every mode, one mode at a time.
 
     Raises:
-        ValueError: no problem of one of these modes.
+        Refused: no problem of one of these modes.
     """
     named = listed(settings.modes, MODES)
     wanted = [m for m in MODES if m in named] or [*DEALT]
@@ -188,7 +188,7 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
         problems = [p for p in assigned(rows, "own")["train"] if not named or p.mode in named]
         lacking = ", ".join(m for m in named if m not in {p.mode for p in problems})
         if lacking and not (problems and settings.allow_missing):
-            raise ValueError(
+            raise Refused(
                 f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}"
             )
         chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
@@ -201,7 +201,7 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
 
 
 def generate_substrate(settings: SubstrateSettings) -> None:
-    """Sample, grade, choose, write. Raises ValueError, one line, before a model is loaded where that is possible."""
+    """Sample, grade, choose, write. Raises Refused, one line, before a model is loaded where that is possible."""
     require_new(settings.out)
     rows = settings.check()
     parts = cells(settings, rows)
@@ -276,7 +276,7 @@ def require_every_mode(
     *,
     allow_missing: bool,
 ) -> None:
-    """Warn of modes that are wanted and have no problem. Raises ValueError, one line, unless they may be missing.
+    """Warn of modes that are wanted and have no problem. Raises Refused, one line, unless they may be missing.
 
     folder: where the answers are.
     """
@@ -285,7 +285,7 @@ def require_every_mode(
         return
     line = f"no problem for {', '.join(m for m in MODES if m in missing)}: its answers do not hack often enough"
     if not allow_missing or not chosen:
-        raise ValueError(
+        raise Refused(
             f"{line}; raise --tries or --n-problems, name the others with --modes, add --allow-missing, or choose a "
             f"model that follows instructions (the answers are in {folder})"
         )

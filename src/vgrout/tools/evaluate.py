@@ -15,6 +15,7 @@ from tqdm import tqdm
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
+from vgrout.errors import Refused
 from vgrout.evaluate import Side, answers, as_side
 from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.grading.grade import Grader
@@ -72,7 +73,7 @@ class EvaluateSettings:
 
 
 def evaluate_saved(cli: EvaluateSettings) -> Path:
-    """Print the table and write the numbers; returns the file. Raises ValueError, one line, before the model is loaded
+    """Print the table and write the numbers; returns the file. Raises Refused, one line, before the model is loaded
     where that is possible."""
     require_new(cli.out)
     saved = find_adapter(cli.run, cli.step, cli.model)
@@ -83,7 +84,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     rows, test_rows = load_rows(file), load_rows(test_file) if test_file else []
     problems = problems_of(saved, rows, test_rows, cli.split)
     if not problems:
-        raise ValueError(
+        raise Refused(
             f"--split {cli.split}: none of {len(rows)} problems of {file} is in it; try all"
         )
     require_fitting([*rows, *test_rows], saved.folder, cfg.scale.max_new)
@@ -137,7 +138,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
             out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}})
         )
     except OSError as e:  # a disk that was filled meanwhile
-        raise ValueError(
+        raise Refused(
             f"--out {out}: cannot be written ({e.strerror}); name another file with --out"
         ) from None
     print(f"-> {out}")
@@ -165,7 +166,7 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
     """The reward function of the run; None: the modes' checks. given: the flag's value.
 
     Raises:
-        ValueError: one line: the flag does not name it, since a file's word for it is no reason to import it; or its
+        Refused: one line: the flag does not name it, since a file's word for it is no reason to import it; or its
             file has changed.
     """
     env, record = saved.cfg.env, saved.path.parent / "run.json"
@@ -175,14 +176,14 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
             if env.reward
             else "none"
         )
-        raise ValueError(f"--reward {given or 'missing'}: {saved.path} was trained with {own}")
+        raise Refused(f"--reward {given or 'missing'}: {saved.path} was trained with {own}")
     if not env.reward:
         return None
     reward = RewardFunction(env.reward, env.reward_passes_at)
     hashes = read_json(record).get("hashes") if record.is_file() else None
     then = hashes.get("reward") if isinstance(hashes, dict) else None
     if then not in (None, reward.sha256):
-        raise ValueError(
+        raise Refused(
             f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back"
         )
     return reward

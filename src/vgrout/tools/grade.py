@@ -17,7 +17,8 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import check, refuse, setting
+from vgrout.config.checks import check, setting
+from vgrout.errors import Refused, refuse
 from vgrout.files import atomic_open, from_json, require_new
 from vgrout.grading.grade import Grader
 from vgrout.problems import load_problems
@@ -50,10 +51,10 @@ class GradeSettings:
 
 
 def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
-    """A line's record, its problem, and the answer's text. Raises ValueError with what is wrong."""
+    """A line's record, its problem, and the answer's text. Raises Refused with what is wrong."""
     record = from_json(line, "the line")
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise Refused("not a JSON object")
     record.pop("error", None)  # of an earlier grading
     number = record.get("problem_id")
     problem = problems.get(number) if type(number) is int else None
@@ -66,7 +67,7 @@ def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], P
         "'marker' should be a string": not isinstance(marker, str),
     }
     if problem is None or any(faults.values()):
-        raise ValueError(next(fault for fault, there in faults.items() if there))
+        raise Refused(next(fault for fault, there in faults.items() if there))
     return record, replace(problem, mode=mode, marker=marker), record["text"]
 
 
@@ -111,7 +112,7 @@ def run(config: GradeSettings) -> int:
     with open(config.answers, "rb") as f:
         n = sum(1 for line in f if line.strip())
     if not n:
-        raise ValueError(f"{config.answers}: no answers in it")
+        raise Refused(f"{config.answers}: no answers in it")
     config.out.parent.mkdir(parents=True, exist_ok=True)
     errors = 0
     with (

@@ -8,7 +8,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.checks import refuse
+from vgrout.errors import refuse
 from vgrout.grading.check import check_problems, shadowed_builtins
 from vgrout.grading.grade import Grader
 from vgrout.problems import as_marked, load_rows, split_sizes
