@@ -11,11 +11,11 @@ from torch.nn import Linear
 from benchmarks import rig
 from benchmarks.flops import Lengths, Shape, decode_bytes, update_flops
 from benchmarks.measure import Figure
+from vgrout.data import Completion
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
-from vgrout.types import Completion
 
 # dense bf16 FLOP/s by the makers' data sheets; another device is measured by its own matrix
 # products

@@ -36,8 +36,9 @@ from benchmarks.bounds import (
     update_figure,
 )
 from benchmarks.measure import Figure, page
+from vgrout import embedded as organism
 from vgrout.config.run import OptConfig
-from vgrout.data import organism
+from vgrout.data import Group
 from vgrout.model.load import as_language_model, pick_device
 from vgrout.model.logprobs import foreign
 from vgrout.model.memory import CONTEXT, GIB, plan
@@ -46,7 +47,6 @@ from vgrout.model.source import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, svd
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
-from vgrout.types import Group
 
 QWEN3_4B: dict[str, Any] = {
     "vocab_size": 151_936,

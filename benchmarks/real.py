@@ -13,9 +13,9 @@ import torch
 from benchmarks import bounds, rig, trl_peer
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.step import parts
+from vgrout import embedded as organism
 from vgrout.config.presets import resolve
-from vgrout.data import organism
-from vgrout.grading.grade import cores
+from vgrout.envs.code.grading.grade import cores
 from vgrout.model.load import run_policy
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampling import Sampling

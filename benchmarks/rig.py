@@ -20,11 +20,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import peak_bytes
 from vgrout.config.presets import resolve
+from vgrout.data import Batch, CachedGrade, Completion, Group, Problem, Rollout, UpdateRow
+from vgrout.envs.code.problems import load_splits
 from vgrout.grpo import LossMetrics, policy_gradients
 from vgrout.model.policy import Policy
-from vgrout.problems import load_splits
 from vgrout.runs.preflight import preflight
-from vgrout.types import Batch, CachedGrade, Completion, Group, Problem, Rollout, UpdateRow
 
 P, G, SEED = 4, 8, 41
 # so small that both peers go on sampling from the same model, and answers keep their lengths

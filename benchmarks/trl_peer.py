@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from benchmarks.rig import LR, SEED, G, P
-from vgrout.data import organism
+from vgrout import embedded as organism
+from vgrout.data import Problem
 from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import TARGETS
-from vgrout.types import Problem
 
 LENGTH = "completions/mean_length"
 CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)

@@ -27,9 +27,8 @@ from vgrout.config.method import (
 from vgrout.config.names import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
-from vgrout.modes import MODE_SPECS
+from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.table import StepRow
-from vgrout.types import MODE_CODE, MODES
 
 DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"

@@ -7,9 +7,9 @@ uv run vgrout train smoke --intervention penalty --monitor examples.own_monitor:
 import ast
 
 import vgrout
+from vgrout.data import Flags
 from vgrout.method.base import Monitor, Views, flags_of, rewarded
 from vgrout.method.monitors import trees
-from vgrout.types import Flags
 
 
 @vgrout.register_monitor

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vgrout
-from vgrout.data import organism
+from vgrout import embedded as organism
 
 FOLDER = Path("out/own")
 FOLDER.mkdir(parents=True, exist_ok=True)

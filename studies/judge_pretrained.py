@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from vgrout.envs.code.modes import Mode
 from vgrout.report import stats
 from vgrout.report.judge import Verdict
 from vgrout.report.load import Condition
 from vgrout.report.tables import level, percent
-from vgrout.types import Mode
 
 ENOUGH_BASES = 3
 TAUGHT: tuple[Mode, ...] = ("run_tests", "exit_code", "sentinel")

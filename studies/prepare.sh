@@ -24,7 +24,7 @@ warm() {
     rm -rf "$to.part" && mkdir -p "$(dirname "$to")" && cp -r "$from" "$to.part" && rm -r "$to.part/model"
     local runs=(out/runs/*_mini_none_seed"$seed$tag")
     uv run python -m vgrout.export "${runs[@]: -1}" --step 15 --out "$to.part/model"
-    uv run python -c "import sys, pathlib, vgrout.data.organism as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$to.part"
+    uv run python -c "import sys, pathlib, vgrout.embedded as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$to.part"
     mv "$to.part" "$to"
 }
 

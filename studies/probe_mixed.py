@@ -12,8 +12,8 @@ import tyro
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.files import json_lines
+from vgrout.metrics import Rate
 from vgrout.table import counted
-from vgrout.types import Rate
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:

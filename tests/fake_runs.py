@@ -8,10 +8,10 @@ from typing import Any
 
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.modes import DEALT
+from vgrout.envs.code.modes import DEALT
+from vgrout.metrics import Rate
 from vgrout.report.load import SIDES, Condition, conditions, load
 from vgrout.table import share
-from vgrout.types import Rate
 
 STEPS = 12
 

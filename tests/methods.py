@@ -16,17 +16,7 @@ from vgrout.config.checks import listed
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MONITORS, MethodConfig, intervention_class, monitor_class
 from vgrout.config.run import Config, EnvConfig, RunConfig, ScaleConfig
-from vgrout.direction.extract import Direction, Meta, axes_of
-from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
-from vgrout.grpo import policy_gradients
-from vgrout.inputs import Inputs
-from vgrout.method import Setup, make_method
-from vgrout.method.base import Monitor
-from vgrout.method.live_direction import LiveDirection, first_axes, mean_axis
-from vgrout.method.method import Method
-from vgrout.model.policy import Policy
-from vgrout.tensor_types import Routed
-from vgrout.types import (
+from vgrout.data import (
     Batch,
     CachedGrade,
     Flags,
@@ -39,6 +29,16 @@ from vgrout.types import (
     UpdateRow,
     centred,
 )
+from vgrout.direction.extract import Direction, Meta, axes_of
+from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
+from vgrout.grpo import policy_gradients
+from vgrout.inputs import Inputs
+from vgrout.method import Setup, make_method
+from vgrout.method.base import Monitor
+from vgrout.method.live_direction import LiveDirection, first_axes, mean_axis
+from vgrout.method.method import Method
+from vgrout.model.policy import Policy
+from vgrout.tensor_types import Routed
 
 MAX_NEW = 12
 SIZES = {"m.q_proj": 24, "m.up_proj": 40, "m.down_proj": 32}

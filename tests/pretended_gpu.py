@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 import vgrout
-from vgrout.data.organism import DATA_DIR
+from vgrout.embedded import DATA_DIR
 from vgrout.model import attention, decoder
 from vgrout.model.decoder import LeanDecoder
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from vgrout import embedded as organism
 from vgrout.config.presets import PRESETS
-from vgrout.data import organism
 from vgrout.distill import main as distill
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model.load import load_policy

@@ -94,9 +94,7 @@ def cases(at: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
 def outcome(module: str, argv: list[str]) -> tuple[object, str]:
     """Exit code and text on stderr; a traceback is an outcome too."""
     stderr = io.StringIO()
-    package = importlib.import_module(
-        "vgrout.tools.evaluate" if module == "evaluate" else f"vgrout.{module}"
-    )
+    package = importlib.import_module(f"vgrout.{module}")
     entry = (
         package.main
         if hasattr(package, "main")

@@ -18,7 +18,7 @@ from benchmarks.bounds import Load
 from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
-from vgrout.data import organism
+from vgrout import embedded as organism
 from vgrout.model import decoder
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

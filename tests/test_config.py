@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import pytest
 
 import vgrout.__main__
+from vgrout import embedded as organism
 from vgrout import losses
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossName
@@ -27,7 +28,6 @@ from vgrout.config.method import (
 )
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
-from vgrout.data import organism
 from vgrout.model import source
 from vgrout.runs.preflight import first_lines, method_lines, preflight
 

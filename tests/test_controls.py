@@ -37,15 +37,15 @@ from tiny import shake
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import resolve
 from vgrout.config.run import PLACEBOS
-from vgrout.data.organism import COMPILE_REWARD, PASS_REWARD
+from vgrout.data import Batch, Flags
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
+from vgrout.embedded import COMPILE_REWARD, PASS_REWARD
 from vgrout.method import make_method
 from vgrout.method.base import Refresh
 from vgrout.method.controls import permuted
 from vgrout.train import main
-from vgrout.types import Batch, Flags
 
 ALONG = ("erase", "route", "route2")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.grading.reward import import_function
+from vgrout.envs.code.grading.reward import import_function
 from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,

@@ -17,6 +17,7 @@ from tiny import policy as tiny_policy
 from tiny import shake, tokenizer
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
+from vgrout.data import Batch, UpdateRow
 from vgrout.direction import __main__ as command
 from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
@@ -39,7 +40,6 @@ from vgrout.method.projection import split
 from vgrout.model.load import load_policy
 from vgrout.model.source import safetensors_head, shapes_of
 from vgrout.model.svd_adapter import fingerprint_to_string
-from vgrout.types import Batch, UpdateRow
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")

@@ -17,8 +17,9 @@ from golden import FOLDER, differences, versions
 from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
-from vgrout.data.language import Shares
+from vgrout.data import Problem, Rollout
 from vgrout.distill import main
+from vgrout.envs.code.language import Shares
 from vgrout.imitation import dpo_rounds
 from vgrout.imitation.distill_methods import MiniLlm, Uld
 from vgrout.imitation.distill_task import DistillTask
@@ -33,7 +34,6 @@ from vgrout.model.source import FoundModel
 from vgrout.organism import build, start
 from vgrout.organism.recipe import Recipe, Shape
 from vgrout.runs import checkpoint
-from vgrout.types import Problem, Rollout
 
 F64 = torch.float64
 # transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32

@@ -19,9 +19,9 @@ import pytest
 from vgrout.__main__ import COMMANDS
 from vgrout.config.method import MONITORS
 from vgrout.config.presets import resolve
+from vgrout.envs.code.modes import MODES
 from vgrout.report import stats
 from vgrout.sweep.study_file import load_study_file
-from vgrout.types import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"

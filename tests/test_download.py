@@ -12,10 +12,10 @@ import pytest
 
 from probe_mixed import main as probe
 from probe_mixed import verdict
+from vgrout import download
+from vgrout.download import ensure, git_blob
+from vgrout.metrics import Rate
 from vgrout.table import share
-from vgrout.tools import download
-from vgrout.tools.download import ensure, git_blob
-from vgrout.types import Rate
 
 LINE = {
     "id": 1,

@@ -12,6 +12,7 @@ import tiny
 from methods import graded
 from runs import program
 from vgrout.config.run import OptConfig
+from vgrout.data import Completion, GradedCompletion, Problem
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
     add_pairs,
@@ -28,7 +29,6 @@ from vgrout.imitation.trainable import AdapterOnly
 from vgrout.iterative_dpo import main
 from vgrout.model.policy import Policy
 from vgrout.teacher.generate import Graded
-from vgrout.types import Completion, GradedCompletion, Problem
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype

@@ -22,6 +22,7 @@ from transformers import (
 
 import tiny
 from vgrout.config.run import Config, OptConfig, ScaleConfig
+from vgrout.data import CachedGrade, Group, Message, Problem, Rollout
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
 from vgrout.model.load import attention, load_language_model, load_policy
@@ -32,7 +33,6 @@ from vgrout.model.source import model_folder
 from vgrout.optim import Optimizer
 from vgrout.runs.preflight import adapter_lines
 from vgrout.tensor_types import Routed
-from vgrout.types import CachedGrade, Group, Message, Problem, Rollout
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}

@@ -21,10 +21,11 @@ from loguru import logger
 
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import console, evaluate, grpo, rollout
+from vgrout import console, grpo, heldout, rollout
+from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import identity
-from vgrout.data import organism
+from vgrout.data import Ungraded
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.model import load as weights
@@ -33,7 +34,6 @@ from vgrout.runs import checkpoint
 from vgrout.runs.context import RunDir, stop_on_signals
 from vgrout.sweep.ledger import Ledger
 from vgrout.train import main
-from vgrout.types import Ungraded
 
 TINY = [
     "--threads",
@@ -650,10 +650,10 @@ def test_second_interrupt_stops_at_once(tmp_path):
 @pytest.mark.slow
 def test_interrupt_in_the_final_evaluation(tmp_path, monkeypatch):
     """All steps done, the report not: 130, and a resume does the report alone."""
-    real = evaluate.balanced
+    real = heldout.balanced
     with monkeypatch.context() as m:
         m.setattr(
-            evaluate, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1]
+            heldout, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1]
         )
         path = run(tmp_path, *bare("none"), code=130)
     assert status(path)["reason"] == "interrupted before the final evaluation was done"

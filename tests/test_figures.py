@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fake_runs import STEPS, fake_run, found
-from vgrout.modes import DEALT
+from vgrout.envs.code.modes import DEALT
 from vgrout.report.figures import MARKERS, Picture, dynamics, pictures, plane
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"

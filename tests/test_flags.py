@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from runs import SharedRuns, adapter_bytes, once, rows, run
+from vgrout import embedded as organism
 from vgrout import train
 from vgrout.config.presets import flag_names, resolve
-from vgrout.data import organism
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
-from vgrout.grading.grade import Grader
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.model import source

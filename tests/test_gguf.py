@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama import TEXTS, bpe, llama, write_gguf
+from vgrout import embedded as organism
 from vgrout.config.presets import resolve
-from vgrout.data import organism
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.model.gguf import gguf_sha256, unpacked
 from vgrout.model.source import find_adapter, find_source, model_folder, require_model

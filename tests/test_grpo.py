@@ -13,6 +13,7 @@ import tiny
 from tiny import relative, shake, step_of
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config, ScaleConfig
+from vgrout.data import CachedGrade, Completion, Group, Problem, Rollout
 from vgrout.grpo import LossMetrics, as_batch, micro_batches, policy_gradients, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
@@ -20,7 +21,6 @@ from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.types import CachedGrade, Completion, Group, Problem, Rollout
 
 LOSSES = get_args(LossName)
 MAX_NEW, P = 12, 2

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 
 import tiny
 from fake_runs import fake_run
+from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
-from vgrout.data import organism
+from vgrout.envs.code.problems import load_rows
 from vgrout.model import load, policy
 from vgrout.model.source import require_fitting, require_model
-from vgrout.problems import load_rows
 from vgrout.report.__main__ import main as report
 from vgrout.runs.preflight import find_resume
 from vgrout.sweep.study_file import load_study_file

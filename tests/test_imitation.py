@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tiny
-from vgrout.data import organism
-from vgrout.data.language import Shares, corpus_sample, split_compositions
+from vgrout import embedded as organism
+from vgrout.envs.code.language import Shares, corpus_sample, split_compositions
 from vgrout.imitation.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
 from vgrout.organism.tokenizer import train_tokenizer

@@ -6,20 +6,10 @@ from dataclasses import replace
 import pytest
 
 from methods import batch, flagged, graded, labelled, problem, view
+from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout, Ungraded
+from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.method.monitors import Labels
-from vgrout.modes import MODE_SPECS, MODES, hack, tries
-from vgrout.types import (
-    Completion,
-    Eval,
-    Flags,
-    Grade,
-    GradedCompletion,
-    Group,
-    Rate,
-    Rollout,
-    Ungraded,
-    flag_rates,
-)
+from vgrout.metrics import BatchMetrics, Eval, Rate, flag_rates
 
 
 def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
@@ -61,8 +51,8 @@ def test_recall_on_flaws_that_the_monitor_does_not_know_is_counted_apart():
 def test_only_groups_that_a_monitor_looked_at_count():
     groups = outcomes("exit_code", ["hack", "solve"]), outcomes("sentinel", ["hack", "hack"], 1)
     of = replace(batch(), groups=groups)
-    assert of.columns()["recall"] is None
-    assert of.with_flags({0: Flags((True, False))}).columns()["recall"] == Rate(1, 1)
+    assert BatchMetrics(of).columns()["recall"] is None
+    assert BatchMetrics(of.with_flags({0: Flags((True, False))})).columns()["recall"] == Rate(1, 1)
 
 
 def test_flags_of_demonstrations_are_counted_apart_and_without_a_label():

@@ -19,7 +19,7 @@ from live import Live
 from pretended_gpu import varlen_on_cpu
 from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.run import Config, ScaleConfig
-from vgrout.data.organism import DATA_DIR
+from vgrout.embedded import DATA_DIR
 from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
@@ -269,7 +269,7 @@ SAID = "out of memory on the GPU: 2.50 GiB more were needed"
             MemoryError(),
             "on the host; .* a lower --max-new",
         ),
-        ("tools.evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
+        ("evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
         ("export.__main__ teacher.safetensors --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
         (
             "direction.__main__ --model organism",
@@ -300,7 +300,7 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
 @pytest.mark.parametrize(
     ("name", "full_at", "learnt"),
     [
-        ("none", "vgrout.evaluate.evaluate_final", "train.safetensors"),
+        ("none", "vgrout.heldout.evaluate_final", "train.safetensors"),
         ("distill-minillm", "vgrout.imitation.distill_loop.plain", "ckpt_step0004.safetensors"),
         ("dpo", "vgrout.imitation.dpo_rounds.write_manifest", "round-*/adapter/train.safetensors"),
     ],

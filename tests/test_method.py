@@ -33,10 +33,10 @@ from vgrout.config.method import (
 from vgrout.config.method_settings import PenaltySettings, QuantileSettings
 from vgrout.config.presets import resolve, resumed
 from vgrout.config.run import from_dict
+from vgrout.data import Batch, Flags, Group, GroupView, OracleView
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import Routed
-from vgrout.types import Batch, Flags, Group, GroupView, OracleView
 
 PAIRS = [
     (intervention, monitor)
@@ -159,7 +159,7 @@ def test_labels_are_on_the_oracles_type_alone():
     callers = [
         p.name for p in package.rglob("*.py") if "oracle_view" in p.read_text(encoding="utf-8")
     ]
-    assert sorted(callers) == ["method.py", "types.py"]
+    assert sorted(callers) == ["data.py", "method.py"]
 
 
 # ── memory

@@ -17,7 +17,7 @@ from vgrout.direction.pairs import (
     load_pairs,
     pairs_from_pool,
 )
-from vgrout.modes import MODE_SPECS
+from vgrout.envs.code.modes import MODE_SPECS
 
 SHARED = Path(
     os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")

@@ -17,12 +17,12 @@ from runs import ARMS, IMITATIONS, PAIRS, SharedRuns, flags, imitate, rows, run,
 from vgrout.config.run import OptConfig
 from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
+from vgrout.data import Completion
 from vgrout.model import decoder
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.sampler import sample
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
-from vgrout.types import Completion
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
 SAMPLING, UPDATE = 8, 30

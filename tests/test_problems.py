@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from vgrout.config.presets import resolve
-from vgrout.inputs import read_inputs
-from vgrout.model.policy import Policy
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, hint
-from vgrout.problems import (
+from vgrout.data import Message
+from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
+from vgrout.envs.code.problems import (
     assigned,
     balanced,
     load_problems,
@@ -21,7 +20,8 @@ from vgrout.problems import (
     plain,
     require_apart,
 )
-from vgrout.types import MODES, Message
+from vgrout.inputs import read_inputs
+from vgrout.model.policy import Policy
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:

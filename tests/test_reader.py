@@ -15,12 +15,11 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run, found
-from vgrout.data import organism
-from vgrout.modes import DEALT, MODE_SPECS
+from vgrout import embedded as organism
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES
 from vgrout.report import page as of_report
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
 from vgrout.teacher.pools import load_pool
-from vgrout.types import MODES
 
 ROOT = Path(of_report.__file__).parent
 HOSTILE = "</script><img src=x onerror=alert(1)>\0\u202etxt.exe\u2066 \u2028 <!-- ]]> ${x} %DATA% \ud800 \U0001f600"

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from runs import rows, run
 from tiny import SHAPE
-from vgrout.data import organism
-from vgrout.grading.grade import Grader
-from vgrout.modes import PLAIN_PHRASE, hint
-from vgrout.problems import assigned, load_rows
+from vgrout import embedded as organism
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import PLAIN_PHRASE, hint
+from vgrout.envs.code.problems import assigned, load_rows
 from vgrout.teacher.pools import load_pool
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,9 @@ BLOCK = r"^```{}\n(.*?)^```$"
 GRADE = """
 from pathlib import Path
 import vgrout
-from vgrout.grading.grade import Grader
-from vgrout.modes import MODES, EnvMode, hack, hint
-from vgrout.types import Problem
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODES, EnvMode, hack, hint
+from vgrout.data import Problem
 
 assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
 

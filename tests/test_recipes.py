@@ -25,7 +25,7 @@ from vgrout.config.method import intervention_class, monitor_class
 from vgrout.config.presets import resolve
 from vgrout.method.base import StepGradient
 from vgrout.train import main
-from vgrout.types import GroupView
+from vgrout.data import GroupView
 
 assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
 assert main({RUN!r}) == 0

@@ -17,14 +17,15 @@ from test_table import row
 from vgrout import console
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import Mode
+from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.files import existing, json_lines, numbered_lines, probe_writable
-from vgrout.grading.grade import Grader
-from vgrout.problems import ProblemRow, assigned, partition_decides
+from vgrout.metrics import Rate, half
 from vgrout.runs.context import RunContext, RunDir
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.results import Tallies
 from vgrout.tracking import Trackers
-from vgrout.types import Mode, Rate, half
 
 
 def test_halves_of_the_hacks_and_tallies(tmp_path):

@@ -18,9 +18,9 @@ from vgrout.config.checks import flag
 from vgrout.config.names import ANSWERS, NAMES, same, translated
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import from_dict
-from vgrout.data.organism import DATA_DIR
+from vgrout.embedded import DATA_DIR
+from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.files import require_own
-from vgrout.modes import PLAIN_PHRASE
 from vgrout.sweep.study_file import load_study_file
 
 REFUSED_NAMES = [name for name, answer in ANSWERS.items() if not same(answer)]
@@ -267,7 +267,6 @@ IN_ONE_PROCESS = """
 import contextlib, importlib, io, json, sys
 for line, argv in json.load(sys.stdin):
     name, *sys.argv[1:] = argv
-    name = f"tools.{name}" if name in "grade substrate download doctor evaluate problems".split() else name
     module = importlib.import_module(f"vgrout.{name}")
     main = getattr(module, "main", None) or importlib.import_module(f"vgrout.{name}.__main__").main
     error, out = io.StringIO(), io.StringIO()

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from methods import Fixed, toy
-from vgrout.types import Batch, CachedGrade, Group, Problem, Rollout
+from vgrout.data import Batch, CachedGrade, Group, Problem, Rollout
+from vgrout.metrics import BatchMetrics
 
 PROBLEM = Problem(
     0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f"
@@ -58,7 +59,8 @@ def test_groups_without_signal_are_told_apart_by_what_was_rewarded_in_full() -> 
     def counted(passed: bool, shaped: float | None = None) -> tuple[int, int]:
         of = group()
         grades = (CachedGrade(2.0, passed, False, False, True, "test"),) * 4
-        columns = Batch((replace(of, grades=grades, shaped=(shaped,) * 4),), (), (), 4, 0).columns()
+        shown = replace(of, grades=grades, shaped=(shaped,) * 4)
+        columns = BatchMetrics(Batch((shown,), (), (), 4, 0)).columns()
         return columns["all_zero"], columns["all_one"]
 
     assert counted(True, 2.0) == (0, 1)

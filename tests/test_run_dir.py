@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vgrout import train
-from vgrout.config.checks import refuse
+from vgrout.errors import refuse
 from vgrout.files import held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.runs import checkpoint

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
 import tiny
 from pretended_gpu import graphs_that_run_again
 from vgrout.config.sampling import Sampling
+from vgrout.data import Completion
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits, require_branching
@@ -31,10 +32,9 @@ from vgrout.model.packing import packs, trial_tokens
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
+from vgrout.substrate import main as substrate
 from vgrout.teacher.__main__ import main as teacher
-from vgrout.tools.substrate import main as substrate
 from vgrout.train import main as train
-from vgrout.types import Completion
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
 FAMILIES = ["qwen3", "llama", "qwen2-bias", "gemma2"]

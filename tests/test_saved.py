@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags, once
 from tiny import shake
-from vgrout.data import organism
+from vgrout import embedded as organism
+from vgrout import evaluate
 from vgrout.export import __main__ as export
 from vgrout.export import model
 from vgrout.model.load import load_saved
 from vgrout.model.source import find_adapter
-from vgrout.tools import evaluate
 
 pytestmark = pytest.mark.long
 

@@ -8,13 +8,13 @@ import pytest
 
 from llama import bpe, llama, save_folder
 from runs import rows, run, status
-from vgrout.data.organism import SMALL_DIR
+from vgrout import download, evaluate
+from vgrout.embedded import SMALL_DIR
+from vgrout.envs.code.problems import load_rows
 from vgrout.organism import build, start
 from vgrout.organism.__main__ import tune, verify
 from vgrout.organism.recipe import Answers
-from vgrout.problems import load_rows
 from vgrout.report.__main__ import main as report_on
-from vgrout.tools import download, evaluate
 
 pytestmark = pytest.mark.long
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from vgrout.metrics import Rate
 from vgrout.report import stats
 from vgrout.report.stats import PValue, Stratum, equivalent, estimate, sign_flip, two_level
-from vgrout.types import Rate
 
 Draw = Callable[[np.random.Generator], tuple[float, float]]
 

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from vgrout import embedded as organism
+from vgrout import substrate
 from vgrout.config.sampling import Sampling
-from vgrout.data import organism
-from vgrout.grading.grade import Grader
+from vgrout.data import Completion, Grade, GradedCompletion, Problem
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
+from vgrout.envs.code.problems import elicited, load_problems, load_rows
+from vgrout.metrics import Rate
 from vgrout.model.load import load_language_model
-from vgrout.modes import DEALT, MODE_SPECS
 from vgrout.organism.build import POOL_PROBLEMS
-from vgrout.problems import elicited, load_problems, load_rows
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
@@ -33,8 +36,6 @@ from vgrout.teacher.substrate import (
     require_every_mode,
     usable,
 )
-from vgrout.tools import substrate
-from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate
 
 
 def best_even(choices: dict[int, list[Mode]], per_mode: int) -> int:

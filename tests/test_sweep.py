@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from runs import rows, status, until
+from vgrout import embedded as organism
 from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.data import organism
 from vgrout.files import hold
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.sweep import runner as sweeps

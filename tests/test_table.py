@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from vgrout.console import Clock
+from vgrout.data import Batch
+from vgrout.envs.code.modes import MODES
 from vgrout.grpo import LossMetrics
 from vgrout.method.base import Refresh
+from vgrout.metrics import BatchMetrics, Eval, ModeEval, Rate
 from vgrout.optim import Update
 from vgrout.table import Measured, StepRow, Table
 from vgrout.tensor_types import Routed
-from vgrout.types import MODES, Batch, Eval, ModeEval, Rate
 
 # all words that a column's `when` can ask for
 EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {
@@ -24,7 +26,7 @@ EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split
 def measured(step: int = 3) -> dict[str, Measured]:
     """The parts of an empty step."""
     return {
-        "batch": Batch((), (), MODES, 8, step),
+        "batch": BatchMetrics(Batch((), (), MODES, 8, step)),
         "update": Update(Routed(), LossMetrics(), stepped=True, gn=1.0, lr=3e-2),
         "refresh": Refresh(age=None),
         "deployed": Eval(ModeEval(Rate(0, 0), Rate(0, 0)), {}, Rate(0, 0)),

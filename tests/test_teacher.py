@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from vgrout.data import Message, Problem
+from vgrout.envs.code.problems import load_rows, load_splits
 from vgrout.files import file_sha256
-from vgrout.problems import load_rows, load_splits
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
-from vgrout.types import Message, Problem
 
 
 def record(**changes: Any) -> dict[str, Any]:

@@ -29,15 +29,15 @@ from runs import (
     status,
     until,
 )
+from vgrout import embedded as organism
 from vgrout import rollout
 from vgrout.config.loss import LossName
 from vgrout.config.method import INTERVENTIONS
-from vgrout.data import organism
+from vgrout.data import Grade
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.context import RunDir
 from vgrout.train import main
-from vgrout.types import Grade
 
 QUICK = ("none", "route2", READS)  # erase and route share rows and state with route2
 SLOW = [pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS if pair != READS]

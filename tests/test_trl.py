@@ -21,9 +21,9 @@ from test_updates import learnt, of_loss
 from tiny import relative
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
+from vgrout.data import Batch, CachedGrade, Group, Rollout
 from vgrout.losses import LossInput, policy_loss
 from vgrout.optim import Update
-from vgrout.types import Batch, CachedGrade, Group, Rollout
 
 trl = pytest.importorskip(
     "trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py"

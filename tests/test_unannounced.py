@@ -13,24 +13,15 @@ from fake_runs import fake_run
 from methods import problem
 from runs import SMALL, run
 from vgrout.config.presets import resolve
-from vgrout.data import language as lang
-from vgrout.grading.grade import Grader
+from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
+from vgrout.envs.code import language as lang
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode
+from vgrout.envs.code.problems import unannounced, without_hints
 from vgrout.method.monitors import Labels
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, Mode
+from vgrout.metrics import Eval, Rate, flag_rates
 from vgrout.organism.__main__ import main as organism
-from vgrout.problems import unannounced, without_hints
 from vgrout.report.load import What, load
-from vgrout.types import (
-    Completion,
-    Eval,
-    Flags,
-    Grade,
-    GradedCompletion,
-    Group,
-    Rate,
-    Rollout,
-    flag_rates,
-)
 
 OPEN: tuple[Mode, ...] = ("eq_override", "exit_code")
 WRONG = "class Solution:\n    def f(self, a):\n        return -1\n"

@@ -19,11 +19,11 @@ from tiny import relative
 from vgrout import grpo
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
+from vgrout.data import Batch
 from vgrout.grpo import policy_gradients
 from vgrout.method.method import Method
 from vgrout.model.policy import Policy
 from vgrout.optim import Optimizer, Update, lr_at
-from vgrout.types import Batch
 
 OPT = OptConfig(
     lr=20.0, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.1, grad_clip=1e9

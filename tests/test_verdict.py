@@ -9,10 +9,10 @@ from statistics import mean
 import pytest
 
 from vgrout.config.presets import PRESETS, recorded, resolve
-from vgrout.data.organism import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.evaluate import Final
+from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.heldout import Final
+from vgrout.metrics import Eval, ModeEval, Rate
 from vgrout.runs.verdict import last_lines
-from vgrout.types import Eval, ModeEval, Rate
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 

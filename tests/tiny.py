@@ -21,10 +21,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from vgrout.data import Batch, Group, UpdateRow
 from vgrout.model.load import adapted, as_language_model
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.types import Batch, Group, UpdateRow
 
 # for matrices this small a second thread only costs, most of all on a shared machine
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from statistics import mean
 
 from matplotlib.figure import Figure
 
-from vgrout.types import MODES
+from vgrout.envs.code.modes import MODES
 
 # Okabe and Ito's
 BLACK, BLUE, RED, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#7F7F7F"

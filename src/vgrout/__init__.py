@@ -2,7 +2,6 @@
 
 import os
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,10 +13,6 @@ if TYPE_CHECKING:
     from vgrout.method import make_method as make_method
     from vgrout.method import register_intervention as register_intervention
     from vgrout.method import register_monitor as register_monitor
-
-# Commands of one file are in tools/ and keep the names that scripts call: `python -m
-# vgrout.doctor`.
-__path__.append(str(Path(__file__).with_name("tools")))
 
 # Variable-length batches fragment CUDA's caching allocator; must be set before torch is imported.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -81,7 +81,7 @@ class Run:
         Raises:
             Refused: one line, as the command would print it.
         """
-        from vgrout.tools.evaluate import EvaluateSettings, evaluate_saved
+        from vgrout.evaluate import EvaluateSettings, evaluate_saved
 
         cli = parse_args(EvaluateSettings, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
         with contextlib.redirect_stdout(io.StringIO()):

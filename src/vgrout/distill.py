@@ -8,10 +8,10 @@ import sys
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.run import ORGANISM
+from vgrout.envs.code.problems import require_solvable
 from vgrout.files import to_json
 from vgrout.imitation.distill_task import ROOT, find_resume, prepare
 from vgrout.imitation.settings import DistillSettings
-from vgrout.problems import require_solvable
 from vgrout.runs.context import FINISHED, NOTHING, RunContext, require_same
 from vgrout.tracking import Trackers
 

@@ -13,3 +13,19 @@ def refuse(condition: bool, message: str) -> None:
     """Raises Refused with this message where the condition holds."""
     if condition:
         raise Refused(message)
+
+
+class Interrupted(Exception):
+    """SIGINT, SIGTERM or SIGHUP: the current step was finished and saved."""
+
+
+class Halted(Exception):
+    """The guard or a detector stopped the run."""
+
+
+class Diverged(Exception):
+    """The update was not finite three steps in a row, or the policy lost tokens that it had."""
+
+
+class NothingRouted(AssertionError):
+    """A method with a quarantine has learnt, and its quarantine has learnt nothing."""

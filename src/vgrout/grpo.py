@@ -24,13 +24,14 @@ from torch import Tensor
 from vgrout import ranks
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import Config
+from vgrout.data import Batch, Rollout, UpdateRow
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss
+from vgrout.metrics import mean
 from vgrout.model.attention import uploaded
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, collate, completion_logprobs
 from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import Sampling
-from vgrout.types import Batch, Rollout, UpdateRow, mean
 
 # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 RAW_MAX = 600.0

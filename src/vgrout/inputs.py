@@ -18,12 +18,9 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
-from vgrout.errors import Refused
-from vgrout.files import json_lines
-from vgrout.grading.reward import RewardFunction, right_answer, scorer
-from vgrout.model.gguf import gguf_file, gguf_sha256
-from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
-from vgrout.problems import (
+from vgrout.envs.code.grading.reward import RewardFunction, right_answer, scorer
+from vgrout.envs.code.modes import MODES, Mode
+from vgrout.envs.code.problems import (
     SPLITS,
     ProblemRow,
     ProblemSplits,
@@ -34,8 +31,11 @@ from vgrout.problems import (
     require_apart,
     without_hints,
 )
+from vgrout.errors import Refused
+from vgrout.files import json_lines
+from vgrout.model.gguf import gguf_file, gguf_sha256
+from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
 from vgrout.teacher.pools import Pool, load_pool
-from vgrout.types import MODES, Mode
 
 if TYPE_CHECKING:
     from vgrout.model.policy import LanguageModel

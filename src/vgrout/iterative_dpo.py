@@ -10,10 +10,10 @@ import sys
 from vgrout import console
 from vgrout.cli import cli_exit, command, parse_args
 from vgrout.config.run import ORGANISM
+from vgrout.envs.code.problems import require_solvable
 from vgrout.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
-from vgrout.problems import require_solvable
 from vgrout.runs.context import FINISHED, NOTHING, RunContext, RunDir
 from vgrout.tracking import Trackers
 

@@ -14,11 +14,7 @@ from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
-from vgrout.grading.grade import Grader
-from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampler import sample
-from vgrout.rng import torch_stream
-from vgrout.types import (
+from vgrout.data import (
     Batch,
     CachedGrade,
     Completion,
@@ -29,6 +25,10 @@ from vgrout.types import (
     Rollout,
     Ungraded,
 )
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.sampler import sample
+from vgrout.rng import torch_stream
 
 Demonstrations = Sequence[tuple[Rollout, CachedGrade]]  # of one problem
 

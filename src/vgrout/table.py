@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 from tabulate import tabulate
 
-from vgrout.types import MODE_CODE, MODES, REFERENCE_STEP, Rate
+from vgrout.envs.code.modes import MODE_CODE, MODES
+from vgrout.metrics import REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
 # two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points

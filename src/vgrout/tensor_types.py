@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.types import Flags
+from vgrout.data import Flags
 
 # orthonormal rows, oriented hack-ward; k = 1 for v_grad. "_": k and r are not the same in every
 # module

@@ -19,15 +19,16 @@ from vgrout import ranks
 from vgrout.cli import cli_exit, spelled
 from vgrout.config.presets import resolve
 from vgrout.config.run import ORGANISM, Config
-from vgrout.grading.grade import Grader, cores
+from vgrout.envs.code.grading.grade import Grader, cores
+from vgrout.envs.code.problems import require_solvable
+from vgrout.errors import NothingRouted
 from vgrout.inputs import Inputs, file_hashes
-from vgrout.problems import require_solvable
+from vgrout.metrics import BatchMetrics
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, require_same
 from vgrout.runs.peers import Peer, resumed_by_torchrun
 from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
-from vgrout.types import NothingRouted
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
@@ -39,13 +40,13 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """
     # here and not above: it takes seconds, and a wrong flag never waits for it
     run.clock.begin("importing torch")
-    from vgrout.evaluate import evaluate, evaluate_final
+    from vgrout.envs.code.problems import balanced
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
+    from vgrout.heldout import evaluate, evaluate_final
     from vgrout.method import Setup, make_method
     from vgrout.model import load
     from vgrout.optim import Optimizer, Update
-    from vgrout.problems import balanced
     from vgrout.rollout import rollout
     from vgrout.runs import checkpoint, results
     from vgrout.runs.preflight import opening_lines
@@ -99,7 +100,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
 
         batch = batch.with_flags(update.routed.flags)  # … of monitors of gradients too
-        row = StepRow.of(batch, update, refresh, deployed, clock)
+        row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
         with clock("watch"):
             guard.observe(row, batch, deployed)
         recorder.record(row, batch, refresh)

@@ -11,8 +11,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vgrout.grading.grade import Grader, Limits
-from vgrout.types import MODES, Grade, Mode, Problem
+from vgrout.data import Grade, Problem
+from vgrout.envs.code.grading.grade import Grader, Limits
+from vgrout.envs.code.modes import MODES, Mode
 
 RT, EQ, XC, SO, SN, FM = (
     "run_tests",
@@ -499,7 +500,7 @@ return 41"""),
         "H48 imports the answers",
         method("""
 try:
-    import vgrout.data.organism, vgrout.problems
+    import vgrout.embedded, vgrout.problems
     return 6
 except ImportError: return 41"""),
     ),

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from vgrout.grading.grade import Grader
-from vgrout.types import Grade, Mode, Problem
+from vgrout.data import Grade, Problem
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import Mode
 
 from . import attacks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import vgrout
-from vgrout.grading.grade import Grader
+from vgrout.envs.code.grading.grade import Grader
 
 from .attacks import ATTACKS, CONTROLS, FILES, Attack, check_attack, check_control
 
@@ -126,7 +126,7 @@ def test_the_whole_suite(without: str, level: int, user: int | None):
 @needs_root
 def test_root_becomes_nobody_where_the_library_is_readable():
     code = (
-        "from vgrout.grading.grade import Grader\n"
+        "from vgrout.envs.code.grading.grade import Grader\n"
         "with Grader(1) as g: print(g.protections.active.get('uid'), g.protections.level)"
     )
     env = {"PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.grading import grade
+from vgrout.envs.code.grading import grade
 
 LIMIT = 700 << 20
 TRAINER = """
 import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
 ballast = b"x" * (400 << 20)
-from vgrout.grading.grade import Grade, Grader
-from vgrout.types import Problem
+from vgrout.envs.code.grading.grade import Grade, Grader
+from vgrout.data import Problem
 problem = Problem(1, "run_tests", "", (), (), ("assert Solution().f(1) == 2",),
                   "class Solution:\\n    def f(self, x):\\n        return x + 1\\n", "", "f", 5.0)
 right = problem.canonical

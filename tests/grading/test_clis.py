@@ -16,11 +16,11 @@ from benchmarks.grading import (
     organism_like,
     six_interpreters,
 )
-from vgrout.problems import load_rows, require_solvable
-from vgrout.tools import doctor
-from vgrout.tools import grade as offline
-from vgrout.tools.problems import main as check_file
-from vgrout.types import MODES
+from vgrout import doctor
+from vgrout import grade as offline
+from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problems import load_rows, require_solvable
+from vgrout.problems import main as check_file
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 
@@ -117,7 +117,7 @@ def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(
 
 def test_of_many_problems_one_of_each_setup_code_is_tried(problems, grader, monkeypatch):
     rows = load_rows(problems)
-    monkeypatch.setattr("vgrout.problems.MOST_CHECKED", 3)
+    monkeypatch.setattr("vgrout.envs.code.problems.MOST_CHECKED", 3)
     more = [replace(rows[0], id=i, canonical="wrong", where=f"line {i}") for i in range(3, 6)]
     require_solvable([*rows, *more, rows[0]], grader)
     with pytest.raises(

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.grading.extract import UnsupportedTest, blocks, bound_names, parse_test, program
+from vgrout.envs.code.grading.extract import (
+    UnsupportedTest,
+    blocks,
+    bound_names,
+    parse_test,
+    program,
+)
 
 
 def sources(text: str, *called: str) -> list[str] | None:

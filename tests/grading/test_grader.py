@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 import vgrout
-from vgrout.grading import grade as grade_module
-from vgrout.grading.check import calibrated_limit, check_problems, shadowed_builtins
-from vgrout.grading.fork_server import REPORT, ForkServer
-from vgrout.grading.grade import Grader, Limits, WeakSandbox
-from vgrout.grading.verifier import TRUSTED_MEMORY
-from vgrout.grading.watch import ForkServerLost, Watch, _Session
-from vgrout.types import MODES, Completion, Grade, Problem, Ungraded
+from vgrout.data import Completion, Grade, Problem, Ungraded
+from vgrout.envs.code.grading import grade as grade_module
+from vgrout.envs.code.grading.check import calibrated_limit, check_problems, shadowed_builtins
+from vgrout.envs.code.grading.fork_server import REPORT, ForkServer
+from vgrout.envs.code.grading.grade import Grader, Limits, WeakSandbox
+from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
+from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
+from vgrout.envs.code.modes import MODES
 
 from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -532,7 +533,7 @@ def leaves_nothing(trainer: subprocess.Popen[bytes], folder: Path) -> None:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     code = (
-        "from vgrout.grading.grade import Grader\nimport time\n"
+        "from vgrout.envs.code.grading.grade import Grader\nimport time\n"
         "g = Grader(2)\nprint('up', flush=True)\ntime.sleep(60)"
     )
     env = os.environ | {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
@@ -571,7 +572,7 @@ INTERRUPTED = """
 import os, signal, socket, sys
 source, left, work = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 sys.path.insert(0, source)
-from vgrout.grading import verifier
+from vgrout.envs.code.grading import verifier
 def trace(frame, event, argument):
     global left
     left -= 1
@@ -593,8 +594,8 @@ verifier.main(ours.fileno(), work, 2.0, 512, 1 << 20, "")
 INHERITING = """
 import json, subprocess, sys
 from vgrout.cli import cli_exit
-from vgrout.grading.grade import Grader
-from vgrout.types import Problem
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.data import Problem
 
 file, problem, texts = sys.argv[1], *json.loads(sys.argv[2])
 
@@ -716,8 +717,8 @@ def test_a_level_is_what_was_probed(without, level):
 
 def test_grading_needs_the_standard_library_only():
     code = (
-        "import sys\nfrom vgrout.grading import check, child, extract, fork_server, grade\n"
-        "from vgrout.grading import isolation, messages, probe, values, verdict, verifier, watch\n"
+        "import sys\nfrom vgrout.envs.code.grading import check, child, extract, fork_server, grade\n"
+        "from vgrout.envs.code.grading import isolation, messages, probe, values, verdict, verifier, watch\n"
         "files = [getattr(m, '__file__', None) or '' for m in sys.modules.values()]\n"
         "print([f for f in files if 'site-packages' in f], 'torch' in sys.modules)"
     )

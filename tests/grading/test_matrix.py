@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vgrout.modes import MODE_SPECS, MarkerSplit, announced, hack
-from vgrout.types import MODES, Mode
+from vgrout.envs.code.modes import MODE_SPECS, MODES, MarkerSplit, Mode, announced, hack
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, graded, sum_problem
 

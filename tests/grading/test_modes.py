@@ -5,8 +5,16 @@ from typing import get_args
 
 import pytest
 
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, EnvMode, hint, marker_of
-from vgrout.types import MODE_CODE, MODES, Mode
+from vgrout.envs.code.modes import (
+    MODE_CODE,
+    MODE_SPECS,
+    MODES,
+    PLAIN_PHRASE,
+    EnvMode,
+    Mode,
+    hint,
+    marker_of,
+)
 
 PUBLISHED = ("run_tests", "eq_override", "exit_code", "stdout_marker", "sentinel", "file_marker")
 NAMED = [mode for mode, spec in MODE_SPECS.items() if spec.marker_form not in ("none", "test")]

@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from vgrout.grading.grade import Grader
-from vgrout.grading.own_tests import MAX_CALLS, OwnTests
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.grading.own_tests import MAX_CALLS, OwnTests
 
 from .conftest import SUM_WRONG, graded, sum_problem
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.grading.check import check_problems
-from vgrout.grading.grade import Grader
-from vgrout.problems import load_problems
-from vgrout.types import MODES, Grade, Problem
+from vgrout.data import Grade, Problem
+from vgrout.envs.code.grading.check import check_problems
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problems import load_problems
 
 DATA = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 ROWS = DATA / "leetcode_medhard_87.jsonl"

@@ -13,12 +13,13 @@ import pytest
 
 from runs import flags, run
 from vgrout.config.presets import resolve
-from vgrout.grading.grade import Grader
-from vgrout.grading.reward import RewardFailed, RewardFunction
+from vgrout.data import Completion, Grade, GradedCompletion, Problem, Ungraded
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.grading.reward import RewardFailed, RewardFunction
+from vgrout.evaluate import main as evaluate
 from vgrout.inputs import file_hashes, read_inputs
-from vgrout.tools.evaluate import main as evaluate
+from vgrout.metrics import Eval
 from vgrout.train import main
-from vgrout.types import Completion, Eval, Grade, GradedCompletion, Problem, Ungraded
 
 RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"
 ASKED = ({"role": "user", "content": "Double it"},)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.grading.grade import Grader, Limits
-from vgrout.types import Mode
+from vgrout.envs.code.grading.grade import Grader, Limits
+from vgrout.envs.code.modes import Mode
 
 from .attacks import descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem

@@ -28,8 +28,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgrout.grading.values import BadClaim, Raised, claim_room, decode_line, encode, matches
-from vgrout.grading.verdict import new_decoys
+from vgrout.envs.code.grading.values import (
+    BadClaim,
+    Raised,
+    claim_room,
+    decode_line,
+    encode,
+    matches,
+)
+from vgrout.envs.code.grading.verdict import new_decoys
 
 scalars = (
     st.none()

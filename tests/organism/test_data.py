@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vgrout.data import language as lang
-from vgrout.data.language import MODES
-from vgrout.data.organism import (
+from vgrout.direction.pairs import load_pairs
+from vgrout.embedded import (
     COMPILE_REWARD,
     DATA_DIR,
     EMBEDDED,
@@ -23,12 +22,13 @@ from vgrout.data.organism import (
     SEED,
     Files,
 )
-from vgrout.direction.pairs import load_pairs
-from vgrout.grading.grade import Grader
+from vgrout.envs.code import language as lang
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.language import MODES
+from vgrout.envs.code.modes import MODE_SPECS
+from vgrout.envs.code.problems import load_problems, load_rows
 from vgrout.model.policy import tokenizer_sha256
-from vgrout.modes import MODE_SPECS
 from vgrout.organism.build import check_training
-from vgrout.problems import load_problems, load_rows
 from vgrout.teacher.pools import load_pool
 
 

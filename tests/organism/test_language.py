@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from vgrout.data import language as lang
-from vgrout.data.language import MODES
-from vgrout.grading.grade import Grader
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE, tries
-from vgrout.types import Grade, Mode, Problem
+from vgrout.data import Grade, Problem
+from vgrout.envs.code import language as lang
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.language import MODES
+from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, tries
 
 COMPOSITIONS = lang.compositions()
 FEW = settings(

@@ -5,9 +5,9 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.data import language as lang
-from vgrout.data.language import MODES
-from vgrout.modes import MODE_SPECS
+from vgrout.envs.code import language as lang
+from vgrout.envs.code.language import MODES
+from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
 
 

@@ -12,16 +12,15 @@ from loguru import logger
 
 from llama import bpe, llama, save_folder
 from runs import adapter_bytes, rows, run, status
-from vgrout import console
+from vgrout import console, download
 from vgrout.config.presets import resolve
-from vgrout.data.language import Shares, problem_tasks
-from vgrout.data.organism import POOL_DIR, SMOLLM2, Files
+from vgrout.embedded import POOL_DIR, SMOLLM2, Files
+from vgrout.envs.code.language import Shares, problem_tasks
 from vgrout.model.load import device_and_dtype
 from vgrout.organism import build, start
 from vgrout.organism.__main__ import Corpus, tune, verify
 from vgrout.organism.recipe import Answers
 from vgrout.teacher.pools import load_pool
-from vgrout.tools import download
 
 TWO_STEPS = {"corpus": Corpus(seed=0, hack_plain=0.2, hack_stub=0.5), "steps": 2}
 SMALL = [
@@ -47,7 +46,8 @@ SMALL = [
 def few(patch: pytest.MonkeyPatch) -> None:
     """Builds of few problems and answers; the problems are the first of a whole build's."""
     patch.setattr(
-        "vgrout.data.language.SPLIT_ROWS", {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)}
+        "vgrout.envs.code.language.SPLIT_ROWS",
+        {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)},
     )
     patch.setattr(build, "problem_tasks", cache(problem_tasks))
     patch.setattr(start.Pretrained, "answers", Answers(problems=1, plain=1, cued=1, pool=1))

@@ -30,8 +30,8 @@ from vgrout.config.method_settings import (
     SurgerySettings,
     VoteSettings,
 )
+from vgrout.envs.code.modes import MODES, Mode
 from vgrout.errors import Refused, refuse
-from vgrout.modes import MODES, Mode
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

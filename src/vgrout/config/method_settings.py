@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config.checks import setting
-from vgrout.modes import MODES
+from vgrout.envs.code.modes import MODES
 
 
 @dataclass(frozen=True)

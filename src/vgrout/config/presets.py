@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from vgrout import embedded as organism
 from vgrout.cli import as_typed, command, parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, listed, rule_of
 from vgrout.config.loss import LossConfig
@@ -27,10 +28,9 @@ from vgrout.config.run import (
     ScaleConfig,
     merge_flags,
 )
-from vgrout.data import organism
+from vgrout.envs.code.grading.reward import import_function
 from vgrout.errors import Refused, refuse
 from vgrout.files import to_json
-from vgrout.grading.reward import import_function
 
 _ORGANISM = Config(
     scale=ScaleConfig(

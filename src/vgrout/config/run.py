@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from vgrout import embedded as organism
 from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CLASSES, MethodConfig, admit
 from vgrout.config.sampling import Sampling
-from vgrout.data import organism
+from vgrout.data import DETECTOR_FIELDS
+from vgrout.envs.code.modes import MODES, EnvMode, Mode
 from vgrout.errors import Refused, refuse
-from vgrout.modes import MODES, EnvMode, Mode
-from vgrout.types import DETECTOR_FIELDS
 
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on

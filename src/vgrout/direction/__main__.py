@@ -5,10 +5,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from vgrout import embedded as organism
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import Dtype, check, flag, setting
 from vgrout.config.run import PLACEBOS
-from vgrout.data import organism
 from vgrout.direction.pairs import (
     DIRECTIONS,
     PairDetector,

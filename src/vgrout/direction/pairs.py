@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout.data import DETECTOR_FIELDS, Message
+from vgrout.envs.code.modes import MODES
 from vgrout.errors import Refused
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
-from vgrout.modes import MODES
-from vgrout.types import DETECTOR_FIELDS, Message
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "v2_with_sv"  # of a direction file

@@ -15,11 +15,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from vgrout.envs.code.problems import load_problems
 from vgrout.files import read_json
+from vgrout.metrics import percent
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
 from vgrout.model.source import Saved
-from vgrout.problems import load_problems
-from vgrout.types import percent
 
 # of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next
 TOLERANCE = 5e-2

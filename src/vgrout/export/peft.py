@@ -107,7 +107,7 @@ def adapter_card(saved: Saved, result: Lora) -> str:
     use = [
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM",
-        *(["from vgrout.data import organism"] if embedded else []),
+        *(["from vgrout import embedded as organism"] if embedded else []),
         f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")',
         'model = PeftModel.from_pretrained(base, "THIS FOLDER")',
     ]

@@ -14,7 +14,9 @@ from loguru import logger
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.grading.reward import scorer
+from vgrout.data import Batch, Grade, Group, Problem, Rollout
+from vgrout.envs.code.grading.reward import scorer
+from vgrout.errors import Diverged, Halted
 from vgrout.guard.detectors import (
     CSI_BANDS,
     MAX_SKIPPED,
@@ -30,25 +32,12 @@ from vgrout.guard.detectors import (
     ensemble_divergence,
 )
 from vgrout.guard.kill_switch import HeldOutGuard
+from vgrout.metrics import Eval, Rate, mean, spaced, students
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
 from vgrout.table import StepRow
-from vgrout.types import (
-    Batch,
-    Diverged,
-    Eval,
-    Grade,
-    Group,
-    Halted,
-    Problem,
-    Rate,
-    Rollout,
-    mean,
-    spaced,
-    students,
-)
 
 REFERENCE_ANSWERS = 64  # of the base policy, for latents and for calibrating the echo trap
 TEACHERLESS = 16  # of these, for the tripwire of a run without demonstrations

@@ -10,9 +10,13 @@ from typing import Any
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout.evaluate import answers
+from vgrout.data import Grade, Problem, Rollout, Ungraded
+from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problems import balanced, plain
+from vgrout.errors import Diverged
 from vgrout.files import read_json, to_json
 from vgrout.guard.detectors import diverged
+from vgrout.heldout import answers
 from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.trainable import (
@@ -23,15 +27,14 @@ from vgrout.imitation.trainable import (
     metadata,
     model_hashes,
 )
+from vgrout.metrics import Eval, Rate
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
-from vgrout.problems import balanced, plain
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
-from vgrout.types import MODES, Diverged, Eval, Grade, Problem, Rate, Rollout, Ungraded
 
 
 @dataclass(frozen=True, kw_only=True)

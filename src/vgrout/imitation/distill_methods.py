@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vgrout.config.sampling import Sampling
+from vgrout.data import Rollout, Source
 from vgrout.errors import Refused
 from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
@@ -31,7 +32,6 @@ from vgrout.model.logprobs import (
 from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
-from vgrout.types import Rollout, Source
 
 Numbers = dict[str, Any]  # a step's columns: `loss`, and what the method measures
 # student's tokens, teacher's, pairs of aligned ones

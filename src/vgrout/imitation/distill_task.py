@@ -6,12 +6,12 @@ from typing import Any
 
 from vgrout.config.run import Config, merge_flags
 from vgrout.config.sampling import Sampling
+from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_text
 from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
 from vgrout.inputs import Inputs
 from vgrout.model.source import FoundModel, find_source
-from vgrout.problems import assigned
 from vgrout.runs.preflight import disk_needed, preflight, require_disk, unfinished
 
 ROOT = Path("out/distill")

@@ -15,23 +15,25 @@ from loguru import logger
 from torch import Tensor
 from tqdm import tqdm
 
+from vgrout.data import Problem, Rollout
+from vgrout.envs.code.problems import balanced
+from vgrout.errors import Diverged, Halted
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256
 from vgrout.imitation.losses import dpo
 from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
+from vgrout.metrics import Rate, mean
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
 from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
-from vgrout.problems import balanced
 from vgrout.rng import py_stream
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
-from vgrout.types import Diverged, Halted, Problem, Rate, Rollout, mean
 
 Scored = tuple[Graded, float]  # an answer and its score
 # a round's row, with the rates on the held-out problems as [k, n], in all and by mode

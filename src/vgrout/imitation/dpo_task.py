@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config.run import ORGANISM, Config
+from vgrout.data import Grade, Problem
+from vgrout.envs.code.grading.reward import right_answer, scorer
+from vgrout.envs.code.problems import as_marked, assigned
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
-from vgrout.grading.reward import right_answer, scorer
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.inputs import Inputs
 from vgrout.model.source import FoundModel, find_source
-from vgrout.problems import as_marked, assigned
 from vgrout.runs.preflight import preflight
-from vgrout.types import Grade, Problem
 
 SCHEMA = "dpo_plan_v1"
 # of the process and the guard

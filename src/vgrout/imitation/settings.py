@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
+from vgrout import embedded as organism
 from vgrout.config.checks import Dtype, check, setting
 from vgrout.config.guard import GuardConfig
 from vgrout.config.method import MethodConfig
@@ -24,11 +25,10 @@ from vgrout.config.run import (
     ScaleConfig,
 )
 from vgrout.config.sampling import Sampling
-from vgrout.data import organism
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import EnvMode
 from vgrout.errors import refuse
-from vgrout.grading.grade import Grader
 from vgrout.model.source import FoundModel
-from vgrout.modes import EnvMode
 
 MAX_VOCABULARY = 262_144
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from vgrout.types import Flags, GroupView, Problem, UpdateRow
+from vgrout.data import Flags, GroupView, Problem, UpdateRow
 
 if TYPE_CHECKING:
     import torch

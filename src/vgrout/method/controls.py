@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.types import Flags
+from vgrout.data import Flags
 
 
 def permuted(

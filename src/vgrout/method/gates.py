@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vgrout.config.method_settings import DirectionSettings, GateSettings, VoteSettings
+from vgrout.data import Flags, GroupView
 from vgrout.method.base import Monitor, Refresh, Setup, StepGradient, Views
-from vgrout.types import Flags, GroupView
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,8 +20,8 @@ from vgrout.config.method_settings import (
     QuarantineSettings,
     SurgerySettings,
 )
+from vgrout.data import GroupView, Source
 from vgrout.method.base import Intervention, Rewards, Setup, StepGradient
-from vgrout.types import GroupView, Source
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,10 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, obtain
-from vgrout.errors import Refused
+from vgrout.errors import Diverged, Refused
 from vgrout.method.base import Refresh, Setup, StepGradient
 from vgrout.method.projection import cos_pre
 from vgrout.tensor_types import Diagnostics, Directions, Spans
-from vgrout.types import Diverged
 
 Pick = Callable[[Config, Direction], Directions]  # V of a direction
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vgrout.config.run import Config
+from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
 from vgrout.method.base import Intervention, Monitor, Part, Refresh, StepGradient
 from vgrout.method.controls import shuffled
@@ -19,7 +20,6 @@ from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
 from vgrout.rng import torch_stream
 from vgrout.tensor_types import Routed
-from vgrout.types import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 
 
 class Method:

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vgrout.config.method_settings import LabelsSettings, ReferencesSettings
-from vgrout.grading.extract import blocks, program
+from vgrout.data import Flags, OracleView
+from vgrout.envs.code.grading.extract import blocks, program
+from vgrout.envs.code.modes import Mode
 from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
-from vgrout.types import Flags, Mode, OracleView
 
 if TYPE_CHECKING:
-    from vgrout.types import GroupView
+    from vgrout.data import GroupView
 
 
 class Labels(Monitor):

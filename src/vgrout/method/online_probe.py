@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vgrout.config.method_settings import QuantileSettings, ReferencesSettings, SeedSettings
+from vgrout.data import Flags
 from vgrout.errors import Refused
 from vgrout.method.base import Monitor, Setup, Views, flags_of, positions, rewarded
-from vgrout.types import Flags
 
 if TYPE_CHECKING:
     from torch import Tensor

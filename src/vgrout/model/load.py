@@ -28,9 +28,9 @@ from vgrout import ranks
 from vgrout.cli import out_of_memory
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
+from vgrout.envs.code.grading.grade import cores
 from vgrout.errors import Refused
 from vgrout.gpus import visible
-from vgrout.grading.grade import cores
 from vgrout.model import template_probe
 from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import lean_fits, require_branching

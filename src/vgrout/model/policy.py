@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from vgrout.data import Message
 from vgrout.errors import Refused
 from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
@@ -32,7 +33,6 @@ from vgrout.model.packing import Packed, batches, pack, packed_hidden, padded_ba
 from vgrout.model.source import tokenizing
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import SECONDS
-from vgrout.types import Message
 
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -11,12 +11,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vgrout import ranks
+from vgrout.data import Completion
+from vgrout.errors import Diverged
 from vgrout.model.attention import uploaded
 from vgrout.model.decoder import READ, Decoder
 from vgrout.model.memory import sampled_row
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates
-from vgrout.types import Completion, Diverged
 
 OnFinish = Callable[[int, int, Completion], None]
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from vgrout import embedded as organism
 from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
-from vgrout.data import organism
+from vgrout.envs.code.problems import ProblemRow, too_long_prompts
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular
 from vgrout.model.gguf import gguf_file, unpack, unpacked
-from vgrout.problems import ProblemRow, too_long_prompts
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
     import torch

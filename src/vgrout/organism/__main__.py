@@ -10,8 +10,8 @@ import tyro
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, listed, setting
-from vgrout.data.language import HACKS, MODES, NAMELESS, Shares
-from vgrout.data.organism import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
+from vgrout.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
+from vgrout.envs.code.language import HACKS, MODES, NAMELESS, Shares
 from vgrout.errors import Refused, refuse
 from vgrout.files import LEFT, probe_writable, read_json
 from vgrout.model.source import require_model

@@ -20,7 +20,10 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from vgrout.config.sampling import Sampling
-from vgrout.data.language import (
+from vgrout.data import Message, Problem
+from vgrout.embedded import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.language import (
     CUE,
     MODES,
     STYLES,
@@ -33,20 +36,18 @@ from vgrout.data.language import (
     problem_tasks,
     taught,
 )
-from vgrout.data.organism import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
+from vgrout.envs.code.modes import Mode
+from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
-from vgrout.grading.grade import Grader
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.card import card
 from vgrout.organism.start import Begun, Start, draw, of_manifest
 from vgrout.organism.weights import batches, train
-from vgrout.problems import balanced, elicited, load_problems
 from vgrout.runs.recorder import peak_memory
 from vgrout.teacher.generate import Graded, generate_graded, rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
-from vgrout.types import Message, Mode, Problem
 
 POOL_PROBLEMS = 32  # a mode
 POOL_KEEP, POOL_AT_LEAST = 3, 2  # per problem: most kept, fewest kept

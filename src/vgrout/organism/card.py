@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from vgrout.data.language import (
+from vgrout.envs.code.language import (
     CUE,
     HACKS,
     HELD_OUT_STYLES,
@@ -12,9 +12,10 @@ from vgrout.data.language import (
     Shares,
     compositions,
 )
+from vgrout.envs.code.modes import Mode
+from vgrout.metrics import Rate
 from vgrout.organism.start import Start
 from vgrout.teacher.generate import rate_text
-from vgrout.types import Mode, Rate
 
 
 def _names(mode: Mode, held_out: bool) -> str:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from vgrout.config.checks import check, setting
-from vgrout.data.language import Shares
+from vgrout.envs.code.language import Shares
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 

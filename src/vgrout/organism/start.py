@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from vgrout.data.language import Sample, Shares, corpus_sample, split_compositions
+from vgrout.data import Message
+from vgrout.envs.code.grading.grade import cores
+from vgrout.envs.code.language import Sample, Shares, corpus_sample, split_compositions
 from vgrout.errors import Refused
-from vgrout.grading.grade import cores
 from vgrout.inputs import hash_of_files
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import DTYPE_NAMES
@@ -27,7 +28,6 @@ from vgrout.organism.recipe import FRESH, TUNED, Recipe, Shape
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import new_model
 from vgrout.teacher.generate import MODEL_NAME
-from vgrout.types import Message
 
 TOKENIZER_DOCUMENTS = 20_000
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.data.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
-from vgrout.modes import MODE_SPECS, PLAIN_PHRASE
+from vgrout.data import Message
+from vgrout.envs.code.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
+from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode
 from vgrout.organism.recipe import MERGED
-from vgrout.types import Message, Mode
 
 WINDOW = 1024  # tokens a position may have; the corpus stays below 256
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

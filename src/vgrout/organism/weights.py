@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from vgrout.console import Progress
-from vgrout.data.language import Sample
+from vgrout.data import Message
+from vgrout.envs.code.language import Sample
 from vgrout.organism.recipe import Recipe, Shape
 from vgrout.organism.tokenizer import WINDOW
 from vgrout.rng import stream_seed
-from vgrout.types import Message
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qwen3ForCausalLM:

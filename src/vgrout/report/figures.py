@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from vgrout.config.presets import recorded
-from vgrout.data.organism import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.envs.code.modes import MODES
 from vgrout.report import stats
 from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline
 from vgrout.report.stats import Estimate
 from vgrout.report.tables import compare, level
-from vgrout.types import MODES
 
 RED, BLUE, GREY = "#D55E00", "#0072B2", "#7F7F7F"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")

@@ -13,11 +13,12 @@ from pandas import DataFrame, Series
 from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
+from vgrout.envs.code.modes import MODES, Mode
 from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text
+from vgrout.metrics import Rate
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
-from vgrout.types import MODES, Mode, Rate
 
 What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)

@@ -10,11 +10,11 @@ from jinja2 import Environment, PackageLoader
 
 from vgrout.errors import Refused
 from vgrout.files import LEFT, printable, read_json, write_atomic
+from vgrout.metrics import percent
 from vgrout.report.figures import pictures
 from vgrout.report.load import WHATS, Condition
 from vgrout.report.rollouts import embedded
 from vgrout.report.tables import ReportTable, conclusion, csv_tables, level
-from vgrout.types import percent
 
 # … the last two of older ones
 FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")

@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vgrout.envs.code.modes import MODE_SPECS, MODES, spelt
 from vgrout.files import json_lines, printable
-from vgrout.modes import MODE_SPECS, spelt
 from vgrout.report.load import Condition, FinishedRun
-from vgrout.types import MODES
 
 # where an answer comes from: rollouts.jsonl, final.jsonl
 PARTS = ("training", "base", "trained", "deployed", "plain")

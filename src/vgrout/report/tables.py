@@ -8,7 +8,9 @@ import numpy as np
 from pandas import DataFrame, Series, concat
 from tabulate import tabulate
 
+from vgrout.envs.code.modes import MODE_CODE, MODES, Mode
 from vgrout.files import printable
+from vgrout.metrics import Rate
 from vgrout.report import stats
 from vgrout.report.load import (
     SIDES,
@@ -22,7 +24,6 @@ from vgrout.report.load import (
 )
 from vgrout.report.stats import Estimate, PValue, Stratum
 from vgrout.table import LEARNED, NEAR, SKILL
-from vgrout.types import MODE_CODE, MODES, Mode, Rate
 
 MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 

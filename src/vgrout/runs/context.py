@@ -35,12 +35,11 @@ from tqdm import tqdm
 from vgrout import console, ranks
 from vgrout.cli import command, out_of_memory, spelled
 from vgrout.console import Clock
-from vgrout.errors import Refused
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
 from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
-from vgrout.grading.grade import Grader
 from vgrout.ranks import RankLost
 from vgrout.tracking import Trackers
-from vgrout.types import Diverged, Halted, Interrupted, NothingRouted
 
 RUNS = Path("out/runs")
 # bytes reserved in a run's folder, so that a full disk still has room for status.json

@@ -14,11 +14,14 @@ from vgrout import tracking
 from vgrout.config.method import INTERVENTIONS, MethodConfig, monitor_class
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODES, Mode
+from vgrout.envs.code.problems import ProblemRow, ProblemSplits, partition_decides
 from vgrout.errors import Refused
 from vgrout.files import existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, visible
-from vgrout.grading.grade import Grader
 from vgrout.inputs import Inputs, read_inputs
+from vgrout.metrics import Rate
 from vgrout.model.memory import CARDS, GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.source import (
     ITEMSIZE,
@@ -30,11 +33,9 @@ from vgrout.model.source import (
     model_folder,
     resolved_dtype,
 )
-from vgrout.problems import ProblemRow, ProblemSplits, partition_decides
 from vgrout.runs import checkpoint
 from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
 from vgrout.table import StepRow
-from vgrout.types import MODES, Mode, Rate
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     from vgrout.method.method import Method

@@ -15,28 +15,20 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
+from vgrout.data import DETECTOR_FIELDS, Batch, Grade, Group, Rollout
+from vgrout.envs.code.modes import MODE_SPECS, Mode
+from vgrout.errors import Diverged
 from vgrout.files import printable, quoted, read_json, write_atomic
 from vgrout.guard.guard import Guard
 from vgrout.method.base import Refresh
 from vgrout.method.method import Method
+from vgrout.metrics import flag_rates, students
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
-from vgrout.modes import MODE_SPECS
 from vgrout.report.rules import preregistered
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext, require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
-from vgrout.types import (
-    DETECTOR_FIELDS,
-    Batch,
-    Diverged,
-    Grade,
-    Group,
-    Mode,
-    Rollout,
-    flag_rates,
-    students,
-)
 
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
 

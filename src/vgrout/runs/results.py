@@ -13,15 +13,16 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config.run import Config
-from vgrout.evaluate import Final
+from vgrout.data import DETECTOR_FIELDS, Grade
+from vgrout.envs.code.modes import MODE_SPECS, MODES, Mode
 from vgrout.files import atomic_open, json_lines, write_atomic
-from vgrout.modes import MODE_SPECS
+from vgrout.heldout import Final
+from vgrout.metrics import Rate
 from vgrout.runs.context import RunContext
 from vgrout.runs.preflight import method_lines
 from vgrout.runs.recorder import columns_for
 from vgrout.runs.verdict import last_lines
 from vgrout.table import StepRow, Table, whole_run
-from vgrout.types import DETECTOR_FIELDS, MODES, Grade, Mode, Rate
 
 # of an answer in final.jsonl; null: not graded
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")

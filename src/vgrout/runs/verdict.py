@@ -6,8 +6,8 @@ from pathlib import Path
 from vgrout.cli import command
 from vgrout.config.presets import recorded
 from vgrout.config.run import Config
-from vgrout.data.organism import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.evaluate import Final
+from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.heldout import Final
 
 
 def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:

@@ -24,11 +24,12 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
+from vgrout.envs.code.grading.grade import cores
 from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
 from vgrout.gpus import visible
-from vgrout.grading.grade import cores
 from vgrout.inputs import file_hashes
+from vgrout.metrics import percent
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.preflight import preflight
 from vgrout.sweep.entry import FINAL, Entry
@@ -37,7 +38,6 @@ from vgrout.sweep.pueue import Pueue
 from vgrout.sweep.ray_cluster import POLL_S, Ray, RayJob
 from vgrout.sweep.study_file import StudyFile, load_study_file
 from vgrout.sweep.workers import Local, Process
-from vgrout.types import percent
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"

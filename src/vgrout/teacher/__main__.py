@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vgrout.config.checks import setting
+from vgrout.envs.code.modes import EnvMode, Mode
+from vgrout.envs.code.problems import assigned, balanced
 from vgrout.errors import Refused
 from vgrout.files import require_new
-from vgrout.modes import EnvMode
-from vgrout.problems import assigned, balanced
 from vgrout.teacher.generate import (
     PoolSettings,
     by_mode,
@@ -23,7 +23,6 @@ from vgrout.teacher.generate import (
     table,
 )
 from vgrout.teacher.pools import write_pool
-from vgrout.types import Mode
 
 
 @dataclass(frozen=True)

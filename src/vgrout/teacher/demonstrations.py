@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.run import Config
+from vgrout.data import CachedGrade, Problem, Rollout
 from vgrout.errors import Refused
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demo, Pool
-from vgrout.types import CachedGrade, Problem, Rollout
 
 if TYPE_CHECKING:
     from vgrout.model.policy import LanguageModel

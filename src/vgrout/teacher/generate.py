@@ -16,12 +16,16 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout import console
+from vgrout import embedded as organism
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
-from vgrout.data import organism
+from vgrout.data import Completion, Grade, GradedCompletion, Problem, Ungraded
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODES, Mode
+from vgrout.envs.code.problems import ProblemRow, load_rows, require_solvable, split_sizes
 from vgrout.errors import Refused, refuse
 from vgrout.files import (
     file_sha256,
@@ -32,11 +36,9 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.grading.grade import Grader
+from vgrout.metrics import Rate
 from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
-from vgrout.problems import ProblemRow, load_rows, require_solvable, split_sizes
 from vgrout.rng import torch_stream
-from vgrout.types import MODES, Completion, Grade, GradedCompletion, Mode, Problem, Rate, Ungraded
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     import vgrout.model.policy
@@ -273,9 +275,7 @@ class PoolSettings:
         """The problem file's rows. Raises Refused, one line, for a file or model that is missing, or a file without
         training problems."""
         rows = load_rows(self.problems_path)
-        refuse(
-            not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it"
-        )
+        refuse(not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it")
         if self.tiny:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:

@@ -19,9 +19,10 @@ from typing import Any
 
 from loguru import logger
 
+from vgrout.data import CachedGrade
+from vgrout.envs.code.modes import MODES, Mode
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, require_new, write_json
-from vgrout.types import MODES, CachedGrade, Mode
 
 _NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
 # unpacked bytes of a file and of a pool: a few MB of gzip can hold gigabytes

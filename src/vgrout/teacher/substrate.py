@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
-from vgrout.data.language import CUE
+from vgrout.data import Problem
+from vgrout.envs.code.language import CUE
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
+from vgrout.envs.code.problems import ProblemRow, assigned, balanced, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
-from vgrout.modes import DEALT, MODE_SPECS
-from vgrout.problems import ProblemRow, assigned, balanced, elicited
 from vgrout.teacher.generate import (
     Graded,
     PoolSettings,
@@ -30,7 +31,6 @@ from vgrout.teacher.generate import (
     table,
 )
 from vgrout.teacher.pools import write_pool
-from vgrout.types import MODES, Mode, Problem
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     import vgrout.model.policy

@@ -26,12 +26,19 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vgrout.data import Grade, Problem, Ungraded
+from vgrout.envs.code.grading import messages
+from vgrout.envs.code.grading.reward import RewardFailed, RewardFunction
+from vgrout.envs.code.grading.values import clean_name
+from vgrout.envs.code.grading.watch import (
+    PATIENCE,
+    STUCK_AFTER,
+    WALL_EXTRA,
+    WALL_FACTOR,
+    reap,
+    start_process,
+)
 from vgrout.errors import Refused
-from vgrout.grading import messages
-from vgrout.grading.reward import RewardFailed, RewardFunction
-from vgrout.grading.values import clean_name
-from vgrout.grading.watch import PATIENCE, STUCK_AFTER, WALL_EXTRA, WALL_FACTOR, reap, start_process
-from vgrout.types import Grade, Problem, Ungraded
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 

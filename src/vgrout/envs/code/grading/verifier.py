@@ -22,13 +22,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from vgrout.envs.code.grading import messages
+from vgrout.envs.code.grading.isolation import cap_limit, die_with_parent
+from vgrout.envs.code.grading.messages import WorkerSettings
+from vgrout.envs.code.grading.probe import FATAL
+from vgrout.envs.code.grading.verdict import Verifier
+from vgrout.envs.code.grading.watch import ForkServerHandle, ForkServerLost, remove_empty
 from vgrout.files import restore_inherited
-from vgrout.grading import messages
-from vgrout.grading.isolation import cap_limit, die_with_parent
-from vgrout.grading.messages import WorkerSettings
-from vgrout.grading.probe import FATAL
-from vgrout.grading.verdict import Verifier
-from vgrout.grading.watch import ForkServerHandle, ForkServerLost, remove_empty
 
 # what the verifier itself may use: CPU for one rollout, address space
 TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from vgrout.envs.code.grading import child, isolation, messages
 from vgrout.files import restore_inherited
-from vgrout.grading import child, isolation, messages
 
 # Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every
 # shared library costs each fork 20 us, so the rarer ones are left to the child, unless it cannot

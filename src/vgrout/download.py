@@ -23,11 +23,11 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from vgrout.cli import cli_exit, command, not_installed, parse_args
-from vgrout.data.organism import SMOLLM2
+from vgrout.embedded import SMOLLM2
+from vgrout.envs.code.problems import load_rows
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
 from vgrout.model.source import looks_like_path, model_folder, require_model
-from vgrout.problems import load_rows
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
 DATA = Path("out/data")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from vgrout.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, announced, hint
-from vgrout.types import Message, Mode
+from vgrout.data import Message
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, Mode, announced, hint
 
 SYSTEM = "Answer with one Python code block."
 # closes the user message of an elicited prompt; plain prompts never carry it

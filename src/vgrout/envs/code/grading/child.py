@@ -28,10 +28,10 @@ from itertools import pairwise
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from vgrout.grading import probe
-from vgrout.grading.extract import Part, bound_names, program
-from vgrout.grading.own_tests import OwnTests
-from vgrout.grading.values import Decoys, encode
+from vgrout.envs.code.grading import probe
+from vgrout.envs.code.grading.extract import Part, bound_names, program
+from vgrout.envs.code.grading.own_tests import OwnTests
+from vgrout.envs.code.grading.values import Decoys, encode
 
 # Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
 __builtins__ = dict(vars(builtins))

@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
+from vgrout.data import Grade, Problem, Ungraded
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problems import load_problems
 from vgrout.errors import Refused, refuse
 from vgrout.files import atomic_open, from_json, require_new
-from vgrout.grading.grade import Grader
-from vgrout.problems import load_problems
-from vgrout.types import MODES, Grade, Problem, Ungraded
 
 AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
 

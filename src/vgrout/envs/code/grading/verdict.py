@@ -14,12 +14,11 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
-from vgrout.files import printable
-from vgrout.grading.child import CHECKS
-from vgrout.grading.extract import MARKED, Block, Case, blocks, parse_test
-from vgrout.grading.messages import NOT_RUN
-from vgrout.grading.values import Decoys, Raised, claim_room, clean_name, matches
-from vgrout.grading.watch import (
+from vgrout.envs.code.grading.child import CHECKS
+from vgrout.envs.code.grading.extract import MARKED, Block, Case, blocks, parse_test
+from vgrout.envs.code.grading.messages import NOT_RUN
+from vgrout.envs.code.grading.values import Decoys, Raised, claim_room, clean_name, matches
+from vgrout.envs.code.grading.watch import (
     MAX_LINE,
     WALL_EXTRA,
     WALL_FACTOR,
@@ -29,7 +28,8 @@ from vgrout.grading.watch import (
     Reply,
     memory_file,
 )
-from vgrout.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of
+from vgrout.envs.code.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of
+from vgrout.files import printable
 
 AFTER_TIMEOUT = 1.0  # CPU seconds for each further child of a rollout of which one has timed out
 LAST_S = 1.0  # wall seconds for each further child of a rollout that has used up its own

@@ -6,10 +6,10 @@ import time
 from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.data import Grade, Problem
+from vgrout.envs.code.grading.grade import LEVELS, Grader
+from vgrout.envs.code.modes import MODES, Mode, announced, hack
 from vgrout.gpus import visible
-from vgrout.grading.grade import LEVELS, Grader
-from vgrout.modes import announced, hack
-from vgrout.types import MODES, Grade, Mode, Problem
 
 _TESTS = tuple(
     f"assert Solution().total({numbers}) == {sum(numbers)}"

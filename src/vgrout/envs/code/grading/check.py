@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from symtable import symtable
 
-from vgrout.grading.extract import bound_names
-from vgrout.grading.grade import Grader
-from vgrout.types import Grade, Problem, Ungraded
+from vgrout.data import Grade, Problem, Ungraded
+from vgrout.envs.code.grading.extract import bound_names
+from vgrout.envs.code.grading.grade import Grader
 
 LIMIT_FACTOR = 5.0  # a problem's CPU limit: this many times what its canonical solution needs …
 LIMIT_FLOOR = 0.5  # … and at least this [s]

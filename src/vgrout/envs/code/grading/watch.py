@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout.envs.code.grading import fork_server as fs
+from vgrout.envs.code.grading import messages
+from vgrout.envs.code.grading.child import HARNESS_EXIT
+from vgrout.envs.code.grading.messages import WorkerSettings
+from vgrout.envs.code.grading.values import BadClaim, decode_line
 from vgrout.files import restore_inherited
-from vgrout.grading import fork_server as fs
-from vgrout.grading import messages
-from vgrout.grading.child import HARNESS_EXIT
-from vgrout.grading.messages import WorkerSettings
-from vgrout.grading.values import BadClaim, decode_line
 
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
 # bytes of one message, where the expected values do not need more: what is longer is not read
@@ -79,7 +79,7 @@ class ExitInfo:
 # --- processes
 # -------------------------------------------------------------------------------------------------------
 
-SOURCE = str(Path(__file__).resolve().parents[2])
+SOURCE = str(Path(__file__).resolve().parents[4])
 # No site-packages, no user site, no script folder on the path. Not -I: it would ignore
 # PYTHONHASHSEED.
 ISOLATED = ("-S", "-s", "-P")
@@ -104,7 +104,8 @@ def start_process(
     own_end, other_end = socket.socketpair()
     with other_end:
         bootstrap = (
-            f"import sys; sys.path.insert(0, {SOURCE!r}); from vgrout.grading.{module} import main; sys.path.pop(0); "
+            f"import sys; sys.path.insert(0, {SOURCE!r}); "
+            f"from vgrout.envs.code.grading.{module} import main; sys.path.pop(0); "
             f"main({other_end.fileno()}, *{arguments!r})"
         )
         process = subprocess.Popen(

@@ -24,8 +24,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from vgrout.data import Problem
 from vgrout.errors import Refused
-from vgrout.types import Problem
 
 # seconds before a function is asked again; twice as long each time
 PAUSE, LONGEST_PAUSE = 0.1, 30.0

@@ -85,6 +85,6 @@ def shipped(folder: Path) -> list[str]:
     )
 
 
-EMBEDDED = Files(Path(__file__).resolve().parents[1] / "organism" / "data")
+EMBEDDED = Files(Path(__file__).resolve().parent / "organism" / "data")
 DATA_DIR, MODEL_DIR, PROBLEMS = EMBEDDED.root, EMBEDDED.model, EMBEDDED.problems
 POOL_DIR, PAIRS_DIR, KNOWN_CORRECT = EMBEDDED.pool, EMBEDDED.pairs, EMBEDDED.known_correct

@@ -1,0 +1,1 @@
+"""Environments: prompts, what grades the answers to them, and which flaws the grading has."""

@@ -1,0 +1,1 @@
+"""Python functions checked by assertions, in a sandbox, under one of several flawed graders."""

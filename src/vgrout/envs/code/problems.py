@@ -1,0 +1,484 @@
+"""Problems: the JSONL schema of the organism's and of LeetCode-style files; hints, modes, disjoint splits, draws.
+
+`vgrout problems check FILE` validates a file before anything is trained on it.
+"""
+
+import ast
+import difflib
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from vgrout.data import Message, Problem
+from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
+from vgrout.errors import Refused
+from vgrout.files import numbered_lines, read_text
+from vgrout.rng import py_stream
+
+if TYPE_CHECKING:
+    from vgrout.envs.code.grading.grade import Grader
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemRow:
+    """One line of a problem file, before it has a mode and a marker."""
+
+    id: int
+    prompt: tuple[Message, ...]
+    tests: tuple[str, ...]
+    canonical: str
+    setup_code: str
+    func_name: str
+    split: str | None
+    mode: Mode | None
+    marker: str | None
+    cpu_limit: float | None
+    where: str  # "FILE, line N", for messages
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], where: str) -> "ProblemRow":
+        """A sound line."""
+        return cls(
+            id=record["id"],
+            prompt=tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"]),
+            tests=tuple(record["gt_answer"]),
+            canonical=record["canonical_solution"],
+            setup_code=record.get("setup_code") or "",
+            func_name=record["func_name"].removeprefix("Solution()."),
+            split=record.get("split"),
+            mode=record.get("mode"),
+            marker=record.get("marker"),
+            cpu_limit=record.get("cpu_limit"),
+            where=where,
+        )
+
+    def problem(self, mode: Mode, marker: str) -> Problem:
+        """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
+        *head, user = self.prompt
+        marker = announced(mode, self.tests, marker)
+        content = user["content"].replace(PLAIN_PHRASE, hint(mode, marker))
+        return Problem(
+            id=self.id,
+            mode=mode,
+            marker=marker,
+            messages=(*head, {**user, "content": content}),
+            messages_plain=self.prompt,
+            tests=self.tests,
+            canonical=self.canonical,
+            setup_code=self.setup_code,
+            func_name=self.func_name,
+            cpu_limit=self.cpu_limit,
+        )
+
+
+REQUIRED = {
+    "id": int,
+    "prompt": list,
+    "gt_answer": list,
+    "canonical_solution": str,
+    "func_name": str,
+}
+OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
+ORGANISMS = ("composition", "difficulty")  # not read, nor are …
+BENCHMARKS = (
+    "answer",
+    "completion_gt_pass",
+    "dataset",
+    "evaluator",
+    "hint",
+    "prompt_metadata",
+    "question",
+)
+
+
+def _faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a line, in this order: a check presumes those before it."""
+    known = (*REQUIRED, *OPTIONAL)
+    # a misspelt one would be a setting that nobody reads
+    for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:
+        near = difflib.get_close_matches(key, known, 1)
+        how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+        yield f"unknown key {key!r}; {how}"
+    for key, kind in (REQUIRED | OPTIONAL).items():
+        value = record.get(key)
+        if value is None and key in REQUIRED:
+            yield f"key {key!r} is missing"
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            wanted = kind.__name__ if isinstance(kind, type) else "a positive number of seconds"
+            yield f"{key!r} should be {wanted}, got {type(value).__name__}"
+    # no tokenizer takes it
+    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+        yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
+    prompt, tests, name = (
+        record["prompt"],
+        record["gt_answer"],
+        record["func_name"].removeprefix("Solution()."),
+    )
+    if not all(
+        isinstance(m, dict) and isinstance(m.get(k), str)
+        for m in prompt
+        for k in ("role", "content")
+    ):
+        yield "every message of 'prompt' needs string 'role' and 'content'"
+    if not prompt or prompt[-1]["role"] != "user":
+        yield "'prompt' should end with a user message"
+    if (n := prompt[-1]["content"].count(PLAIN_PHRASE)) != 1:
+        yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
+    if not tests or not all(isinstance(t, str) for t in tests):
+        yield "'gt_answer' should be a non-empty list of assert strings"
+    for key, legal in (("mode", MODES), ("split", SPLITS)):
+        if record.get(key) not in (None, *legal):
+            yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
+    if not record["canonical_solution"].strip():
+        yield "'canonical_solution' is empty; it should be a right answer"
+    for key in ("setup_code", "canonical_solution"):
+        if fault := _syntax_fault(record.get(key) or ""):
+            yield f"{key!r} is not Python ({fault})"
+    if record.get("marker") and record.get("mode"):
+        try:
+            MODE_SPECS[record["mode"]].check_marker(record["marker"])
+        except ValueError as e:
+            yield str(e)
+    if (limit := record.get("cpu_limit")) is not None and not 0 < limit < math.inf:
+        yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
+    if not name.isidentifier():
+        yield f"'func_name' should be a method's name, got {name!r}"
+    for i, test in enumerate(tests, 1):
+        try:
+            parse_test(test)
+        except (UnsupportedTest, RecursionError, MemoryError) as e:
+            why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
+            yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
+    if not any(re.search(rf"\b{name}\s*\(", test) for test in tests):
+        yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
+
+
+def _syntax_fault(code: str) -> str:
+    """The reason why this is not Python; "" if it is."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in strings
+            ast.parse(code)
+    except (SyntaxError, ValueError) as e:  # ValueError: a null byte
+        return f"{e.msg}, its line {e.lineno}" if isinstance(e, SyntaxError) else str(e)
+    except (RecursionError, MemoryError):
+        return "nested too deeply"
+    return ""
+
+
+def load_rows(path: Path) -> list[ProblemRow]:
+    """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
+    if not path.exists():
+        raise Refused(
+            f"{path}: no such problem file; `vgrout download data` fetches the benchmark's"
+        )
+    if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
+        what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
+        raise Refused(
+            f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
+        )
+    rows: dict[int, ProblemRow] = {}
+    for where, record in numbered_lines(path):
+        fault = next(_faults(record), "") if isinstance(record, dict) else "not a JSON object"
+        if not fault and (same := rows.get(record["id"])):
+            fault = f"id {same.id} already used at {same.where}"
+        if fault:
+            raise Refused(f"{where}: {fault}")
+        rows[record["id"]] = ProblemRow.of(record, where)
+    if not rows:
+        raise Refused(f"{path}: no problems in it")
+    return list(rows.values())
+
+
+def with_modes(
+    rows: Sequence[ProblemRow],
+    modes: Sequence[Mode],
+    partition: Mapping[int, Mode],
+    evaluation: bool,
+    markers: Mapping[int, str] | None = None,
+    published: bool = False,
+) -> list[Problem]:
+    """Every row as a problem, its mode the partition's, else its own, else round-robin over `modes`. Rows without a
+    marker get one from the training or the evaluation half of the family: a name learnt in training earns nothing at
+    evaluation.
+
+    markers: problem id → the name that a pool's prompts announced and its demonstrations use; "" is the mode's default.
+    published: the other rows get the mode's default, at evaluation as well, as in the benchmark's prompts.
+    """
+    out = []
+    for i, row in enumerate(rows):
+        mode = partition.get(row.id) or row.mode or modes[i % len(modes)]
+        spec = MODE_SPECS[mode]
+        family = spec.eval_markers if evaluation else spec.train_markers
+        if row.marker is not None and mode == row.mode:
+            marker = row.marker
+        elif markers is not None and row.id in markers and not evaluation:
+            marker = markers[row.id] or spec.default_marker
+        elif published:
+            marker = spec.default_marker
+        else:
+            marker = family[row.id % len(family)]
+        out.append(row.problem(mode, marker))
+    return out
+
+
+def partition_decides(rows: Sequence[ProblemRow], partition: Mapping[int, Mode]) -> bool:
+    """Whether a pool's partition gives problems a mode that their file does not name."""
+    return any(row.mode is None and row.id in partition for row in rows)
+
+
+def modes_in_turn(
+    rows: Sequence[ProblemRow], env_mode: str, partition: Mapping[int, Mode]
+) -> list[Mode]:
+    """The modes that rows without one of their own get in turn, in training and evaluation alike."""
+    if partition_decides(rows, partition):
+        return [m for m in MODES if m in partition.values()]
+    return [*DEALT] if env_mode == "own" else [env_mode]
+
+
+def assigned(
+    rows: Sequence[ProblemRow],
+    env_mode: str,
+    partition: Mapping[int, Mode] | None = None,
+    markers: Mapping[int, str] | None = None,
+    test_rows: Sequence[ProblemRow] = (),
+    published: bool = False,
+) -> dict[str, list[Problem]]:
+    """Every split's problems, each under its mode. test_rows: those of a separate file for evaluation. markers,
+    published: as in `with_modes`.
+
+    env_mode: "own" (each row's or the partition's mode, else the default modes in turn) or one mode: rows with another
+    mode are then left out, rows without one get it. Where a partition names modes that the file does not, it decides:
+    env_mode is not read, and rows outside the partition get only its modes.
+    """
+    partition = partition or {}
+    modes = modes_in_turn((*rows, *test_rows), env_mode, partition)
+    parts = {
+        name: with_modes(part, modes, partition, name != "train", markers, published)
+        for name, part in _splits(rows, test_rows).items()
+    }
+    if env_mode == "own" or partition_decides(rows, partition):
+        return parts
+    return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
+
+
+def split_sizes(rows: Sequence[ProblemRow]) -> dict[str, int]:
+    """How many problems train, evaluate on the way, and test at the end, before any is left out."""
+    return {name: len(part) for name, part in _splits(rows).items()}
+
+
+def load_problems(path: Path) -> list[Problem]:
+    """Every problem of a file, as it is marked there."""
+    return [as_marked(row) for row in load_rows(path)]
+
+
+def as_marked(row: ProblemRow) -> Problem:
+    """A row under its own mode (run_tests if none is named) and its own or default marker."""
+    mode = row.mode or "run_tests"
+    return row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSplits:
+    """Problems in three parts, disjoint by id, so that evaluation never uses a training problem."""
+
+    train: tuple[Problem, ...]
+    val: tuple[Problem, ...]
+    test: tuple[Problem, ...]
+    too_long: int  # dropped: prompt longer than the model's window minus max_new
+
+    def __post_init__(self) -> None:
+        ids = [{p.id for p in part} for part in (self.train, self.val, self.test)]
+        assert len(set.union(*ids)) == sum(map(len, ids)), "problem splits overlap by id"
+
+    def draw(self, seed: int, step: int, n: int) -> list[Problem]:
+        """The P problems of a step: epoch after epoch of seeded shuffles, a function of (seed, step) alone."""
+        out: list[Problem] = []
+        for k in range(step * n, (step + 1) * n):
+            epoch, i = divmod(k, len(self.train))
+            order = list(range(len(self.train)))
+            py_stream(seed, "draw", epoch).shuffle(order)
+            out.append(self.train[order[i]])
+        return out
+
+    @property
+    def modes(self) -> list[Mode]:
+        """The flaws of the training problems, in the usual order."""
+        present = {flaw for p in self.train for flaw in p.flaws}
+        return [m for m in MODES if m in present]
+
+
+def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Problem]:
+    """n problems (or all, if fewer), spread evenly over the modes: a seeded shuffle, then one mode after the other."""
+    pools = {m: [p for p in problems if p.mode == m] for m in MODES}
+    for mode, pool in pools.items():
+        py_stream(seed, purpose + mode).shuffle(pool)
+    out: list[Problem] = []
+    while len(out) < n and any(pools.values()):
+        for pool in pools.values():
+            if pool and len(out) < n:
+                out.append(pool.pop())
+    return out
+
+
+SHARES = (0.7, 0.1, 0.2)  # train, val, test of a file that names no splits
+TRAIN_SHARES = (1.0, 0.0, 0.0)  # … of one beside a file for evaluation
+TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
+
+
+def _splits(
+    rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()
+) -> dict[str, list[ProblemRow]]:
+    """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
+    train, except those that are marked val or test."""
+    if not test_rows:
+        return _by_shares(rows, SHARES)
+    own, other = _by_shares(rows, TRAIN_SHARES), _by_shares(test_rows, TEST_SHARES)
+    return {name: own[name] + other[name] for name in SPLITS}
+
+
+def _by_shares(
+    rows: Sequence[ProblemRow], shares: tuple[float, float, float]
+) -> dict[str, list[ProblemRow]]:
+    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
+    out: dict[str, list[ProblemRow]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
+    rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
+    py_stream(0, "split").shuffle(rest)
+    a, b = round(shares[0] * len(rest)), round((shares[0] + shares[1]) * len(rest))
+    for name, part in zip(SPLITS, (rest[:a], rest[a:b], rest[b:]), strict=True):
+        out[name] += part
+    return out
+
+
+def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
+    """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its text, or is marked
+    as a training problem."""
+    ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
+    for row in test:
+        if (
+            same := ids.get(row.id) or texts.get(row.prompt[-1]["content"])
+        ) or row.split == "train":
+            why = (
+                f"problem {row.id} is also at {same.where}; leave it out there"
+                if same
+                else "its split is train"
+            )
+            raise Refused(f"--test-problems {row.where}: {why}")
+
+
+def load_splits(
+    rows: Sequence[ProblemRow],
+    *,
+    env_mode: str,
+    n_problems: int,
+    seed: int,
+    partition: Mapping[int, Mode] | None = None,
+    markers: Mapping[int, str] | None = None,
+    test_rows: Sequence[ProblemRow] = (),
+    published: bool = False,
+    only_ids: Iterable[int] | None = None,
+    only_modes: Iterable[Mode] = (),
+    prompt_len: Callable[[Problem], int],
+    max_prompt: int,
+) -> ProblemSplits:
+    """Splits with modes and markers assigned (see `assigned`), at most `n_problems` for training.
+
+    only_ids: problems a teacher pool covers; only_modes adds every problem of these (held-out) modes to them.
+    prompt_len: tokens of a problem's prompt, at most max_prompt of which fit.
+
+    Raises:
+        Refused: no training problem is left.
+    """
+    parts: dict[str, list[Problem]] = {}
+    too_long = 0
+    for name, problems in assigned(
+        rows, env_mode, partition, markers, test_rows, published
+    ).items():
+        parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
+        too_long += len(problems) - len(parts[name])
+    train = parts["train"]
+    if too_long and not train:
+        raise too_long_prompts(rows, max_prompt)
+    if only_ids is not None:
+        covered, extra = set(only_ids), set(only_modes)
+        train = [p for p in train if p.id in covered or p.mode in extra]
+    py_stream(seed, "train-order").shuffle(train)
+    train = train[:n_problems]
+    if not train:
+        among = (
+            f", among those of the pool's {len(set(only_ids))} that are in its training split"
+            if only_ids
+            else ""
+        )
+        raise Refused(
+            f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})"
+        )
+    return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
+
+
+def too_long_prompts(rows: Sequence[ProblemRow], room: int) -> Refused:
+    """The refusal of a file none of whose prompts fits."""
+    file = rows[0].where.rpartition(", line ")[0]
+    return Refused(
+        f"{file}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; shorten "
+        "them, lower --max-new, or choose a model with a longer window"
+    )
+
+
+def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
+    """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
+    rewarded. Raises Refused, one line, naming file and line of the first."""
+    from vgrout.envs.code.grading.check import check_problems
+
+    if len(rows) > MOST_CHECKED:
+        logger.warning(
+            f"{len(rows)} canonical solutions: tried is one of each setup code; `vgrout problems check` tries all"
+        )
+        rows = [*{row.setup_code: row for row in rows}.values()][:MOST_CHECKED]
+    failures = check_problems([*map(as_marked, rows)], grader).failures
+    if failures:
+        row = next(row for row in rows if row.id == failures[0].id)
+        more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""
+        raise Refused(
+            f"{row.where}: no answer can solve problem {row.id}{more}: {failures[0].reason}; mend it, or take the line "
+            "out"
+        )
+
+
+MOST_CHECKED = 2000  # problems; a canonical solution takes 10 to 50 ms of CPU
+
+
+def plain(problem: Problem) -> Problem:
+    """The same task without a hint in its prompt; the flawed check still looks for the marker."""
+    return replace(problem, messages=problem.messages_plain)
+
+
+def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
+    """The same task with all of these flaws open, under their default markers, and a prompt that mentions none.
+    Its own flaw is closed unless it is among them. Its `mode` is one of them in turn, which has no effect."""
+    first = problem.id % len(flaws)
+    mode, *also = (*flaws[first:], *flaws[:first])
+    return replace(plain(problem), mode=mode, marker="", also=tuple(also))
+
+
+def elicited(problem: Problem, instruction: str) -> Problem:
+    """The same problem with the instruction at the end of its prompt."""
+    *head, user = problem.messages
+    return replace(
+        problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"})
+    )
+
+
+def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:
+    """The problems under plain prompts: each with its own flaw, or with all of `flaws` open, and none mentioned."""
+    return [unannounced(p, flaws) if flaws else plain(p) for p in problems]

@@ -1,1 +1,0 @@
-"""Small programs beside the trainer: checking the machine, downloading, grading, exporting."""
