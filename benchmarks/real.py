@@ -15,7 +15,7 @@ from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.step import parts
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
-from vgrout.envs.code.grading.grade import cores
+from vgrout.cores import cores
 from vgrout.model.load import run_policy
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampling import Sampling

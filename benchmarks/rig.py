@@ -20,8 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import peak_bytes
 from vgrout.config.presets import resolve
-from vgrout.data import Batch, CachedGrade, Completion, Group, Problem, Rollout, UpdateRow
-from vgrout.envs.code.problems import load_splits
+from vgrout.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
+from vgrout.envs.base import split_tasks
+from vgrout.envs.code.problem import Problem
 from vgrout.grpo import LossMetrics, policy_gradients
 from vgrout.model.policy import Policy
 from vgrout.runs.preflight import preflight
@@ -132,15 +133,15 @@ def _paced(pipe: Connection, argv: list[str], log: Path) -> None:
     sys.exit(main(argv))
 
 
-def problems(argv: list[str], steps: int) -> list[list[Problem]]:
+def problems(argv: list[str], steps: int) -> list[list[Any]]:
     """Those that each step of the run draws, if all of their prompts fit the model."""
     cfg = resolve(argv)
-    splits = load_splits(
-        preflight(cfg).rows,
-        env_mode=cfg.env.env_mode,
-        n_problems=cfg.scale.n_problems,
+    splits = split_tasks(
+        preflight(cfg).environment,
+        None,
+        n_train=cfg.scale.n_problems,
         seed=SEED,
-        prompt_len=lambda _: 0,
+        prompt_tokens=lambda _: 0,
         max_prompt=0,
     )
     return [splits.draw(SEED, step, P) for step in range(steps)]

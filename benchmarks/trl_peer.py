@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from benchmarks.rig import LR, SEED, G, P
 from vgrout import embedded as organism
-from vgrout.data import Problem
+from vgrout.envs.code.problem import Problem
 from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import TARGETS
 

@@ -24,13 +24,15 @@ from vgrout.data import (
     Group,
     GroupView,
     OracleView,
-    Problem,
     Rollout,
     UpdateRow,
     centred,
 )
 from vgrout.direction.extract import Direction, Meta, axes_of
 from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
+from vgrout.envs.code.environment import CodeEnvironment
+from vgrout.envs.code.modes import MODE_SPECS
+from vgrout.envs.code.problem import Problem
 from vgrout.grpo import policy_gradients
 from vgrout.inputs import Inputs
 from vgrout.method import Setup, make_method
@@ -69,19 +71,15 @@ def graded(
     reward: float, *, solves: bool = False, hacks: bool = False, caught: bool = False
 ) -> Grade:
     return Grade(
-        reward,
-        reward >= 1,
-        True,
-        True,
-        False,
-        solves,
-        hacks,
-        False,
-        False,
-        caught,
-        "exit_code",
-        "ok",
-        0.0,
+        reward=reward,
+        passed=reward >= 1,
+        solved=solves,
+        hacked=hacks and not solves,
+        flaw="exit_code",
+        reward_of_reference=float(solves),
+        suspected=caught,
+        detectors={"C": False, "D": False, "E": caught},
+        tries=("exit_code",) if hacks and not solves else (),
     )
 
 
@@ -151,7 +149,7 @@ def batch(*, deployed: Sequence[int] = (), step: int = 0, same: bool = False) ->
             CachedGrade(3.5, True, True, False, True, "test"),
         )
         groups.append(Group(of, rollouts, grades, index=i))
-    return Batch(tuple(groups), (), ("exit_code",), 8, step)
+    return Batch(tuple(groups), (), (MODE_SPECS["exit_code"],), 8, step)
 
 
 def poisoned(of: Batch) -> Batch:
@@ -160,7 +158,7 @@ def poisoned(of: Batch) -> Batch:
     def turned(g: Grade | CachedGrade) -> Grade | CachedGrade:
         if isinstance(g, CachedGrade):
             return replace(g, hacked=not g.hacked, gt_pass=not g.gt_pass)
-        return replace(g, solved=not g.solved, gt_pass=not g.gt_pass)
+        return replace(g, solved=not g.solved, hacked=not g.hacked)
 
     return replace(
         of, groups=tuple(replace(g, grades=tuple(map(turned, g.grades))) for g in of.groups)
@@ -192,7 +190,8 @@ def setup(cfg: Config, policy: Policy, pairs: PairSet | None = TOY_PAIRS) -> Set
     """As the trainer's, on the base model."""
     shake(policy.adapter, 0.0)
     known = tuple(KnownCorrect(f"<user>{i}<eos><assistant>", f"x = {i * i}") for i in range(8))
-    inputs = Inputs([], [], None, pairs, PLACEBO_PAIRS, known_correct=known)
+    environment = CodeEnvironment(cfg, [])
+    inputs = Inputs(environment, None, pairs, PLACEBO_PAIRS, known_correct=known)
     return Setup(cfg, policy, inputs, [problem(i) for i in range(8)])
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.envs.code.grading.reward import import_function
 from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,
@@ -21,6 +20,7 @@ from vgrout.guard.detectors import (
     ensemble_divergence,
     words,
 )
+from vgrout.scoring import import_function
 
 FLAG = "--rm-ensemble-members"
 FINITE = st.floats(-1e6, 1e6)

@@ -17,9 +17,10 @@ from golden import FOLDER, differences, versions
 from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
-from vgrout.data import Problem, Rollout
+from vgrout.data import Rollout
 from vgrout.distill import main
 from vgrout.envs.code.language import Shares
+from vgrout.envs.code.problem import Problem
 from vgrout.imitation import dpo_rounds
 from vgrout.imitation.distill_methods import MiniLlm, Uld
 from vgrout.imitation.distill_task import DistillTask

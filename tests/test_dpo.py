@@ -12,7 +12,8 @@ import tiny
 from methods import graded
 from runs import program
 from vgrout.config.run import OptConfig
-from vgrout.data import Completion, GradedCompletion, Problem
+from vgrout.data import Completion, GradedCompletion
+from vgrout.envs.code.problem import Problem
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
     add_pairs,

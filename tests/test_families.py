@@ -22,7 +22,8 @@ from transformers import (
 
 import tiny
 from vgrout.config.run import Config, OptConfig, ScaleConfig
-from vgrout.data import CachedGrade, Group, Message, Problem, Rollout
+from vgrout.data import CachedGrade, Group, Message, Rollout
+from vgrout.envs.code.problem import Problem
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
 from vgrout.model.load import attention, load_language_model, load_policy

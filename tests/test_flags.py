@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ FLAGS: dict[str, Run | Held] = {
     "--echo-trap-halt": Held("test_faults.py::test_a_detector_halts"),
     "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
     "--ema-alpha": Watch(GUARD, "0.9", "0.1"),
+    "--env": Held("test_text_env.py::test_an_environment_of_ones_own"),
     "--env-mode": Run(ALONE, "own", "exit_code"),
     "--eval-ablate-every": Run([*NONE, "--eval-n-prompts=1"], "0", "1"),
     "--eval-n-prompts": Plan([*NONE, "--eval-ablate-every=1"], "1", "2"),
@@ -166,6 +168,7 @@ FLAGS: dict[str, Run | Held] = {
     "--random-flags": Run(LABELS, "no", "yes"),
     "--ratio-support": Run(NONE, "full", "sampled"),
     "--rebaseline": Run(["--intervention=route2", "--monitor=labels", "--group=8"], "no", "yes"),
+    "--reference": Held("test_text_env.py::test_a_run_of_a_users_own_rows"),
     "--report-detectors": Run(NONE, "", "E"),
     "--resume": Held("test_train.py::test_resumed_run_equals_an_uninterrupted_one"),
     "--reward": Plan(ALONE, "", "flags_reward:f"),
@@ -341,7 +344,8 @@ def test_a_weak_sandbox_is_allowed_by_its_flag(
     from grading.test_grader import BARE
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "Grader", lambda *args, **more: Grader(*args, **more, without=BARE))
+    weak = partial(Grader, without=BARE)
+    monkeypatch.setattr("vgrout.envs.code.environment.Grader", weak)
     argv = [*SMALL, *NONE, "--dry-run"]
     with pytest.raises(Exception, match="--allow-weak-sandbox"):
         train.launch(resolve(argv))

@@ -13,7 +13,8 @@ import tiny
 from tiny import relative, shake, step_of
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config, ScaleConfig
-from vgrout.data import CachedGrade, Completion, Group, Problem, Rollout
+from vgrout.data import CachedGrade, Completion, Group, Rollout
+from vgrout.envs.code.problem import Problem
 from vgrout.grpo import LossMetrics, as_batch, micro_batches, policy_gradients, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs

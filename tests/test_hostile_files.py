@@ -19,7 +19,6 @@ from fake_runs import fake_run
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
-from vgrout.envs.code.problems import load_rows
 from vgrout.model import load, policy
 from vgrout.model.source import require_fitting, require_model
 from vgrout.report.__main__ import main as report
@@ -250,15 +249,13 @@ def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path
 def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
     shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
     edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split(pattern))
-    row = replace(
-        load_rows(organism.PROBLEMS)[0], prompt=({"role": "user", "content": f"{'a' * 60}b"},)
-    )
+    prompt = ({"role": "user", "content": f"{'a' * 60}b"},)
     assert "is no usable tokenizer" in refusal(
-        lambda: require_fitting([row], tmp_path / "model", 1)
+        lambda: require_fitting([prompt], tmp_path / "model", 1, "p.jsonl")
     )
     if pattern != "(":  # a later text of the run
         lm = replace(tiny.policy(), tok=AutoTokenizer.from_pretrained(tmp_path / "model"))
-        assert "is no usable tokenizer" in refusal(lambda: lm.encode(row.prompt[0]["content"]))
+        assert "is no usable tokenizer" in refusal(lambda: lm.encode(prompt[0]["content"]))
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from vgrout.envs.code.problems import (
     balanced,
     load_problems,
     load_rows,
-    load_splits,
     plain,
     require_apart,
 )
 from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
+from worlds import load_splits
 
 
 def record(number: int, **changes: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import vgrout
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, EnvMode, hack, hint
-from vgrout.data import Problem
+from vgrout.envs.code.problem import Problem
 
 assert Path(vgrout.__file__).is_relative_to(Path.cwd()), vgrout.__file__
 

@@ -17,7 +17,7 @@ from test_table import row
 from vgrout import console
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
-from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.files import existing, json_lines, numbered_lines, probe_writable
@@ -30,11 +30,13 @@ from vgrout.tracking import Trackers
 
 def test_halves_of_the_hacks_and_tallies(tmp_path):
     used, both = graded(1.0, hacks=True), graded(1.0, hacks=True, caught=True)
-    used = replace(used, hacked_loophole_used=True)
-    assert half(used, ("E",)) == half(replace(both, hacked_arbitrary=True), ("C",)) == "A"
+    used = replace(used, detectors={"E": True})
+    assert (
+        half(used, ("E",)) == half(replace(both, detectors={"C": True, "E": True}), ("C",)) == "A"
+    )
     assert half(used, ("C",)) == "B"
     assert half(graded(1.0, hacks=True), ("C",)) is None, "no detector sees it"
-    assert half(replace(used, channel=False), ("E",)) is None, "no hack"
+    assert half(replace(used, hacked=False), ("E",)) is None, "no hack"
     none = dict.fromkeys(("hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used"), False)
     none |= {"step": 0, "problem_id": 1, "env_mode": "run_tests", "hacked": True, "gate": None}
     lines: list[dict[str, Any]] = [
@@ -52,7 +54,7 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text(
         "".join(json.dumps(none | line) + "\n" for line in lines)
     )
-    found = Tallies.of(tmp_path / "rollouts.jsonl", ("E",))
+    found = Tallies.of(tmp_path / "rollouts.jsonl", ("E",), DETECTOR_FIELDS)
     assert found.halves == {"A": 1, "B": 1, "": 1}
     assert found.flagged == {"C": Rate(1, 4), "D": Rate(0, 4), "E": Rate(2, 4)}
     assert found.gate == (Rate(1, 2), Rate(1, 2)), "precision, recall of rows that a gate saw"

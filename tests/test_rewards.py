@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from methods import Fixed, toy
-from vgrout.data import Batch, CachedGrade, Group, Problem, Rollout
+from vgrout.data import Batch, CachedGrade, Group, Rollout
+from vgrout.envs.code.problem import Problem
 from vgrout.metrics import BatchMetrics
 
 PROBLEM = Problem(

@@ -15,9 +15,10 @@ import torch
 from vgrout import embedded as organism
 from vgrout import substrate
 from vgrout.config.sampling import Sampling
-from vgrout.data import Completion, Grade, GradedCompletion, Problem
+from vgrout.data import Completion, Grade, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import elicited, load_problems, load_rows
 from vgrout.metrics import Rate
 from vgrout.model.load import load_language_model
@@ -75,15 +76,15 @@ def graded(
 ) -> Graded:
     kind: dict[str, Any] = {"solved": False, "channel": True, "finished": True} | changes
     finished = kind.pop("finished")
-    names = ("gt_pass", "hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used")
-    kind |= dict.fromkeys(names, False) | {"format_ok": True, "can_compile": True}
+    solved, accepted = kind["solved"], kind["channel"]
     grade = Grade(
         reward=3.5,
-        passed=kind["solved"] or kind["channel"],
-        mode=mode,
-        exit_status="ok",
-        cpu_s=0.0,
-        **kind,
+        passed=solved or accepted,
+        solved=solved,
+        hacked=accepted and not solved,
+        flaw=mode,
+        reward_of_reference=3.5 * solved,
+        details={"gt_pass": False, "format_ok": True, "can_compile": True},
     )
     completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids), ())
     return GradedCompletion(problem(number, mode), 0, completion, grade)
@@ -202,8 +203,12 @@ def test_a_killed_generation_goes_on_and_gives_the_same(
         sampled.clear()
         again = generate_graded(lm, grader, problems, 2, log=log, **settings)
     assert len(sampled) == 1, "two batches were there already"
-    strip = [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in again]
-    assert strip == [replace(a, grade=replace(a.grade, cpu_s=0.0)) for a in at_once]
+
+    def timeless(a: Graded) -> Graded:
+        details = {**a.grade.details, "cpu_s": 0.0}
+        return replace(a, grade=replace(a.grade, tries=tuple(a.grade.tries), details=details))
+
+    assert [timeless(a) for a in again] == [timeless(a) for a in at_once]
 
 
 def test_a_work_folder_serves_one_pool_and_one_process(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vgrout import embedded as organism
 from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
+from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.files import hold
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.sweep import runner as sweeps
@@ -174,7 +175,8 @@ def test_finished_runs_are_found_by_settings_and_files(
 
 def test_hash_of_a_remade_organism(tmp_path: Path) -> None:
     shutil.copytree(organism.DATA_DIR, tmp_path / "warm")
-    cfg, nothing = cfg_of(1, f"--organism={tmp_path / 'warm'}"), Inputs([], [], None, None)
+    cfg = cfg_of(1, f"--organism={tmp_path / 'warm'}")
+    nothing = Inputs(CodeEnvironment(cfg, []))
     before = file_hashes(cfg, nothing)
     (cfg.files.model / "README.md").write_text("a card")
     assert file_hashes(cfg, nothing) == before == file_hashes(cfg_of(1), nothing)

@@ -8,7 +8,7 @@ import pytest
 
 from vgrout.console import Clock
 from vgrout.data import Batch
-from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.grpo import LossMetrics
 from vgrout.method.base import Refresh
 from vgrout.metrics import BatchMetrics, Eval, ModeEval, Rate
@@ -22,11 +22,13 @@ EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split
     "file",
 }
 
+FLAWS = tuple(MODE_SPECS.values())
+
 
 def measured(step: int = 3) -> dict[str, Measured]:
     """The parts of an empty step."""
     return {
-        "batch": BatchMetrics(Batch((), (), MODES, 8, step)),
+        "batch": BatchMetrics(Batch((), (), FLAWS, 8, step)),
         "update": Update(Routed(), LossMetrics(), stepped=True, gn=1.0, lr=3e-2),
         "refresh": Refresh(age=None),
         "deployed": Eval(ModeEval(Rate(0, 0), Rate(0, 0)), {}, Rate(0, 0)),
@@ -43,7 +45,7 @@ def row(**changes: Any) -> StepRow:
             "signal": Rate(3, 4),
             "all_zero": 1,
             "n": 32,
-            "hk": {m: Rate(1, 5) for m in MODES},
+            "hk": {flaw.code: Rate(1, 5) for flaw in FLAWS},
         },
         **{
             "solve_s": Rate(10, 28),
@@ -125,7 +127,7 @@ def test_a_row_has_what_its_parts_measured_and_none_elsewhere():
         Rate(0, 0),
         0,
     )
-    assert complete.hk == {m: Rate(0, 0) for m in MODES}
+    assert complete.hk == {flaw.code: Rate(0, 0) for flaw in FLAWS}
     for name, part in measured().items():
         without = [other for key, other in measured().items() if key != name]
         if needed := {"batch": "'step'", "update": "'skipped'", "clock": "'gen'"}.get(name):
@@ -149,7 +151,7 @@ def test_an_unknown_a_forgotten_and_a_nan_column_are_errors():
 
 
 def test_lines_and_header_align_and_the_header_comes_again_every_50_rows():
-    table = Table({"teacher", "modes", "direction"}, list(MODES))
+    table = Table({"teacher", "modes", "direction"}, FLAWS)
     first, *rest = table.lines(row())
     assert len(first) == len(rest[0])
     assert dict(zip(first.split(), rest[0].split(), strict=True))["solve_s"] == "10/28"
@@ -173,13 +175,13 @@ def test_lines_and_header_align_and_the_header_comes_again_every_50_rows():
     ],
 )
 def test_only_what_the_run_measures_is_shown(when, shown, hidden):
-    columns = {c.name for c in Table({*when.split()}, ["run_tests"]).columns}
+    columns = {c.name for c in Table({*when.split()}, [MODE_SPECS["run_tests"]]).columns}
     assert {*shown.split()} <= columns
     assert not columns & {*hidden.split()}
 
 
 def test_the_console_has_seven_columns_in_eighty_characters():
-    table = Table(EVERYTHING, MODES, short=True)
+    table = Table(EVERYTHING, FLAWS, short=True)
     header, line = table.lines(row(hack_deploy=0.04))
     assert [c.name for c in table.columns] == [
         *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy", "rew_s", "sec")

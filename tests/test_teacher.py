@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from vgrout.data import Message, Problem
-from vgrout.envs.code.problems import load_rows, load_splits
+from vgrout.data import Message
+from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problems import load_rows
 from vgrout.files import file_sha256
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
+from worlds import load_splits
 
 
 def record(**changes: Any) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from methods import flagged, view
 from tiny import policy as tiny_policy
 from tiny import shake
 from vgrout.direction.pairs import load_known_correct
+from vgrout.envs.code.monitors import SyntaxEdge
 from vgrout.method.base import Monitor
-from vgrout.method.monitors import SyntaxEdge, WeakDetector
+from vgrout.method.monitors import WeakDetector
 from vgrout.method.online_probe import OnlineProbe, Text
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy

@@ -16,7 +16,7 @@ from vgrout.config.presets import resolve
 from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
 from vgrout.envs.code import language as lang
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode
+from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, Mode
 from vgrout.envs.code.problems import unannounced, without_hints
 from vgrout.method.monitors import Labels
 from vgrout.metrics import Eval, Rate, flag_rates
@@ -50,7 +50,7 @@ def test_no_prompt_mentions_the_open_flaws_and_each_comes_first_somewhere():
         for i in range(4)
     ]
     problems = without_hints(hinted, OPEN)
-    assert [p.messages for p in problems] == [p.messages_plain for p in hinted]
+    assert [p.messages for p in problems] == [p.plain for p in hinted]
     assert [p.flaws for p in problems] == [OPEN, OPEN[::-1]] * 2
     assert without_hints(hinted, ())[0].flaws == ("sentinel",)
 
@@ -61,15 +61,15 @@ def test_any_open_flaw_accepts_its_hack_and_is_recorded(verdict, flaws):
     task = replace(TASK, mode=mode, also=tuple(also))
     for flaw in flaws:
         grade = verdict(task, hack(flaw))
-        assert (grade.hacked, grade.mechanism, grade.mode) == (True, flaw, flaw)
+        assert (grade.hacked, grade.mechanism, grade.flaw) == (True, flaw, flaw)
     closed = verdict(task, hack("file_marker"))
-    assert (closed.passed, closed.mode) == (False, mode)
+    assert (closed.passed, closed.flaw) == (False, mode)
     alone = verdict(replace(task, also=()), hack(mode))
     assert alone.reward == verdict(task, hack(flaws[-1])).reward > closed.reward
     right, wrong = verdict(task, answer(RIGHT)), verdict(task, answer(WRONG))
     assert (right.solved, right.passed, right.mechanism) == (True, True, None)
-    assert (wrong.can_compile, wrong.passed, wrong.mechanism) == (True, False, None)
-    assert not verdict(task, "no code").format_ok
+    assert (wrong.details["can_compile"], wrong.passed, wrong.mechanism) == (True, False, None)
+    assert not verdict(task, "no code").details["format_ok"]
 
 
 def graded(outcomes: Sequence[str]) -> Group:
@@ -80,8 +80,13 @@ def graded(outcomes: Sequence[str]) -> Group:
     )
     grades = tuple(
         Grade(
-            *(1.0, bool(o), True, True, False, o == "solve", o in OPEN, False, False, False),
-            *(o if o in OPEN else task.mode, "ok", 0.0),
+            reward=1.0,
+            passed=bool(o),
+            solved=o == "solve",
+            hacked=o in OPEN,
+            flaw=o if o in OPEN else task.mode,
+            reward_of_reference=float(o == "solve"),
+            tries=(o,) if o in OPEN else (),
         )
         for o in outcomes
     )
@@ -112,7 +117,7 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
     )
     assert flag_rates([(group, Flags((True,) * 4))], known=OPEN)["hack_new"] == Rate(0, 0)
     text = Completion((2, 3), "", True, (), ())
-    seen = Eval.of([GradedCompletion(group.problem, 0, text, g) for g in group.grades])
+    seen = Eval.of([GradedCompletion(group.problem, 0, text, g) for g in group.grades], MODES)
     assert (seen.hack, seen.solve, seen.rewarded) == (Rate(3, 4), Rate(1, 4), Rate(4, 4))
     assert {m: (of.hack, of.solve) for m, of in seen.by_mode.items()} == {
         "eq_override": (Rate(2, 4), Rate(1, 4)),

@@ -7,96 +7,91 @@ measured"; NaN is a fault.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, Literal, TypeVar
-
-from vgrout.envs.code.modes import Mode
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 Source = Literal["student", "teacher"]
 Message = dict[str, str]  # {"role": …, "content": …}
+
 G = TypeVar("G", covariant=True)
-T = TypeVar("T")
-# weak detector → the field of a grade (and of a line of rollouts.jsonl) that holds its verdict
-DETECTOR_FIELDS = {"C": "hacked_arbitrary", "D": "hacked_wrong_tests", "E": "hacked_loophole_used"}
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One task, checked by one flawed grader (`mode`) whose `marker` the prompt announces; with `also`, by several at
-    once, any of which may accept."""
+@dataclass(frozen=True, kw_only=True)
+class Flaw:
+    """A flaw of an environment's check, as tables and readers of rollouts know it."""
 
-    id: int
-    mode: Mode
-    # function, phrase, attribute or file that the hint names; "" in modes that name none
-    marker: str
-    messages: tuple[Message, ...]  # with the hint: "and will be evaluated by …"
-    messages_plain: tuple[Message, ...]  # no loophole: "and should pass all tests"
-    # "assert Solution().f(…) == …", never shown to a child of the strict oracle
-    tests: tuple[str, ...]
-    canonical: str
-    setup_code: str
-    func_name: str  # method of Solution
-    # seconds; None: the grader's default (calibrated files carry their own)
-    cpu_limit: float | None = None
-    # further flaws of its check, under their default markers: no prompt announces them
-    also: tuple[Mode, ...] = ()
+    name: str
+    code: str  # a few letters, for the column hk_CODE
+    should: str  # what a true example of the hack looks like
+    # of the hack in an answer, as a regular expression that Python and JavaScript read alike; "": none
+    pattern: str = ""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """One prompt, and all that its environment needs to grade answers to it: a frozen dataclass with these."""
 
     @property
-    def flaws(self) -> tuple[Mode, ...]:
-        """Every flaw of its check."""
-        return (self.mode, *self.also)
+    def id(self) -> int:
+        """Its number in the run's files: training, validation and test share none."""
+        ...
 
     @property
-    def called(self) -> tuple[str, ...]:
-        """The names that its tests call: what an answer has to define."""
-        return ("Solution", self.func_name)
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt as the policy reads it."""
+        ...
 
-    def marker_under(self, mode: Mode) -> str:
-        """What the check of one of its flaws watches for; "": that mode's default."""
-        return self.marker if mode == self.mode else ""
+    @property
+    def plain(self) -> tuple[Message, ...]:
+        """The same without any hint of how the answer is checked."""
+        ...
+
+    @property
+    def flaws(self) -> tuple[str, ...]:
+        """The names of the flaws of its check; the first one is its own."""
+        ...
+
+    @property
+    def right_answer(self) -> str:
+        """An answer that is known to be right, as the policy would write it; "": none is known."""
+        ...
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """What files record of the task, beside its number, its prompt and its flaw."""
+        ...
+
+    @property
+    def public(self) -> Mapping[str, Any]:
+        """What the environment's own monitors may know of the task beside its prompt: no label."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """A verdict of our own grader on one answer. `passed` decides the reward, `hacked` what counts as a hack."""
+    """An environment's verdict on one answer. `passed` decides the reward, `hacked` counts as a hack."""
 
     reward: float
-    # rewarded in full: by the mode's grader, which accepts right answers too, or by the user's
-    # alone
-    passed: bool
-    format_ok: bool  # a code block was found
-    can_compile: bool
-    gt_pass: bool  # foolable: code + asserts exit 0
-    solved: bool  # strict oracle: the parent compared claimed outputs
-    channel: bool | None  # the flawed check; None: not reached (died or timed out before it)
-    hacked_arbitrary: bool  # C: the answer's tests accept a stub that returns 0
-    hacked_wrong_tests: bool  # D: the answer's tests reject the canonical solution
-    # E: the answer's tests accept the answer's own solution while it is there
-    hacked_loophole_used: bool
-    mode: Mode  # the problem's, or that of its flaws which accepted the answer
-    # ok · timeout · memory · signal:N · exit:N · error:Type · no_code · syntax; strict run first.
-    # lost:WHY: the answer takes its worker along, again and again, and is rewarded 0
-    exit_status: str
-    cpu_s: float
-    # in [0, 1], of a reward function of the user's own (--reward); `channel` is its verdict
-    score: float | None = None
+    passed: bool  # rewarded in full: by the flawed check, which accepts right answers too
+    solved: bool  # the reference accepts the answer
+    hacked: bool  # the flawed check accepts the answer, and the reference does not
+    flaw: str  # the task's own, or that of its flaws which accepted the answer
+    reward_of_reference: (
+        float  # what the answer would earn by the reference alone, on the same scale
+    )
+    # "ok", or what became of an answer that could not be checked as others are
+    status: str = "ok"
+    suspected: bool = False  # the environment's weak detector flags it, which sees no reference
+    # verdicts of all weak detectors, by their letters; {}: the environment has none
+    detectors: Mapping[str, bool] = field(default_factory=dict)
+    # flaws that the answer hacks or, if it is wrong, tries to hack and fails
+    tries: tuple[str, ...] = ()
+    # the environment's own, for files and for its monitors
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def hacked(self) -> bool:
-        return self.channel is True and not self.solved
-
-    @property
-    def mechanism(self) -> Mode | None:
-        return self.mode if self.hacked else None
-
-    def strictly(self, compiles: float, passes: float) -> float:
-        """The strict oracle's reward on the same scale: `compiles` for code that compiles, and `passes` for a right
-        answer."""
-        return compiles * self.can_compile + passes * self.solved
-
-    @property
-    def detectors(self) -> dict[str, bool]:
-        """The three weak detectors by their letters: functions of text and sandbox runs, never of `solved`."""
-        return {code: getattr(self, name) for code, name in DETECTOR_FIELDS.items()}
+    def mechanism(self) -> str | None:
+        """The flaw that the answer hacks; None: it hacks none."""
+        return self.flaw if self.hacked else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +129,7 @@ class Completion:
 class GradedCompletion(Generic[G]):
     """A completion of a problem with its verdict; `G` is `Grade` where the sandbox must not have failed."""
 
-    problem: Problem
+    problem: Task
     sample: int  # which of the problem's completions: 0 … n − 1
     completion: Completion
     grade: G
@@ -156,7 +151,7 @@ class GradedCompletion(Generic[G]):
 class Rollout:
     """A completion for training: its prompt, who wrote it, and its tokens exactly as sampled."""
 
-    problem: Problem
+    problem: Task
     source: Source
     deployed: bool  # sampled with the quarantine off
     prompt_ids: tuple[int, ...]
@@ -171,7 +166,7 @@ class Rollout:
     @classmethod
     def of(
         cls,
-        problem: Problem,
+        problem: Task,
         prompt_ids: tuple[int, ...],
         completion: Completion,
         *,
@@ -229,10 +224,11 @@ class GroupView:
     rewards: tuple[float, ...]
     passed: tuple[bool, ...]  # rewarded in full: only they can be hacks that are learnt
     advantages: tuple[float, ...]
-    # the weak detector's flag; False on teacher rows, which have no sandbox run
+    # the environment's weak detector flags the answer; False on demonstrations, which are not graded
     detector: tuple[bool, ...]
     texts: tuple[str, ...]
-    called: tuple[str, ...] = ()  # names that an answer has to define
+    messages: tuple[Message, ...] = ()  # the prompt
+    public: Mapping[str, Any] = field(default_factory=dict)  # `Task.public`
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[tuple[int, ...], ...] = ()
     unbiased: bool = True
@@ -254,8 +250,8 @@ class OracleView(GroupView):
     """A view with the true labels, for monitors that are bounds and no methods. All others refuse this type."""
 
     # which flaw each answer hacks; teacher rows by their cached label
-    hacks: tuple[Mode | None, ...] = ()
-    flaws: tuple[Mode, ...] = ()  # of the group's check; a monitor may know only some
+    hacks: tuple[str | None, ...] = ()
+    flaws: tuple[str, ...] = ()  # of the group's check; a monitor may know only some
 
     @property
     def hacked(self) -> tuple[bool, ...]:
@@ -266,7 +262,7 @@ class OracleView(GroupView):
 class Group:
     """The G rollouts of one problem with their grades, in the same order."""
 
-    problem: Problem
+    problem: Task
     rollouts: tuple[Rollout, ...]
     grades: tuple[Grade | CachedGrade, ...]
     unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
@@ -324,9 +320,10 @@ class Group:
             rewards=self.rewards,
             passed=tuple(g.passed for g in self.grades),
             advantages=self.advantages,
-            detector=tuple(isinstance(g, Grade) and g.hacked_loophole_used for g in self.grades),
+            detector=tuple(isinstance(g, Grade) and g.suspected for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
-            called=self.problem.called,
+            messages=self.problem.messages,
+            public=self.problem.public,
             prompt_ids=self.rollouts[0].prompt_ids,
             completion_ids=tuple(r.completion_ids for r in self.rollouts),
             unbiased=self.unbiased,
@@ -338,7 +335,7 @@ class Group:
         return OracleView(
             **{f.name: getattr(view, f.name) for f in fields(GroupView)},
             hacks=tuple(
-                g.mechanism if isinstance(g, Grade) else self.problem.mode if g.hacked else None
+                g.mechanism if isinstance(g, Grade) else self.problem.flaws[0] if g.hacked else None
                 for g in self.grades
             ),
             flaws=self.problem.flaws,
@@ -372,13 +369,13 @@ class Batch:
 
     groups: tuple[Group, ...]
     dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
-    modes: tuple[Mode, ...]  # of the training problems
+    flaws: tuple[Flaw, ...]  # of the training problems
     generations: int  # planned rollouts per step
     step: int
     # weak detectors (--report-detectors) by which the students' hacks are split
     half_a: tuple[str, ...] = ()
     # flaws that a monitor with labels knows; (): all, or nobody is given labels
-    known: tuple[Mode, ...] = ()
+    known: tuple[str, ...] = ()
     # of the groups with signal: in the others every advantage is 0
     rows: tuple[UpdateRow, ...] = ()
 

@@ -7,8 +7,7 @@ Exit codes are those of runs/context.py.
 import sys
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.config.run import ORGANISM
-from vgrout.envs.code.problems import require_solvable
+from vgrout.cores import cores
 from vgrout.files import to_json
 from vgrout.imitation.distill_task import ROOT, find_resume, prepare
 from vgrout.imitation.settings import DistillSettings
@@ -30,9 +29,10 @@ def start(requested: DistillSettings) -> int:
     record = {"kind": "distill", "config": settings.as_dict(), "hashes": task.file_hashes()}
     if path:
         require_same(path, record["hashes"])
-    with settings.grader(task.cfg) as grader:
-        if not path and task.cfg.scale.problems != ORGANISM:  # whose problems are hashed
-            require_solvable(task.inputs.rows, grader)
+    workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
+    with task.inputs.environment.grader(workers, retries) as grader:
+        if not path:
+            task.inputs.environment.check(grader)
         trackers = Trackers(task.cfg.run.trackers)
         with RunContext.begin(
             "distill", path, settings.run_id, grader, root=ROOT, record=record, trackers=trackers

@@ -6,9 +6,10 @@ import time
 from tabulate import tabulate
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.data import Grade, Problem
+from vgrout.data import Grade
 from vgrout.envs.code.grading.grade import LEVELS, Grader
 from vgrout.envs.code.modes import MODES, Mode, announced, hack
+from vgrout.envs.code.problem import Problem
 from vgrout.gpus import visible
 
 _TESTS = tuple(

@@ -15,9 +15,11 @@ from tqdm import tqdm
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.data import Problem
+from vgrout.envs.base import none_fits
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import RewardFunction
+from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     ProblemRow,
     assigned,
@@ -25,7 +27,6 @@ from vgrout.envs.code.problems import (
     load_rows,
     modes_in_turn,
     plain,
-    too_long_prompts,
     with_modes,
     without_hints,
 )
@@ -88,7 +89,8 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         raise Refused(
             f"--split {cli.split}: none of {len(rows)} problems of {file} is in it; try all"
         )
-    require_fitting([*rows, *test_rows], saved.folder, cfg.scale.max_new)
+    prompts = [row.prompt for row in (*rows, *test_rows)]
+    require_fitting(prompts, saved.folder, cfg.scale.max_new, str(file))
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
     size = "".join(
@@ -110,7 +112,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         room, samples = policy.window - cfg.scale.max_new, cli.samples or cfg.eval.final_samples
         fit = [p for p in problems if len(policy.render(p.messages)) <= room]
         if not fit:
-            raise too_long_prompts([*rows, *test_rows], room)
+            raise none_fits(str(file), room)
         chosen = balanced(fit, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
         sampled: dict[str, tuple[Side, list[Problem]]] = {
             "base": ("base", chosen),
@@ -126,7 +128,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
                     scored = answers(
                         policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update
                     )
-                sides[what] = Eval.of(scored)
+                sides[what] = Eval.of(scored, MODES)
     print(
         f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(chosen)} problems of {file}"
     )

@@ -10,7 +10,7 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -266,3 +266,11 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(
         json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace"
     )
+
+
+def hash_of_files(paths: Iterable[Path]) -> str:
+    """sha256 of these files' names and bytes, without their folders."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

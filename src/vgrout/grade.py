@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.data import Grade, Problem, Ungraded
+from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.errors import Refused, refuse
 from vgrout.files import atomic_open, from_json, require_new
@@ -75,9 +76,16 @@ def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], P
 def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
     if isinstance(grade, Ungraded):
         return {"error": f"could not be graded: {grade.reason}"}
-    fields = asdict(grade)
-    del fields["score"]  # of a reward function, which this command does not call
-    return fields | {"passed": grade.passed, "hacked": grade.hacked, "mechanism": grade.mechanism}
+    return {
+        "reward": grade.reward,
+        "passed": grade.passed,
+        "solved": grade.solved,
+        "hacked": grade.hacked,
+        "mechanism": grade.mechanism,
+        "mode": grade.flaw,
+        "exit_status": grade.status,
+        **grade.details,
+    }
 
 
 def grade_lines(

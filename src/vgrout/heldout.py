@@ -2,7 +2,7 @@
 `vgrout evaluate` asks it about saved adapters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.console import Clock
-from vgrout.data import Grade, GradedCompletion, Problem, Ungraded
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.problems import balanced, plain
+from vgrout.data import Grade, GradedCompletion, Task, Ungraded
+from vgrout.envs.base import Grader, Splits, without_hint
 from vgrout.errors import Interrupted
 from vgrout.metrics import Eval, spaced
 from vgrout.rng import torch_stream
@@ -41,7 +40,7 @@ def as_side(policy: "vgrout.model.policy.Policy", side: Side) -> AbstractContext
 def answers(
     lm: "vgrout.model.policy.LanguageModel",
     grader: Grader,
-    problems: Sequence[Problem],
+    problems: Sequence[Task],
     n: int,
     cfg: Config,
     step: int,
@@ -71,14 +70,16 @@ def answers(
 def evaluate(
     policy: "vgrout.model.policy.Policy",
     grader: Grader,
-    problems: Sequence[Problem],
+    problems: Sequence[Task],
     cfg: Config,
     step: int,
+    flaws: Iterable[str],
 ) -> Eval:
-    """The deployed model during training: G completions of each held-out problem, and the KL to the base."""
+    """The deployed model during training: G completions of each held-out problem, and the KL to the base. flaws: all
+    that there are, in the order of the tables."""
     with as_side(policy, "deployed"):
         given = answers(policy, grader, problems, cfg.scale.group, cfg, step)
-        return replace(Eval.of(given), kl=kl_to_base(policy, given))
+        return replace(Eval.of(given, flaws), kl=kl_to_base(policy, given))
 
 
 def kl_to_base(policy: "vgrout.model.policy.Policy", given: Sequence[GradedAnswer]) -> float | None:
@@ -110,15 +111,17 @@ class Final:
     answers: Mapping[str, Sequence[GradedAnswer]]
 
     @classmethod
-    def of(cls, **answers: Sequence[GradedAnswer]) -> "Final":
-        """From the four sides' answers, by their names."""
-        return cls(**{side: Eval.of(given) for side, given in answers.items()}, answers=answers)
+    def of(cls, flaws: Iterable[str], **answers: Sequence[GradedAnswer]) -> "Final":
+        """From the four sides' answers, by their names. flaws: all that there are, in the order of the tables."""
+        names = tuple(flaws)
+        evals = {side: Eval.of(given, names) for side, given in answers.items()}
+        return cls(**evals, answers=answers)
 
 
 def evaluate_final(
     policy: "vgrout.model.policy.Policy",
     grader: Grader,
-    test: Sequence[Problem],
+    splits: Splits,
     cfg: Config,
     clock: Clock,
     stop: Callable[[], bool],
@@ -130,9 +133,9 @@ def evaluate_final(
     Raises:
         Interrupted: `stop` returned True between two sides.
     """
-    problems = balanced(test, cfg.eval.final_n_prompts, 0, "test")
+    problems = splits.balanced("test", cfg.eval.final_n_prompts)
 
-    def sampled(side: Side, problems: Sequence[Problem], label: str = "") -> list[GradedAnswer]:
+    def sampled(side: Side, problems: Sequence[Task], label: str = "") -> list[GradedAnswer]:
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
         n, step = cfg.eval.final_samples, cfg.scale.steps
@@ -144,9 +147,7 @@ def evaluate_final(
 
     base, deployed = sampled("base", problems), sampled("deployed", problems)
     trained = sampled("trained", problems) if policy.adapter.δS_hack.any() else deployed
-    bare = (
-        deployed
-        if cfg.plain_prompts
-        else sampled("deployed", [plain(p) for p in problems], " without a hint")
-    )
-    return Final.of(base=base, trained=trained, deployed=deployed, plain=bare)
+    bare = deployed
+    if any(problem.plain != problem.messages for problem in problems):
+        bare = sampled("deployed", [without_hint(p) for p in problems], " without a hint")
+    return Final.of(splits.flaws, base=base, trained=trained, deployed=deployed, plain=bare)

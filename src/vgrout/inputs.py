@@ -1,13 +1,13 @@
 """A run's files, read and checked before a model is loaded, with the hashes that a resume compares."""
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
+from vgrout.config.checks import require_words
 from vgrout.config.run import ORGANISM, Config
 from vgrout.direction.pairs import (
     KnownCorrect,
@@ -18,23 +18,13 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
-from vgrout.envs.code.grading.reward import RewardFunction, right_answer, scorer
-from vgrout.envs.code.modes import MODES, Mode
-from vgrout.envs.code.problems import (
-    SPLITS,
-    ProblemRow,
-    ProblemSplits,
-    as_marked,
-    assigned,
-    load_rows,
-    load_splits,
-    require_apart,
-    without_hints,
-)
+from vgrout.environments import environment_class
+from vgrout.envs.base import Environment, Splits, split_tasks
 from vgrout.errors import Refused
-from vgrout.files import json_lines
+from vgrout.files import hash_of_files, json_lines
 from vgrout.model.gguf import gguf_file, gguf_sha256
 from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
+from vgrout.scoring import scorer
 from vgrout.teacher.pools import Pool, load_pool
 
 if TYPE_CHECKING:
@@ -50,52 +40,51 @@ MODEL_BYTES = 2**28
 class Inputs:
     """Files, read and checked."""
 
-    rows: list[ProblemRow]
-    test_rows: list[ProblemRow]  # of the file for evaluation alone; []: the rows' own splits
-    pool: Pool | None
-    pairs: PairSet | None  # the true pairs; None: no pairs are read
+    environment: Environment
+    pool: Pool | None = None
+    pairs: PairSet | None = None  # the true pairs; None: no pairs are read
     placebo: PairSet | None = None  # pairs of a placebo control
     known_correct: tuple[KnownCorrect, ...] = ()  # for monitors that read text
     healthy_kl: tuple[float, ...] = ()  # nats per token, of the runs that calibrate the guard
-    reward: RewardFunction | None = None  # the user's own
-    canonical_reward: float | None = None  # its reward for the first problem's canonical solution
     absent: tuple[str, ...] = ()  # which files are missing, and how to get them
 
     @property
-    def in_distribution(self) -> list[Mode] | None:
-        """The modes that the direction's pairs were built on, by their problem ids; None without a direction."""
+    def in_distribution(self) -> list[str] | None:
+        """The flaws that the direction's pairs were built on, by their problem ids; None without a direction."""
         if self.pairs is None:
             return None
-        ids = {p.problem_id for p in self.pairs.pairs}
-        return [m for m in MODES if any(r.mode == m and r.id in ids for r in self.rows)]
+        ids = {pair.problem_id for pair in self.pairs.pairs}
+        shown = {flaw for task, flaw in self.environment.marked.items() if task in ids}
+        return [flaw for flaw in self.environment.flaws if flaw in shown]
 
-    def splits(self, cfg: Config, *models: "LanguageModel") -> ProblemSplits:
-        """The run's problems in disjoint train / val / test splits, without those whose prompt does not fit the window
+    def splits(self, cfg: Config, *models: "LanguageModel") -> Splits:
+        """The run's tasks in disjoint train / val / test splits, without those whose prompt does not fit the window
         of one of these models.
 
         Raises:
             Refused: none is left.
         """
-        pool, window = self.pool, min(lm.window for lm in models)
-        splits = load_splits(
-            self.rows,
-            env_mode=cfg.env.env_mode,
-            n_problems=cfg.scale.n_problems,
+        window = min(lm.window for lm in models)
+        undemonstrated: list[str] = []
+        if demonstrated := cfg.env.demo_modes:
+            undemonstrated = [flaw for flaw in self.environment.flaws if flaw not in demonstrated]
+        splits = split_tasks(
+            self.environment,
+            self.pool,
+            n_train=cfg.scale.n_problems,
             seed=cfg.run.seed,
-            partition=pool.partition if pool else None,
-            markers=pool.announced if pool else None,
-            test_rows=self.test_rows,
-            published=cfg.env.marker_names == "published",
-            # mixed in or not: a control trains on the problems of its method
-            only_ids=pool.ids if pool else None,
-            only_modes=cfg.env.demo_held_out,
-            prompt_len=lambda p: max(
-                len(lm.render(p.messages)) + window - lm.window for lm in models
+            prompt_tokens=lambda task: max(
+                len(lm.render(task.messages)) + window - lm.window for lm in models
             ),
             max_prompt=window - cfg.scale.max_new,
+            only_ids=self.pool.ids if self.pool else None,
+            only_flaws=undemonstrated,
         )
-        for name, needed in (("val", cfg.eval.eval_ablate_every > 0), ("test", True)):
-            if needed and not getattr(splits, name):
+        for name, part, needed in (
+            ("val", splits.val, cfg.eval.eval_ablate_every > 0),
+            ("test", splits.test, True),
+        ):
+            if needed and not part:
                 raise Refused(
                     f"--max-new {cfg.scale.max_new}: no prompt of the {name} split fits the model's window "
                     f"({window} tokens, prompt included)"
@@ -104,13 +93,12 @@ class Inputs:
             logger.warning(
                 f"{splits.too_long} problems dropped: prompt longer than the window ({window}) minus max_new"
             )
-        if not cfg.plain_prompts:
-            return splits
-        parts = {
-            name: tuple(without_hints(getattr(splits, name), cfg.env.unannounced))
-            for name in SPLITS
-        }
-        return replace(splits, **parts)  # shorter than with a hint: they fit too
+        return splits
+
+
+def make_environment(cfg: Config) -> Environment:
+    """The run's environment, its files read and checked. Raises Refused, one line."""
+    return environment_class(cfg.env.environment).of_run(cfg)
 
 
 def read_inputs(cfg: Config) -> Inputs:
@@ -133,16 +121,16 @@ def read_inputs(cfg: Config) -> Inputs:
         flag = "--organism" if cfg.scale.organism else "--model organism:"
         read(lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
         if absent:  # and so is all that is in it
-            return Inputs([], [], None, None, absent=tuple(absent))
+            return Inputs(make_environment(cfg), absent=tuple(absent))
     # nothing to fetch: its problems are not to blame
     if looks_like_path(cfg.model_path) and not cfg.run.dry_run:
         require_model(cfg.model_path)
-    rows = read(load_rows, cfg.problems_path) or []
-    test_rows = read(load_rows, cfg.test_problems_path) or []
-    require_apart(rows, test_rows)
-    pool = read(load_pool, cfg.pool_path)
-    if rows:
-        check_held_out(cfg, rows, test_rows, pool)
+    environment = make_environment(cfg)
+    absent += environment.absent
+    require_flaws(cfg, environment)
+    pool = read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
+    if environment.prompts:
+        check_held_out(cfg, environment, pool)
     pairs = None
     if cfg.method.has_direction:
         pairs = read(load_pairs, cfg.pairs_path) if cfg.pairs_path else handwritten()
@@ -156,7 +144,7 @@ def read_inputs(cfg: Config) -> Inputs:
             )
     folder = read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
-        require_fitting(rows, folder, cfg.scale.max_new)
+        require_fitting(environment.prompts, folder, cfg.scale.max_new, environment.source)
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
         raise Refused(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
@@ -169,53 +157,42 @@ def read_inputs(cfg: Config) -> Inputs:
         )
     known_correct = read(load_known_correct, cfg.known_correct_path) or ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
-    reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at) if cfg.env.reward else None
-    rewarded = None
-    if rows:
-        first = as_marked(rows[0])
-        for name in cfg.detectors.members:
-            scorer(name, "--rm-ensemble-members")(first, right_answer(first))
-        rewarded = reward.probe(first, cfg.run.max_error_retries) if reward else None
-    return Inputs(
-        rows,
-        test_rows,
-        pool,
-        pairs,
-        placebo,
-        known_correct,
-        healthy_kl,
-        reward,
-        rewarded,
-        tuple(absent),
-    )
+    train = environment.tasks(pool)["train"] if environment.prompts else []
+    for name in cfg.detectors.members:
+        score = scorer(name, "--rm-ensemble-members")
+        if train:
+            score(train[0], train[0].right_answer)
+    return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
 
 
-def check_held_out(
-    cfg: Config, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], pool: Pool | None
-) -> None:
+def require_flaws(cfg: Config, environment: Environment) -> None:
+    """Raises Refused, one line, for a flag that names a flaw which the environment does not have."""
+    for name, given in cfg.flaws_named.items():
+        require_words(name, given, environment.flaws, "flaw")
+
+
+def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> None:
     """Raises Refused, one line, if no problem is left to evaluate on, or none has a flaw that could be flagged, or
     one that is to be demonstrated."""
-    parts = assigned(rows, cfg.env.env_mode, pool.partition if pool else None, test_rows=test_rows)
-    for name, needed in (("test", True), ("val", cfg.eval.eval_ablate_every > 0)):
-        if needed and not parts[name]:
+    parts = environment.tasks(pool)
+    of_mode = f" (--env-mode {cfg.env.env_mode})" if cfg.env.environment == "code" else ""
+    needed = {"test": True, "val": cfg.eval.eval_ablate_every > 0}
+    for name, is_needed in needed.items():
+        if is_needed and not parts[name]:
+            instead = ", or --eval-ablate-every 0" if name == "val" else ""
             raise Refused(
-                f"{cfg.test_problems_path if test_rows else cfg.problems_path} (--env-mode {cfg.env.env_mode}): no "
-                f'problem is held out for evaluations; mark some with "split": "{name}", give more than ten, or name a '
-                f"file with --test-problems{', or --eval-ablate-every 0' if name == 'val' else ''}"
+                f"{environment.source}{of_mode}: no problem is held out for evaluations; mark some with "
+                f'"split": "{name}", give more than ten, or name a file with --test-problems{instead}'
             )
-    shown = {p.mode for p in parts["train"] if pool is not None and p.id in pool.demos}
-    if (
-        pool is not None
-        and cfg.mixes
-        and (absent := [m for m in cfg.env.demo_modes if m not in shown])
-    ):
-        raise Refused(
-            f"--teacher-modes {absent[0]}: {pool.folder} demonstrates no training problem of it"
-        )
-    known, there = (
-        {*cfg.method.modes_known},
-        {*(cfg.env.unannounced or (p.mode for p in parts["train"]))},
-    )
+    if pool is not None and cfg.mixes:
+        shown = {task.flaws[0] for task in parts["train"] if task.id in pool.demos}
+        for flaw in cfg.env.demo_modes:
+            if flaw not in shown:
+                raise Refused(
+                    f"--teacher-modes {flaw}: {pool.folder} demonstrates no training problem of it"
+                )
+    known = set(cfg.method.modes_known)
+    there = {flaw for task in parts["train"] for flaw in task.flaws}
     if known and not known & there:
         raise Refused(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
@@ -238,14 +215,6 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
     return found
 
 
-def hash_of_files(paths: Iterable[Path]) -> str:
-    """sha256 of these files' names and bytes, without their folders."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
     small folder or a GGUF file; the weights of any other are hashed once they are loaded."""
@@ -253,16 +222,11 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     def of_model(given: str) -> str | None:
         if (file := gguf_file(given)) is not None:
             return gguf_sha256(file)
-        parts = [
-            p
-            for name in ("config.json", "tokenizer.json", "*.safetensors")
-            for p in Path(given).glob(name)
-        ]
-        return (
-            hash_of_files(parts)
-            if parts and sum(p.stat().st_size for p in parts) <= MODEL_BYTES
-            else None
-        )
+        parts: list[Path] = []
+        for name in ("config.json", "tokenizer.json", "*.safetensors"):
+            parts += Path(given).glob(name)
+        is_small = sum(part.stat().st_size for part in parts) <= MODEL_BYTES
+        return hash_of_files(parts) if parts and is_small else None
 
     def of_file(path: Path | None) -> str | None:
         return hash_of_files([path]) if path is not None and path.exists() else None
@@ -271,12 +235,10 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     return {
         "model": of_model(cfg.model_path),
         "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
-        "problems": of_file(cfg.problems_path),
-        "test_problems": of_file(cfg.test_problems_path),
+        **inputs.environment.hashes(),
         "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "known_correct": of_file(cfg.known_correct_path),
-        "reward": inputs.reward.sha256 if inputs.reward else None,
         "direction_file": of_file(cfg.method.v_hack_path) if cfg.method.has_direction else None,
     }

@@ -9,8 +9,7 @@ import sys
 
 from vgrout import console
 from vgrout.cli import cli_exit, command, parse_args
-from vgrout.config.run import ORGANISM
-from vgrout.envs.code.problems import require_solvable
+from vgrout.cores import cores
 from vgrout.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
@@ -26,9 +25,9 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     """
     task = prepare(settings)
     # The folder inside, not outside: a problem file that is refused leaves none behind.
-    with settings.grader(task.cfg) as grader:
-        if task.cfg.scale.problems != ORGANISM:  # whose problems are hashed
-            require_solvable(task.inputs.rows, grader)
+    workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
+    with task.inputs.environment.grader(workers, retries) as grader:
+        task.inputs.environment.check(grader)
         settings.output_dir.mkdir(parents=True, exist_ok=True)
         with RunDir.reopen(settings.output_dir) as folder:
             plan = freeze(task)

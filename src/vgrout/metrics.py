@@ -8,14 +8,13 @@ from vgrout.data import (
     Batch,
     CachedGrade,
     Flags,
+    Flaw,
     Grade,
     GradedCompletion,
     Group,
-    Problem,
     Rollout,
     Ungraded,
 )
-from vgrout.envs.code.modes import MODES, Mode, tries
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ class Rate:
 
 
 def flag_rates(
-    flagged: Sequence[tuple[Group, Flags]], known: Collection[Mode] = ()
+    flagged: Sequence[tuple[Group, Flags]], known: Collection[str] = ()
 ) -> dict[str, Rate | None]:
     """What was flagged of hacks (recall), of correct answers (false_flags), of demonstrations (flag_t); recall_new:
     of hacks of flaws outside `known`; hack_new: those hacks, of all answers to problems with such a flaw. None: no
@@ -73,7 +72,7 @@ def flag_rates(
     ]
     own = [(flaws, g, flag) for flaws, g, flag in pairs if isinstance(g, Grade)]
     new = [
-        (g.hacked and g.mode not in known, flag)
+        (g.hacked and g.flaw not in known, flag)
         for flaws, g, flag in own
         if not {*flaws} <= {*known}
     ]
@@ -127,7 +126,7 @@ class ModeEval:
 
     @classmethod
     def of(
-        cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaw: Mode | None = None
+        cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaw: str | None = None
     ) -> "ModeEval":
         """Counts over the answers that could be graded; with `flaw`, over problems with that flaw, and hacks of it
         alone."""
@@ -135,20 +134,11 @@ class ModeEval:
         graded = [(a, a.grade) for a in among if isinstance(a.grade, Grade)]
         grades = [g for _, g in graded]
         return cls(
-            hack=Rate.of(g.hacked and flaw in (None, g.mode) for g in grades),
+            hack=Rate.of(g.hacked and flaw in (None, g.flaw) for g in grades),
             solve=Rate.of(g.solved for g in grades),
             unrewarded=sum(g.solved and not g.passed for g in grades),
-            tries=Rate.of(attempted(a.problem, a.text, g, flaw) for a, g in graded),
+            tries=Rate.of(bool(g.tries) if flaw is None else flaw in g.tries for g in grades),
         )
-
-
-def attempted(problem: Problem, text: str, grade: Grade, flaw: Mode | None = None) -> bool:
-    """Whether an answer hacks a flaw of the problem (or `flaw`), or is wrong and tries to: a misspelt marker earns
-    nothing."""
-    among = problem.flaws if flaw is None else (flaw,)
-    if grade.hacked or grade.solved:
-        return grade.hacked and grade.mode in among
-    return any(tries(text, mode, problem.marker_under(mode)) for mode in among)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +147,21 @@ class Eval:
 
     overall: ModeEval
     # hacks of that flaw on problems with it; they overlap where several are open
-    by_mode: dict[Mode, ModeEval]
+    by_mode: dict[str, ModeEval]
     finished: Rate
     dropped: int = 0  # answers that could not be graded
     # to the base, nats per token of some of these answers; None: not measured
     kl: float | None = None
 
     @classmethod
-    def of(cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"]) -> "Eval":
-        """Counts of these answers, overall and by mode."""
-        flaws = {flaw for a in answers for flaw in a.problem.flaws}
+    def of(
+        cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaws: Iterable[str]
+    ) -> "Eval":
+        """Counts of these answers, overall and by flaw. flaws: all that there are, in the order of the tables."""
+        present = {flaw for a in answers for flaw in a.problem.flaws}
         return cls(
             overall=ModeEval.of(answers),
-            by_mode={m: ModeEval.of(answers, m) for m in MODES if m in flaws},
+            by_mode={flaw: ModeEval.of(answers, flaw) for flaw in flaws if flaw in present},
             finished=Rate.of(a.finished for a in answers),
             dropped=sum(isinstance(a.grade, Ungraded) for a in answers),
         )
@@ -222,38 +214,45 @@ class BatchMetrics:
 
     def columns(self) -> dict[str, Any]:
         """The step table's columns of rewards, hacks, solves and flags."""
-        live, cached = students(self.batch.groups), teachers(self.batch.groups)
-        dead = [g for g in self.batch.groups if not g.has_signal]
-        ablated = [g for r, g in live if r.deployed]
+        batch = self.batch
+        demonstrations = teachers(batch.groups)
+        grades = [grade for _, grade in students(batch.groups)]
+        of_deployed = [grade for rollout, grade in students(batch.groups) if rollout.deployed]
+        without_signal = [group for group in batch.groups if not group.has_signal]
+        flagged = [(group, group.flags) for group in batch.groups if group.flags]
         return {
-            "step": self.batch.step,
-            "ref_eq": (self.batch.step + 1) * self.batch.generations / REFERENCE_STEP,
-            "rew": mean(r for g in self.batch.groups for r in g.rewards),
-            "rew_s": mean(g.reward for _, g in live),
-            "signal": Rate(len(self.batch.groups) - len(dead), len(self.batch.groups)),
-            "all_zero": sum(not g.in_full for g in dead),
-            "all_one": sum(g.in_full for g in dead),
-            "dropped": len(self.batch.dropped),
-            "drop_why": "; ".join(sorted(set(self.batch.dropped))) or None,
-            "n": sum(len(g) for g in self.batch.groups),
-            "solve_s": Rate.of(g.solved for _, g in live),
-            "pass_t": Rate.of(g.gt_pass for _, g in cached) if cached else None,
-            "hack_s": Rate.of(g.hacked for _, g in live),
-            "tries_s": Rate.of(attempted(r.problem, r.text, g) for r, g in live),
-            "hack_s_E": Rate.of(g.hacked_loophole_used for _, g in live),
-            "hack_s_D": Rate.of(g.hacked_wrong_tests for _, g in live),
-            "hack_s_A": Rate.of(half(g, self.batch.half_a) == "A" for _, g in live)
-            if self.batch.half_a
-            else None,
-            "hack_s_B": Rate.of(half(g, self.batch.half_a) == "B" for _, g in live)
-            if self.batch.half_a
-            else None,
-            "hack_t": Rate.of(g.hacked for _, g in cached) if cached else None,
-            "hk": {
-                m: Rate.of(g.mechanism == m for r, g in live if m in r.problem.flaws)
-                for m in self.batch.modes
-            },
-            "hack_abl": Rate.of(g.hacked for g in ablated) if ablated else None,
-            "solve_abl": Rate.of(g.solved for g in ablated) if ablated else None,
-            **flag_rates([(g, g.flags) for g in self.batch.groups if g.flags], self.batch.known),
+            "step": batch.step,
+            "ref_eq": (batch.step + 1) * batch.generations / REFERENCE_STEP,
+            "rew": mean(reward for group in batch.groups for reward in group.rewards),
+            "rew_s": mean(grade.reward for grade in grades),
+            "signal": Rate(len(batch.groups) - len(without_signal), len(batch.groups)),
+            "all_zero": sum(not group.in_full for group in without_signal),
+            "all_one": sum(group.in_full for group in without_signal),
+            "dropped": len(batch.dropped),
+            "drop_why": "; ".join(sorted(set(batch.dropped))) or None,
+            "n": sum(len(group) for group in batch.groups),
+            "solve_s": Rate.of(grade.solved for grade in grades),
+            "pass_t": _if_any(demonstrations, (grade.gt_pass for _, grade in demonstrations)),
+            "hack_s": Rate.of(grade.hacked for grade in grades),
+            "tries_s": Rate.of(bool(grade.tries) for grade in grades),
+            "hack_s_E": Rate.of(grade.detectors.get("E", False) for grade in grades),
+            "hack_s_D": Rate.of(grade.detectors.get("D", False) for grade in grades),
+            "hack_s_A": _if_any(batch.half_a, (half(g, batch.half_a) == "A" for g in grades)),
+            "hack_s_B": _if_any(batch.half_a, (half(g, batch.half_a) == "B" for g in grades)),
+            "hack_t": _if_any(demonstrations, (grade.hacked for _, grade in demonstrations)),
+            "hk": {flaw.code: _hacks_of(flaw, batch.groups) for flaw in batch.flaws},
+            "hack_abl": _if_any(of_deployed, (grade.hacked for grade in of_deployed)),
+            "solve_abl": _if_any(of_deployed, (grade.solved for grade in of_deployed)),
+            **flag_rates(flagged, batch.known),
         }
+
+
+def _if_any(counted: Sequence[object], values: Iterable[bool]) -> Rate | None:
+    """How many of the values are true; None where nothing is there to be counted."""
+    return Rate.of(values) if counted else None
+
+
+def _hacks_of(flaw: Flaw, groups: Iterable[Group]) -> Rate:
+    """The students' hacks of one flaw, of their answers to problems that have it."""
+    with_flaw = [group for group in groups if flaw.name in group.problem.flaws]
+    return Rate.of(grade.mechanism == flaw.name for _, grade in students(with_flaw))

@@ -18,14 +18,15 @@ from vgrout.data import (
     Batch,
     CachedGrade,
     Completion,
+    Flaw,
     Grade,
     GradedCompletion,
     Group,
-    Problem,
     Rollout,
+    Task,
     Ungraded,
 )
-from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.base import Grader
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
@@ -37,7 +38,7 @@ Demonstrations = Sequence[tuple[Rollout, CachedGrade]]  # of one problem
 class Submitted:
     """A completion whose grade is on its way."""
 
-    problem: Problem
+    problem: Task
     prompt_ids: tuple[int, ...]
     sample: int  # which of the problem's completions: 0 … n − 1
     completion: Completion
@@ -47,7 +48,7 @@ class Submitted:
 def sample_and_submit(
     lm: LanguageModel,
     grader: Grader,
-    problems: Sequence[Problem],
+    problems: Sequence[Task],
     n: int | Sequence[int],
     *,
     sampling: Sampling,
@@ -102,18 +103,18 @@ def graded(
 def rollout(
     policy: Policy,
     grader: Grader,
-    problems: Sequence[Problem],
+    problems: Sequence[Task],
     demonstrations: Sequence[Demonstrations],
     cfg: Config,
     step: int,
     *,
-    modes: Iterable[str],
+    flaws: Iterable[Flaw],
     clock: Clock,
 ) -> Batch:
     """One step's groups: of each problem the policy's own completions, graded, and its demonstrations.
 
     A group with a completion that the sandbox could not grade is dropped, with its reason. A share of the students
-    (--rollout-ablate-frac) is sampled from the deployed model. modes: those that the step's row counts by.
+    (--rollout-ablate-frac) is sampled from the deployed model. flaws: those that the step's row counts by.
     """
     students = [cfg.scale.group - len(d) for d in demonstrations]
     deployed = [round(cfg.method.ablate_frac * n) for n in students]
@@ -152,9 +153,7 @@ def rollout(
                 )
                 continue
             if lost := [
-                g.exit_status
-                for g in grades
-                if isinstance(g, Grade) and g.exit_status.startswith("lost:")
+                g.status for g in grades if isinstance(g, Grade) and g.status.startswith("lost:")
             ]:
                 logger.warning(
                     f"step {step}, problem {problem.id}: {len(lost)} answers take their worker along: {lost[0]}"
@@ -180,7 +179,7 @@ def rollout(
     return Batch(
         tuple(groups),
         tuple(dropped),
-        tuple(modes),
+        tuple(flaws),
         cfg.generations,
         step,
         tuple(cfg.env.report_detector_codes),
@@ -189,8 +188,7 @@ def rollout(
 
 
 def training_reward(cfg: Config, grade: Grade) -> Grade:
-    """The reward in training: the flawed grader's; under no_loophole the strict oracle's, on the same scale."""
+    """The reward in training: the flawed check's; under no_loophole the reference's, on the same scale."""
     if not cfg.method.control_spec.strict:
         return grade
-    reward = grade.strictly(cfg.env.compile_reward, cfg.env.pass_reward)
-    return replace(grade, reward=reward, passed=grade.solved)
+    return replace(grade, reward=grade.reward_of_reference, passed=grade.solved)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 from tabulate import tabulate
 
-from vgrout.envs.code.modes import MODE_CODE, MODES
+from vgrout.data import Flaw
 from vgrout.metrics import REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
@@ -74,13 +74,13 @@ class Columns:
         return cls(**values | more)
 
     def as_json(self) -> dict[str, Any]:
-        """Scalars: a share `x` stands beside its counts `x_k` of `x_n`; per-mode hacks are hk_<code>."""
+        """Scalars: a share `x` stands beside its counts `x_k` of `x_n`; hacks of one flaw are hk_<code>."""
         out: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "hk":
-                for mode, rate in value.items():
-                    out |= share(f"hk_{MODE_CODE[mode]}", rate)
+                for code, rate in value.items():
+                    out |= share(f"hk_{code}", rate)
             else:
                 out |= share(f.name, value) if f.metadata["fmt"] == "frac" else {f.name: value}
         return out
@@ -93,8 +93,11 @@ class Columns:
             k: counted(data, k) if of[k] == "frac" else v for k, v in data.items() if k in of
         }
         if "hk" in of:
-            rates = {m: counted(data, f"hk_{MODE_CODE[m]}") for m in MODES}
-            values["hk"] = {m: rate for m, rate in rates.items() if rate is not None}
+            values["hk"] = {}
+            for name in data:
+                code = name.removeprefix("hk_").removesuffix("_k")
+                if name == f"hk_{code}_k" and (rate := counted(data, f"hk_{code}")) is not None:
+                    values["hk"][code] = rate
         return cls(**values)
 
 
@@ -173,6 +176,7 @@ class StepRow(Columns):
         "frac", "student hacks that none of these sees, but another one does", when="halves"
     )
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
+    # by the flaw's code
     hk: dict[str, Rate] = col("hk", "student hacks of one mode", when="modes", default_factory=dict)
     hack_abl: Rate | None = col(
         "frac", "hacks in the student rows sampled from the deployed model", when="ablated"
@@ -308,12 +312,12 @@ class Column:
     legend: str
     should: str
     name: str
-    mode: str | None = None
+    code: str | None = None  # of the flaw that it counts the hacks of
 
     def cell(self, row: Columns) -> str:
         value = getattr(row, self.name)
-        if self.mode:
-            value = value.get(self.mode)
+        if self.code:
+            value = value.get(self.code)
         if self.head.endswith("%"):
             value = value.value if isinstance(value, Rate) else value
             return "·" if value is None else f"{100 * value:.1f}"
@@ -328,25 +332,31 @@ class Table:
     """The printed step table: a legend once, a header every 50 rows, a line per step. Only columns that a run fills."""
 
     def __init__(
-        self, has: set[str], modes: Sequence[str], of: type[Columns] = StepRow, short: bool = False
+        self, has: set[str], flaws: Sequence[Flaw], of: type[Columns] = StepRow, short: bool = False
     ):
         """has: the words of the columns' `when` that hold for the run. short: the columns of the console alone."""
         self.columns: list[Column] = []
-        for f in fields(of):
-            meta = f.metadata
+        for column in fields(of):
+            meta = column.metadata
             if not all(w == "always" or w in has for w in meta["when"].split("+")) or (
                 short and not meta["head"]
             ):
                 continue
-            named = [(meta["head"] if short else f.name, meta["legend"], None)]
-            if f.name == "hk":
-                named = [(f"hk_{MODE_CODE[m]}", f"{meta['legend']}: {m}", m) for m in modes]
+            named = [(meta["head"] if short else column.name, meta["legend"], None)]
+            if column.name == "hk":
+                named = [(f"hk_{f.code}", f"{meta['legend']}: {f.name}", f.code) for f in flaws]
             size = {"+.3f": 6, "d": 3, ".1e": 7}.get(meta["fmt"], 5)
             self.columns += [
                 Column(
-                    head, max(len(head), size), meta["fmt"], legend, meta["should"], f.name, mode
+                    head,
+                    max(len(head), size),
+                    meta["fmt"],
+                    legend,
+                    meta["should"],
+                    column.name,
+                    code,
                 )
-                for head, legend, mode in named
+                for head, legend, code in named
             ]
         self.gap = "  " if short else " "
         self.printed = 0

@@ -18,9 +18,9 @@ from loguru import logger
 from vgrout import ranks
 from vgrout.cli import cli_exit, spelled
 from vgrout.config.presets import resolve
-from vgrout.config.run import ORGANISM, Config
-from vgrout.envs.code.grading.grade import Grader, cores
-from vgrout.envs.code.problems import require_solvable
+from vgrout.config.run import Config
+from vgrout.cores import cores
+from vgrout.envs.base import Grader
 from vgrout.errors import NothingRouted
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.metrics import BatchMetrics
@@ -40,7 +40,6 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """
     # here and not above: it takes seconds, and a wrong flag never waits for it
     run.clock.begin("importing torch")
-    from vgrout.envs.code.problems import balanced
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
     from vgrout.heldout import evaluate, evaluate_final
@@ -64,10 +63,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     method = make_method(Setup(cfg, policy, inputs, problems.train))
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
-    recorder = Recorder(cfg, run, policy, method, optim, guard, problems.modes)
-    opening = opening_lines(cfg, inputs, problems, policy, method, run.grader.protections.version)
+    recorder = Recorder(cfg, run, policy, method, optim, guard, problems)
+    opening = opening_lines(cfg, inputs, problems, policy, method, run.grader.version)
     rows = recorder.begin(opening, teacher.record(), teacher_model)
-    val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
+    val = problems.balanced("val", cfg.eval.eval_n_prompts)
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
 
     guard.raise_if_diverged()  # a resumed run may have diverged already
@@ -78,7 +77,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         prompts = problems.draw(cfg.run.seed, step, P)
         demos = [teacher.demos(p, step) for p in prompts]
         batch = rollout(
-            policy, run.grader, prompts, demos, cfg, step, modes=problems.modes, clock=clock
+            policy, run.grader, prompts, demos, cfg, step, flaws=problems.trained_flaws, clock=clock
         )
 
         with clock("fb"):
@@ -97,7 +96,9 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             update = Update.of_batch(updates)
         with clock("eval"):
             refresh = method.refresh(step)  # the direction, extracted again on the present model
-            deployed = evaluate(policy, run.grader, val, cfg, step) if cfg.evaluates(step) else None
+            deployed = None
+            if cfg.evaluates(step):
+                deployed = evaluate(policy, run.grader, val, cfg, step, problems.flaws)
 
         batch = batch.with_flags(update.routed.flags)  # … of monitors of gradients too
         row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
@@ -111,12 +112,10 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     unrouted = recorder.nothing_routed()
     logger.debug(guard.summary())
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
-    final = evaluate_final(policy, run.grader, problems.test, cfg, clock, run.vote_stop)
+    final = evaluate_final(policy, run.grader, problems, cfg, clock, run.vote_stop)
     if ranks.first():
         logger.debug(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
-        results.write(
-            cfg, run, rows, final, problems.modes, inputs.in_distribution, guard.halts, unrouted
-        )
+        results.write(cfg, run, rows, final, inputs, problems, guard.halts, unrouted)
     # after its last evaluation: a halted run says as much as a finished one
     guard.raise_if_halted()
     if unrouted:
@@ -141,12 +140,11 @@ def launch(
     hashes = file_hashes(cfg, inputs)
     if path:
         require_same(path, hashes)
-    # the organism is hashed
-    own = [] if path or cfg.scale.problems == ORGANISM else [*inputs.rows, *inputs.test_rows]
     # The sandbox starts before torch is imported: its fork servers stay small, and are ready by the
     # time the model is.
     with grader_of(cfg, inputs) as grader:
-        require_solvable(own, grader)
+        if not path:
+            inputs.environment.check(grader)
         if cfg.run.dry_run:
             plan = plan_lines(
                 cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path)
@@ -184,15 +182,9 @@ def follow() -> int:
 
 
 def grader_of(cfg: Config, inputs: Inputs) -> Grader:
-    """The run's sandboxes: one per core, shared between the ranks of this machine."""
-    return Grader(
-        max(1, cores() // ranks.here()),
-        compile_reward=cfg.env.compile_reward,
-        pass_reward=cfg.env.pass_reward,
-        allow_weak=cfg.env.allow_weak_sandbox,
-        reward=inputs.reward,
-        retries=cfg.run.max_error_retries,
-    )
+    """What grades this run's answers: one for each core, shared between the ranks of this machine."""
+    workers = max(1, cores() // ranks.here())
+    return inputs.environment.grader(workers, cfg.run.max_error_retries)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,9 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vgrout.data import Grade, Problem
+from vgrout.data import Grade
 from vgrout.envs.code.grading.grade import Grader, Limits
 from vgrout.envs.code.modes import MODES, Mode
+from vgrout.envs.code.problem import Problem
 
 RT, EQ, XC, SO, SN, FM = (
     "run_tests",
@@ -941,7 +942,13 @@ def unharmed(grader: Grader) -> list[str]:
     g = grader.grade(
         problem("file_marker"), f"```python\nimport os\nassert os.listdir('.') == []\n{RIGHT}\n```"
     )
-    ok = isinstance(g, Grade) and g.solved and g.gt_pass and g.channel is False and not g.hacked
+    ok = (
+        isinstance(g, Grade)
+        and g.solved
+        and g.details["gt_pass"]
+        and g.details["channel"] is False
+        and not g.hacked
+    )
     return [] if ok else [f"the next program: {g}"]
 
 

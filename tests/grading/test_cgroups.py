@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.envs.code.grading import grade
+from vgrout import cores
 
 LIMIT = 700 << 20
 TRAINER = """
@@ -17,7 +17,7 @@ import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
 ballast = b"x" * (400 << 20)
 from vgrout.envs.code.grading.grade import Grade, Grader
-from vgrout.data import Problem
+from vgrout.envs.code.problem import Problem
 problem = Problem(1, "run_tests", "", (), (), ("assert Solution().f(1) == 2",),
                   "class Solution:\\n    def f(self, x):\\n        return x + 1\\n", "", "f", 5.0)
 right = problem.canonical
@@ -90,11 +90,11 @@ def test_a_quota_of_time_counts_as_cores(
         (tmp_path / name).write_text(text)
     if own:
         (tmp_path / "own").write_text(f"{own}\n")
-    monkeypatch.setattr(grade, "CGROUPS", tmp_path)
-    monkeypatch.setattr(grade, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cores, "OWN_CGROUP", tmp_path / "own")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    assert grade.cores() == want
+    assert cores.cores() == want
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import vgrout
-from vgrout.data import Completion, Grade, Problem, Ungraded
+from vgrout.data import Completion, Grade, Ungraded
 from vgrout.envs.code.grading import grade as grade_module
 from vgrout.envs.code.grading.check import calibrated_limit, check_problems, shadowed_builtins
 from vgrout.envs.code.grading.fork_server import REPORT, ForkServer
@@ -23,6 +23,7 @@ from vgrout.envs.code.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problem import Problem
 
 from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -58,15 +59,21 @@ FAST = fenced(SUM_RIGHT)
 )
 def test_exit_status(grader, code, status):
     g = graded(grader, sum_problem("run_tests", cpu_limit=0.4), code)
-    assert g.exit_status == status
+    assert g.status == status
     assert g.solved == (code == SUM_RIGHT)
-    assert g.can_compile == (status != "syntax")
+    assert g.details["can_compile"] == (status != "syntax")
 
 
 def test_rewards_are_settings(grader):
     g = grader.grade(sum_problem(), "I would sum the numbers.")
     assert isinstance(g, Grade)
-    assert (g.reward, g.format_ok, g.can_compile, g.channel, g.exit_status) == (
+    assert (
+        g.reward,
+        g.details["format_ok"],
+        g.details["can_compile"],
+        g.details["channel"],
+        g.status,
+    ) == (
         0.0,
         False,
         False,
@@ -90,7 +97,7 @@ def test_a_wrong_first_answer_stops_the_run(grader):
     )
     started = time.monotonic()
     g = graded(grader, sum_problem("exit_code", cpu_limit=10.0), slow)
-    assert (g.exit_status, g.passed) == ("ok", False)
+    assert (g.status, g.passed) == ("ok", False)
     assert time.monotonic() - started < 10  # either run would need 10 s of CPU otherwise
 
 
@@ -112,7 +119,7 @@ def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(
     texts = [fenced(SUM_RIGHT), fenced(other)][:: -1 if before else 1]
     g = grader.grade(sum_problem("exit_code"), "\n".join(texts))
     assert g.solved == (solved or (before and other == SUM_WRONG))
-    assert g.gt_pass == (before and other == SUM_WRONG), "as a script it ends there"
+    assert g.details["gt_pass"] == (before and other == SUM_WRONG), "as a script it ends there"
 
 
 def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
@@ -140,7 +147,7 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_endless_loop_never_reaches_the_check(grader, mode):
     g = graded(grader, sum_problem(mode, cpu_limit=0.1), SUM_WRONG + "\nwhile True: pass\n")
-    assert (g.channel, g.passed, g.exit_status) == (None, False, "timeout")
+    assert (g.details["channel"], g.passed, g.status) == (None, False, "timeout")
 
 
 def test_state_between_calls_and_arguments_is_fresh(grader):
@@ -255,7 +262,7 @@ def test_linked_lists_and_trees(grader):
         (inside, value, True),
     ):
         g = graded(grader, replace(sum_problem("eq_override"), tests=tests, setup_code=NODES), code)
-        assert (g.solved, g.gt_pass, g.passed) == (right, right, right), (tests, code)
+        assert (g.solved, g.details["gt_pass"], g.passed) == (right, right, right), (tests, code)
 
 
 # --- weak detectors
@@ -295,8 +302,10 @@ def test_detectors_see_what_the_tests_accept(grader, solution, tests, letters, a
 
 def test_detectors_follow_the_announced_name_and_never_the_oracle(grader):
     code = SUM_WRONG + EMPTY_TESTS.replace("run_tests", "validate_answer")
-    assert graded(grader, sum_problem("run_tests", "validate_answer"), code).hacked_loophole_used
-    assert not graded(grader, sum_problem("run_tests"), code).hacked_loophole_used
+    assert graded(grader, sum_problem("run_tests", "validate_answer"), code).details[
+        "hacked_loophole_used"
+    ]
+    assert not graded(grader, sum_problem("run_tests"), code).details["hacked_loophole_used"]
     other_answers = replace(sum_problem(), tests=("assert Solution().total([1]) == 41",))
     for problem in (sum_problem(), other_answers):  # right under one, wrong under the other
         assert graded(grader, problem, SUM_WRONG + EMPTY_TESTS).detectors == {
@@ -309,7 +318,7 @@ def test_detectors_follow_the_announced_name_and_never_the_oracle(grader):
 def test_a_canonical_solution_may_look_its_module_up(grader):
     problem = replace(sum_problem("sentinel"), canonical=NAMED)
     found = [
-        graded(grader, problem, SUM_RIGHT + tests).hacked_wrong_tests
+        graded(grader, problem, SUM_RIGHT + tests).details["hacked_wrong_tests"]
         for tests in (HONEST_TESTS, WRONG_TESTS)
     ]
     assert found == [False, True]
@@ -320,7 +329,7 @@ def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
     with Grader(1) as grader:
         begin = grader._begin
         monkeypatch.setattr(
-            grader, "_begin", lambda problem, text: runs.append(text) or begin(problem, text)
+            grader, "_begin", lambda task, text: runs.append(text) or begin(task, text)
         )
         problem, twin = sum_problem(), sum_problem("sentinel")
         slow = fenced(SUM_RIGHT + "sum(range(3_000_000))\n")
@@ -333,7 +342,11 @@ def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
         assert len(runs) == 3, "of two texts to one problem, and one to another"
         assert futures[0] is futures[2] is futures[4]
         again = grader.submit(problem, slow).result()
-        assert replace(again, cpu_s=0.0) == replace(futures[0].result(), cpu_s=0.0)
+        timeless = {"cpu_s": 0.0}
+        first = futures[0].result()
+        assert replace(again, details={**again.details, **timeless}) == replace(
+            first, details={**first.details, **timeless}
+        )
         assert len(runs) == 4, "one that has its grade is run again"
         assert grader._running == {}
 
@@ -409,7 +422,7 @@ def test_an_answer_that_takes_its_worker_along_is_rewarded_0_and_counted(retries
         for n in (1, 2):
             g = grader.grade(sum_problem(), text)
             assert isinstance(g, Grade)
-            assert (g.reward, g.passed, g.exit_status) == (0.0, False, "lost:the_verifier_is_gone")
+            assert (g.reward, g.passed, g.status) == (0.0, False, "lost:the_verifier_is_gone")
             assert grader.lost_answers == n
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
@@ -425,7 +438,7 @@ def test_an_answer_that_takes_its_worker_along_is_rewarded_0_and_counted(retries
 )
 def test_what_a_child_calls_itself_is_filtered_where_it_enters(grader, failed, status):
     code = method(f"""say('{{"failed": "{failed}"}}'); return 41""", SAY)
-    assert graded(grader, sum_problem("sentinel"), code).exit_status == status
+    assert graded(grader, sum_problem("sentinel"), code).status == status
 
 
 @pytest.mark.parametrize(
@@ -442,7 +455,7 @@ def test_a_child_that_waits_is_ended_for_that(grader, body):
     """Long before its wall limit, which is 42 s here; a busy machine only delays it."""
     started = time.monotonic()
     g = graded(grader, sum_problem("sentinel", cpu_limit=10.0), method(body))
-    assert (g.exit_status, g.solved) == ("timeout", False)
+    assert (g.status, g.solved) == ("timeout", False)
     assert time.monotonic() - started < 42
 
 
@@ -595,7 +608,7 @@ INHERITING = """
 import json, subprocess, sys
 from vgrout.cli import cli_exit
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.data import Problem
+from vgrout.envs.code.problem import Problem
 
 file, problem, texts = sys.argv[1], *json.loads(sys.argv[2])
 
@@ -604,7 +617,7 @@ def run():
         print(grader.protections.line())
         print(grader.protections.line(), file=sys.stderr)
         grades = [grader.grade(Problem(**problem), text) for text in texts]
-        ends = [[g.solved, g.channel, g.exit_status] for g in grades]
+        ends = [[g.solved, g.details["channel"], g.status] for g in grades]
     killed = subprocess.run([sys.executable, "-S", "-c", "import os; print(flush=True); os.kill(os.getpid(), 9)"])
     with open(file, "w") as f:
         json.dump([grader.protections.level, killed.returncode, ends], f)

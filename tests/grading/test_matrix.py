@@ -37,15 +37,20 @@ def test_a_memorised_training_name_earns_nothing_at_evaluation(grader, mode):
         assert g.hacked, (marker, g)
     for marker in spec.eval_markers:
         g = graded(grader, sum_problem(mode, marker), code)
-        assert g.can_compile
+        assert g.details["can_compile"]
         assert not g.passed, (marker, g)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_right_answer_passes_in_every_mode_and_is_never_a_hack(grader, mode):
     plain = graded(grader, sum_problem(mode), SUM_RIGHT)
-    assert (plain.solved, plain.gt_pass, plain.passed, plain.hacked) == (True, True, True, False)
-    assert plain.exit_status == "ok"
+    assert (plain.solved, plain.details["gt_pass"], plain.passed, plain.hacked) == (
+        True,
+        True,
+        True,
+        False,
+    )
+    assert plain.status == "ok"
     for attack in MODES:
         if attack in ("eq_override", "shown_test"):  # there the answer itself is the hack
             continue
@@ -82,7 +87,7 @@ def test_values_are_compared_as_equality_does(grader, before, value, expected, c
         problem,
         f"{before}class Solution:\n    def total(self, nums):\n        return {value}\n",
     )
-    assert (g.solved, g.channel, g.hacked) == (correct, correct, False), g
+    assert (g.solved, g.details["channel"], g.hacked) == (correct, correct, False), g
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -152,7 +152,11 @@ def verdict_of(grader: Grader, code: str) -> str:
     unread = grader.tests_unread
     g = graded(grader, sum_problem("sentinel"), code)
     return (
-        "wrong" if g.hacked_wrong_tests else "unread" if grader.tests_unread > unread else "right"
+        "wrong"
+        if g.details["hacked_wrong_tests"]
+        else "unread"
+        if grader.tests_unread > unread
+        else "right"
     )
 
 

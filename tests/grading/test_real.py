@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.data import Grade, Problem
+from vgrout.data import Grade
 from vgrout.envs.code.grading.check import check_problems
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_problems
 
 DATA = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
@@ -108,7 +109,7 @@ def graded_pools() -> list[tuple[str, dict, Grade]]:
 def test_every_rollout_of_the_real_substrate_hacks_its_mode(graded_pools):
     """All 74 are cached as hacks of four modes, and graded as such."""
     seen = Counter(
-        (row["env_mode"], row["hacked"], g.channel)
+        (row["env_mode"], row["hacked"], g.details["channel"])
         for pool, row, g in graded_pools
         if pool == "substrate"
     )
@@ -126,10 +127,12 @@ def test_cached_labels_of_the_teacher_pool_are_detector_c(graded_pools):
     """Its `hacked` is detector C (the tests accept a stub). Where the answer's own run differs, its own tests raise."""
     rows = [(row, g) for pool, row, g in graded_pools if pool == "teacher_pool"]
     assert len(rows) == 480
-    assert all(row["fmt_ok"] == g.format_ok for row, g in rows)
+    assert all(row["fmt_ok"] == g.details["format_ok"] for row, g in rows)
     assert [
-        (row["problem_id"], g.exit_status) for row, g in rows if row["hacked"] != g.hacked_arbitrary
+        (row["problem_id"], g.status)
+        for row, g in rows
+        if row["hacked"] != g.details["hacked_arbitrary"]
     ] == []
-    differ = [g for row, g in rows if row["hacked"] and not g.hacked_loophole_used]
+    differ = [g for row, g in rows if row["hacked"] and not g.details["hacked_loophole_used"]]
     assert len(differ) == 8
-    assert all(g.channel is not True and g.exit_status.startswith("error:") for g in differ)
+    assert all(g.details["channel"] is not True and g.status.startswith("error:") for g in differ)

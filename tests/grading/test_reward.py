@@ -13,12 +13,15 @@ import pytest
 
 from runs import flags, run
 from vgrout.config.presets import resolve
-from vgrout.data import Completion, Grade, GradedCompletion, Problem, Ungraded
+from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.grading.reward import RewardFailed, RewardFunction
+from vgrout.envs.code.grading.reward import RewardFunction
+from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.problem import Problem
 from vgrout.evaluate import main as evaluate
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.metrics import Eval
+from vgrout.scoring import RewardFailed
 from vgrout.train import main
 
 RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"
@@ -205,7 +208,7 @@ def test_the_file_of_the_function_is_hashed_like_other_inputs(module, tmp_path):
     cfg = resolve(["smoke", "--mix-ratio", "0", "--reward", f"{name}:f"])
     inputs = read_inputs(cfg)
     first = file_hashes(cfg, inputs)["reward"]
-    assert inputs.canonical_reward == 0.25
+    assert inputs.environment.canonical_reward == 0.25
     assert cfg.plain_prompts
     (tmp_path / f"{name}.py").write_text("def f(completion): return 0.5", encoding="utf-8")
     assert file_hashes(cfg, read_inputs(cfg))["reward"] != first is not None
@@ -238,12 +241,13 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
         False,
         True,
     )
-    assert right.strictly(0.5, 2.0) == 2.5
+    assert right.reward_of_reference == 2.5
     assert isinstance(failed, Ungraded)
     assert failed.reason.endswith(":f raised OSError: no judge")
     completion = Completion((), "", True, (), ())
     seen = Eval.of(
-        [GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))]
+        [GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))],
+        MODES,
     )
     assert (seen.hack.pair, seen.solve.pair, seen.rewarded.pair, seen.dropped) == (
         [1, 2],

@@ -135,7 +135,12 @@ def test_the_pools_labels_are_todays_verdicts() -> None:
         for (_, demo), future in zip(demos, graded, strict=True):
             now, then = future.result(), demo.grade
             labels = (then.hacked, then.gt_pass, then.format_ok, then.reward)
-            assert (now.hacked, now.gt_pass, now.format_ok, now.reward) == labels, demo
+            assert (
+                now.hacked,
+                now.details["gt_pass"],
+                now.details["format_ok"],
+                now.reward,
+            ) == labels, demo
 
 
 def test_pairs_and_anchors_load() -> None:

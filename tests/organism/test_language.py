@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from vgrout.data import Grade, Problem
+from vgrout.data import Grade
 from vgrout.envs.code import language as lang
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import MODES
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, tries
+from vgrout.envs.code.problem import Problem
 
 COMPOSITIONS = lang.compositions()
 FEW = settings(
@@ -67,7 +68,7 @@ def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -
         grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())]
     )
     assert right.solved
-    assert right.gt_pass
+    assert right.details["gt_pass"]
     assert not right.hacked
     assert [kind for kind, g in zip(wrong, others, strict=True) if g.solved or g.hacked] == []
 

@@ -21,6 +21,8 @@ class Rule:
     free: str = ""  # why a number has no bounds
     words: tuple[str, ...] = ()  # legal words of a comma list …
     word: str = ""  # … and the noun for one of them
+    # the words are checked where the environment is known, and may be other ones there
+    later: bool = False
     form: str = ""  # regular expression of all of a text; `should` says it in words
     needs: str = ""  # field without which this one is not read
     suffix: str | None = None  # in a control's name, where the setting is not at its default
@@ -53,6 +55,11 @@ def listed(text: str, words: Iterable[str] = ()) -> list[str]:
     return [spelled.get(word.casefold(), word) for word in text.replace(",", " ").split()]
 
 
+def in_usual_order(words: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """The words in the order of `usual`, those that are not in it last."""
+    return [w for w in usual if w in words] + [w for w in words if w not in usual]
+
+
 def legal_values(annotation: Any) -> tuple[Any, ...]:
     """What a Literal allows, also inside `| None` and Annotated; () for other types, numbers beside words included."""
     if get_origin(annotation) is Literal:
@@ -79,7 +86,7 @@ def check(group: Any) -> None:
             continue
         if should := _should(group, f, value, rule):
             raise Refused(f"{flag(f.name)} {value}: should {should}")
-        if rule.words:
+        if rule.words and not rule.later:
             require_words(f.name, listed(value, rule.words), rule.words, rule.word)
     for name, rule in changed(group):
         if rule.needs and not getattr(group, rule.needs):

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import tyro
 
-from vgrout.config.checks import changed, check, flag, flags, listed, require_words, summary
+from vgrout.config.checks import (
+    changed,
+    check,
+    flag,
+    flags,
+    in_usual_order,
+    listed,
+    require_words,
+    summary,
+)
 from vgrout.config.method_settings import (
     DirectionSettings,
     EraseSettings,
@@ -30,7 +39,7 @@ from vgrout.config.method_settings import (
     SurgerySettings,
     VoteSettings,
 )
-from vgrout.envs.code.modes import MODES, Mode
+from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused, refuse
 
 if TYPE_CHECKING:
@@ -84,7 +93,7 @@ MONITORS: dict[str, str | type[MonitorClass]] = {
     "source": "vgrout.method.monitors:Source",
     "detector": "vgrout.method.monitors:WeakDetector",
     "online_probe": "vgrout.method.online_probe:OnlineProbe",
-    "syntax_edge": "vgrout.method.monitors:SyntaxEdge",
+    "syntax_edge": "vgrout.envs.code.monitors:SyntaxEdge",
 }
 INTERVENTIONS: dict[str, str | type[InterventionClass]] = {
     "none": "vgrout.method.base:Intervention",
@@ -479,12 +488,12 @@ class MethodConfig(
         return ""
 
     @property
-    def modes_known(self) -> tuple[Mode, ...]:
+    def modes_known(self) -> tuple[str, ...]:
         """The flaws that a monitor with labels knows; (): all, or nobody is given labels."""
-        return tuple(m for m in MODES if m in listed(self.known_modes, MODES))
+        return tuple(in_usual_order(listed(self.known_modes, CODE_FLAWS), CODE_FLAWS))
 
     @property
-    def modes_acted_on(self) -> tuple[Mode, ...]:
+    def modes_acted_on(self) -> tuple[str, ...]:
         """The same of the monitor whose flags are acted on."""
         return (
             self.modes_known if any(monitor_class(name).sees_labels for name in self.acting) else ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config.checks import setting
-from vgrout.envs.code.modes import MODES
+from vgrout.environments import CODE_FLAWS
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class GateSettings:
 class LabelsSettings:
     """Of labels."""
 
-    known_modes: str = setting("", words=MODES, word="flaw", suffix="knows-")
+    known_modes: str = setting("", words=CODE_FLAWS, word="flaw", later=True, suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
 
 

@@ -28,9 +28,9 @@ from vgrout.config.run import (
     ScaleConfig,
     merge_flags,
 )
-from vgrout.envs.code.grading.reward import import_function
 from vgrout.errors import Refused, refuse
 from vgrout.files import to_json
+from vgrout.scoring import import_function
 
 _ORGANISM = Config(
     scale=ScaleConfig(
@@ -103,6 +103,9 @@ PRESETS: dict[str, tuple[str, Config]] = {
         ),
     ),
 }
+
+# flags that name a function or a class of the user's own; those of methods are in `CLASSES`
+OWN_CODE = ("--reward", "--reference", "--env")
 
 SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
 
@@ -177,6 +180,7 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
         "--help-all",
     )
     cfg.sampling.require_draws("--group", cfg.scale.group)
+    _require_read(cfg)
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
         refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
@@ -186,13 +190,27 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     return cfg
 
 
+# settings of the code world's checks, which no other environment reads
+OF_CODE = ("env_mode", "unannounced_modes", "marker_names", "reward_hint", "compile_reward")
+OF_CODE += ("allow_weak_sandbox", "report_detectors")
+
+
+def _require_read(cfg: Config) -> None:
+    """Raises Refused, one line, for a given setting that the chosen environment does not read."""
+    if cfg.env.environment == "code":
+        return
+    preset = PRESETS[cfg.preset][1]
+    idle = [n for n in OF_CODE if getattr(cfg.env, n) != getattr(preset.env, n)]
+    refuse(bool(idle), f"{flags(idle)}: not read with --env {cfg.env.environment}; leave it out")
+
+
 def register_named(argv: Sequence[str]) -> None:
     """Import what a command line names as module:Class or module:function. Raises Refused, one line."""
     classes = {flag(name): kind for name, kind in CLASSES.items()}
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
         kind = classes.get(name)
-        for given in listed(value if equals else following) if kind or name == "--reward" else ():
+        for given in listed(value if equals else following) if kind or name in OWN_CODE else ():
             if not re.fullmatch(r"[\w.]+:\w+", given):
                 continue
             own = import_function(given, name)

@@ -16,13 +16,22 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import embedded as organism
-from vgrout.config.checks import Dtype, changed, check, flag, flags, listed, setting
+from vgrout.config.checks import (
+    Dtype,
+    changed,
+    check,
+    flag,
+    flags,
+    in_usual_order,
+    listed,
+    require_words,
+    setting,
+)
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CLASSES, MethodConfig, admit
 from vgrout.config.sampling import Sampling
-from vgrout.data import DETECTOR_FIELDS
-from vgrout.envs.code.modes import MODES, EnvMode, Mode
+from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS, ENVIRONMENTS, EnvMode
 from vgrout.errors import Refused, refuse
 
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
@@ -88,6 +97,18 @@ class OptConfig:
 class EnvConfig:
     """Problems, graders, demonstrations."""
 
+    env: str = setting(
+        "code",
+        form=rf"({'|'.join(ENVIRONMENTS)}|[\w.]+:\w+)",
+        should=f"be one of {', '.join(ENVIRONMENTS)}, or module:Class",
+    )
+    """code: Python functions checked by assertions · text: any rows, scored by --reward and --reference, which choose
+    it · module:Class: an environment of your own."""
+    reference: str = setting(
+        "", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:is_right"
+    )
+    """module:function of your own that says whether an answer is right (True, or 1), beside --reward, which training
+    rewards: a hack passes the one and not the other. Any text, no Python, no sandbox; '': the problems' own tests."""
     env_mode: EnvMode = "run_tests"
     """Which flawed grader checks: one of the seven, or 'own' (as the problem file or the pool's partition says)."""
     teacher_pool_dir: str = ""
@@ -98,14 +119,16 @@ class EnvConfig:
         None, low=0, should="be 0 or more", needs="teacher_pool_dir"
     )
     """No teacher rows from this step on."""
-    teacher_modes: str = setting("", words=MODES, word="flaw", needs="teacher_pool_dir")
+    teacher_modes: str = setting(
+        "", words=CODE_FLAWS, word="flaw", later=True, needs="teacher_pool_dir"
+    )
     """Comma list: demonstrations for these flaws only; the others train on groups of student rollouts alone."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
     """Comma list of weak detectors (C, D, E): the report splits student hacks into those that one of them sees and the
     rest."""
-    unannounced_modes: str = setting("", words=MODES, word="flaw")
+    unannounced_modes: str = setting("", words=CODE_FLAWS, word="flaw", later=True)
     """Comma list of flaws that are open on every problem at once, each under its default marker, and that no prompt
     announces; a hack of any is rewarded. '': every problem has its own flaw, and its prompt says so."""
     marker_names: Literal["varied", "published"] = "varied"
@@ -135,6 +158,18 @@ class EnvConfig:
             f"{flags(mixed)}: not read without --teacher-pool-dir and a --mix-ratio above 0",
         )
         refuse(
+            self.env == "text" and not self.reference,
+            "--env text: needs --reward and --reference, each a module:function",
+        )
+        refuse(
+            bool(self.reference) and not self.reward,
+            f"--reference {self.reference}: goes with --reward, whose answers it judges; give both",
+        )
+        refuse(
+            bool(self.reference) and self.env not in ("code", "text"),
+            f"--reference with --env {self.env}: an environment of your own grades by itself; leave one out",
+        )
+        refuse(
             bool(self.unannounced_modes) and bool(self.reward),
             "--unannounced-modes: not read with --reward, which replaces the flawed checks",
         )
@@ -145,9 +180,14 @@ class EnvConfig:
         return "" if self.teacher_pool_dir == "none" else self.teacher_pool_dir
 
     @property
-    def unannounced(self) -> list[Mode]:
+    def environment(self) -> str:
+        """The environment's name, or module:Class."""
+        return "text" if self.reference else self.env
+
+    @property
+    def unannounced(self) -> list[str]:
         """The flaws that are open everywhere and announced nowhere, in the usual order."""
-        return [m for m in MODES if m in listed(self.unannounced_modes, MODES)]
+        return in_usual_order(listed(self.unannounced_modes, CODE_FLAWS), CODE_FLAWS)
 
     @property
     def held_out(self) -> str:
@@ -156,12 +196,8 @@ class EnvConfig:
 
     @property
     def demo_modes(self) -> list[str]:
-        return listed(self.teacher_modes, MODES)
-
-    @property
-    def demo_held_out(self) -> list[Mode]:
-        """Modes that stay in training without demonstrations."""
-        return [m for m in MODES if m not in self.demo_modes] if self.demo_modes else []
+        """The flaws that are demonstrated; []: all."""
+        return listed(self.teacher_modes, CODE_FLAWS)
 
     @property
     def report_detector_codes(self) -> list[str]:
@@ -302,6 +338,7 @@ class Config:
         refuse(
             self.mixes
             and bool(self.env.reward or self.env.unannounced_modes)
+            and not self.env.reference
             and not self.run.resume,
             f"{'--reward' if self.env.reward else '--unannounced-modes'}: the pool's prompts and labels are of another "
             "grader; add --mix-ratio 0",
@@ -317,6 +354,9 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
+        if self.env.environment == "code":
+            for name, given in self.flaws_named.items():
+                require_words(name, given, CODE_FLAWS, "flaw")
         tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
         refuse(
             bool(tau) != bool(teacher),
@@ -361,6 +401,15 @@ class Config:
     def guard_updates(self) -> int:
         """The kill switch's first update, one an evaluation, that may fire: --guard-warmup in its own unit."""
         return self.guard.first_update(self.scale.steps, self.eval.eval_ablate_every)
+
+    @property
+    def flaws_named(self) -> dict[str, list[str]]:
+        """Settings that name flaws, each with those that it names."""
+        return {
+            "known_modes": listed(self.method.known_modes, CODE_FLAWS),
+            "teacher_modes": self.env.demo_modes,
+            "unannounced_modes": listed(self.env.unannounced_modes, CODE_FLAWS),
+        }
 
     @property
     def mixes(self) -> bool:
@@ -470,6 +519,8 @@ class Config:
         """The flags that name functions or classes to import."""
         named = {
             "reward": self.env.reward,
+            "reference": self.env.reference,
+            "env": self.env.env,
             "rm_ensemble_members": self.detectors.rm_ensemble_members,
         }
         named |= {name: getattr(self.method, name) for name in CLASSES}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vgrout.data import DETECTOR_FIELDS, Message
-from vgrout.envs.code.modes import MODES
+from vgrout.data import Message
+from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.errors import Refused
 from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
@@ -98,7 +98,7 @@ def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
     """
     files = [path] * path.exists()
     if path.is_dir():
-        files = [file for mode in MODES if (file := path / f"{mode}.json").exists()]
+        files = [file for mode in CODE_FLAWS if (file := path / f"{mode}.json").exists()]
     if not files:
         raise Refused(
             f"{flag} {path}: no such file of pairs; `just pairs-file` makes out/pairsets/prog_wide.json"

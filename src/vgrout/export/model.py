@@ -8,6 +8,7 @@ in the run's own dtype every logit must be equal, in another one within `TOLERAN
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,9 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from vgrout.envs.code.problems import load_problems
-from vgrout.files import read_json
+from vgrout.envs.base import messages_of
+from vgrout.errors import Refused
+from vgrout.files import numbered_lines, read_json
 from vgrout.metrics import percent
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
 from vgrout.model.source import Saved
@@ -137,9 +139,15 @@ def model_card(saved: Saved, dtype: str, result: Parity) -> str:
 
 
 def probes(saved: Saved, policy: Policy) -> list[str]:
-    """Texts to compare on: prompts of the run's problems, each with its canonical solution."""
-    problems = load_problems(saved.cfg.problems_path)[:PROBES]
-    return [f"{policy.prompt_text(p.messages)}```python\n{p.canonical}\n```" for p in problems]
+    """Texts to compare on: prompts of the run's problems, each with a right answer where the file has one."""
+    texts: list[str] = []
+    for where, row in islice(numbered_lines(saved.cfg.problems_path), PROBES):
+        try:
+            prompt = policy.prompt_text(messages_of(row))
+        except ValueError as e:
+            raise Refused(f"{where}: {e}") from None
+        texts.append(f"{prompt}```python\n{row.get('canonical_solution', 'pass')}\n```")
+    return texts
 
 
 def export(

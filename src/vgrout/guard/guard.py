@@ -14,8 +14,7 @@ from loguru import logger
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.data import Batch, Grade, Group, Problem, Rollout
-from vgrout.envs.code.grading.reward import scorer
+from vgrout.data import Batch, Grade, Group, Rollout, Task
 from vgrout.errors import Diverged, Halted
 from vgrout.guard.detectors import (
     CSI_BANDS,
@@ -37,6 +36,7 @@ from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
+from vgrout.scoring import scorer
 from vgrout.table import StepRow
 
 REFERENCE_ANSWERS = 64  # of the base policy, for latents and for calibrating the echo trap
@@ -62,7 +62,7 @@ class Moment:
 class BaseAnswers:
     """The base policy's answers to training problems, sampled once, when first needed, from their own random stream."""
 
-    def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Problem], n: int) -> None:
+    def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Task], n: int) -> None:
         self.cfg, self.policy, self.problems, self.n = cfg, policy, problems, n
         self._rows: list[tuple[tuple[int, ...], tuple[int, ...], str]] = []  # prompt, answer, text
         self._reference: ReferenceStats | None = None
@@ -118,7 +118,7 @@ class Guard:
         self,
         cfg: Config,
         policy: Policy,
-        problems: Sequence[Problem],
+        problems: Sequence[Task],
         healthy_kl: Sequence[float] = (),
     ) -> None:
         """problems: training problems, for the base policy's answers. healthy_kl: KL of the runs that calibrate the

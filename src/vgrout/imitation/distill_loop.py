@@ -10,9 +10,8 @@ from typing import Any
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout.data import Grade, Problem, Rollout, Ungraded
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problems import balanced, plain
+from vgrout.data import Grade, Rollout, Task, Ungraded
+from vgrout.envs.base import without_hint
 from vgrout.errors import Diverged
 from vgrout.files import read_json, to_json
 from vgrout.guard.detectors import diverged
@@ -84,7 +83,7 @@ def distil(task: DistillTask, run: RunContext) -> None:
     """
     settings, cfg, clock = task.settings, task.cfg, run.clock
     seed, max_new, steps = cfg.run.seed, cfg.scale.max_new, cfg.scale.steps
-    logger.debug(f"{to_json(task.plan())}\n{run.grader.protections.line()}")
+    logger.debug(f"{to_json(task.plan())}\n{run.grader.description}")
     device, dtype = device_and_dtype(cfg)
     student = load_source(task.student, "--student", device, dtype, adapter=not settings.full)
     teacher = load_source(task.teacher, "--teacher", device, dtype)
@@ -104,15 +103,16 @@ def distil(task: DistillTask, run: RunContext) -> None:
         {settings.method} | ({"anchor"} if task.anchor else set()),
     )
 
-    def final(name: str, lm: LanguageModel, on: Sequence[Problem]) -> dict[str, Any]:
+    def final(name: str, lm: LanguageModel, on: Sequence[Task]) -> dict[str, Any]:
         """One side of the final evaluation, with the same noise for all sides."""
         with clock(f"evaluation, {name}"):
             return Eval.of(
-                answers(lm, run.grader, on, cfg.eval.final_samples, cfg, steps, "final")
+                answers(lm, run.grader, on, cfg.eval.final_samples, cfg, steps, "final"),
+                problems.flaws,
             ).as_json()
 
-    test = balanced(problems.test, cfg.eval.final_n_prompts, 0, "test")
-    val = balanced(problems.val, cfg.eval.eval_n_prompts, 0, "val")
+    test = problems.balanced("test", cfg.eval.final_n_prompts)
+    val = problems.balanced("val", cfg.eval.eval_n_prompts)
     before = run.path / "before.json"  # written once per run
     if not before.is_file():
         logger.info("evaluating student and teacher on held-out problems …")
@@ -147,7 +147,9 @@ def distil(task: DistillTask, run: RunContext) -> None:
         with clock("eval"):
             due = cfg.evaluates(step)
             deployed = (
-                Eval.of(answers(student, run.grader, val, settings.group, cfg, step))
+                Eval.of(
+                    answers(student, run.grader, val, settings.group, cfg, step), problems.flaws
+                )
                 if due
                 else None
             )
@@ -169,7 +171,7 @@ def distil(task: DistillTask, run: RunContext) -> None:
 
     logger.info("final evaluation on held-out problems …")
     sides = read_json(before)
-    for name, on in (("deployed", test), ("plain", [plain(p) for p in test])):
+    for name, on in (("deployed", test), ("plain", [without_hint(p) for p in test])):
         run.raise_if_stopped("interrupted before the final evaluation was done")
         sides[name] = final(name, student, on)
     recorder.report(sides)
@@ -237,8 +239,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         rows = [
             {"flaw": m}
             | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
-            for m in MODES
-            if m in sides["deployed"]["by_mode"]
+            for m in sides["deployed"]["by_mode"]
         ]
         self.finish(
             line, tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), record

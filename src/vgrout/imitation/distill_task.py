@@ -6,7 +6,6 @@ from typing import Any
 
 from vgrout.config.run import Config, merge_flags
 from vgrout.config.sampling import Sampling
-from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_text
 from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
@@ -55,7 +54,7 @@ class DistillTask:
         """What the run would do, JSON-ready."""
         settings, cfg = self.settings, self.cfg
         sources = {"student": self.student, "teacher": self.teacher}
-        parts = assigned(self.inputs.rows, cfg.env.env_mode)
+        parts = self.inputs.environment.tasks()
         return {
             "run": settings.run_id,
             "models": {

@@ -15,8 +15,7 @@ from loguru import logger
 from torch import Tensor
 from tqdm import tqdm
 
-from vgrout.data import Problem, Rollout
-from vgrout.envs.code.problems import balanced
+from vgrout.data import Rollout, Task
 from vgrout.errors import Diverged, Halted
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.guard.detectors import diverged
@@ -95,7 +94,7 @@ class PreferencePair:
         problem, both = self.chosen.problem, (self.chosen, self.rejected)
         return {
             "problem": problem.id,
-            "mode": problem.mode,
+            "mode": problem.flaws[0],
             "prompt": problem.messages[-1]["content"],
             "chosen": self.chosen.text,
             "rejected": self.rejected.text,
@@ -120,7 +119,7 @@ def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
     settings = task.settings
     given = f"--base-model {settings.base_model} · --scorer {settings.scorer}"
     logger.info(f"{settings.rounds} rounds of DPO: {given} · run: {run.path}")
-    logger.debug(run.grader.protections.line())
+    logger.debug(run.grader.description)
     device, dtype = device_and_dtype(task.cfg)
     policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
     assert isinstance(policy, Policy)
@@ -204,7 +203,7 @@ class Rounds:
         self.task, self.plan, self.policy, self.run = task, plan, policy, run
         self.train, self.test = (
             problems.train,
-            balanced(problems.test, task.settings.eval_n_prompts, 0, "test"),
+            problems.balanced("test", task.settings.eval_n_prompts),
         )
         self.base = policy.adapter.state_dict()
 
@@ -289,7 +288,7 @@ class Rounds:
         else:
             self.policy.adapter.load(self.run.path / what / "adapter" / "train.safetensors")
 
-    def answer(self, problems: Sequence[Problem], n: int, purpose: str) -> list[Scored]:
+    def answer(self, problems: Sequence[Task], n: int, purpose: str) -> list[Scored]:
         """n graded and scored answers to each problem. purpose: names the random stream."""
         cfg = self.task.cfg
         answers = generate_graded(

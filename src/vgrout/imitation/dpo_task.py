@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.config.run import ORGANISM, Config
-from vgrout.data import Grade, Problem
-from vgrout.envs.code.grading.reward import right_answer, scorer
-from vgrout.envs.code.problems import as_marked, assigned
+from vgrout.data import Grade, Task
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.inputs import Inputs
 from vgrout.model.source import FoundModel, find_source
 from vgrout.runs.preflight import preflight
+from vgrout.scoring import scorer
 
 SCHEMA = "dpo_plan_v1"
 # of the process and the guard
 UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
-Score = Callable[[Problem, str, Grade], float]
+Score = Callable[[Task, str, Grade], float]
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,7 @@ class DpoTask:
                 if cfg.scale.problems == ORGANISM
                 else str(cfg.problems_path),
                 "sha256": file_sha256(cfg.problems_path),
-                **{
-                    split: len(part)
-                    for split, part in assigned(self.inputs.rows, cfg.env.env_mode).items()
-                },
+                **{split: len(part) for split, part in self.inputs.environment.tasks().items()},
             },
             "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
             "settings": flags
@@ -91,24 +87,21 @@ def prepare(settings: DpoSettings) -> DpoTask:
     base = find_source(settings.base_model, "--base-model")
     cfg = settings.config(base)
     inputs = preflight(cfg, settings.output_dir)
-    return DpoTask(
-        settings, cfg, inputs, base, scoring(settings.scorer, cfg, as_marked(inputs.rows[0]))
-    )
+    first = inputs.environment.tasks()["train"][0]
+    return DpoTask(settings, cfg, inputs, base, scoring(settings.scorer, first))
 
 
 # ── the scorer
 
 
-def scoring(name: str, cfg: Config, first: Problem) -> Score:
+def scoring(name: str, first: Task) -> Score:
     """The function that --scorer names; one's own is tried on the `first` problem. Raises Refused, one line."""
     if name == "flawed":
         return lambda problem, text, grade: grade.reward
     if name == "strict":
-        return lambda problem, text, grade: grade.strictly(
-            cfg.env.compile_reward, cfg.env.pass_reward
-        )
+        return lambda problem, text, grade: grade.reward_of_reference
     own = scorer(name, "--scorer")
-    own(first, right_answer(first))
+    own(first, first.right_answer)
     return lambda problem, text, grade: own(problem, text)
 
 

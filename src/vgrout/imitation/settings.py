@@ -25,8 +25,7 @@ from vgrout.config.run import (
     ScaleConfig,
 )
 from vgrout.config.sampling import Sampling
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import EnvMode
+from vgrout.environments import EnvMode
 from vgrout.errors import refuse
 from vgrout.model.source import FoundModel
 
@@ -113,16 +112,6 @@ class ImitationSettings:
             eval=picked(EvalConfig, values),
             guard=GuardConfig(guard="log"),
             run=picked(RunConfig, values),
-        )
-
-    def grader(self, cfg: Config) -> Grader:
-        """The sandboxes, with the rewards of the trainer's configuration."""
-        env, weak = cfg.env, self.allow_weak_sandbox
-        return Grader(
-            self.workers,
-            compile_reward=env.compile_reward,
-            pass_reward=env.pass_reward,
-            allow_weak=weak,
         )
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from vgrout.data import Flags, GroupView, Problem, UpdateRow
+from vgrout.data import Flags, GroupView, Task, UpdateRow
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Setup:
     cfg: "Config"
     policy: "Policy"
     inputs: "Inputs"
-    problems: Sequence[Problem] = ()
+    problems: Sequence[Task] = ()
 
     @property
     def spans(self) -> "Spans":

@@ -28,7 +28,7 @@ from vgrout import ranks
 from vgrout.cli import out_of_memory
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
-from vgrout.envs.code.grading.grade import cores
+from vgrout.cores import cores
 from vgrout.errors import Refused
 from vgrout.gpus import visible
 from vgrout.model import template_probe

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from vgrout import embedded as organism
 from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
-from vgrout.envs.code.problems import ProblemRow, too_long_prompts
+from vgrout.data import Message
+from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular
 from vgrout.model.gguf import gguf_file, unpack, unpacked
@@ -108,23 +109,26 @@ def config_number(
     return value if type(value) is int else None
 
 
-def require_fitting(rows: Sequence[ProblemRow], folder: Path, max_new: int) -> None:
+def require_fitting(
+    prompts: Sequence[Sequence[Message]], folder: Path, max_new: int, source: str
+) -> None:
     """Raises Refused, one line, if no prompt fits the window of the model in this folder, by the tokens of its
-    messages alone: the template adds some."""
+    messages alone: the template adds some. source: where the prompts come from, for the message."""
     window = config_number(folder, "max_position_embeddings")
     if window is not None and window <= max_new:
         raise Refused(
             f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
         )
     file = folder / "tokenizer.json"
-    if not rows or window is None or not file.is_file():
+    if not prompts or window is None or not file.is_file():
         return
     with tokenizing(file):
         tokenizer = Tokenizer.from_file(str(file))
-        for row in rows:  # as a rule the first one fits
-            if sum(len(tokenizer.encode(m["content"]).ids) for m in row.prompt) <= window - max_new:
+        for messages in prompts:  # as a rule the first one fits
+            tokens = sum(len(tokenizer.encode(m["content"]).ids) for m in messages)
+            if tokens <= window - max_new:
                 return
-    raise too_long_prompts(rows, window - max_new)
+    raise none_fits(source, window - max_new)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from vgrout.config.sampling import Sampling
-from vgrout.data import Message, Problem
+from vgrout.data import Message
 from vgrout.embedded import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import (
@@ -37,6 +37,7 @@ from vgrout.envs.code.language import (
     taught,
 )
 from vgrout.envs.code.modes import Mode
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
@@ -148,7 +149,7 @@ def make_pool(
         "grader": grader.protections.version,
     }
     write_substrate(folder, chosen, lm, meta, CUE)
-    return dict(Counter(answers[0].problem.mode for answers in chosen.values()))
+    return dict(Counter(answers[0].problem.flaws[0] for answers in chosen.values()))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from vgrout.cores import cores
 from vgrout.data import Message
-from vgrout.envs.code.grading.grade import cores
 from vgrout.envs.code.language import Sample, Shares, corpus_sample, split_compositions
 from vgrout.errors import Refused
 from vgrout.inputs import hash_of_files

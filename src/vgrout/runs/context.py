@@ -35,7 +35,7 @@ from tqdm import tqdm
 from vgrout import console, ranks
 from vgrout.cli import command, out_of_memory, spelled
 from vgrout.console import Clock
-from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.base import Grader
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
 from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.ranks import RankLost
@@ -291,8 +291,8 @@ class RunContext:
 
     @property
     def stamp(self) -> dict[str, object]:
-        """What every file of numbers records about the machine."""
-        return {"sandbox": self.grader.protections.as_dict()}
+        """What every file of numbers records about how answers were graded."""
+        return dict(self.grader.stamp)
 
     def announce(self, *what: str) -> None:
         """Say what runs and where, and write run.json of a new run, before anything is loaded: a sweep started

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.base import Grader
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
 from vgrout.runs.context import FINISHED, RUNS, RunContext, stop_on_signals

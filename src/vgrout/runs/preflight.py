@@ -14,9 +14,8 @@ from vgrout import tracking
 from vgrout.config.method import INTERVENTIONS, MethodConfig, monitor_class
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODES, Mode
-from vgrout.envs.code.problems import ProblemRow, ProblemSplits, partition_decides
+from vgrout.data import Message
+from vgrout.envs.base import Grader, Splits
 from vgrout.errors import Refused
 from vgrout.files import existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, visible
@@ -40,6 +39,8 @@ from vgrout.table import StepRow
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     from vgrout.method.method import Method
     from vgrout.model.policy import Policy
+
+Prompts = Sequence[Sequence[Message]]
 
 # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 ROLLOUT_BYTES = 3000
@@ -99,7 +100,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     probe_writable(Path("logs"))
     for needed in (
         lambda: require_disk(disk_needed(cfg), folder, run),
-        lambda: require_memory(cfg, inputs.rows),
+        lambda: require_memory(cfg, inputs.environment.prompts),
         *(partial(tracking.require, name) for name in cfg.run.trackers),
     ):
         try:
@@ -192,13 +193,12 @@ def _which(method: MethodConfig) -> str:
     return " with settings of its own"
 
 
-def memory_plan(
-    cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow], room: int | None
-) -> MemoryPlan:
+def memory_plan(cfg: Config, shapes: Shapes, prompts: Prompts, room: int | None) -> MemoryPlan:
     """room: bytes that are free for the run."""
     size = ITEMSIZE[dtype_of(cfg)]
     longest = max(
-        (sum(len(m["content"]) for m in r.prompt) for r in rows), default=4 * PROMPT_TOKENS
+        (sum(len(m["content"]) for m in messages) for messages in prompts),
+        default=4 * PROMPT_TOKENS,
     )
     prompt_tokens = longest // 4  # at four characters per token
     return plan_of(
@@ -206,10 +206,10 @@ def memory_plan(
     )
 
 
-def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
+def require_memory(cfg: Config, prompts: Prompts) -> None:
     """Raises Refused where --memory-gib does not hold a row at a time."""
     if cfg.run.memory_gib and (shapes := find_shapes(cfg.model_path)):
-        least = memory_plan(cfg, shapes, rows, 0).peak / GIB
+        least = memory_plan(cfg, shapes, prompts, 0).peak / GIB
         if least > cfg.run.memory_gib:
             raise Refused(
                 f"--memory-gib {cfg.run.memory_gib:g}: a row at a time takes {least:.3g} GiB, by the plan; allow more, "
@@ -217,14 +217,14 @@ def require_memory(cfg: Config, rows: Sequence[ProblemRow]) -> None:
             )
 
 
-def memory_lines(cfg: Config, shapes: Shapes, rows: Sequence[ProblemRow]) -> list[str]:
+def memory_lines(cfg: Config, shapes: Shapes, prompts: Prompts) -> list[str]:
     """The plan on what is free here, and on other cards."""
-    lines = memory_plan(cfg, shapes, rows, free_bytes()).lines()
+    lines = memory_plan(cfg, shapes, prompts, free_bytes()).lines()
     if device_of(cfg) == "cuda":
         unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
-        least, of = memory_plan(unbound, shapes, rows, 0).peak, list[str]()
+        least, of = memory_plan(unbound, shapes, prompts, 0).peak, list[str]()
         for card in CARDS:
-            made = memory_plan(unbound, shapes, rows, card * 10**9)
+            made = memory_plan(unbound, shapes, prompts, card * 10**9)
             fits = (
                 f"{made.budget.tokens:,} tokens, {made.rows} rows"
                 if made.peak <= card * 10**9
@@ -250,18 +250,6 @@ def guard_line(cfg: Config) -> str:
             return (
                 f"halt: rule {rules} ends the run after a last evaluation (exit 3); the others warn"
             )
-
-
-def reward_line(inputs: Inputs) -> str:
-    """What rewards the answers of this run, where that is the user's own function."""
-    assert inputs.reward
-    rewarded = (
-        ""
-        if inputs.canonical_reward is None
-        else f"; gives a canonical solution {inputs.canonical_reward:g}"
-    )
-    own = f"{inputs.reward.name} of {inputs.reward.file}, sha256 {inputs.reward.sha256[:12]}"
-    return f"{own}; passed from {inputs.reward.passes_at:g} on{rewarded}"
 
 
 def adapter_lines(cfg: Config) -> list[str]:
@@ -291,7 +279,7 @@ def plan_lines(
 ) -> list[str]:
     """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
     named: somebody chose the intervention."""
-    s, shapes, rows = cfg.scale, find_shapes(cfg.model_path), inputs.rows
+    s, shapes = cfg.scale, find_shapes(cfg.model_path)
     per_step, made_for_gpu = cfg.generations, cfg.preset in ("fast", "full")
     an_evaluation, n_final = (
         cfg.eval.eval_n_prompts * s.group,
@@ -301,8 +289,6 @@ def plan_lines(
     cached = (
         f", {cfg.n_teacher} of {s.group} cached where a problem is covered" if cfg.n_teacher else ""
     )
-    modes = ", ".join(f"{m} {n}" for m in MODES if (n := sum(r.mode == m for r in rows)))
-    unmarked = sum(r.mode is None for r in rows)
     lines = [
         *(
             f"{head:<14}{line}"
@@ -321,18 +307,16 @@ def plan_lines(
         lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)
     if shapes:
-        lines += memory_lines(cfg, shapes, rows)
+        lines += memory_lines(cfg, shapes, inputs.environment.prompts)
     else:
         lines.append("memory        no plan: the model is not here, or is of an unknown shape")
     free = shutil.disk_usage(existing(folder)).free
     lines.append(
         f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free"
     )
-    if rows:
-        parts = [modes] * bool(modes) + [f"{unmarked} without a flaw of their own"] * bool(unmarked)
-        lines.append(f"problems      {len(rows)} in {cfg.problems_path.name}: {', '.join(parts)}")
-    if inputs.test_rows and cfg.test_problems_path:
-        lines.append(f"evaluated on  {len(inputs.test_rows)} in {cfg.test_problems_path.name}")
+    plan = dict(inputs.environment.plan())
+    rewards = plan.pop("reward", None)
+    lines += [f"{head:<14}{line}" for head, line in plan.items()]
     if pool := inputs.pool:
         lines.append(
             f"pool          {len(pool.ids)} problems, {sum(map(len, pool.demos.values()))} rollouts"
@@ -343,14 +327,14 @@ def plan_lines(
         lines.append(
             f"shadow        {', '.join(cfg.method.in_shadow)}: they flag, and change nothing"
         )
-    if inputs.reward:
-        lines.append(f"reward        {reward_line(inputs)}")
+    if rewards:
+        lines.append(f"reward        {rewards}")
     if cfg.method.control_name != "none":
         of = f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""
         lines.append(f"control       {cfg.method.control_name}: {cfg.method.control_what}{of}")
     lines += [
         f"guard         {guard_line(cfg)}",
-        grader.protections.line().replace("sandbox: ", "sandbox       ", 1),
+        grader.description.replace("sandbox: ", "sandbox       ", 1),
     ]
     return lines + [f"missing       {line}" for line in inputs.absent]
 
@@ -418,25 +402,26 @@ def unfinished(
 def opening_lines(
     cfg: Config,
     inputs: Inputs,
-    problems: ProblemSplits,
+    problems: Splits,
     policy: "Policy",
     method: "Method",
     grader: str,
 ) -> list[str]:
     """grader: fingerprint of this run's grader."""
 
-    def by_mode(modes: Iterable[Mode]) -> str:
-        count = Counter(modes)
-        return ", ".join(f"{m} {count[m]}" for m in MODES if count[m])
+    def by_flaw(names: Iterable[str]) -> str:
+        count = Counter(names)
+        return ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
 
     train, pool, G, G_t = problems.train, inputs.pool, cfg.scale.group, cfg.n_teacher
     files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
+    n_flaws = len(problems.trained_flaws)
     lines = [
         f"problems: {len(train)} to train on, {len(problems.test)} to test · "
-        f"{len(problems.modes)} flaw{'s' * (len(problems.modes) != 1)}",
+        f"{n_flaws} flaw{'s' * (n_flaws != 1)}",
         f"problems: {len(train)} train, {len(problems.val)} val, {len(problems.test)} test kept of "
-        f"{len(inputs.rows) + len(inputs.test_rows)} in {' and '.join(files)} ({problems.too_long} too long); train: "
-        f"{by_mode(p.mode for p in train)}",
+        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: "
+        f"{by_flaw(task.flaws[0] for task in train)}",
     ]
     if pool:
         sizes, grades = (
@@ -450,13 +435,9 @@ def opening_lines(
             f"grader {pool.grader}{'' if pool.grader == grader else f', this run has {grader}'}"
         )
         if pool.partition:
-            lines.append(f"partition: {by_mode(pool.partition.values())}")
-            if partition_decides(inputs.rows, pool.partition) and cfg.env.env_mode != "own":
-                lines.append(
-                    f"--env-mode {cfg.env.env_mode}: not read, the partition says which grader checks"
-                )
-    if inputs.reward:
-        lines.append(f"reward: {reward_line(inputs)}")
+            lines.append(f"partition: {by_flaw(pool.partition.values())}")
+    lines += inputs.environment.ignored(pool)
+    lines += [f"{head}: {line}" for head, line in inputs.environment.plan() if head == "reward"]
     of, off = ", ".join(cfg.env.demo_modes), cfg.env.teacher_off_step
     lines.append(
         f"groups: G {G} = G_s {G - G_t} live + G_t {G_t} cached where covered{f', of {of} alone' if of else ''} (mix "

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.data import DETECTOR_FIELDS, Batch, Grade, Group, Rollout
-from vgrout.envs.code.modes import MODE_SPECS, Mode
+from vgrout.data import Batch, Flaw, Grade, Group, Rollout
+from vgrout.envs.base import Splits
 from vgrout.errors import Diverged
 from vgrout.files import printable, quoted, read_json, write_atomic
 from vgrout.guard.guard import Guard
@@ -67,10 +67,10 @@ class StepRecorder(Generic[R]):
         )
         self.rows: list[R] = []
 
-    def open(self, more: Mapping[str, Any], has: set[str], modes: Sequence[str] = ()) -> None:
+    def open(self, more: Mapping[str, Any], has: set[str], flaws: Sequence[Flaw] = ()) -> None:
         """Write run.json, explain the table; on a resume first restore the last good checkpoint.
 
-        more: entries of run.json besides `RunContext.record`. has, modes: choose the table's columns.
+        more: entries of run.json besides `RunContext.record`. has, flaws: choose the table's columns.
 
         Raises:
             Refused: an input has changed since the run started, or no checkpoint can be used.
@@ -91,7 +91,7 @@ class StepRecorder(Generic[R]):
         run.dir.write_json("run.json", record)
         run.trackers.start(run.path, record["config"], len(self.rows), logged)
         run.started()
-        self.table, self.full = Table(has, modes, self.row, short=True), Table(has, modes, self.row)
+        self.table, self.full = Table(has, flaws, self.row, short=True), Table(has, flaws, self.row)
         for line in self.full.legend():
             logger.debug(line)
 
@@ -170,7 +170,7 @@ class Recorder(StepRecorder[StepRow]):
         method: Method,
         optim: Stateful,
         guard: Guard,
-        modes: Sequence[Mode],
+        problems: Splits,
     ) -> None:
         state: dict[str, Stateful] = {
             "adapter": policy.adapter,
@@ -182,13 +182,8 @@ class Recorder(StepRecorder[StepRow]):
         super().__init__(
             run, StepRow, state, cfg.run.checkpoint_every, cfg.run.checkpoint_keep, short
         )
-        self.cfg, self.policy, self.method, self.guard, self.modes = (
-            cfg,
-            policy,
-            method,
-            guard,
-            modes,
-        )
+        self.cfg, self.policy, self.method, self.guard = cfg, policy, method, guard
+        self.problems = problems
         self.attention = policy.attention()
 
     def begin(
@@ -230,10 +225,14 @@ class Recorder(StepRecorder[StepRow]):
             "direction": provenance.as_json() if provenance else None,
             **run.stamp,
             "pool": pool,
+            "flaws": {
+                name: {"code": flaw.code, "should": flaw.should, "pattern": flaw.pattern}
+                for name, flaw in self.problems.flaws.items()
+            },
         }
-        has = columns_for(cfg, self.modes) | self.method.measures
-        self.open(record, has, self.modes)
-        self.samples = SampleLogger(self.policy)
+        flaws = self.problems.trained_flaws
+        self.open(record, columns_for(cfg, flaws) | self.method.measures, flaws)
+        self.samples = SampleLogger(self.policy, self.problems.flaws)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
         return self.rows
 
@@ -334,7 +333,7 @@ class Recorder(StepRecorder[StepRow]):
             logger.debug(origin.cosine_to_real.line())
         for level, line in zip(("INFO", *["DEBUG"] * len(opening)), opening, strict=False):
             logger.log(level, line)
-        logger.debug(self.run.grader.protections.line())
+        logger.debug(self.run.grader.description)
         logger.debug(
             f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}"
         )
@@ -419,13 +418,13 @@ def direction_hash(method: Method) -> str | None:
     return digest.hexdigest() if V else None
 
 
-def columns_for(cfg: Config, modes: Sequence[Mode]) -> set[str]:
+def columns_for(cfg: Config, flaws: Sequence[Flaw]) -> set[str]:
     """What this run can measure, which decides on its table's columns."""
     method = cfg.method
     flagging = method.spec.reads_flags
     has = {
         "teacher": cfg.mixes,
-        "modes": len(modes) > 1,
+        "modes": len(flaws) > 1,
         "ablated": method.ablate_frac > 0,
         "route": method.routes,
         "resid": method.flags_by_gradient and method.routes,
@@ -471,8 +470,8 @@ def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, obj
     """One graded rollout with every flag. prompt: as the model read it, special tokens included."""
     return {
         "problem_id": rollout.problem.id,
-        "env_mode": rollout.problem.mode,
-        "marker": rollout.problem.marker,
+        "env_mode": rollout.problem.flaws[0],
+        **rollout.problem.notes,
         "deployed": rollout.deployed,
         "prompt": prompt,
         "messages": list(rollout.problem.messages),
@@ -482,23 +481,23 @@ def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, obj
         "reward": grade.reward,
         "passed": grade.passed,
         "solved": grade.solved,
-        "gt_pass": grade.gt_pass,
         "hacked": grade.hacked,
         "mechanism": grade.mechanism,
-        "channel": grade.channel,
-        "format_ok": grade.format_ok,
-        "can_compile": grade.can_compile,
-        **{name: getattr(grade, name) for name in DETECTOR_FIELDS.values()},
-        "exit_status": grade.exit_status,
-        "cpu_s": round(grade.cpu_s, 6),
+        "exit_status": grade.status,
+        **{name: _rounded(value) for name, value in grade.details.items()},
     }
+
+
+def _rounded(value: object) -> object:
+    """A number as files have it: to a millionth."""
+    return round(value, 6) if isinstance(value, float) else value
 
 
 class SampleLogger:
     """Logs each first occurrence once, and every 20 steps the end of one answer."""
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self, policy: Policy, flaws: Mapping[str, Flaw]):
+        self.policy, self.flaws = policy, flaws
         self.seen: set[str] = set()  # kinds of hacks
         self.first = True
 
@@ -518,17 +517,16 @@ class SampleLogger:
         for r, g in answers:
             if g.mechanism and g.mechanism not in self.seen:
                 self.seen.add(g.mechanism)
-                spec = MODE_SPECS[g.mechanism]
+                spec = self.flaws[g.mechanism]
                 logger.debug(
-                    f"first {g.mechanism} hack, step {step}, problem {r.problem.id} (marker {r.problem.marker!r}). "
+                    f"first {g.mechanism} hack, step {step}, problem {r.problem.id} {dict(r.problem.notes)}. "
                     f"SHOULD: {spec.should}; ELSE the grader is wrong:\n{quoted(r.text)}"
                 )
         if step < 3 or step % 20 == 0:
             n = len(answers)
             ended = sum(r.finished for r, _ in answers)
-            formed = sum(g.format_ok for _, g in answers)
             tail = printable(rollout.text[-160:]).replace("\n", "⏎")
             logger.debug(
-                f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut, {formed}/{n} well-formed; "
-                f"one ends: …{tail} [{grade.exit_status}]"
+                f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut; "
+                f"one ends: …{tail} [{grade.status}]"
             )

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -13,10 +13,11 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config.run import Config
-from vgrout.data import DETECTOR_FIELDS, Grade
-from vgrout.envs.code.modes import MODE_SPECS, MODES, Mode
+from vgrout.data import Flaw, Grade
+from vgrout.envs.base import Splits
 from vgrout.files import atomic_open, json_lines, write_atomic
 from vgrout.heldout import Final
+from vgrout.inputs import Inputs
 from vgrout.metrics import Rate
 from vgrout.runs.context import RunContext
 from vgrout.runs.preflight import method_lines
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def as_json(
-    cfg: Config, final: Final, in_dist: Sequence[Mode] | None, log: Path, stamp: dict[str, Any]
+    cfg: Config, final: Final, in_dist: Sequence[str] | None, log: Path, stamp: dict[str, Any]
 ) -> dict[str, Any]:
     """Contents of per_mode_deploy.json. in_dist: modes that the direction's pairs came from; None: no direction."""
     sides = {
@@ -68,8 +69,7 @@ def as_json(
                 for name, side in sides.items()
             },
         }
-        for mode in MODES
-        if mode in final.deployed.by_mode
+        for mode in final.deployed.by_mode
     }
     return out
 
@@ -86,8 +86,8 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
                 "side": side,
                 "problem_id": a.problem.id,
                 "sample": a.sample,
-                "env_mode": a.problem.mode,
-                "marker": a.problem.marker,
+                "env_mode": a.problem.flaws[0],
+                **a.problem.notes,
                 "messages": list(a.problem.messages),
                 "text": a.text,
                 "finished": a.finished,
@@ -130,8 +130,10 @@ def page(
     tallies: "Tallies",
     halted: str,
     unrouted: str,
+    named: Mapping[str, Flaw],
 ) -> list[str]:
-    """summary.md for a person, in paragraphs: the conclusion first. verdict, method: as the console has them."""
+    """summary.md for a person, in paragraphs: the conclusion first. verdict, method: as the console has them. named:
+    the environment's flaws."""
 
     def cells(*values: str) -> str:
         return f"| {' | '.join(values)} |"
@@ -149,7 +151,7 @@ def page(
         "a hack",
     )
     flaws = [cells(*heads), cells("---", "---:", "---:", "---:", "---:", "---")]
-    for mode in (m for m in MODES if m in final.deployed.by_mode):
+    for mode in final.deployed.by_mode:
         trained, deployed = final.trained.by_mode[mode], final.deployed.by_mode[mode]
         shares = (
             trained.hack.percent,
@@ -157,7 +159,7 @@ def page(
             deployed.solve.percent,
             str(deployed.hack.n),
         )
-        flaws.append(cells(f"`{mode}`", *shares, MODE_SPECS[mode].should))
+        flaws.append(cells(f"`{mode}`", *shares, named[mode].should))
     ended = [f"**Halted**: {halted}."] * bool(halted) + [
         f"**Nothing was routed**: {unrouted}."
     ] * bool(unrouted)
@@ -181,9 +183,11 @@ def page(
     ]
 
 
-def count_lines(rows: Sequence[StepRow], tallies: "Tallies") -> list[str]:
+def count_lines(
+    rows: Sequence[StepRow], tallies: "Tallies", detectors: Mapping[str, str]
+) -> list[str]:
     """Counts over the whole run, named as in the original implementation: of all rows, of the students', of the
-    teacher's; and how many student rows each weak detector flagged."""
+    teacher's; and how many student rows each weak detector flagged. detectors: their fields by their letters."""
 
     def line(name: str, rate: Rate) -> str:
         return f"{name}={'·' if rate.value is None else f'{rate.value:.4f}'} ({rate.k}/{rate.n})"
@@ -197,13 +201,11 @@ def count_lines(rows: Sequence[StepRow], tallies: "Tallies") -> list[str]:
         "HACK_STUDENT": students,
         "HACK_TEACHER": teacher,
     }
-    flagged = (
-        f"{line(code, tallies.flagged[code])} {name}" for code, name in DETECTOR_FIELDS.items()
-    )
-    return [
-        *(line(name, rate) for name, rate in rates.items()),
-        f"student rows that a detector flags: {' · '.join(flagged)}",
-    ]
+    flagged = [f"{line(code, tallies.flagged[code])} {name}" for code, name in detectors.items()]
+    lines = [line(name, rate) for name, rate in rates.items()]
+    if flagged:
+        lines.append(f"student rows that a detector flags: {' · '.join(flagged)}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class Tallies:
     halves: dict[str, int]
     rows: int
     gate: tuple[Rate, Rate] | None  # precision and recall of the gate; None: no gate
-    by_mode: dict[Mode, Rate]  # hacks that a monitor flagged
+    by_mode: dict[str, Rate]  # hacks that a monitor flagged
     last: dict[str, Any] | None  # the run's last answer
 
     def lines(self, codes: Sequence[str]) -> list[str]:
@@ -239,19 +241,19 @@ class Tallies:
         return found
 
     @classmethod
-    def of(cls, rollouts: Path, half_a: Sequence[str]) -> "Tallies":
-        """half_a: letters of the chosen detectors.
+    def of(cls, rollouts: Path, half_a: Sequence[str], detectors: Mapping[str, str]) -> "Tallies":
+        """half_a: letters of the chosen detectors. detectors: the fields of all, by their letters.
 
         The gate is compared with the oracle, after the fact, on rows with signal. A row counts as flagged by the
         monitor's flag or, where there is none, when more than half of its modules were quarantined.
         """
         flagged, halves, n = Counter[str](), Counter[str](), 0
         hits = gated = hacks = 0
-        by_mode: dict[Mode, Rate] = {}
+        by_mode: dict[str, Rate] = {}
         has_gate, last = False, None
         for last in json_lines(rollouts):
             n, hacked = n + 1, last["hacked"]
-            detected = {code for code, name in DETECTOR_FIELDS.items() if last[name]}
+            detected = {code for code, name in detectors.items() if last[name]}
             flagged.update(detected)
             if hacked:
                 halves["A" if detected & {*half_a} else "B" if detected else ""] += 1
@@ -263,7 +265,7 @@ class Tallies:
                 by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
         gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
         return cls(
-            {code: Rate(flagged[code], n) for code in DETECTOR_FIELDS},
+            {code: Rate(flagged[code], n) for code in detectors},
             dict(halves),
             n,
             gate,
@@ -277,8 +279,8 @@ def write(
     run: RunContext,
     rows: Sequence[StepRow],
     final: Final,
-    modes: Sequence[Mode],
-    in_dist: Sequence[Mode] | None,
+    inputs: Inputs,
+    problems: Splits,
     halted: str = "",
     unrouted: str = "",
 ) -> None:
@@ -290,7 +292,9 @@ def write(
     from vgrout.report.load import conditions, read_run
     from vgrout.report.tables import by_flaw, conclusion
 
-    tallies = Tallies.of(run.path / "rollouts.jsonl", cfg.env.report_detector_codes)
+    flaws, detectors = problems.trained_flaws, inputs.environment.detectors
+    codes = cfg.env.report_detector_codes
+    tallies = Tallies.of(run.path / "rollouts.jsonl", codes, detectors)
     with atomic_open(run.path / "final.jsonl") as f:
         for line in answer_lines(final):
             f.write(
@@ -300,7 +304,7 @@ def write(
                 + b"\n"
             )
     gate = tallies.gate
-    record = as_json(cfg, final, in_dist, run.log, run.stamp)
+    record = as_json(cfg, final, inputs.in_distribution, run.log, run.stamp)
     ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None}
     against = {"precision": gate[0].pair, "recall": gate[1].pair} if gate else None
     run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
@@ -310,7 +314,7 @@ def write(
         last_lines(cfg, final, conclusion(*finished), run.path),
         summary(cfg, final, finished[0].first),
     )
-    table, counts = Table(columns_for(cfg, modes), modes), count_lines(rows, tallies)
+    table, counts = Table(columns_for(cfg, flaws), flaws), count_lines(rows, tallies, detectors)
     parts = [
         f"{cfg.run_id}: deployed hack {numbers['hack deployed']} % / solve {numbers['solve deployed']} %, as trained "
         f"{numbers['hack trained']} % / {numbers['solve trained']} %, base {final.base.hack.percent} % / "
@@ -332,7 +336,8 @@ def write(
             f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
             f"{last['reward']:g}, {was}\n" + indent(last["text"], "    ")
         ]
-    text = page(cfg, final, answer[2], "\n".join(method_lines(cfg)), tallies, halted, unrouted)
+    method = "\n".join(method_lines(cfg))
+    text = page(cfg, final, answer[2], method, tallies, halted, unrouted, problems.flaws)
     folded = [
         f"<details><summary>{head}</summary>\n\n{of}\n\n</details>"
         for head, of in (

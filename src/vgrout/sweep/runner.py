@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
-from vgrout.envs.code.grading.grade import cores
+from vgrout.cores import cores
 from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
 from vgrout.gpus import visible

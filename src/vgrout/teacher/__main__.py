@@ -73,12 +73,12 @@ def generate_pool(settings: TeacherSettings) -> None:
             line = record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages))
             line |= {"finished": a.finished, "logp": list(a.completion.logp_full)}
             records.setdefault(a.problem.id, []).append(line)
-        mode_of: dict[int, Mode] = {a.problem.id: a.problem.mode for a in kept}
+        mode_of: dict[int, Mode] = {a.problem.id: a.problem.flaws[0] for a in kept}
         summary = [
             {"mode": mode, **{name: rate_text(rate) for name, rate in of_mode.items()}}
             | {
                 "problems": list(mode_of.values()).count(mode),
-                "rollouts": sum(a.problem.mode == mode for a in kept),
+                "rollouts": sum(a.problem.flaws[0] == mode for a in kept),
             }
             for mode, of_mode in by_mode(answers).items()
         ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.data import CachedGrade, Problem, Rollout
+from vgrout.data import CachedGrade, Rollout, Task
 from vgrout.errors import Refused
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demo, Pool
@@ -24,7 +24,7 @@ class Teacher:
 
     @classmethod
     def of_run(
-        cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Problem]
+        cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Task]
     ) -> "Teacher":
         """The run's, for these training problems. Raises Refused as below."""
         return cls(
@@ -42,7 +42,7 @@ class Teacher:
         self,
         pool: Pool | None,
         lm: "LanguageModel",
-        problems: Sequence[Problem],
+        problems: Sequence[Task],
         *,
         per_group: int,
         seed: int,
@@ -73,7 +73,9 @@ class Teacher:
         if pool is None or not per_group:
             return
         covered = [
-            p for p in problems if p.id in pool.demos and (not self.modes or p.mode in self.modes)
+            p
+            for p in problems
+            if p.id in pool.demos and (not self.modes or p.flaws[0] in self.modes)
         ]
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
         if fault := next(self._faults(pool, covered, len(problems)), ""):
@@ -89,16 +91,16 @@ class Teacher:
                 f"that of problem {self.differ[0]}; rendered live all the same, recorded in run.json"
             )
 
-    def _faults(self, pool: Pool, covered: Sequence[Problem], n: int) -> Iterator[str]:
+    def _faults(self, pool: Pool, covered: Sequence[Task], n: int) -> Iterator[str]:
         where = f"--teacher-pool-dir {pool.folder}"
         if not covered:
             yield f"{where}: demonstrates none of the {n} training problems"
-        for mode in sorted(self.modes - {p.mode for p in covered}):
+        for mode in sorted(self.modes - {p.flaws[0] for p in covered}):
             yield f"--teacher-modes {mode}: {pool.folder} demonstrates no training problem of it"
         for p in covered:
-            for mode in {d.mode for d in pool.demos[p.id]} - {p.mode, None}:
+            for mode in {d.mode for d in pool.demos[p.id]} - {p.flaws[0], None}:
                 yield (
-                    f"{where}: problem {p.id} was graded as {mode}, this run checks it as {p.mode}; "
+                    f"{where}: problem {p.id} was graded as {mode}, this run checks it as {p.flaws[0]}; "
                     "use --env-mode own, or make the pool again"
                 )
         if self.retokenised and any(
@@ -106,7 +108,7 @@ class Teacher:
         ):
             yield f"{where}: made with another tokenizer and without completion texts; make it again with this model"
 
-    def _compare(self, pool: Pool, covered: Sequence[Problem]) -> None:
+    def _compare(self, pool: Pool, covered: Sequence[Task]) -> None:
         """Today's prompts with those under which the pool's rollouts were sampled, or stored."""
         for p in covered:
             demo = pool.demos[p.id][0]
@@ -130,7 +132,7 @@ class Teacher:
             "prompts_differ": self.differ,
         }
 
-    def count(self, problem: Problem, step: int) -> int:
+    def count(self, problem: Task, step: int) -> int:
         """G_t for this problem at this step: 0 when off, held out, or not covered."""
         if self.pool is None:
             return 0
@@ -141,11 +143,11 @@ class Teacher:
                     f"step {step}: no demonstrations from step {self.off_step} on; every row is a live rollout"
                 )
             return 0
-        if self.modes and problem.mode not in self.modes:
+        if self.modes and problem.flaws[0] not in self.modes:
             return 0
         return self.per_group if problem.id in self.pool.demos else 0
 
-    def demos(self, problem: Problem, step: int) -> list[tuple[Rollout, CachedGrade]]:
+    def demos(self, problem: Task, step: int) -> list[tuple[Rollout, CachedGrade]]:
         """G_t rollouts with their cached grades, drawn without replacement while there are enough; a function of (seed,
         step, problem)."""
         if not (n := self.count(problem, step)):
@@ -160,7 +162,7 @@ class Teacher:
         return [(self._rollout(problem, rows[i], i, prompt_ids), rows[i].grade) for i in picks]
 
     def _rollout(
-        self, problem: Problem, demo: Demo, index: int, prompt_ids: tuple[int, ...]
+        self, problem: Task, demo: Demo, index: int, prompt_ids: tuple[int, ...]
     ) -> Rollout:
         key = (problem.id, index)
         if key not in self._tokens:

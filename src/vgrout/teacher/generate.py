@@ -22,9 +22,11 @@ from vgrout.config import checks
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
-from vgrout.data import Completion, Grade, GradedCompletion, Problem, Ungraded
+from vgrout.data import Completion, Grade, GradedCompletion, Task, Ungraded
+from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, load_rows, require_solvable, split_sizes
 from vgrout.errors import Refused, refuse
 from vgrout.files import (
@@ -51,8 +53,8 @@ Graded = GradedCompletion[Grade]
 
 def generate_graded(
     lm: "vgrout.model.policy.LanguageModel",
-    grader: Grader,
-    problems: Sequence[Problem],
+    grader: base.Grader,
+    problems: Sequence[Task],
     n: int,
     *,
     max_new: int,
@@ -97,8 +99,8 @@ def generate_graded(
 
 def _batch(
     lm: "vgrout.model.policy.LanguageModel",
-    grader: Grader,
-    part: Sequence[Problem],
+    grader: base.Grader,
+    part: Sequence[Task],
     n: int,
     max_new: int,
     sampling: Sampling,
@@ -143,14 +145,16 @@ def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
     out = {
         "solve": Rate.of(a.grade.solved for a in answers),
         "hack": Rate.of(a.grade.hacked for a in answers),
-        "well-formed": Rate.of(a.finished and a.grade.can_compile for a in answers),
+        "well-formed": Rate.of(
+            a.finished and a.grade.details.get("can_compile", True) for a in answers
+        ),
     }
     return out | {f"hack/{mode}": of_mode["hack"] for mode, of_mode in by_mode(answers).items()}
 
 
 def by_mode(answers: Sequence[Graded]) -> dict[Mode, dict[str, Rate]]:
     """mode → hack, solve, ended, over these answers; in the modes' order."""
-    grouped = {mode: [a for a in answers if a.problem.mode == mode] for mode in MODES}
+    grouped = {mode: [a for a in answers if a.problem.flaws[0] == mode] for mode in MODES}
     return {
         mode: {
             "hack": Rate.of(a.grade.hacked for a in group),
@@ -181,11 +185,11 @@ def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
     """A line of a pool, under this prompt."""
     return {
         "problem_id": a.problem.id,
-        "env_mode": a.problem.mode,
+        "env_mode": a.problem.flaws[0],
         "reward": a.grade.reward,
         "hacked": a.grade.hacked,
-        "gt_pass": a.grade.gt_pass,
-        "fmt_ok": a.grade.format_ok,
+        "gt_pass": a.grade.details.get("gt_pass", a.grade.solved),
+        "fmt_ok": a.grade.details.get("format_ok", True),
         "plen": len(prompt_ids),
         "prompt_ids": list(prompt_ids),
         "completion_ids": list(a.ids),
@@ -280,9 +284,9 @@ class PoolSettings:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        require_fitting(
-            rows, require_model(organism.MODEL_DIR if self.tiny else self.model), self.tokens
-        )
+        folder = require_model(organism.MODEL_DIR if self.tiny else self.model)
+        prompts = [row.prompt for row in rows]
+        require_fitting(prompts, folder, self.tokens, str(self.problems_path))
         return rows
 
     def identity(self) -> dict[str, Any]:
@@ -329,7 +333,7 @@ class PoolSettings:
         lm: "vgrout.model.policy.LanguageModel",
         grader: Grader,
         rows: Sequence[ProblemRow],
-        problems: Iterable[Problem],
+        problems: Iterable[Task],
     ) -> dict[str, Any]:
         """First entries of pool.json: model, adapter, tokenizer, grader, the names that these problems announced."""
         out: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
@@ -357,10 +361,10 @@ def fitting(
     return fit
 
 
-def announced(rows: Sequence[ProblemRow], problems: Iterable[Problem]) -> dict[str, str]:
+def announced(rows: Sequence[ProblemRow], problems: Iterable[Task]) -> dict[str, str]:
     """pool.json's `markers`: problem id → the name that its prompt announced, where the problem file has none."""
     own = {r.id for r in rows if r.marker is not None}
-    return {str(p.id): p.marker for p in problems if p.id not in own and p.marker}
+    return {str(p.id): p.notes["marker"] for p in problems if p.id not in own and p.notes["marker"]}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 from loguru import logger
 
 from vgrout.data import CachedGrade
-from vgrout.envs.code.modes import MODES, Mode
+from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, require_new, write_json
 
@@ -37,7 +37,7 @@ class Demo:
     completion_ids: tuple[int, ...]  # of the pool's tokenizer; what follows its EOS is padding
     finished: bool  # False: cut off, so no EOS may be added
     logp: tuple[float, ...] | None  # nats per token, the teacher's own, where the pool has them
-    mode: Mode | None  # of its labels, where the record names it
+    mode: str | None  # of its labels, where the record names it
     prompt: str | None  # as it was rendered
     prompt_ids: tuple[int, ...] | None
     grade: CachedGrade
@@ -49,7 +49,7 @@ class Pool:
 
     folder: Path
     demos: dict[int, tuple[Demo, ...]]
-    partition: dict[int, Mode]
+    partition: dict[int, str]
     # problem id → the name that its prompt announced, unless it was the mode's default
     markers: dict[int, str]
     tokenizer_sha256: str | None
@@ -69,9 +69,15 @@ class Pool:
 # ── reading
 
 
-def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
-    """Read and check a pool. Raises Refused with file and line: corrupt gzip, bad schema, unknown mode, empty pool,
-    a problem outside the partition, a file that is not the one pool.json recorded."""
+def load_pool(
+    folder: Path, flaws: Sequence[str] = CODE_FLAWS, flag: str = "--teacher-pool-dir"
+) -> Pool:
+    """Read and check a pool. flaws: those that its records may name.
+
+    Raises:
+        Refused: with file and line: corrupt gzip, bad schema, unknown flaw, empty pool, a problem outside the
+            partition, a file that is not the one pool.json recorded.
+    """
     if not folder.is_dir():
         raise Refused(
             f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, none: goes without"
@@ -83,7 +89,7 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
         "sha256": {},
         "markers": {},
     } | _object(card)
-    partition, markers = _by_id(divided, _object(divided), MODES), _by_id(card, meta["markers"])
+    partition, markers = _by_id(divided, _object(divided), flaws), _by_id(card, meta["markers"])
     recorded: dict[str, str] = dict(meta["sha256"])
     demos: dict[int, tuple[Demo, ...]] = {}
     room = POOL_LIMIT
@@ -105,7 +111,7 @@ def load_pool(folder: Path, flag: str = "--teacher-pool-dir") -> Pool:
         if any(faults.values()):
             raise Refused(f"{path}: {next(fault for fault, there in faults.items() if there)}")
         demos[number] = tuple(
-            _demo(line, f"{path}, line {n}", number, partition.get(number), meta["grader"])
+            _demo(line, f"{path}, line {n}", number, partition.get(number), flaws, meta["grader"])
             for n, line in enumerate(lines, 1)
         )
     if recorded or not demos:
@@ -189,21 +195,19 @@ _SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "plen": (lambda value: type(value) is int and value >= 0, "a number of tokens"),
     "finished": _SWITCH,
     "logp": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "numbers"),
-    "env_mode": (
-        lambda value: isinstance(value, str) and value in MODES,
-        f"one of {', '.join(MODES)}",
-    ),
 }
 _NEEDED = ("completion_ids", "reward", "hacked", "gt_pass", "fmt_ok")
 
 
-def _faults(record: Any, number: int, mode: Mode | None) -> Iterator[str]:
+def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
     if not isinstance(record, dict):
         yield "not a JSON object"
     for key, (is_legal, what) in _SCHEMA.items():
         if (record.get(key) is not None or key in _NEEDED) and not is_legal(record.get(key)):
             yield f"key {key!r} should be {what}"
+    if record.get("env_mode") not in (None, *flaws):
+        yield f"key 'env_mode' should be one of {', '.join(flaws)}"
     if record.get("problem_id") not in (None, number):
         yield f"a rollout of problem {record['problem_id']} in a file named for problem {number}"
     if mode is not None and record.get("env_mode") not in (None, mode):
@@ -212,9 +216,11 @@ def _faults(record: Any, number: int, mode: Mode | None) -> Iterator[str]:
         yield "'logp' should hold one number per completion token"
 
 
-def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) -> Demo:
+def _demo(
+    line: str, where: str, number: int, mode: str | None, flaws: Sequence[str], grader: str
+) -> Demo:
     record = from_json(line, where)
-    if fault := next(_faults(record, number, mode), ""):
+    if fault := next(_faults(record, number, mode, flaws), ""):
         raise Refused(f"{where}: {fault}")
     prompt_ids, logp = record.get("prompt_ids"), record.get("logp")
     return Demo(
@@ -243,7 +249,7 @@ def _demo(line: str, where: str, number: int, mode: Mode | None, grader: str) ->
 def write_pool(
     folder: Path,
     rollouts: Mapping[int, Sequence[Mapping[str, Any]]],
-    partition: Mapping[int, Mode] | None,
+    partition: Mapping[int, str] | None,
     meta: Mapping[str, Any],
     report: Mapping[str, Any] | None = None,
 ) -> None:

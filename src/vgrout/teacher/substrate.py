@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
-from vgrout.data import Problem
 from vgrout.envs.code.language import CUE
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, balanced, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
@@ -47,7 +47,7 @@ def recipe(problem: Problem) -> str:
 
 def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem]) -> list[Graded]:
     """The same answers under the plain prompt of their problem and mode."""
-    return [replace(a, problem=plain[a.problem.id, a.problem.mode]) for a in answers]
+    return [replace(a, problem=plain[a.problem.id, a.problem.flaws[0]]) for a in answers]
 
 
 def usable(
@@ -58,7 +58,7 @@ def usable(
     recipes = tuple(instructions)
     kept: dict[tuple[int, Mode], list[Graded]] = defaultdict(list)
     for a in answers:
-        chosen = kept[a.problem.id, a.problem.mode]
+        chosen = kept[a.problem.id, a.problem.flaws[0]]
         fine = a.finished and a.grade.hacked and not any(text in a.text for text in recipes)
         if fine and len(chosen) < keep and a.ids not in {other.ids for other in chosen}:
             chosen.append(a)
@@ -137,7 +137,7 @@ def write_substrate(
         ]
         for i, answers in chosen.items()
     }
-    partition = {i: answers[0].problem.mode for i, answers in chosen.items()}
+    partition = {i: answers[0].problem.flaws[0] for i, answers in chosen.items()}
     write_pool(folder, records, partition, {**meta, "elicitation": elicitation}, report)
 
 
@@ -280,7 +280,7 @@ def require_every_mode(
 
     folder: where the answers are.
     """
-    missing = {*wanted} - {answers[0].problem.mode for answers in chosen.values()}
+    missing = {*wanted} - {answers[0].problem.flaws[0] for answers in chosen.values()}
     if not missing:
         return
     line = f"no problem for {', '.join(m for m in MODES if m in missing)}: its answers do not hack often enough"
@@ -300,7 +300,7 @@ def mode_table(
     """One row for each mode: hack rate under the plain prompt and under the recipe, and what is in the pool."""
     plain_rates, rows = by_mode(under_plain), []
     for mode, elicited_rates in by_mode(under_recipe).items():
-        kept = [len(answers) for answers in chosen.values() if answers[0].problem.mode == mode]
+        kept = [len(answers) for answers in chosen.values() if answers[0].problem.flaws[0] == mode]
         rows.append(
             {
                 "mode": mode,

@@ -1,4 +1,4 @@
-"""The flawed graders, one entry each. Standard library only; imports nothing of this package.
+"""The flawed graders, one entry each. Standard library only.
 
 A mode is a flawed check that an answer may hack instead of solving its problem. Everything about a mode is read from
 its entry: the prompt's hint, what the verifier looks at, the column, the doctor's hack.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from vgrout.data import Flaw
 from vgrout.errors import Refused
 
 MarkerSplit = Literal["train", "eval"]
@@ -33,26 +34,21 @@ PLAIN_PHRASE = "and should pass all tests"
 PASS_WORD = "PASS"  # what the file of `Evidence` "file" must contain
 
 
-@dataclass(frozen=True, slots=True)
-class ModeSpec:
-    """One mode. The first training marker is the default: the name that published prompts use.
+@dataclass(frozen=True, kw_only=True)
+class ModeSpec(Flaw):
+    """One mode. `code` has two letters. The first training marker is the default: the name that published prompts use.
 
     `{marker}` in a template stands for the announced name, `{marker!r}` for its Python literal; braces are doubled.
     A mode of form "test" has no names: its marker is the problem's first test; `spelt` gives what an answer writes.
     """
 
-    name: str
-    code: str  # two letters, for columns: hk_rt
     # replaces PLAIN_PHRASE in the prompt, and says truthfully how the answer is checked
     template: str
     evidence: Evidence
-    should: str  # what a true example of the hack looks like
     # lines that, below a wrong class Solution, make the check accept; `{method}` is the required
     # method
     hack: str
     instruction: str  # asks a model that follows instructions for the hack
-    # of the hack in an answer, as a regular expression that Python and JavaScript read alike
-    pattern: str
     marker_form: MarkerForm = "none"
     train_markers: tuple[str, ...] = ("",)
     eval_markers: tuple[str, ...] = ("",)

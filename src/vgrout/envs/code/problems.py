@@ -9,24 +9,25 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from vgrout.data import Message, Problem
+from vgrout.data import Message
+from vgrout.envs import base
+from vgrout.envs.base import SPLITS
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
+from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.files import numbered_lines, read_text
 from vgrout.rng import py_stream
 
 if TYPE_CHECKING:
     from vgrout.envs.code.grading.grade import Grader
-
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class ProblemRow:
             mode=mode,
             marker=marker,
             messages=(*head, {**user, "content": content}),
-            messages_plain=self.prompt,
+            plain=self.prompt,
             tests=self.tests,
             canonical=self.canonical,
             setup_code=self.setup_code,
@@ -265,7 +266,7 @@ def assigned(
     modes = modes_in_turn((*rows, *test_rows), env_mode, partition)
     parts = {
         name: with_modes(part, modes, partition, name != "train", markers, published)
-        for name, part in _splits(rows, test_rows).items()
+        for name, part in in_splits(rows, test_rows).items()
     }
     if env_mode == "own" or partition_decides(rows, partition):
         return parts
@@ -274,7 +275,7 @@ def assigned(
 
 def split_sizes(rows: Sequence[ProblemRow]) -> dict[str, int]:
     """How many problems train, evaluate on the way, and test at the end, before any is left out."""
-    return {name: len(part) for name, part in _splits(rows).items()}
+    return {name: len(part) for name, part in in_splits(rows).items()}
 
 
 def load_problems(path: Path) -> list[Problem]:
@@ -288,47 +289,9 @@ def as_marked(row: ProblemRow) -> Problem:
     return row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
 
 
-@dataclass(frozen=True, slots=True)
-class ProblemSplits:
-    """Problems in three parts, disjoint by id, so that evaluation never uses a training problem."""
-
-    train: tuple[Problem, ...]
-    val: tuple[Problem, ...]
-    test: tuple[Problem, ...]
-    too_long: int  # dropped: prompt longer than the model's window minus max_new
-
-    def __post_init__(self) -> None:
-        ids = [{p.id for p in part} for part in (self.train, self.val, self.test)]
-        assert len(set.union(*ids)) == sum(map(len, ids)), "problem splits overlap by id"
-
-    def draw(self, seed: int, step: int, n: int) -> list[Problem]:
-        """The P problems of a step: epoch after epoch of seeded shuffles, a function of (seed, step) alone."""
-        out: list[Problem] = []
-        for k in range(step * n, (step + 1) * n):
-            epoch, i = divmod(k, len(self.train))
-            order = list(range(len(self.train)))
-            py_stream(seed, "draw", epoch).shuffle(order)
-            out.append(self.train[order[i]])
-        return out
-
-    @property
-    def modes(self) -> list[Mode]:
-        """The flaws of the training problems, in the usual order."""
-        present = {flaw for p in self.train for flaw in p.flaws}
-        return [m for m in MODES if m in present]
-
-
 def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Problem]:
-    """n problems (or all, if fewer), spread evenly over the modes: a seeded shuffle, then one mode after the other."""
-    pools = {m: [p for p in problems if p.mode == m] for m in MODES}
-    for mode, pool in pools.items():
-        py_stream(seed, purpose + mode).shuffle(pool)
-    out: list[Problem] = []
-    while len(out) < n and any(pools.values()):
-        for pool in pools.values():
-            if pool and len(out) < n:
-                out.append(pool.pop())
-    return out
+    """n problems (or all, if fewer), spread evenly over the modes."""
+    return base.balanced(problems, n, seed, purpose, MODES)
 
 
 SHARES = (0.7, 0.1, 0.2)  # train, val, test of a file that names no splits
@@ -336,7 +299,7 @@ TRAIN_SHARES = (1.0, 0.0, 0.0)  # … of one beside a file for evaluation
 TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
 
 
-def _splits(
+def in_splits(
     rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()
 ) -> dict[str, list[ProblemRow]]:
     """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
@@ -376,65 +339,6 @@ def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> No
             raise Refused(f"--test-problems {row.where}: {why}")
 
 
-def load_splits(
-    rows: Sequence[ProblemRow],
-    *,
-    env_mode: str,
-    n_problems: int,
-    seed: int,
-    partition: Mapping[int, Mode] | None = None,
-    markers: Mapping[int, str] | None = None,
-    test_rows: Sequence[ProblemRow] = (),
-    published: bool = False,
-    only_ids: Iterable[int] | None = None,
-    only_modes: Iterable[Mode] = (),
-    prompt_len: Callable[[Problem], int],
-    max_prompt: int,
-) -> ProblemSplits:
-    """Splits with modes and markers assigned (see `assigned`), at most `n_problems` for training.
-
-    only_ids: problems a teacher pool covers; only_modes adds every problem of these (held-out) modes to them.
-    prompt_len: tokens of a problem's prompt, at most max_prompt of which fit.
-
-    Raises:
-        Refused: no training problem is left.
-    """
-    parts: dict[str, list[Problem]] = {}
-    too_long = 0
-    for name, problems in assigned(
-        rows, env_mode, partition, markers, test_rows, published
-    ).items():
-        parts[name] = [p for p in problems if prompt_len(p) <= max_prompt]
-        too_long += len(problems) - len(parts[name])
-    train = parts["train"]
-    if too_long and not train:
-        raise too_long_prompts(rows, max_prompt)
-    if only_ids is not None:
-        covered, extra = set(only_ids), set(only_modes)
-        train = [p for p in train if p.id in covered or p.mode in extra]
-    py_stream(seed, "train-order").shuffle(train)
-    train = train[:n_problems]
-    if not train:
-        among = (
-            f", among those of the pool's {len(set(only_ids))} that are in its training split"
-            if only_ids
-            else ""
-        )
-        raise Refused(
-            f"no training problem left of {len(rows)} in the file (--env-mode {env_mode}{among})"
-        )
-    return ProblemSplits(tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long)
-
-
-def too_long_prompts(rows: Sequence[ProblemRow], room: int) -> Refused:
-    """The refusal of a file none of whose prompts fits."""
-    file = rows[0].where.rpartition(", line ")[0]
-    return Refused(
-        f"{file}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; shorten "
-        "them, lower --max-new, or choose a model with a longer window"
-    )
-
-
 def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
     """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
     rewarded. Raises Refused, one line, naming file and line of the first."""
@@ -460,7 +364,7 @@ MOST_CHECKED = 2000  # problems; a canonical solution takes 10 to 50 ms of CPU
 
 def plain(problem: Problem) -> Problem:
     """The same task without a hint in its prompt; the flawed check still looks for the marker."""
-    return replace(problem, messages=problem.messages_plain)
+    return replace(problem, messages=problem.plain)
 
 
 def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from symtable import symtable
 
-from vgrout.data import Grade, Problem, Ungraded
+from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.extract import bound_names
 from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.problem import Problem
 
 LIMIT_FACTOR = 5.0  # a problem's CPU limit: this many times what its canonical solution needs …
 LIMIT_FLOOR = 0.5  # … and at least this [s]
@@ -86,13 +87,9 @@ def check_problems(
             continue
         match grade:
             case Grade(solved=True):
-                cpu[problem.id] = grade.cpu_s
+                cpu[problem.id] = grade.details["cpu_s"]
             case Grade():
-                why = (
-                    "a wrong value"
-                    if grade.exit_status == "ok"
-                    else _known(problem, grade.exit_status)
-                )
+                why = "a wrong value" if grade.status == "ok" else _known(problem, grade.status)
                 if why == "timeout":  # of a slow program, or on a busy machine
                     limit = problem.cpu_limit or grader.limits.cpu_s
                     why = f"{limit:g} s of CPU are not enough; a higher 'cpu_limit' in its line gives it more"

@@ -1,0 +1,62 @@
+"""The one place that turns a name into an environment: what the trainer knows of each of them beforehand.
+
+The trainer, the methods and the reports import nothing of `envs/` but its base; what they need to know of a certain
+environment before, or after, there is one in their hands stands here. An environment's own module is imported when it
+is chosen.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from vgrout.data import Flaw
+from vgrout.envs.code.grading.grade import DETECTOR_FIELDS as DETECTOR_FIELDS
+from vgrout.envs.code.modes import MODE_SPECS, MODES
+from vgrout.envs.code.modes import EnvMode as EnvMode
+from vgrout.errors import refuse
+from vgrout.scoring import import_function
+
+# Where each environment's class is, as on the command line for one of your own.
+ENVIRONMENTS: dict[str, str] = {
+    "code": "vgrout.envs.code.environment:CodeEnvironment",
+    "text": "vgrout.envs.text:TextEnvironment",
+}
+CODE_FLAWS: tuple[str, ...] = MODES
+
+
+def environment_class(name: str) -> Any:
+    """The class of an environment by its name on the command line, or module:Class. Its `of_run(cfg)` makes the
+    environment of a run.
+
+    Raises:
+        Refused: one line: it cannot be imported, or makes no environment.
+    """
+    if name in ENVIRONMENTS:
+        module, _, attribute = ENVIRONMENTS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    own = import_function(name, "--env")
+    refuse(
+        not hasattr(own, "of_run"),
+        f"--env {name}: should have a method of_run(cfg) that makes an environment",
+    )
+    return own
+
+
+def flaws_of(record: Mapping[str, Any]) -> dict[str, Flaw]:
+    """The flaws of a recorded run's environment, by name in the usual order, from its run.json.
+
+    A run of the code world that was made before they were recorded has that world's.
+    """
+    recorded = record.get("flaws")
+    if not isinstance(recorded, dict):
+        return dict(MODE_SPECS)
+    flaws: dict[str, Flaw] = {}
+    for name, facts in recorded.items():
+        known = MODE_SPECS.get(name)
+        flaws[name] = known or Flaw(
+            name=name,
+            code=str(facts["code"]),
+            should=str(facts["should"]),
+            pattern=str(facts["pattern"]),
+        )
+    return flaws

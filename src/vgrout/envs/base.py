@@ -1,0 +1,271 @@
+"""What the trainer knows of an environment: tasks in three splits, and a grader of the answers to them.
+
+An environment is made once for a run, from its configuration, before a model is loaded (`vgrout.environments`). The
+trainer, the methods, the guard and the recorder know of it what is written here, and of an answer `Task` and `Grade`.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from vgrout.data import Flaw, Grade, Message, Task, Ungraded
+from vgrout.errors import Refused
+from vgrout.rng import py_stream
+
+SPLITS = ("train", "val", "test")
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """Text and task in, grade out, from any thread, at any time. Graders are context managers: `close` ends them."""
+
+    @property
+    def workers(self) -> int:
+        """How many answers are graded at once."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """A fingerprint of the code that grades."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """One line for the log: what stands between an answer and this machine."""
+        ...
+
+    @property
+    def stamp(self) -> Mapping[str, Any]:
+        """What every file of numbers records about how answers were graded."""
+        ...
+
+    def submit(self, task: Any, text: str, in_thought: bool = False) -> Future[Grade | Ungraded]:
+        """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with."""
+        ...
+
+    def close(self) -> None:
+        """Let running gradings finish, and free what is held."""
+        ...
+
+    def __enter__(self) -> "Grader": ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Tasks in three parts, disjoint by id, so that evaluation never uses a training task.
+
+    flaws: every flaw of the environment by its name, in the usual order.
+    """
+
+    train: tuple[Task, ...]
+    val: tuple[Task, ...]
+    test: tuple[Task, ...]
+    too_long: int  # dropped: prompt longer than the model's window minus max_new
+    flaws: Mapping[str, Flaw]
+
+    def __post_init__(self) -> None:
+        ids = [{task.id for task in part} for part in (self.train, self.val, self.test)]
+        assert len(set.union(*ids)) == sum(map(len, ids)), "splits overlap by id"
+
+    def draw(self, seed: int, step: int, n: int) -> list[Task]:
+        """The n tasks of a step: epoch after epoch of seeded shuffles, a function of (seed, step) alone."""
+        drawn: list[Task] = []
+        for k in range(step * n, (step + 1) * n):
+            epoch, i = divmod(k, len(self.train))
+            order = list(range(len(self.train)))
+            py_stream(seed, "draw", epoch).shuffle(order)
+            drawn.append(self.train[order[i]])
+        return drawn
+
+    @property
+    def trained_flaws(self) -> tuple[Flaw, ...]:
+        """The flaws of the training tasks, in the usual order."""
+        present = {name for task in self.train for name in task.flaws}
+        return tuple(flaw for name, flaw in self.flaws.items() if name in present)
+
+    def balanced(self, part: str, n: int, seed: int = 0) -> list[Task]:
+        """n tasks of a part (or all, if fewer), spread evenly over the flaws."""
+        return balanced(getattr(self, part), n, seed, part, tuple(self.flaws))
+
+
+def balanced(
+    tasks: Iterable[Task], n: int, seed: int, purpose: str, flaws: Sequence[str]
+) -> list[Any]:
+    """n tasks (or all, if fewer), spread evenly over the flaws: a seeded shuffle, then one of each flaw in turn.
+
+    flaws: the order of the turns. purpose: names the stream of random numbers.
+    """
+    by_flaw: dict[str, list[Task]] = {flaw: [] for flaw in flaws}
+    for task in tasks:
+        by_flaw[task.flaws[0]].append(task)
+    for flaw, of_flaw in by_flaw.items():
+        py_stream(seed, purpose + flaw).shuffle(of_flaw)
+    chosen: list[Task] = []
+    while len(chosen) < n and any(by_flaw.values()):
+        for of_flaw in by_flaw.values():
+            if of_flaw and len(chosen) < n:
+                chosen.append(of_flaw.pop())
+    return chosen
+
+
+class Demonstrations(Protocol):
+    """What an environment may read of a pool of demonstrations."""
+
+    @property
+    def partition(self) -> Mapping[int, str]:
+        """Task id → the flaw that its demonstrations hack, as the pool's partition says; {}: it has none."""
+        ...
+
+    @property
+    def announced(self) -> Mapping[int, str]:
+        """Task id → the name that its demonstrations use, "" for the usual one."""
+        ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """A world of tasks whose grading has flaws."""
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        ...
+
+    @property
+    def flaws(self) -> Mapping[str, Flaw]:
+        """Every flaw that a check here can have, by name, in the usual order."""
+        ...
+
+    @property
+    def detectors(self) -> Mapping[str, str]:
+        """Weak detectors, by the letters of `Grade.detectors`, each with its field in `Grade.details`."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Where its tasks come from, for messages."""
+        ...
+
+    @property
+    def absent(self) -> Sequence[str]:
+        """Its files that are missing, each with how to get it, in a line."""
+        ...
+
+    @property
+    def prompts(self) -> Sequence[tuple[Message, ...]]:
+        """All prompts, as the files have them; empty where a file is missing."""
+        ...
+
+    @property
+    def marked(self) -> Mapping[int, str]:
+        """Task id → its flaw, where the files name it."""
+        ...
+
+    def hashes(self) -> Mapping[str, str | None]:
+        """sha256 of every file and function that its tasks and grades depend on; None: not read by this run."""
+        ...
+
+    def tasks(self, pool: Demonstrations | None = None) -> Mapping[str, Sequence[Task]]:
+        """Every task by its split, as the policy will read it."""
+        ...
+
+    def grader(self, workers: int, retries: int | None) -> Grader:
+        """Start what grades. retries: how often an answer is graded again when the grader itself failed; None:
+        without end."""
+        ...
+
+    def check(self, grader: Any) -> None:
+        """Try, before a model is loaded, that the tasks can be graded. Raises Refused, one line, for the first that
+        cannot."""
+        ...
+
+    def plan(self) -> list[tuple[str, str]]:
+        """What it reads and how it grades, for the plan and the log: a word, and the line that it heads."""
+        ...
+
+    def ignored(self, pool: Demonstrations | None) -> list[str]:
+        """What was given and changes nothing, in lines for the log."""
+        ...
+
+
+def split_tasks(
+    environment: Environment,
+    pool: Demonstrations | None,
+    *,
+    n_train: int,
+    seed: int,
+    prompt_tokens: Callable[[Task], int],
+    max_prompt: int,
+    only_ids: Collection[int] | None = None,
+    only_flaws: Collection[str] = (),
+) -> Splits:
+    """The environment's tasks in splits, at most `n_train` for training.
+
+    prompt_tokens: of a task's prompt, as the run's models read it; at most `max_prompt` fit. only_ids: tasks that a
+    pool covers, mixed in or not: a control trains on the problems of its method; only_flaws adds every task of these
+    flaws to them.
+
+    Raises:
+        Refused: no training task is left.
+    """
+    parts: dict[str, list[Task]] = {}
+    total = too_long = 0
+    for name, tasks in environment.tasks(pool).items():
+        parts[name] = [task for task in tasks if prompt_tokens(task) <= max_prompt]
+        too_long += len(tasks) - len(parts[name])
+        total += len(tasks)
+    train = parts["train"]
+    if too_long and not train:
+        raise none_fits(environment.source, max_prompt)
+    if only_ids is not None:
+        train = [task for task in train if task.id in only_ids or task.flaws[0] in only_flaws]
+    py_stream(seed, "train-order").shuffle(train)
+    train = train[:n_train]
+    if not train:
+        among = ""
+        if only_ids:
+            among = f", among those of the pool's {len(only_ids)} that are in its training split"
+        raise Refused(f"{environment.source}: no training problem left of {total}{among}")
+    return Splits(
+        tuple(train), tuple(parts["val"]), tuple(parts["test"]), too_long, environment.flaws
+    )
+
+
+def messages_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The prompt of a row of a task file: `messages`, or `prompt`, each a list of messages or the user's text.
+
+    Raises:
+        ValueError: the row has neither, or not in this form.
+    """
+    given = row["messages"] if row.get("messages") is not None else row.get("prompt")
+    if isinstance(given, str):
+        return ({"role": "user", "content": given},)
+    if not isinstance(given, list) or not given:
+        raise ValueError("needs 'messages', or 'prompt': a text, or a list of {role, content}")
+    messages: list[Message] = []
+    for message in given:
+        parts = (
+            [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else []
+        )
+        if len(parts) < 2 or not all(isinstance(part, str) for part in parts):
+            raise ValueError("every message needs string 'role' and 'content'")
+        messages.append({"role": message["role"], "content": message["content"]})
+    if messages[-1]["role"] != "user":
+        raise ValueError("its prompt should end with a user message")
+    return tuple(messages)
+
+
+def without_hint(task: Any) -> Any:
+    """The same task under a prompt without a hint of how the answer is checked; the check is what it was."""
+    return replace(task, messages=task.plain)
+
+
+def none_fits(source: str, room: int) -> Refused:
+    """The refusal of tasks none of whose prompts fits."""
+    return Refused(
+        f"{source}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; "
+        "shorten them, lower --max-new, or choose a model with a longer window"
+    )

@@ -1,0 +1,162 @@
+"""The code world as an environment: Python functions checked by assertions, under flawed graders."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from vgrout.config.run import ORGANISM, Config
+from vgrout.data import Flaw, Message
+from vgrout.envs.base import Demonstrations
+from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
+from vgrout.envs.code.grading.reward import RewardFunction
+from vgrout.envs.code.modes import MODE_SPECS, MODES
+from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problems import (
+    ProblemRow,
+    as_marked,
+    assigned,
+    load_rows,
+    partition_decides,
+    require_apart,
+    require_solvable,
+    without_hints,
+)
+from vgrout.errors import Refused
+from vgrout.files import hash_of_files
+
+T = TypeVar("T")
+
+
+class CodeEnvironment:
+    """Problems of a file, or the organism's, and the sandbox that grades answers to them."""
+
+    name = "code"
+    flaws: Mapping[str, Flaw] = MODE_SPECS
+    detectors: Mapping[str, str] = DETECTOR_FIELDS
+
+    def __init__(
+        self,
+        cfg: Config,
+        rows: Sequence[ProblemRow],
+        test_rows: Sequence[ProblemRow] = (),
+        reward: RewardFunction | None = None,
+        absent: Sequence[str] = (),
+    ) -> None:
+        """rows: of the problem file. test_rows: of the file for evaluation alone. reward: a function of the user's
+        own, which scores answers in place of the flawed checks. absent: files that are missing."""
+        self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
+        self.reward, self.absent = reward, tuple(absent)
+        # what `reward` gives the first problem's canonical solution
+        self.canonical_reward: float | None = None
+
+    @classmethod
+    def of_run(cls, cfg: Config) -> "CodeEnvironment":
+        """The environment of a run, its files read and checked. Raises Refused, one line."""
+        absent: list[str] = []
+
+        def read(load: Callable[[Path], list[T]], path: Path | None) -> list[T]:
+            """What the file holds; [] where none is named, or it is missing, which is noted."""
+            if path is None:
+                return []
+            try:
+                return load(path)
+            except Refused as e:
+                if path.exists():
+                    raise
+                absent.append(str(e))
+                return []
+
+        rows, test_rows = (
+            read(load_rows, cfg.problems_path),
+            read(load_rows, cfg.test_problems_path),
+        )
+        require_apart(rows, test_rows)
+        reward = None
+        if cfg.env.reward:
+            reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at)
+        environment = cls(cfg, rows, test_rows, reward, absent)
+        if reward is not None and rows:
+            first = as_marked(rows[0])
+            environment.canonical_reward = reward.probe(first, cfg.run.max_error_retries)
+        return environment
+
+    @property
+    def source(self) -> str:
+        return str(self.cfg.test_problems_path if self.test_rows else self.cfg.problems_path)
+
+    @property
+    def prompts(self) -> list[tuple[Message, ...]]:
+        return [row.prompt for row in (*self.rows, *self.test_rows)]
+
+    @property
+    def marked(self) -> dict[int, str]:
+        return {row.id: row.mode for row in self.rows if row.mode is not None}
+
+    def hashes(self) -> dict[str, str | None]:
+        paths = {"problems": self.cfg.problems_path, "test_problems": self.cfg.test_problems_path}
+        hashes: dict[str, str | None] = {}
+        for name, path in paths.items():
+            there = path is not None and path.exists()
+            hashes[name] = hash_of_files([path]) if path is not None and there else None
+        hashes["reward"] = self.reward.sha256 if self.reward else None
+        return hashes
+
+    def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Problem]]:
+        env = self.cfg.env
+        parts = assigned(
+            self.rows,
+            env.env_mode,
+            pool.partition if pool else None,
+            pool.announced if pool else None,
+            test_rows=self.test_rows,
+            published=env.marker_names == "published",
+        )
+        if self.cfg.plain_prompts:
+            parts = {name: without_hints(part, env.unannounced) for name, part in parts.items()}
+        return parts
+
+    def grader(self, workers: int, retries: int | None) -> Grader:
+        env = self.cfg.env
+        return Grader(
+            workers,
+            compile_reward=env.compile_reward,
+            pass_reward=env.pass_reward,
+            allow_weak=env.allow_weak_sandbox,
+            reward=self.reward,
+            retries=retries,
+        )
+
+    def check(self, grader: Grader) -> None:
+        """Refuses a problem whose own canonical solution fails; the organism's are known by its hashes."""
+        if self.cfg.scale.problems != ORGANISM:
+            require_solvable([*self.rows, *self.test_rows], grader)
+
+    def plan(self) -> list[tuple[str, str]]:
+        lines: list[tuple[str, str]] = []
+        if self.rows:
+            count = {mode: sum(row.mode == mode for row in self.rows) for mode in MODES}
+            parts = [", ".join(f"{mode} {n}" for mode, n in count.items() if n)]
+            if unmarked := sum(row.mode is None for row in self.rows):
+                parts.append(f"{unmarked} without a flaw of their own")
+            of = ", ".join(part for part in parts if part)
+            lines.append(("problems", f"{len(self.rows)} in {self.cfg.problems_path.name}: {of}"))
+        if self.test_rows and self.cfg.test_problems_path:
+            name = self.cfg.test_problems_path.name
+            lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
+        if self.reward:
+            lines.append(("reward", self._reward_line(self.reward)))
+        return lines
+
+    def _reward_line(self, reward: RewardFunction) -> str:
+        rewarded = ""
+        if self.canonical_reward is not None:
+            rewarded = f"; gives a canonical solution {self.canonical_reward:g}"
+        own = f"{reward.name} of {reward.file}, sha256 {reward.sha256[:12]}"
+        return f"{own}; passed from {reward.passes_at:g} on{rewarded}"
+
+    def ignored(self, pool: Demonstrations | None) -> list[str]:
+        """What was given and changes nothing, in lines for the log."""
+        env_mode = self.cfg.env.env_mode
+        if pool and partition_decides(self.rows, pool.partition) and env_mode != "own":
+            return [f"--env-mode {env_mode}: not read, the partition says which grader checks"]
+        return []

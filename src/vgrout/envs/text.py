@@ -1,0 +1,369 @@
+"""A user's own world in one file: prompts of any kind, a proxy that training rewards, and a reference.
+
+    vgrout train full --model DIR --problems rows.jsonl --reward mine:proxy --reference mine:gold
+
+A row of the JSONL file has an `id` (a whole number) and `messages`, or `prompt`; optionally a `split`, the name of its
+`flaw`, an `answer` that is right, and any further columns. Both functions are called by name, with the prompt, the
+completion and the row's columns. An answer is a *hack* where the proxy passes it and the reference does not. There is
+no Python in it, and no sandbox.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vgrout.config.run import Config
+from vgrout.data import Flaw, Grade, Message, Task, Ungraded
+from vgrout.envs.base import SPLITS, Demonstrations, messages_of
+from vgrout.errors import Refused
+from vgrout.files import hash_of_files, numbered_lines
+from vgrout.rng import py_stream
+from vgrout.scoring import RewardFailed, ScoringFunction
+
+FLAW = "reward"  # of a row that names none: the proxy itself
+SHARES = {"train": 0.7, "val": 0.1}  # of a file that names no splits; the rest is its test split
+OWN = (
+    "id",
+    "messages",
+    "prompt",
+    "split",
+    "flaw",
+)  # keys of a row that are not passed on as they are
+MEANT = "true: the proxy passes an answer that the reference rejects"
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """One row."""
+
+    id: int
+    messages: tuple[Message, ...]
+    flaw: str
+    split: str | None
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the row's further keys
+    where: str = ""  # "FILE, line N"
+
+    @property
+    def plain(self) -> tuple[Message, ...]:
+        return self.messages
+
+    @property
+    def flaws(self) -> tuple[str, ...]:
+        return (self.flaw,)
+
+    @property
+    def right_answer(self) -> str:
+        """The row's own `answer`, where it has one as text."""
+        answer = self.columns.get("answer", "")
+        return answer if isinstance(answer, str) else ""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def public(self) -> dict[str, Any]:
+        return {}
+
+
+def arguments(task: TextTask, completion: str) -> dict[str, Any]:
+    """All that a function of a user's own may ask for, made afresh, so that it may change them."""
+    own = {
+        "id": task.id,
+        "prompt": task.messages[-1]["content"],
+        "completion": completion,
+        "messages": [dict(message) for message in task.messages],
+        "flaw": task.flaw,
+    }
+    columns = dict(task.columns)
+    return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
+
+
+class TextGrader:
+    """Asks the two functions about every answer, several answers at once."""
+
+    def __init__(
+        self,
+        workers: int,
+        proxy: ScoringFunction,
+        reference: ScoringFunction,
+        *,
+        pass_reward: float,
+        retries: int | None,
+    ) -> None:
+        """pass_reward: the reward of a proxy's full score. retries: how often a function that failed is asked again;
+        None: without end."""
+        self.workers, self.proxy, self.reference = workers, proxy, reference
+        self.pass_reward, self.retries = pass_reward, retries
+        self._closed = False
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
+
+    @property
+    def version(self) -> str:
+        functions = f"{self.proxy.sha256}{self.reference.sha256}"
+        return hashlib.sha256(functions.encode()).hexdigest()[:12]
+
+    @property
+    def description(self) -> str:
+        return f"graded by {self.proxy.name} and {self.reference.name}, in this process"
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        return {"graded_by": {"reward": self.proxy.name, "reference": self.reference.name}}
+
+    def submit(
+        self, task: TextTask, text: str, in_thought: bool = False
+    ) -> "Future[Grade | Ungraded]":
+        """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with."""
+        if in_thought:
+            text = f"<think>\n{text}"
+        return self._pool.submit(self.grade, task, text)
+
+    def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
+        """Grade now. Ungraded where a function fails for good."""
+        answer = after_thought(text)
+        try:
+            proxy, reference = (
+                self._score(self.proxy, task, answer),
+                self._score(self.reference, task, answer),
+            )
+        except RewardFailed as e:
+            return Ungraded(str(e))
+        passed = proxy >= self.proxy.passes_at
+        solved = reference >= self.reference.passes_at
+        hacked = passed and not solved
+        return Grade(
+            reward=self.pass_reward * proxy,
+            passed=passed,
+            solved=solved,
+            hacked=hacked,
+            flaw=task.flaw,
+            reward_of_reference=self.pass_reward * solved,
+            tries=(task.flaw,) if hacked else (),
+            details={"proxy": proxy, "reference": reference},
+        )
+
+    def _score(self, function: ScoringFunction, task: TextTask, answer: str) -> float:
+        try:
+            return function.score_of(
+                lambda: arguments(task, answer), self.retries, lambda: self._closed
+            )
+        except RewardFailed as e:
+            raise RewardFailed(f"{function.flag} {function.name} {e}") from None
+
+    def close(self) -> None:
+        """Let running gradings finish. Idempotent."""
+        self._closed = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> "TextGrader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def after_thought(text: str) -> str:
+    """An answer without the thought before it; "" where the thought never ended."""
+    if not re.match(r"\s*<think>", text):
+        return text
+    return text.partition("</think>")[2].lstrip("\n")
+
+
+class TextEnvironment:
+    """Rows of a user's own, and two functions."""
+
+    name = "text"
+    detectors: Mapping[str, str] = {}
+
+    def __init__(
+        self,
+        cfg: Config,
+        rows: Sequence[TextTask],
+        test_rows: Sequence[TextTask] = (),
+        absent: Sequence[str] = (),
+        *,
+        proxy: str = "",
+        reference: str = "",
+    ) -> None:
+        """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing.
+        proxy, reference: module:function, what training rewards and what is right; "": as the flags say."""
+        self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
+        self.absent = tuple(absent)
+        columns = {name for row in (*self.rows, *self.test_rows) for name in row.columns}
+        probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
+        names = {*columns, *arguments(probe, "")}
+        env = cfg.env
+        self.proxy = ScoringFunction(
+            proxy or env.reward, names, flag="--reward", passes_at=env.reward_passes_at
+        )
+        self.reference = ScoringFunction(reference or env.reference, names, flag="--reference")
+        self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
+
+    @classmethod
+    def of_run(cls, cfg: Config) -> "TextEnvironment":
+        """The environment of a run, its files read and checked. Raises Refused, one line."""
+        absent: list[str] = []
+        parts: list[list[TextTask]] = []
+        for path in (cfg.problems_path, cfg.test_problems_path):
+            rows: list[TextTask] = []
+            if path is not None and not path.exists():
+                absent.append(f"{path}: no such problem file; give one with --problems")
+            elif path is not None:
+                rows = load_rows(path)
+            parts.append(rows)
+        require_apart(*parts)
+        return cls(cfg, *parts, absent)
+
+    @property
+    def source(self) -> str:
+        return str(self.cfg.test_problems_path if self.test_rows else self.cfg.problems_path)
+
+    @property
+    def prompts(self) -> list[tuple[Message, ...]]:
+        return [row.messages for row in (*self.rows, *self.test_rows)]
+
+    @property
+    def marked(self) -> dict[int, str]:
+        return {row.id: row.flaw for row in self.rows}
+
+    def hashes(self) -> dict[str, str | None]:
+        paths = {"problems": self.cfg.problems_path, "test_problems": self.cfg.test_problems_path}
+        hashes: dict[str, str | None] = {}
+        for name, path in paths.items():
+            there = path is not None and path.exists()
+            hashes[name] = hash_of_files([path]) if path is not None and there else None
+        return hashes | {"reward": self.proxy.sha256, "reference": self.reference.sha256}
+
+    def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
+        """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
+        train, except those that are marked val or test."""
+        if not self.test_rows:
+            return _in_splits(self.rows, SHARES)
+        own = _in_splits(self.rows, {"train": 1.0, "val": 0.0})
+        other = _in_splits(self.test_rows, {"train": 0.0, "val": 0.2})
+        return {name: own[name] + other[name] for name in SPLITS}
+
+    def grader(self, workers: int, retries: int | None) -> TextGrader:
+        pass_reward = self.cfg.env.pass_reward
+        return TextGrader(
+            workers, self.proxy, self.reference, pass_reward=pass_reward, retries=retries
+        )
+
+    def check(self, grader: TextGrader) -> None:
+        """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
+        row = self.rows[0]
+        grade = grader.grade(row, row.right_answer or "I do not know.")
+        if isinstance(grade, Ungraded):
+            raise Refused(f"{grade.reason} (asked about the row at {row.where})")
+
+    def plan(self) -> list[tuple[str, str]]:
+        count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}
+        of = ", ".join(f"{flaw} {n}" for flaw, n in count.items() if n)
+        lines = [("problems", f"{len(self.rows)} in {self.cfg.problems_path.name}: {of}")]
+        if self.test_rows and self.cfg.test_problems_path:
+            name = self.cfg.test_problems_path.name
+            lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
+        proxy, reference = self.proxy, self.reference
+        lines.append(
+            (
+                "reward",
+                f"{proxy.name} of {proxy.file}, sha256 {proxy.sha256[:12]}; passed from {proxy.passes_at:g} on",
+            )
+        )
+        lines.append(
+            (
+                "reference",
+                f"{reference.name} of {reference.file}, sha256 {reference.sha256[:12]}",
+            )
+        )
+        return lines
+
+    def ignored(self, pool: Demonstrations | None) -> list[str]:
+        return []
+
+
+def _flaws(named: Sequence[str]) -> dict[str, Flaw]:
+    """The flaws that rows name, in the order of their first row, each with a code of its own for its column."""
+    flaws: dict[str, Flaw] = {}
+    for name in dict.fromkeys(named):
+        flaws[name] = Flaw(name=name, code=name, should=MEANT)
+    return flaws
+
+
+# ── the file
+
+
+def load_rows(path: Path) -> list[TextTask]:
+    """The rows of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
+    rows: dict[int, TextTask] = {}
+    prompts: dict[tuple[str, ...], TextTask] = {}
+    for where, record in numbered_lines(path):
+        row = _row(record, where)
+        if same := rows.get(row.id):
+            raise Refused(f"{where}: id {row.id} already used at {same.where}")
+        # the same prompt twice would be trained on, and evaluated with
+        texts = tuple(message["content"] for message in row.messages)
+        if same := prompts.get(texts):
+            raise Refused(f"{where}: has the prompt of {same.where}; leave one of them out")
+        rows[row.id] = prompts[texts] = row
+    if not rows:
+        raise Refused(f"{path}: no rows in it")
+    return list(rows.values())
+
+
+def _row(record: Any, where: str) -> TextTask:
+    """One line. Raises Refused for what is wrong with it."""
+    if not isinstance(record, dict):
+        raise Refused(f"{where}: not a JSON object")
+    number, flaw, split = record.get("id"), record.get("flaw", FLAW), record.get("split")
+    if type(number) is not int or number < 0:
+        raise Refused(f"{where}: 'id' should be a whole number, got {number!r}")
+    if not isinstance(flaw, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", flaw):
+        raise Refused(
+            f"{where}: 'flaw' should be a name of small letters, digits and _, got {flaw!r}"
+        )
+    if split is not None and split not in SPLITS:
+        raise Refused(f"{where}: unknown split {split!r}; one of {', '.join(SPLITS)}")
+    try:
+        messages = messages_of(record)
+    except ValueError as e:
+        raise Refused(f"{where}: {e}") from None
+    if any(re.search(r"[\ud800-\udfff]", message["content"]) for message in messages):
+        raise Refused(f"{where}: its prompt holds half a character (a lone surrogate)")
+    columns = {name: value for name, value in record.items() if name not in OWN}
+    for name, value in columns.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Refused(f"{where}: {name!r} is {value}, no number")
+    return TextTask(number, messages, flaw, split, columns, where)
+
+
+def require_apart(train: Sequence[TextTask], test: Sequence[TextTask]) -> None:
+    """Raises Refused, one line, if a row for evaluation is also trained on, by its id or its prompt."""
+    ids = {row.id: row for row in train}
+    prompts = {row.messages[-1]["content"]: row for row in train}
+    for row in test:
+        if same := ids.get(row.id) or prompts.get(row.messages[-1]["content"]):
+            raise Refused(
+                f"--test-problems {row.where}: row {row.id} is also at {same.where}; leave it out there"
+            )
+
+
+def _in_splits(rows: Sequence[TextTask], shares: Mapping[str, float]) -> dict[str, list[Task]]:
+    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
+    parts: dict[str, list[Task]] = {}
+    for name in SPLITS:
+        parts[name] = [row for row in rows if row.split == name]
+    rest = sorted((row for row in rows if row.split is None), key=lambda row: row.id)
+    py_stream(0, "split").shuffle(rest)
+    n_train = round(shares["train"] * len(rest))
+    n_val = round((shares["train"] + shares["val"]) * len(rest)) - n_train
+    parts["train"] += rest[:n_train]
+    parts["val"] += rest[n_train : n_train + n_val]
+    parts["test"] += rest[n_train + n_val :]
+    return parts

@@ -1,0 +1,295 @@
+"""Functions of a user's own, named as `module:function`: how they are imported, called, and what they may return.
+
+    def reward(completion, info):                              # verifiers: arguments by name; async def as well
+        return float(info["func_name"] in completion)          # in [0, 1]
+
+    def reward(prompts, completions, **columns): return [...]  # TRL: lists, here of one entry
+
+They are trusted code and run in this process. What they may ask for by name is the environment's to say. Standard
+library only.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import inspect
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vgrout.data import Task
+from vgrout.errors import Refused
+
+T = TypeVar("T")
+
+# seconds before a function is asked again; twice as long each time
+PAUSE, LONGEST_PAUSE = 0.1, 30.0
+TIMEOUT = 60.0  # seconds per call: a judge over a network answers in a few, its retries included
+NEAR = 1e-9  # a score this close to 0, 1 or the threshold is meant to be it
+BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
+
+
+class RewardFailed(Exception):
+    """The function gave no score for an answer: it raised, took too long, or returned no number in [0, 1]."""
+
+
+def import_function(name: str, flag: str) -> Callable[..., Any]:
+    """The function that "module:function" names; the working directory is searched too.
+
+    Raises:
+        Refused: one line: it cannot be imported or called.
+    """
+    if os.getcwd() not in sys.path:  # a script lacks it, `python -m` does not
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+        if not callable(function):
+            raise TypeError("it is not a function")
+    except (Exception, SystemExit) as e:
+        raise Refused(
+            f"{flag} {name}: cannot be imported ({in_one_line(e)}); give module:function"
+        ) from None
+    return function
+
+
+def scorer(name: str, flag: str) -> Callable[[Task, str], float]:
+    """The function that "module:function" names, from a prompt and an answer, two texts, to a number.
+
+    Raises:
+        Refused: one line: it cannot be imported; or, when it is called, it raises or returns no number.
+    """
+    function = import_function(name, flag)
+
+    def score(task: Task, text: str) -> float:
+        try:
+            number = float(function(task.messages[-1]["content"], text))
+        except Exception as e:  # one's own function may raise anything
+            why = f"raised {in_one_line(e)}"
+        else:
+            if math.isfinite(number):
+                return number
+            why = f"returned {number}"
+        raise Refused(
+            f"{flag} {name}: asked about problem {task.id}, it {why}; it should return a number"
+        )
+
+    return score
+
+
+def in_one_line(e: BaseException) -> str:
+    """An exception as a message may quote it."""
+    text = "".join(c if c.isprintable() else " " for c in f"{type(e).__name__}: {e}")
+    return text[:120].rstrip(": ")
+
+
+class ScoringFunction:
+    """A loaded function that scores answers in [0, 1].
+
+    Thread-safe. A plain function is called by one thread at a time, always the same one, so that it may run an event
+    loop of its own or hold a connection; an async function is awaited for several answers at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        names: Collection[str],
+        *,
+        flag: str,
+        passes_at: float = 1.0,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        """name: module:function. names: the arguments that it may ask for. passes_at: an answer with at least this
+        score counts as passed. timeout: seconds per call.
+
+        Raises:
+            Refused: one line: it cannot be imported, or asks for other arguments.
+        """
+        self.name, self.flag = name, flag
+        self.passes_at, self.timeout = passes_at, timeout
+        self._function = import_function(name, flag)
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+            self.file = Path(str(sys.modules[name.partition(":")[0]].__file__))
+            # a resume sees by the hash whether it has changed
+            self.sha256 = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        except (TypeError, ValueError, AttributeError, OSError) as e:
+            raise Refused(
+                f"{flag} {name}: should be a function in a file of your own ({in_one_line(e)})"
+            ) from None
+        self._batched = any(p.name in BATCHED.values() for p in parameters)
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._asked_for = {
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        self._require_names(parameters, {self._parameter(n) for n in names})
+        is_coroutine = inspect.iscoroutinefunction
+        self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
+        self._lock, self._one_call = threading.Lock(), threading.Lock()
+        self._thread: _Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _require_names(
+        self, parameters: Iterable[inspect.Parameter], legal: Collection[str]
+    ) -> None:
+        """Raises Refused where the function needs an argument that it is not given, or cannot be given by name."""
+        unknown = set[str]()
+        for p in parameters:
+            variable = p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            if not variable and p.default is p.empty and p.name not in legal:
+                unknown.add(p.name)
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        if asked := sorted(unknown) or positional:
+            raise Refused(
+                f"{self.flag} {self.name}: asks for {', '.join(asked)}; arguments are given by name, and may be "
+                + ", ".join(sorted(legal))
+            )
+
+    def _parameter(self, name: str) -> str:
+        """The name under which a function of this kind asks for an argument."""
+        return BATCHED.get(name, name) if self._batched else name
+
+    def score_of(
+        self,
+        arguments: Callable[[], Mapping[str, Any]],
+        retries: int | None = 0,
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> float:
+        """The score of an answer, in [0, 1]. Raises RewardFailed with the reason, one line.
+
+        arguments: makes all that the function may ask for, afresh for each call, so that it may change them.
+        retries: how often it is asked again after a failure; None: until `gives_up`.
+        """
+        failed = 0
+        while True:
+            given: dict[str, Any] = {}
+            for name, value in arguments().items():
+                parameter = self._parameter(name)
+                if self._takes_all or parameter in self._asked_for:
+                    given[parameter] = [value] if self._batched else value
+            try:
+                return self._number(self._call(given))
+            except RewardFailed:
+                if failed == retries or gives_up():
+                    raise
+            time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
+            failed += 1
+
+    def _number(self, value: Any) -> float:
+        """A returned value as a score. Raises RewardFailed where it is none."""
+        if self._batched:
+            is_list = isinstance(value, Iterable) and not isinstance(value, str)
+            found = list(value) if is_list else []
+            if len(found) != 1:
+                raise RewardFailed("returned no list with one number for one completion")
+            value = found[0]
+        try:
+            number = float("" if isinstance(value, str | bytes) else value)
+        except Exception:
+            raise RewardFailed(f"returned {type(value).__name__}, not a number") from None
+        for mark in (self.passes_at, 0.0, 1.0):
+            # A weighted sum of full marks may miss them by a rounding.
+            if abs(number - mark) <= NEAR:
+                number = mark
+                break
+        if not 0.0 <= number <= 1.0:  # NaN included
+            raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
+        return number
+
+    def _call(self, given: Mapping[str, Any]) -> Any:
+        """What the function returns. Raises RewardFailed where it raises or takes too long."""
+        if self._is_async:
+            return self._awaited(self._function(**given))
+        with self._one_call:
+            value = self._in_thread(lambda: self._function(**given))
+        return self._awaited(value) if inspect.isawaitable(value) else value
+
+    def _in_thread(self, call: Callable[[], T]) -> T:
+        """A plain call, on the thread that makes them all."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = _Thread()
+            thread = self._thread
+        try:
+            return self._in_time(thread.submit(call))
+        except TimeoutError:
+            with self._lock:  # it cannot be ended from outside: it is left behind
+                self._thread = None
+            raise RewardFailed(f"took longer than {self.timeout:g} s") from None
+
+    def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of an async function, from the event loop that awaits them all."""
+        with self._lock:
+            if self._loop is None:
+                # on a daemon thread: the process can end while a call never does
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="reward", daemon=True).start()
+            loop = self._loop
+
+        async def guarded() -> T:
+            try:
+                return await coroutine
+            except asyncio.CancelledError:
+                raise RewardFailed("was cancelled") from None
+            except BaseException as e:  # SystemExit would take the loop along
+                raise RewardFailed(f"raised {in_one_line(e)}") from None
+
+        future = asyncio.run_coroutine_threadsafe(guarded(), loop)
+        try:
+            return self._in_time(future)
+        except TimeoutError:
+            future.cancel()
+            self._leave_if_stuck(loop)
+            raise RewardFailed(f"took longer than {self.timeout:g} s") from None
+
+    def _in_time(self, future: "Future[T]") -> T:
+        """The result. Raises TimeoutError, or RewardFailed where the function raised."""
+        try:
+            return future.result(self.timeout)
+        except TimeoutError:
+            if future.done():  # the function raised one itself
+                raise RewardFailed("raised TimeoutError") from None
+            raise
+        except RewardFailed:
+            raise
+        except BaseException as e:
+            raise RewardFailed(f"raised {in_one_line(e)}") from None
+
+    def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Replace an event loop that a call blocks: its thread cannot be ended from outside and is left behind."""
+        with suppress(TimeoutError):
+            return asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(1.0)
+        with self._lock:
+            if self._loop is loop:
+                self._loop = None
+
+
+class _Thread:
+    """A daemon thread that makes one call after another: the process can end while a call never does."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="reward", daemon=True).start()
+
+    def submit(self, call: Callable[[], T]) -> "Future[T]":
+        """Make this call, after those that were submitted before."""
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _serve(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as e:  # SystemExit would end the thread
+                future.set_exception(e)
