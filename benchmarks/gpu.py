@@ -156,7 +156,7 @@ def fits_plan(policy: Policy, load: Load) -> Figure:
         "prompt_tokens": load.prompt,
         "max_new": load.answer,
     }
-    made = plan(
+    memory = plan(
         shapes, device="cuda", size=policy.model.dtype.itemsize, routes=True, by_rollout=True, **of
     )
     update, draw = rig.update(policy, noise(policy, load), True), sampler(policy, load)
@@ -164,11 +164,12 @@ def fits_plan(policy: Policy, load: Load) -> Figure:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
         draw()
-        g, loss = update()
-        optim.step(Routed(g.sum(0), g.sum(0)), loss)
+        made = update()
+        assert made.g is not None
+        optim.step(Routed(made.g.sum(0), made.g.sum(0)), made.metrics)
         with policy.adapter.deployed():
             pass
-    peak, planned = torch.cuda.max_memory_allocated(), made.peak - CONTEXT["cuda"]
+    peak, planned = torch.cuda.max_memory_allocated(), memory.peak - CONTEXT["cuda"]
     figure, within = (
         f"{peak / planned:.2f} × ({peak / GIB:.2f} GiB)",
         abs(peak / planned - 1) <= 0.1,
@@ -216,8 +217,10 @@ def same_gradients(policy: Policy, load: Load) -> Figure:
     """Of packed rows through this device's kernel, and of padded ones through SDPA; infinities and NaNs count."""
     groups = noise(policy, load, prompts=1)
     packed, padded = (
-        rig.update(p, groups, False)()[0] for p in (policy, replace(policy, packs=False))
+        rig.update(p, groups, False)().g for p in (policy, replace(policy, packs=False))
     )
+    assert packed is not None
+    assert padded is not None
     off = (
         float((packed - padded).norm() / padded.norm())
         if packed is not None and padded is not None

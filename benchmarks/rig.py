@@ -23,7 +23,7 @@ from vgrout.config.presets import resolve
 from vgrout.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
 from vgrout.envs.base import split_tasks
 from vgrout.envs.code.problem import Problem
-from vgrout.grpo import LossMetrics, policy_gradients
+from vgrout.grpo import PolicyGradients, policy_gradients
 from vgrout.model.policy import Policy
 from vgrout.runs.preflight import preflight
 
@@ -173,9 +173,7 @@ def noise_groups(
     return groups
 
 
-def update(
-    policy: Policy, groups: list[Group], by_rollout: bool
-) -> Callable[[], tuple[Any, LossMetrics]]:
+def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[], PolicyGradients]:
     """Forward and backward of one update: a gradient for each rollout, or one for each group."""
     longest = max(len(r.completion_ids) for g in groups for r in g.rollouts)
     cfg = resolve(command("none", f"--max-new={longest}"))

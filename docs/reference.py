@@ -17,16 +17,10 @@ from typing import Any
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import flag, legal_values, rule_of
 from vgrout.config.loss import LOSSES
-from vgrout.config.method import (
-    CONTROLS,
-    INTERVENTIONS,
-    MONITORS,
-    intervention_class,
-    monitor_class,
-)
 from vgrout.config.names import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
+from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.table import StepRow
 
@@ -202,8 +196,8 @@ def flags() -> str:
             {name: what for name, (what, _) in PRESETS.items()},
             "`vgrout train PRESET [--flag value …]`. A flag that the chosen method never reads is refused.",
         ),
-        *named("Interventions", {name: intervention_class(name).what for name in INTERVENTIONS}),
-        *named("Monitors", {name: monitor_class(name).what for name in MONITORS}),
+        *named("Interventions", {name: spec.what for name, spec in INTERVENTIONS.items()}),
+        *named("Monitors", {name: spec.what for name, spec in MONITORS.items()}),
         *named("Controls", {name: spec.what for name, spec in CONTROLS.items()}),
         *named("Losses", {name: spec.what for name, spec in LOSSES.items()}),
         *named(

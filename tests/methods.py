@@ -14,8 +14,9 @@ from torch import Tensor
 from tiny import shake
 from vgrout.config.checks import listed
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import MONITORS, MethodConfig, intervention_class, monitor_class
+from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config, EnvConfig, RunConfig, ScaleConfig
+from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of
 from vgrout.data import (
     Batch,
     CachedGrade,
@@ -173,7 +174,7 @@ def config(
     loss: LossConfig | None = None,
     **flags: Any,
 ) -> Config:
-    compare = {name for name in MONITORS if "known correct" in monitor_class(name).needs}
+    compare = {name for name in MONITORS if "known correct" in MONITORS[name].needs}
     if compare & {monitor, *listed(flags.get("shadow", ""))}:
         flags = {"known_correct": Path("known.json")} | flags  # what is in it comes with `Inputs`
     method = MethodConfig(intervention=intervention, monitor=monitor, **flags)
@@ -211,7 +212,7 @@ def watched_by(monitor: Monitor, policy: Policy, intervention: str, **flags: Any
 def step(policy: Policy, method: Method, of: Batch) -> tuple[Batch, Routed]:
     """As the trainer's loop: flags and rows before the backward, and what is learnt."""
     of = method.flag(of)
-    g, _ = policy_gradients(policy, of, method.cfg)
+    g = policy_gradients(policy, of, method.cfg).g
     return of, method.route(of, g)
 
 
@@ -223,7 +224,8 @@ def gradient(policy: Policy, groups: Sequence[Group], rollouts: Sequence[int] = 
         for b, (r, A) in enumerate(zip(g.rollouts, g.advantages, strict=True))
         if b in rollouts
     )
-    g, _ = policy_gradients(policy, Batch(tuple(groups), (), (), 8, 0, rows=rows), config("none"))
+    step = Batch(tuple(groups), (), (), 8, 0, rows=rows)
+    g = policy_gradients(policy, step, config("none")).g
     return g[0]
 
 
@@ -302,15 +304,15 @@ def toy(
     usual = {"seed": 7} | ({"quarantine": "shared"} if intervention == "route2" else {})
     cfg, spans = config(intervention, **usual | flags), spans_of(sizes)
     direction = direction or toy_direction(sizes=sizes)
-    kind: Any = intervention_class(intervention)
-    monitor: Any = monitor_class(cfg.method.monitor_name)
+    kind: Any = class_of(INTERVENTIONS[intervention])
+    monitor: Any = class_of(MONITORS[cfg.method.monitor_name])
     own, watching = {}, Monitor()
-    if kind.has_direction:
+    if kind.spec.has_direction:
         own["direction"] = LiveDirection(cfg, spans, direction, first_axes, again=again)
-    if monitor.reads == "gradients":
+    if monitor.spec.reads == "gradients":
         how: dict[str, Any] = {
             "keeps_modules": True,
-            "signed": monitor.signs_random,
+            "signed": monitor.spec.signs_random,
             "again": again,
         }
         watching = monitor(cfg, LiveDirection(cfg, spans, direction, mean_axis, **how))

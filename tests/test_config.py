@@ -18,16 +18,10 @@ from vgrout import embedded as organism
 from vgrout import losses
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossName
-from vgrout.config.method import (
-    CONTROLS,
-    INTERVENTIONS,
-    MONITORS,
-    MethodConfig,
-    intervention_class,
-    monitor_class,
-)
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resumed
 from vgrout.config.run import GROUPS, Config, from_dict
+from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.model import source
 from vgrout.runs.preflight import first_lines, method_lines, preflight
 
@@ -52,12 +46,8 @@ def test_help_all_has_every_flag_and_every_name_with_its_line(
 ) -> None:
     shown = " ".join(printed(capsys, "mini", "--help-all").replace("│", " ").split())
     assert not [flag for flag in flag_names() if flag not in shown]
-    classes = {n: intervention_class(n) for n in INTERVENTIONS} | {
-        n: monitor_class(n) for n in MONITORS
-    }
-    lines = {
-        name: row.what for name, row in (classes | CONTROLS | LOSSES).items() if name != "none"
-    }
+    rows: dict[str, Any] = {**INTERVENTIONS, **MONITORS, **CONTROLS, **LOSSES}
+    lines = {name: row.what for name, row in rows.items() if name != "none"}
     assert not [name for name, what in lines.items() if f"{name}: {what}" not in shown]
 
 

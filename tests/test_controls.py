@@ -34,9 +34,10 @@ from runs import rows as step_rows
 from runs import run as program
 from tiny import policy as tiny_policy
 from tiny import shake
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resolve
 from vgrout.config.run import PLACEBOS
+from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.data import Batch, Flags
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import extract, save

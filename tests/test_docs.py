@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 
 from vgrout.__main__ import COMMANDS
-from vgrout.config.method import MONITORS
 from vgrout.config.presets import resolve
+from vgrout.config.specs import MONITORS
 from vgrout.envs.code.modes import MODES
 from vgrout.report import stats
 from vgrout.sweep.study_file import load_study_file

@@ -269,7 +269,7 @@ def test_a_step_raises_rewarded_answers_and_survives_saving(
     sequences = ([r.prompt_ids for r in rewarded], [r.completion_ids for r in rewarded])
     with torch.no_grad():
         old = float(policy.logprobs(*sequences)[0].sum())
-    g_b, _ = policy_gradients(policy, tiny.step_of([g]), CONFIG)
+    g_b = policy_gradients(policy, tiny.step_of([g]), CONFIG).g
     assert optim.step(Routed(g_b.sum(0))).stepped
     with torch.no_grad():
         assert float(policy.logprobs(*sequences)[0].sum()) > old
@@ -343,7 +343,7 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     source.tok.save_pretrained(tmp_path / "base")
     policy = load_policy(tmp_path / "base", device="cpu", dtype=torch.bfloat16, cache_dir=None)
     tiny.shake(policy.adapter, 0.05)
-    g_b, _ = policy_gradients(policy, tiny.step_of([group(policy)]), CONFIG)
+    g_b = policy_gradients(policy, tiny.step_of([group(policy)]), CONFIG).g
     assert g_b.dtype == torch.float32
     write(policy, tmp_path / "m", torch.bfloat16)
     assert parity(policy, load_beside(policy, tmp_path / "m"), ["hello"], exact=True).holds

@@ -28,6 +28,7 @@ from vgrout.config.run import identity
 from vgrout.data import Ungraded
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
+from vgrout.loss_metrics import LossMetrics
 from vgrout.model import load as weights
 from vgrout.report.load import load
 from vgrout.runs import checkpoint
@@ -693,7 +694,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     """One NaN in one row's gradient, on those calls."""
     real, calls = grpo._finite, count()
 
-    def poisoned(g: torch.Tensor, metrics: grpo.LossMetrics) -> bool:
+    def poisoned(g: torch.Tensor, metrics: LossMetrics) -> bool:
         if next(calls) in at and len(g):
             g[0, 0] = torch.nan
         return real(g, metrics)

@@ -15,7 +15,9 @@ from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config, ScaleConfig
 from vgrout.data import CachedGrade, Completion, Group, Rollout
 from vgrout.envs.code.problem import Problem
-from vgrout.grpo import LossMetrics, as_batch, micro_batches, policy_gradients, prompts_apart
+from vgrout.grpo import policy_gradients
+from vgrout.loss_metrics import LossMetrics
+from vgrout.micro_batches import as_batch, micro_batches, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
@@ -82,7 +84,8 @@ def config(max_new: int = MAX_NEW, **loss: Any) -> Config:
 def run(
     policy: Policy, of: list[Group], cfg: Config | None = None, row: Any = "rollout", **how: Any
 ) -> tuple[Tensor, LossMetrics]:
-    return policy_gradients(policy, step_of(of, row), cfg or config(), **how)
+    made = policy_gradients(policy, step_of(of, row), cfg or config(), **how)
+    return made.g, made.metrics
 
 
 def within(policy: Policy, tokens: int) -> Policy:
@@ -151,7 +154,8 @@ def test_nothing_is_learnt_where_something_is_not_finite(policy):
     first, *others = step.rows
     unmeasured = replace(first.rollout, logp_full=(math.nan,) * len(first.rollout.completion_ids))
     for bad in (replace(first, advantage=math.nan), replace(first, rollout=unmeasured)):
-        g, metrics = policy_gradients(policy, replace(step, rows=(bad, *others)), config())
+        made = policy_gradients(policy, replace(step, rows=(bad, *others)), config())
+        g, metrics = made.g, made.metrics
         assert g is None
         assert any(x is not None and not math.isfinite(x) for x in metrics.columns().values())
 

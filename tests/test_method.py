@@ -1,7 +1,6 @@
 """Every legal pair of intervention and monitor, on a tiny model: what each of them holds, whatever it does. Which
 settings each of them reads; classes of one's own."""
 
-import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -18,21 +17,10 @@ from methods import Fixed, batch, flat, gradient, make, poisoned, step, watched_
 from tiny import policy as tiny_policy
 from tiny import relative
 from vgrout import register_intervention, register_monitor
-from vgrout.config.method import (
-    INTERVENTIONS,
-    MONITORS,
-    ChoiceSettings,
-    Declared,
-    InterventionClass,
-    MethodConfig,
-    MonitorClass,
-    intervention_class,
-    monitor_class,
-    monitors_of,
-)
-from vgrout.config.method_settings import PenaltySettings, QuantileSettings
+from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import resolve, resumed
 from vgrout.config.run import from_dict
+from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views
 from vgrout.model.policy import Policy
@@ -82,7 +70,7 @@ def test_what_is_learnt_is_plain_grpos_gradient_split(policy, intervention, moni
     if intervention == "route2":
         more = {"quarantine": "shared", "rebaseline": False}
     method = make(policy, intervention, monitor, **more)
-    routes = intervention_class(intervention).routes
+    routes = INTERVENTIONS[intervention].routes
     of, learnt = step(policy, method, batch(deployed=(1,) if routes else ()))
     whole, keep, quar = (
         gradient(policy, of.groups),
@@ -125,7 +113,7 @@ def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy, inte
     of = batch(same=True)
     one, two = (step(policy, make(policy, intervention, monitor), b) for b in (of, poisoned(of)))
     assert same(one, two) == (monitor != "labels")
-    assert monitor_class(monitor).sees_labels == (monitor == "labels")
+    assert MONITORS[monitor].sees_labels == (monitor == "labels")
 
 
 @pytest.mark.parametrize(("intervention", "monitor"), READERS)
@@ -236,14 +224,8 @@ READ_BY = {
 
 @EVERY
 def test_a_method_reads_its_own_settings_and_refuses_all_others_by_name(intervention, monitor):
-    assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {
-        f.name for f in fields(ChoiceSettings)
-    }
-    reads = {
-        f.name
-        for group in MethodConfig(intervention=intervention, monitor=monitor).groups
-        for f in fields(group)
-    }
+    assert VALUES.keys() == {f.name for f in fields(MethodConfig)} - {*CHOICE}
+    reads = MethodConfig(intervention=intervention, monitor=monitor).settings_read
     for name, value in VALUES.items():
         # a no-op that the plan names
         if name in reads or (intervention, name) == ("none", "v_hack_path"):
@@ -302,15 +284,13 @@ def test_a_switch_that_depends_on_the_intervention_has_both_spellings():
     assert found == [None, True, True, False, False, False]
 
 
-def test_every_class_declares_what_its_protocol_says():
-    for registry, of, protocol in (
-        (MONITORS, monitor_class, MonitorClass),
-        (INTERVENTIONS, intervention_class, InterventionClass),
-    ):
-        for name in registry:
-            assert of(name).name == name
-            declared = inspect.get_annotations(Declared) | inspect.get_annotations(protocol)
-            assert all(hasattr(of(name), attribute) for attribute in declared), name
+def test_every_row_is_of_the_class_that_it_names_and_of_settings_that_there_are():
+    settings = {f.name for f in fields(MethodConfig)}
+    for specs in (MONITORS, INTERVENTIONS):
+        for name, spec in specs.items():
+            assert spec.name == name
+            assert class_of(spec).spec is spec
+            assert {*spec.settings} <= settings
     assert len(PAIRS) == 3 + 2 * 5 + 7, (
         "none, erase, route; texts for rewards; and every monitor for route2"
     )
@@ -331,7 +311,7 @@ class Long(Monitor):
 
     name = "long"
     what = "answers of more tokens than others"
-    Settings = (QuantileSettings,)
+    settings = ("monitor_quantile",)
 
     def __init__(self, quantile: float) -> None:
         self.quantile = quantile
@@ -350,7 +330,7 @@ class Damp(Intervention):
 
     name = "damp"
     what = "learn a flagged rollout's gradient divided by --penalty"
-    Settings = (PenaltySettings,)
+    settings = ("penalty",)
     acts_on = "gradient"
     reads_flags = True
     usual_monitor = "long"
@@ -383,20 +363,19 @@ def test_a_registered_class_is_as_good_as_a_built_in_one(policy):
 
 @pytest.mark.parametrize("name", ["gate", "none", "Long", "a b", ""])
 def test_a_name_that_is_taken_or_none_at_all_is_refused(name):
-    for register in (register_monitor, register_intervention):
+    for register, base in ((register_monitor, Monitor), (register_intervention, Intervention)):
         with pytest.raises(
             ValueError,
             match=rf"\AMine: its name '{name}' should be of small letters, .*, and not taken\Z",
         ):
-            register(type("Mine", (Monitor,), {"name": name}))
+            register(type("Mine", (base,), {"name": name}))
 
 
 MINE = """
-from vgrout.config.method_settings import QuantileSettings
 from vgrout.method.base import Intervention, Monitor
 
 class Mine(Monitor):
-    name, what, Settings = "mine", "nothing", (QuantileSettings,)
+    name, what, settings = "mine", "nothing", ("monitor_quantile",)
 
 class Ours(Intervention):
     name, what, reads_flags, usual_monitor = "ours", "nothing", True, "detector"
@@ -447,7 +426,7 @@ def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file
     assert read.as_dict() == written
     assert "own_part" not in sys.modules
     with pytest.raises(ValueError, match="name it on the command line as well"):
-        read.method.spec.make()
+        class_of(read.method.spec).make()
     for wrong in ("own_part:Absent", "no_such:Mine"):
         with pytest.raises(ValueError, match=rf"\A--monitor {wrong}: cannot be imported.*\Z"):
             resolve(["mini", "--intervention=penalty", "--monitor", wrong])

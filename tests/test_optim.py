@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiny import relative, tiny
 from vgrout.config.run import OptConfig
-from vgrout.grpo import LossMetrics
+from vgrout.loss_metrics import LossMetrics
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer, Update, lr_at
 from vgrout.tensor_types import Diagnostics, Routed

@@ -21,7 +21,7 @@ SCRIPT = f"""
 import torch, vgrout
 from dataclasses import replace
 from pathlib import Path
-from vgrout.config.method import intervention_class, monitor_class
+from vgrout.config.specs import intervention_class, monitor_class
 from vgrout.config.presets import resolve
 from vgrout.method.base import StepGradient
 from vgrout.train import main

@@ -13,8 +13,8 @@ import pytest
 
 from fake_runs import fake_run
 from runs import flags, run
-from vgrout.config.method import CONTROLS, INTERVENTIONS
 from vgrout.config.run import PLACEBOS
+from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.report.__main__ import main
 from vgrout.report.load import load
 

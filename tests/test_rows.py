@@ -68,7 +68,7 @@ def test_under_a_gate_rows_other_than_known_hacks_are_compared_among_themselves(
     among = tuple(of.advantages[b] if b in (2, 5) else next(own) for b in range(6))
     assert tuple(row.advantage for row in rows) == (among if rebaseline else of.advantages)
     assert [row.at for row in rows] == [*range(6)]
-    assert [row.flagged for row in rows] == [b in (2, 5) for b in range(6)]
+    assert [row.known_hack for row in rows] == [b in (2, 5) for b in range(6)]
 
 
 def test_each_row_is_learnt_from_under_what_sampled_it(policy):

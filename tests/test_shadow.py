@@ -9,8 +9,9 @@ import pytest
 from methods import batch, make, poisoned
 from runs import adapter_bytes, flags, rows, run
 from tiny import policy as tiny_policy
-from vgrout.config.method import MethodConfig, monitor_class, watchers
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resolve
+from vgrout.config.specs import MONITORS, watchers
 
 # a run without a monitor; one whose own draws and remembers, so that a shadow could disturb it
 OWN = {"none": [], "route2-online-probe": ["--random-flags"]}
@@ -112,9 +113,9 @@ def test_a_shadow_looks_at_every_group_and_sees_a_label_only_if_its_class_declar
         for name in watching:
             assert len(seen.shadows[name].flagged) == len(seen)
             if seen.index == 0:
-                assert (seen.shadows[name] == turned.shadows[name]) != monitor_class(
+                assert (seen.shadows[name] == turned.shadows[name]) != MONITORS[name].sees_labels, (
                     name
-                ).sees_labels, name
+                )
 
 
 def test_each_shadow_remembers_by_itself():

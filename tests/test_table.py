@@ -9,7 +9,7 @@ import pytest
 from vgrout.console import Clock
 from vgrout.data import Batch
 from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.grpo import LossMetrics
+from vgrout.loss_metrics import LossMetrics
 from vgrout.method.base import Refresh
 from vgrout.metrics import BatchMetrics, Eval, ModeEval, Rate
 from vgrout.optim import Update

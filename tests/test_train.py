@@ -32,7 +32,7 @@ from runs import (
 from vgrout import embedded as organism
 from vgrout import rollout
 from vgrout.config.loss import LossName
-from vgrout.config.method import INTERVENTIONS
+from vgrout.config.specs import INTERVENTIONS
 from vgrout.data import Grade
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter

@@ -41,10 +41,11 @@ def learnt(
     """The updates of the trainer's first step."""
     optim, of = Optimizer(policy.adapter, opt, steps), method.flag(of)
     updates: list[Update] = []
-    old: list[Tensor] = []
+    logp_old = ()
     for _ in range(method.cfg.loss.updates_per_batch):
-        g, loss = policy_gradients(policy, of, method.cfg, old=old)
-        updates.append(optim.step(method.route(of, g), loss, again=bool(updates)))
+        made = policy_gradients(policy, of, method.cfg, logp_old=logp_old)
+        logp_old = made.logp_old
+        updates.append(optim.step(method.route(of, made.g), made.metrics, again=bool(updates)))
     return updates
 
 
@@ -142,8 +143,8 @@ def test_nothing_more_is_learnt_from_a_batch_after_an_update_that_is_not_finite(
 
     def second_is_not(*args: Any, **how: Any) -> Any:
         calls.append(args)
-        g, loss = policy_gradients(*args, **how)
-        return (None if len(calls) == 2 else g), loss
+        made = policy_gradients(*args, **how)
+        return replace(made, g=None) if len(calls) == 2 else made
 
     monkeypatch.setattr(grpo, "policy_gradients", second_is_not)
     path = run(

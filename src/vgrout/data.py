@@ -354,7 +354,8 @@ class UpdateRow:
     rollout: Rollout
     group: int = 0  # which of the step's prompts
     advantage: float = 0.0
-    flagged: bool = False  # before any gradient: by a monitor of texts, or a known hack of a gate
+    flagged: bool = False  # by a text monitor
+    known_hack: bool = False  # to a gradient monitor, before it reads any gradient
     # its row of the gradient g [N, R]: one of its own, or of the sum of those that are learnt alike
     at: int = 0
 

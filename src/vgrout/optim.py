@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vgrout.config.run import OptConfig
-from vgrout.grpo import LossMetrics
+from vgrout.loss_metrics import LossMetrics
 from vgrout.method.projection import cos_upd
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.tensor_types import Routed

@@ -81,16 +81,18 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         )
 
         with clock("fb"):
-            # monitors of texts; screen and penalty change rewards; the rows to learn from
+            # what text monitors flag; screen and penalty change rewards; the rows to learn from
             batch = method.flag(batch)
-            # old: log-probs under the policy that sampled, from the first update on
-            updates, old = [], []
+            updates: list[Update] = []
+            logp_old = ()  # log-probs under the policy that sampled, from the first update on
             for _ in range(cfg.loss.updates_per_batch):
-                # [N, R]: each row's own gradient
-                g, loss = policy_gradients(policy, batch, cfg, teacher_model, old)
-                routed = method.route(batch, g)  # gates answer here; keep + quar = Σ g, asserted
+                # g [N, R]: each row's own gradient
+                made = policy_gradients(policy, batch, cfg, teacher_model, logp_old)
+                logp_old = made.logp_old
+                # gradient monitors decide here; keep + quar = Σ g, asserted
+                routed = method.route(batch, made.g)
                 # keep → δS, quar → δS_hack
-                updates.append(optim.step(routed, loss, again=bool(updates)))
+                updates.append(optim.step(routed, made.metrics, again=bool(updates)))
                 if not updates[-1].stepped:
                     break
             update = Update.of_batch(updates)
@@ -100,7 +102,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             if cfg.evaluates(step):
                 deployed = evaluate(policy, run.grader, val, cfg, step, problems.flaws)
 
-        batch = batch.with_flags(update.routed.flags)  # … of monitors of gradients too
+        # what was acted on: a gradient monitor has decided only now
+        batch = batch.with_flags(update.routed.flags)
         row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
         with clock("watch"):
             guard.observe(row, batch, deployed)

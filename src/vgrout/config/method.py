@@ -1,16 +1,14 @@
 """A method: the monitor that flags answers, the intervention that acts on its flags, and their controls.
 
-`MONITORS` and `INTERVENTIONS` say where each class is. A class carries all that flags, help, checks and tables know of
-it: its line, the settings that it reads, what it needs and sees. A setting of a class that was not chosen is refused.
+`vgrout.config.specs` has a row for each of them: which settings it reads, what it needs. A setting that no chosen one
+reads is refused.
 """
 
-import importlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -22,215 +20,33 @@ from vgrout.config.checks import (
     in_usual_order,
     listed,
     require_words,
+    setting,
     summary,
 )
-from vgrout.config.method_settings import (
-    DirectionSettings,
-    EraseSettings,
-    GateSettings,
-    LabelsSettings,
-    PenaltySettings,
-    PlaceboSettings,
-    PlaceSettings,
-    QuantileSettings,
-    QuarantineSettings,
-    ReferencesSettings,
-    SeedSettings,
-    SurgerySettings,
-    VoteSettings,
+from vgrout.config.specs import (
+    CONTROLS,
+    INTERVENTIONS,
+    MONITORS,
+    Control,
+    InterventionSpec,
+    MonitorSpec,
+    monitors_of,
+    obstacle,
+    watchers,
 )
 from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused, refuse
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Groups = tuple[type["DataclassInstance"], ...]
+# settings that choose, and belong to no row
+CHOICE = ("intervention", "monitor", "control", "shadow", "random_flags")
 
 
-class Declared(Protocol):
-    """What every class of a method says of itself."""
+@dataclass(frozen=True)
+class MethodConfig:
+    """What is flagged, what is done about it, which control of that it is, and the settings of all of them.
 
-    name: ClassVar[str]
-    what: ClassVar[str]  # one line, for help
-    Settings: ClassVar[Groups]  # the groups of settings that it reads
-
-
-class MonitorClass(Declared, Protocol):
-    """… a monitor."""
-
-    # and so decides before the backward, or after it
-    reads: ClassVar[Literal["texts", "gradients"]]
-    # of "seed" (another monitor that it learns from), "known correct" (answers)
-    needs: ClassVar[tuple[str, ...]]
-    sees_labels: ClassVar[bool]  # a bound, and no method
-    # signs random directions in their favour, whenever the pairs are read again
-    signs_random: ClassVar[bool]
-
-
-class InterventionClass(Declared, Protocol):
-    """… an intervention."""
-
-    acts_on: ClassVar[Literal["nothing", "rewards", "gradient"]]
-    reads_flags: ClassVar[bool]
-    by_rollout: ClassVar[bool]  # needs each rollout's own gradient, which costs more than sums
-    usual_monitor: ClassVar[str]  # where none is named; "": one has to be
-    routes: ClassVar[bool]  # has a quarantine δS_hack
-    has_direction: ClassVar[bool]  # of its own, in gradients
-    # what None means for the settings that depend on the intervention
-    usual: ClassVar[Mapping[str, Any]]
-    # the same as the method was first described; {}: no other
-    documents: ClassVar[Mapping[str, Any]]
-
-
-# Where each class is, as on the command line for a class of your own; imported when it is chosen.
-# Torch-free modules: a wrong flag never waits for torch.
-MONITORS: dict[str, str | type[MonitorClass]] = {
-    "none": "vgrout.method.base:Monitor",
-    "gate": "vgrout.method.gates:Gate",
-    "band": "vgrout.method.gates:Band",
-    "labels": "vgrout.method.monitors:Labels",
-    "source": "vgrout.method.monitors:Source",
-    "detector": "vgrout.method.monitors:WeakDetector",
-    "online_probe": "vgrout.method.online_probe:OnlineProbe",
-    "syntax_edge": "vgrout.envs.code.monitors:SyntaxEdge",
-}
-INTERVENTIONS: dict[str, str | type[InterventionClass]] = {
-    "none": "vgrout.method.base:Intervention",
-    "erase": "vgrout.method.interventions:Erase",
-    "route": "vgrout.method.interventions:Route",
-    "screen": "vgrout.method.interventions:Screen",
-    "penalty": "vgrout.method.interventions:Penalty",
-    "route2": "vgrout.method.interventions:Route2",
-}
-_OWN = frozenset({*MONITORS, *INTERVENTIONS})
-# Settings that name classes: where one of your own is registered, an attribute that it has, what it
-# is.
-CLASSES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "intervention": (INTERVENTIONS, "acts_on", "Intervention"),
-    **dict.fromkeys(("monitor", "seed_monitor", "shadow"), (MONITORS, "reads", "Monitor")),
-}
-
-
-def _named(registry: dict[str, Any], name: str) -> Any:
-    """The class of this name."""
-    if isinstance(found := registry[name], str):
-        module, _, attribute = found.partition(":")
-        found = registry[name] = getattr(importlib.import_module(module), attribute)
-    return found
-
-
-def monitor_class(name: str) -> type[MonitorClass]:
-    return _named(MONITORS, name)
-
-
-def intervention_class(name: str) -> type[InterventionClass]:
-    return _named(INTERVENTIONS, name)
-
-
-def register(registry: dict[str, Any], own: Any, name: str = "") -> None:
-    """Let flags of this process find a class of your own by its name, or as `name`, module:Class.
-
-    Raises:
-        Refused: no name that a flag can have, or one of the package's own.
+    A setting whose best value depends on the intervention is None: the intervention's row says what that means.
     """
-    name = name or own.name
-    if not re.fullmatch(r"[a-z][a-z0-9_]*|[\w.]+:\w+", name) or name in _OWN:
-        raise Refused(
-            f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken"
-        )
-    registry[name] = own
-
-
-class _Unknown:
-    """A class of somebody's own in a record of a run: nothing is known of it but its name, and nothing is imported."""
-
-    what = "known to another process"
-    reads, needs, sees_labels, signs_random = "texts", (), False, False
-    acts_on, by_rollout, usual_monitor, routes, has_direction = (
-        "gradient",
-        False,
-        "none",
-        True,
-        True,
-    )
-    usual: ClassVar[Mapping[str, Any]] = {}
-    documents: ClassVar[Mapping[str, Any]] = {}
-
-    @classmethod
-    def make(cls, *_: Any, **__: Any) -> Any:
-        raise Refused(
-            f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well"
-        )
-
-
-def admit(recorded: Mapping[str, Any]) -> None:
-    """Let the settings of a recorded method be read where they name classes that this process has not imported."""
-    flagged = recorded.get("monitor") not in ("usual", "none", None)
-    for setting, (registry, *_) in CLASSES.items():
-        given = recorded.get(setting)
-        for name in listed(given) if isinstance(given, str) else ():
-            if re.fullmatch(r"[\w.]+:\w+", name) and name not in registry:
-                # it may read all
-                told = {"name": name, "reads_flags": flagged, "Settings": MethodConfig.__bases__}
-                registry[name] = type(name, (_Unknown,), told)
-
-
-@dataclass(frozen=True)
-class Control:
-    """What a control does, and what it can be a control of."""
-
-    what: str  # one line, for help, a run's log and run.json
-    settings: Groups = ()
-    replaces: Literal["", "random", "placebo pairs"] = ""  # the direction, which there has to be
-    strict: bool = False  # the reward is the reference tests'
-
-
-CONTROLS: dict[str, Control] = {
-    "none": Control("the method itself"),
-    "haar": Control("random directions, the same number in every module", replaces="random"),
-    "placebo": Control(
-        "the direction of pairs about an unrelated contrast: --placebo-pairs",
-        (PlaceboSettings,),
-        replaces="placebo pairs",
-    ),
-    "no_loophole": Control(
-        "reward of the reference tests alone: the ceiling for solve", strict=True
-    ),
-}
-
-
-def obstacle(intervention: str, monitor: str) -> str | None:
-    """Why these two make no method; None: they do."""
-    treats = intervention_class(intervention)
-    if not treats.reads_flags:
-        return None if monitor == "none" else "it uses no monitor"
-    if monitor in ("", "none"):
-        return "it needs a monitor"
-    if monitor_class(monitor).reads == "gradients" and treats.acts_on == "rewards":
-        return "rewards change before the gradients that this monitor reads"
-    return None
-
-
-def monitors_of(intervention: str) -> list[str]:
-    """Monitors that go with an intervention."""
-    return [name for name in MONITORS if obstacle(intervention, name) is None]
-
-
-def watchers(*, seeds: bool = False) -> list[str]:
-    """Monitors that can flag in a run without touching it: they need no gradient. seeds: and learn from no other."""
-    read = {name: monitor_class(name) for name in MONITORS if name != "none"}
-    return [n for n, m in read.items() if m.reads == "texts" and not (seeds and "seed" in m.needs)]
-
-
-def described(registry: dict[str, Any]) -> str:
-    """Every class with its line, for help."""
-    return summary({name: _named(registry, name).what for name in registry})
-
-
-@dataclass(frozen=True)
-class ChoiceSettings:
-    """What is flagged, what is done about it, and which control of that it is."""
 
     intervention: Annotated[str, tyro.conf.arg(metavar="NAME")] = "erase"
     """What is done about flagged answers, or along a direction; module:Class: one of your own."""
@@ -250,71 +66,164 @@ class ChoiceSettings:
     random_flags: bool = False
     """The monitor's flags are shuffled among rollouts, as many: a control of which rollouts are flagged."""
 
+    # ── a direction in gradients, whatever is done along it
 
-@dataclass(frozen=True)
-class MethodConfig(
-    PlaceSettings,
-    QuarantineSettings,
-    PenaltySettings,
-    QuantileSettings,
-    ReferencesSettings,
-    SeedSettings,
-    LabelsSettings,
-    GateSettings,
-    VoteSettings,
-    PlaceboSettings,
-    EraseSettings,
-    SurgerySettings,
-    DirectionSettings,
-    ChoiceSettings,
-):
-    """The choice and every group of settings: flat on the command line and in files."""
+    v_hack_path: Path | None = None
+    """Direction file to load; none: found by pair set, or extracted on the spot."""
+    vhack_refresh_every: int | None = setting(None, low=0, high=10_000_000)
+    """Re-extract on the current model every N steps; 0: frozen; none: 0 under route2, else 5."""
+    route2_random_v_seed: int | None = setting(None, free="any whole number is a seed")
+    """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
+    vhack_pairs_path: Path | None = None
+    """Contrastive pairs (JSON), or a folder with a file for each flaw, FLAW.json: at most 24 in all, as many by each;
+    none: the preset's."""
+
+    # ── surgery along several axes: erase and route
+
+    v_hack_extract_top_k: int = setting(12, low=1, high=256)
+    """Axes per module kept at extraction."""
+    v_hack_k: int = setting(5, low=1, high="v_hack_extract_top_k")
+    """Axes per module used by erase and route."""
+    v_hack_tau_axis: float = setting(0.0, low=0, high=1)
+    """Axes with S_i/S_0 below this are zeroed at extraction."""
+    v_hack_drop_bottom_frac: float = setting(0.25, low=0, high=0.99)
+    """Noise floor: axes in this lowest quantile of singular values, over all modules, are dropped."""
+    gate_mode: Literal["one_sided", "no_gate", "reverse"] = "one_sided"
+    """Which part along the direction is taken: relu(c), c, or 2c."""
+
+    # ── erase alone
+
+    preserve_magnitude: bool = True
+    """erase: rescale what is kept to the norm of the whole (bounded ×10). Not route, whose two parts add up to it."""
+    project_overshoot: float = setting(1.0, low=0, high=10)
+    """erase: how much of the hack-ward part is removed. Not route, which quarantines as much as it removes."""
+
+    # ── the control placebo
+
+    placebo_pairs: str = "flawed"
+    """placebo: pairs about an unrelated contrast: flawed, commented, long or laid_out, or a file (JSON)."""
+
+    # ── monitors that read gradients
+
+    gate_vote: Literal["module", "rollout"] | None = None
+    """gate, band: module: each module decides about its part of a rollout's gradient · rollout: one decision for the
+    whole rollout, by the majority (band: the mean) of the modules; none: rollout."""
+
+    # ── gate alone
+
+    gate_modules: Literal["all", "apart"] | None = None
+    """gate: modules with a threshold: all · apart: those where known hacks lie above the rest, since in the others the
+    midpoint lies below most of the rest, which would be flagged; none: apart."""
+    known_hacks_teacher_only: bool = False
+    """gate: known hacks are teacher rows alone, not also student rows that the weak detector flags."""
+
+    # ── labels
+
+    known_modes: str = setting("", words=CODE_FLAWS, word="flaw", later=True, suffix="knows-")
+    """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
+
+    # ── monitors that learn from what another one flags
+
+    seed_monitor: str = "detector"
+    """online_probe: who flags what it cannot read yet; it learns from what is flagged."""
+
+    # ── monitors that compare with answers known to be right
+
+    known_correct: Path | None = None
+    """Correct solutions in unusual styles (JSON of prompt, completion), for monitors that compare with them; none: the
+    preset's."""
+
+    # ── monitors that score answers against a threshold
+
+    monitor_quantile: float = setting(0.8, low=0.5, high=1)
+    """online_probe: flagged above this quantile of known correct answers held back."""
+
+    # ── penalty
+
+    penalty: float | None = setting(None, low=0, high=1e6, suffix="by")
+    """penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
+
+    # ── whatever has a quarantine
+
+    rollout_ablate_frac: float | None = setting(None, low=0, high=1)
+    """Share of student rows sampled from the deployed model; none: all under route2, else 0."""
+
+    # ── an intervention that divides rollouts between the two vectors
+
+    quarantine: str | None = setting(
+        None,
+        form=r"shared|block:(last|-?([1-9]\d{0,2}|1000))",
+        should="be shared, block:last, block:N or block:-N, N from 1 to 1000",
+    )
+    """Where δS_hack lives. shared: in every module's basis, beside δS · block:N: in the modules of block N alone, and
+    δS in the others; N from 1, or counted back from block:last, which is block:-1; none: block:-2."""
+    rebaseline: bool | None = None
+    """Advantages of kept rows are recomputed among them (gate: of rows that are no known hacks); none: yes."""
 
     def __post_init__(self) -> None:
-        for name, legal in (
-            ("intervention", INTERVENTIONS),
-            ("monitor", {"usual": "", **MONITORS}),
-            ("control", CONTROLS),
-        ):
-            value = getattr(self, name)
-            if value not in legal:
-                own = "a file may not have code run; if it is yours, name it on the command line as well"
-                own_class = ", or module:Class" * (name != "control")
-                names = f"should be one of {', '.join(legal)}{own_class}"
-                raise Refused(f"{flag(name)} {value}: {own if ':' in value else names}")
+        self._check_names()
         check(self)
-        monitor, with_it = self.monitor_name, f"--intervention {self.intervention}"
-        if why := obstacle(self.intervention, monitor):
-            legal, readers = (
-                monitors_of(self.intervention),
-                [n for n in INTERVENTIONS if monitors_of(n) != ["none"]],
-            )
-            instead = f"say --monitor {' or '.join(legal)}"
-            if not self.spec.reads_flags:
-                instead = f"leave it out, or say --intervention {' or '.join(readers)}"
-            given = f"--monitor {monitor} with {with_it}" if monitor else with_it
-            raise Refused(f"{given}: {why}; {instead}")
+        self._check_pair()
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
-        require_words("shadow", self.in_shadow, [w for w in watchers() if w != monitor], "watcher")
+        others = [name for name in watchers() if name != self.monitor_name]
+        require_words("shadow", self.in_shadow, others, "watcher")
         self._check_control()
         self._check_read()
 
+    def _check_names(self) -> None:
+        """The intervention, the monitor and the control are known by these names."""
+        known = {
+            "intervention": list(INTERVENTIONS),
+            "monitor": ["usual", *MONITORS],
+            "control": list(CONTROLS),
+        }
+        for name, legal in known.items():
+            value = getattr(self, name)
+            if value in legal:
+                continue
+            should = f"should be one of {', '.join(legal)}"
+            if name != "control":
+                should += ", or module:Class"
+            if ":" in value:
+                should = "a file may not have code run; if it is yours, name it on the command line as well"
+            raise Refused(f"{flag(name)} {value}: {should}")
+
+    def _check_pair(self) -> None:
+        """Monitor and intervention go together."""
+        monitor = self.monitor_name
+        why = obstacle(self.intervention, monitor)
+        if why is None:
+            return
+        if self.spec.reads_flags:
+            instead = f"say --monitor {' or '.join(monitors_of(self.intervention))}"
+        else:
+            readers = [name for name in INTERVENTIONS if monitors_of(name) != ["none"]]
+            instead = f"leave it out, or say --intervention {' or '.join(readers)}"
+        given = f"--intervention {self.intervention}"
+        if monitor:
+            given = f"--monitor {monitor} with {given}"
+        raise Refused(f"{given}: {why}; {instead}")
+
     def _check_control(self) -> None:
         """One control, and one that this method can have."""
-        given = [f"--control {self.control}"] * (self.control != "none")
-        given += [f"--route2-random-v-seed {self.route2_random_v_seed}"] * (
-            self.route2_random_v_seed is not None
-        )
-        given += ["--random-flags"] * self.random_flags
-        what = "direction" if self.direction_is else "flags"
-        both = {"--control haar", f"--route2-random-v-seed {self.route2_random_v_seed}"}
+        given: list[str] = []
+        if self.control != "none":
+            given.append(f"--control {self.control}")
+        if self.route2_random_v_seed is not None:
+            given.append(f"--route2-random-v-seed {self.route2_random_v_seed}")
+        if self.random_flags:
+            given.append("--random-flags")
+        # a seed of the Haar control beside its name is no second control
+        seeded_haar = self.control == "haar" and not self.random_flags
         refuse(
-            len(given) > 1 and {*given} != both,
+            len(given) > 1 and not seeded_haar,
             f"{' with '.join(given)}: one control a run; leave one of them out",
         )
+        no_direction = bool(self.direction_is) and not self.has_direction
+        no_flags = self.random_flags and not self.spec.reads_flags
+        what = "direction" if self.direction_is else "flags"
         refuse(
-            bool(self.direction_is and not self.has_direction)
-            or (self.random_flags and not self.spec.reads_flags),
+            no_direction or no_flags,
             f"{' '.join(given)}: replaces the {what}, and --intervention {self.intervention} --monitor "
             f"{self.monitor_name} has none",
         )
@@ -324,37 +233,35 @@ class MethodConfig(
         )
 
     def _check_read(self) -> None:
-        """A setting of a class that was not chosen would be a silent no-op, but for one that is what is done anyway."""
-        own, usual = _settings((ChoiceSettings, *self.groups)), self.spec.usual
-        own |= {"v_hack_path"} if self.intervention == "none" else set()  # said in `ignored`
-        away = [
-            name
-            for name, _ in changed(self)
-            if name not in usual or getattr(self, name) != usual[name]
-        ]
-        if foreign := [name for name in away if name not in own]:
-            readers = [
-                f"--{kind} {' or '.join(names)}"
-                for kind, registry in (("intervention", INTERVENTIONS), ("monitor", MONITORS))
-                if (
-                    names := [
-                        n for n in registry if foreign[0] in _settings(_named(registry, n).Settings)
-                    ]
-                )
-            ]
-            readers += ["--control placebo"] * (foreign[0] in _settings((PlaceboSettings,)))
-            chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
-            raise Refused(
-                f"{flags(foreign)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out"
-            )
+        """Refuse a setting that no chosen row reads, unless it has the value in force anyway."""
+        read, usual = {*CHOICE, *self.settings_read}, self.spec.usual
+        if self.intervention == "none":
+            read.add("v_hack_path")  # that it is ignored is said in `ignored`
+        unread: list[str] = []
+        for name, _ in changed(self):
+            in_force_anyway = name in usual and getattr(self, name) == usual[name]
+            if name not in read and not in_force_anyway:
+                unread.append(name)
+        if not unread:
+            return
+        readers: list[str] = []
+        for kind, specs in (("intervention", INTERVENTIONS), ("monitor", MONITORS)):
+            if names := [name for name, spec in specs.items() if unread[0] in spec.settings]:
+                readers.append(f"--{kind} {' or '.join(names)}")
+        if unread[0] in CONTROLS["placebo"].settings:
+            readers.append("--control placebo")
+        chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
+        raise Refused(
+            f"{flags(unread)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out"
+        )
 
     @property
     def ignored(self) -> list[str]:
         """What is given and changes nothing, in lines for the plan: scripts give it to every run."""
-        still = self.haar and not self.monitor_spec.signs_random and bool(self.vhack_refresh_every)
-        lines = [
-            f"--vhack-refresh-every {self.vhack_refresh_every}: ignored, random directions stay"
-        ] * still
+        lines: list[str] = []
+        if self.haar and not self.monitor_spec.signs_random and self.vhack_refresh_every:
+            every = self.vhack_refresh_every
+            lines.append(f"--vhack-refresh-every {every}: ignored, random directions stay")
         if self.v_hack_path is not None and not self.has_direction:
             lines.append(
                 f"--v-hack-path: ignored, --intervention {self.intervention} has no direction"
@@ -362,41 +269,41 @@ class MethodConfig(
         return lines
 
     @cached_property
-    def spec(self) -> type[InterventionClass]:
-        return intervention_class(self.intervention)
+    def spec(self) -> InterventionSpec:
+        """The intervention's row."""
+        return INTERVENTIONS[self.intervention]
 
     @cached_property
-    def monitor_spec(self) -> type[MonitorClass]:
-        return monitor_class(self.monitor_name)
+    def monitor_spec(self) -> MonitorSpec:
+        """The monitor's row."""
+        return MONITORS[self.monitor_name]
 
     @property
     def control_spec(self) -> Control:
+        """The control's row."""
         return CONTROLS["haar" if self.haar else self.control]
 
     @property
-    def groups(self) -> Groups:
-        """The groups of settings that this run reads."""
-        watching = [monitor_class(name) for name in self.watching]
-        read = (
-            *self.spec.Settings,
-            *(group for m in watching for group in m.Settings),
-            *self.control_spec.settings,
-        )
-        return tuple(dict.fromkeys(read))
+    def settings_read(self) -> set[str]:
+        """The settings that this run reads, beside those that choose."""
+        read = {*self.spec.settings, *self.control_spec.settings}
+        for name in self.watching:
+            read |= {*MONITORS[name].settings}
+        return read
 
     def resolved(self, name: str) -> Any:
-        """A setting as it is meant: None is what the intervention's class says."""
+        """A setting as it is meant: None is what the intervention's row says."""
         value = getattr(self, name)
         return self.spec.usual.get(name) if value is None else value
 
     @property
     def resolved_settings(self) -> dict[str, Any]:
         """Every setting, as it is meant where this run reads it: what a record has."""
-        own = _settings(self.groups)
-        return {
-            f.name: self.resolved(f.name) if f.name in own else getattr(self, f.name)
-            for f in fields(self)
-        }
+        read = self.settings_read
+        settings: dict[str, Any] = {}
+        for f in fields(self):
+            settings[f.name] = self.resolved(f.name) if f.name in read else getattr(self, f.name)
+        return settings
 
     @property
     def refresh_every(self) -> int:
@@ -406,21 +313,21 @@ class MethodConfig(
     @property
     def ablate_frac(self) -> float:
         """Share of student rows sampled from the deployed model."""
-        return (
-            (self.resolved("rollout_ablate_frac") or 0.0)
-            if QuarantineSettings in self.groups
-            else 0.0
-        )
+        if "rollout_ablate_frac" not in self.settings_read:
+            return 0.0
+        return self.resolved("rollout_ablate_frac") or 0.0
 
     @property
     def quarantine_block(self) -> int | None:
         """The block that is the quarantine's alone: from 1, or from −1, the last one, downwards. None: no such
         block."""
-        place = (
-            (self.resolved("quarantine") or "shared") if PlaceSettings in self.groups else "shared"
-        )
+        if "quarantine" not in self.settings_read:
+            return None
+        place = self.resolved("quarantine") or "shared"
+        if place == "shared":
+            return None
         block = place.removeprefix("block:")
-        return None if block == "shared" else -1 if block == "last" else int(block)
+        return -1 if block == "last" else int(block)
 
     @property
     def monitor_name(self) -> str:
@@ -447,7 +354,7 @@ class MethodConfig(
         )
 
     def _with_seed(self, name: str) -> tuple[str, ...]:
-        return (name, self.seed_monitor) if "seed" in monitor_class(name).needs else (name,)
+        return (name, self.seed_monitor) if "seed" in MONITORS[name].needs else (name,)
 
     @property
     def flags_by_gradient(self) -> bool:
@@ -482,7 +389,7 @@ class MethodConfig(
     def needs_known_correct(self) -> str:
         """The flag of the first monitor that is nothing without known correct answers; "": there is none."""
         for name in self.watching:
-            if "known correct" in monitor_class(name).needs:
+            if "known correct" in MONITORS[name].needs:
                 own = "monitor" if name == self.monitor_name else "seed-monitor"
                 return f"--{'shadow' if name in self.in_shadow else own} {name}"
         return ""
@@ -495,9 +402,7 @@ class MethodConfig(
     @property
     def modes_acted_on(self) -> tuple[str, ...]:
         """The same of the monitor whose flags are acted on."""
-        return (
-            self.modes_known if any(monitor_class(name).sees_labels for name in self.acting) else ()
-        )
+        return self.modes_known if any(MONITORS[name].sees_labels for name in self.acting) else ()
 
     @property
     def control_name(self) -> str:
@@ -529,10 +434,6 @@ class MethodConfig(
         ]
         acting = (of.partition(":")[2] or of for of in self.acting)
         return "_".join([*acting, *(f"{s}{_short(v)}" for s, v in away)])
-
-
-def _settings(groups: Groups) -> set[str]:
-    return {f.name for group in groups for f in fields(group)}
 
 
 def _short(value: float | str) -> str:

@@ -15,7 +15,6 @@ from vgrout import embedded as organism
 from vgrout.cli import as_typed, command, parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, listed, rule_of
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.config.names import translated
 from vgrout.config.run import (
     FREE,
@@ -28,6 +27,7 @@ from vgrout.config.run import (
     ScaleConfig,
     merge_flags,
 )
+from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.errors import Refused, refuse
 from vgrout.files import to_json
 from vgrout.scoring import import_function
@@ -210,16 +210,14 @@ def register_named(argv: Sequence[str]) -> None:
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
         kind = classes.get(name)
-        for given in listed(value if equals else following) if kind or name in OWN_CODE else ():
+        if kind is None and name not in OWN_CODE:
+            continue
+        for given in listed(value if equals else following):
             if not re.fullmatch(r"[\w.]+:\w+", given):
                 continue
             own = import_function(given, name)
-            if kind:
-                refuse(
-                    not hasattr(own, kind[1]),
-                    f"{name} {given}: is no {kind[2]} of vgrout.method.base",
-                )
-                register(kind[0], own, given)
+            if kind is not None:
+                register(kind, own, given, name)
 
 
 def show_help(preset: str, everything: bool) -> None:

@@ -29,8 +29,9 @@ from vgrout.config.checks import (
 )
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
-from vgrout.config.method import CLASSES, MethodConfig, admit
+from vgrout.config.method import MethodConfig
 from vgrout.config.sampling import Sampling
+from vgrout.config.specs import CLASSES, admit
 from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS, ENVIRONMENTS, EnvMode
 from vgrout.errors import Refused, refuse
 
@@ -587,7 +588,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
             f"{where}: unknown settings {', '.join(sorted(unknown))}; the run was made by another version"
         )
     values: dict[str, Any] = {"preset": data["preset"]}
-    admit(groups["method"])
+    admit(groups["method"], tuple(f.name for f in fields(MethodConfig)))
     for group, of in groups.items():
         types = {f.name: f.type for f in fields(getattr(usual, group))}
         given = {name: typed(value, name, types[name], where) for name, value in of.items()}

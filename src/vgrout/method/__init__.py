@@ -1,61 +1,52 @@
-"""What is flagged, and what is done about it: the classes that the registries of `vgrout.config.method` name."""
+"""What is flagged, and what is done about it: the classes of the rows in `vgrout.config.specs`."""
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-from vgrout.config.method import (
+from vgrout.config.specs import (
+    INTERVENTION,
     INTERVENTIONS,
+    MONITOR,
     MONITORS,
-    intervention_class,
-    monitor_class,
+    class_of,
     register,
 )
 from vgrout.method.base import Intervention, Monitor, Setup
-
-if TYPE_CHECKING:
-    from vgrout.method.method import Method
+from vgrout.method.method import Method
 
 M = TypeVar("M", bound=type[Monitor])
 I = TypeVar("I", bound=type[Intervention])
 
 
-def make_method(setup: Setup) -> "Method":
+def make_method(setup: Setup) -> Method:
     """A run's method, on its policy's modules.
 
     Raises:
         Refused: no pairs where they are needed, files that do not fit this model; one line.
     """
-    from vgrout.method.method import Method
-
     cfg = setup.cfg.method
-    intervention: Any = intervention_class(cfg.intervention)
-    return Method(
-        setup.cfg,
-        intervention.make(setup),
-        make_monitor(setup, cfg.monitor_name),
-        setup.policy,
-        shadows={name: make_monitor(setup, name) for name in cfg.in_shadow},
-    )
+    intervention: Intervention = class_of(INTERVENTIONS[cfg.intervention]).make(setup)
+    monitor = make_monitor(setup, cfg.monitor_name)
+    shadows = {name: make_monitor(setup, name) for name in cfg.in_shadow}
+    return Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
 
 
 def make_monitor(setup: Setup, name: str) -> Monitor:
     """A monitor of this name, with a seed of its own where it learns from one. Raises Refused as `make_method`."""
-    monitor: Any = monitor_class(name)
-    seeded = (
-        {"seed_monitor": make_monitor(setup, setup.cfg.method.seed_monitor)}
-        if "seed" in monitor.needs
-        else {}
-    )
-    return monitor.make(setup, **seeded)
+    spec = MONITORS[name]
+    if "seed" not in spec.needs:
+        return class_of(spec).make(setup)
+    seed_monitor = make_monitor(setup, setup.cfg.method.seed_monitor)
+    return class_of(spec).make(setup, seed_monitor=seed_monitor)
 
 
 def register_monitor(monitor: M) -> M:
     """Let `--monitor` find a class of your own, in this process, by its `name`. On the command line module:Class does
     the same. Raises Refused for a name that is none, or one of the package's own."""
-    register(MONITORS, monitor)
+    register(MONITOR, monitor)
     return monitor
 
 
 def register_intervention(intervention: I) -> I:
     """The same for `--intervention`."""
-    register(INTERVENTIONS, intervention)
+    register(INTERVENTION, intervention)
     return intervention

@@ -1,83 +1,92 @@
 """Monitors that read gradients: gate and band. What they decide by is in method/thresholds.py."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
-from vgrout.config.method_settings import DirectionSettings, GateSettings, VoteSettings
-from vgrout.data import Flags, GroupView
-from vgrout.method.base import Monitor, Refresh, Setup, StepGradient, Views
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from vgrout.config.run import Config
+from vgrout.config.specs import MONITORS
+from vgrout.data import GroupView
+from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradient
+from vgrout.method.controls import permuted
+from vgrout.method.live_direction import LiveDirection, mean_axis
+from vgrout.method.projection import fraction_of_modules, mean_over_modules
+from vgrout.method.thresholds import BandGate, TauGate
+from vgrout.rng import torch_stream
 
-    from vgrout.config.run import Config
-    from vgrout.method.live_direction import LiveDirection
+
+class Threshold(Protocol):
+    """Decides, per module, which share of each row's gradient is flagged."""
+
+    def __call__(
+        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
+    ) -> Float[Tensor, "M N"]: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 class GradientMonitor(Monitor):
-    """Decides after the backward, by each rollout's gradient and a direction v of one row a module.
+    """Decides after the backward, by each rollout's gradient and a direction v of one row a module."""
 
-    `flag` gives what is known before: demonstrations, and what the weak detector flags.
-    """
+    majority = True  # a vote of the modules is a majority; else their mean
+    threshold: Threshold
 
-    Settings = (DirectionSettings, VoteSettings)
-    reads = "gradients"
-    rounds = True  # a vote of the modules is a majority; else their mean
-    gate: Any  # TauGate or BandGate
+    def __init__(self, cfg: Config, direction: LiveDirection) -> None:
+        self.cfg, self._direction = cfg, direction
 
-    def __init__(self, cfg: "Config", direction: "LiveDirection") -> None:
-        self.cfg, self.direction = cfg, direction
-        self.follow()
+    @property
+    def direction(self) -> LiveDirection:
+        return self._direction
 
     @classmethod
     def make(cls, setup: Setup) -> "GradientMonitor":
-        from vgrout.method.live_direction import LiveDirection, mean_axis
+        signed = cls.spec.signs_random
+        direction = LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=signed)
+        return cls(setup.cfg, direction)
 
-        return cls(
-            setup.cfg,
-            LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=cls.signs_random),
-        )
-
-    def flag(self, views: Views, step: int) -> list[Flags]:
-        return [Flags(tuple(self._known(view))) for view in views]
-
-    def _known(self, view: GroupView) -> list[bool]:
-        """Demonstrations, and students that the weak detector flags (unless --known-hacks-teacher-only)."""
+    def known_hacks(self, view: GroupView) -> list[bool]:
+        """What is known of a group before any gradient: demonstrations, and students that the weak detector flags
+        (unless --known-hacks-teacher-only)."""
         students_too = not self.cfg.method.known_hacks_teacher_only
-        pairs = zip(view.sources, view.detector, strict=True)
-        return [source == "teacher" or (flag and students_too) for source, flag in pairs]
+        known: list[bool] = []
+        for source, detected in zip(view.sources, view.detector, strict=True):
+            known.append(source == "teacher" or (detected and students_too))
+        return known
 
-    def read(self, step: StepGradient, number: int) -> None:
-        """Puts into `step`, in which each rollout has a row, what is flagged of it. number: of the step."""
-        import torch
-
-        from vgrout.method.controls import permuted
-        from vgrout.method.projection import fraction_of_modules, mean_over_modules
-        from vgrout.rng import torch_stream
-
-        V, g = self.direction.V, step.g
-        parts = [(g[:, step.spans[m]], rows) for m, rows in V.items()]
-        norms = torch.stack([part.norm(dim=1) for part, _ in parts])
-        dots = torch.stack([(part * v).sum(1) for part, v in parts])
-        nonzero = norms > 0
-        cos = torch.where(nonzero, dots / norms, 0.0)
-        share = self.gate(
-            cos, nonzero, torch.tensor([row.flagged for row in step.firsts], device=g.device)
-        )
+    def flag_gradients(self, step: StepGradient, number: int) -> GradientFlags:
+        """What is flagged of a step in which each rollout has a row of its own. number: of the step."""
+        norms, dots = [], []
+        for module, v in self.direction.V.items():
+            part = step.g[:, step.spans[module]]
+            norms.append(part.norm(dim=1))
+            dots.append((part * v).sum(1))
+        norm = torch.stack(norms)  # [M, N]
+        nonzero = norm > 0
+        cos = torch.where(nonzero, torch.stack(dots) / norm, 0.0)
+        known = torch.tensor([row.known_hack for row in step.firsts], device=step.g.device)
+        share = self.threshold(cos, nonzero, known)
         if self.cfg.method.random_flags:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", number)
             share = torch.where(nonzero, permuted(share, nonzero.any(0), stream), 0.0)
         of_row = share.sum(0) / nonzero.sum(0).clamp(min=1)
-        whole = self.cfg.method.resolved("gate_vote") == "rollout"
-        if whole:
-            of_row = (of_row > 0.5).to(share) if self.rounds else of_row
+        by_rollout = self.cfg.method.resolved("gate_vote") == "rollout"
+        if by_rollout:
+            if self.majority:
+                of_row = (of_row > 0.5).to(share)
             share = torch.where(nonzero, of_row, 0.0)
-        step.share, step.of_row = of_row[:, None] if whole else share.T, of_row
-        step.measured = {
-            "fired": fraction_of_modules([f.any() for f in share]),
-            "routed": (share.sum() / nonzero.sum()).item() if nonzero.any() else None,
-            **{name: mean_over_modules([*values]) for name, values in self.readings().items()},
+        routed = (share.sum() / nonzero.sum()).item() if nonzero.any() else None
+        measured = {
+            "fired": fraction_of_modules([flags.any() for flags in share]),
+            "routed": routed,
         }
+        for name, values in self.readings().items():
+            measured[name] = mean_over_modules([*values])
+        return GradientFlags(of_row[:, None] if by_rollout else share.T, of_row, measured)
 
     def refresh(self, step: int) -> Refresh:
         before = self.direction.latest
@@ -87,53 +96,55 @@ class GradientMonitor(Monitor):
         return refreshed
 
     def follow(self) -> None:
-        """v was extracted, or extracted again."""
+        """v was extracted again."""
 
-    def readings(self) -> "dict[str, Tensor]":
+    def readings(self) -> dict[str, Tensor]:
         """What it measured, [M] each, for the columns of these names."""
         return {}
 
-    def state_dict(self) -> "dict[str, Tensor]":
-        return self.direction.state_dict() | {
-            f"gate/{name}": value for name, value in self.gate.state_dict().items()
-        }
+    def state_dict(self) -> dict[str, Tensor]:
+        state = dict(self.direction.state_dict())
+        for name, value in self.threshold.state_dict().items():
+            state[f"gate/{name}"] = value
+        return state
 
-    def load_state_dict(self, state: "Mapping[str, Tensor]") -> None:
-        self.direction.load_state_dict({k: v for k, v in state.items() if k.startswith("V/")})
-        self.gate.load_state_dict(
-            {k.removeprefix("gate/"): v for k, v in state.items() if k.startswith("gate/")}
-        )
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        of_direction, of_gate = {}, {}
+        for key, value in state.items():
+            if key.startswith("V/"):
+                of_direction[key] = value
+            elif key.startswith("gate/"):
+                of_gate[key.removeprefix("gate/")] = value
+        self.direction.load_state_dict(of_direction)
+        self.threshold.load_state_dict(of_gate)
 
 
 class Gate(GradientMonitor):
     """τ gate: flags known hacks whatever their gradient, the others above a threshold (`TauGate`)."""
 
-    name = "gate"
-    what = "cosine of a rollout's gradient above τ, and known hacks"
-    Settings = (*GradientMonitor.Settings, GateSettings)
+    spec = MONITORS["gate"]
     measures = frozenset({"gate"})
 
-    def __init__(self, cfg: "Config", direction: "LiveDirection") -> None:
-        from vgrout.method.thresholds import TauGate
-
+    def __init__(self, cfg: Config, direction: LiveDirection) -> None:
+        super().__init__(cfg, direction)
         apart = cfg.method.resolved("gate_modules") == "apart"
         self.gate = TauGate(len(direction.V), device=direction.device, apart=apart)
-        super().__init__(cfg, direction)
+        self.threshold = self.gate
 
-    def readings(self) -> "dict[str, Tensor]":
+    def readings(self) -> dict[str, Tensor]:
         return {"tau": self.gate.tau, "hkgap": self.gate.gap}
 
 
 class Band(GradientMonitor):
     """Pair band: flags softly, by where the cosine lies between the pairs' sides (`BandGate`). Reads no label."""
 
-    name = "band"
-    what = "softly, where that cosine lies between the pairs' clean and hack sides"
-    rounds = False
-    signs_random = True
+    spec = MONITORS["band"]
+    majority = False
+
+    def __init__(self, cfg: Config, direction: LiveDirection) -> None:
+        super().__init__(cfg, direction)
+        self.follow()
 
     def follow(self) -> None:
-        from vgrout.method.thresholds import BandGate
-
         lo, hi = self.direction.latest.band(self.direction.V)
-        self.gate = BandGate(lo.to(self.direction.device), hi.to(self.direction.device))
+        self.threshold = BandGate(lo.to(self.direction.device), hi.to(self.direction.device))

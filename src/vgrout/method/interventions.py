@@ -10,56 +10,63 @@ penalty   R − penalty, or at most the compile reward, for flagged rollouts
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from vgrout.config.method_settings import (
-    DirectionSettings,
-    EraseSettings,
-    PenaltySettings,
-    PlaceSettings,
-    QuarantineSettings,
-    SurgerySettings,
-)
-from vgrout.data import GroupView, Source
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vgrout.config.run import Config
+from vgrout.config.specs import INTERVENTIONS
+from vgrout.data import GroupView
 from vgrout.method.base import Intervention, Rewards, Setup, StepGradient
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vgrout.method.live_direction import LiveDirection
-    from vgrout.tensor_types import Routed
+from vgrout.method.live_direction import LiveDirection, first_axes
+from vgrout.method.projection import (
+    along,
+    assert_conserved,
+    assert_in_span,
+    assert_no_hackward,
+    coefficients,
+    fraction_of_modules,
+    mean_over_modules,
+    module_norms,
+    rescale,
+    split,
+)
+from vgrout.tensor_types import Diagnostics, Directions, Routed, Spans
 
 
 class Surgery(Intervention):
     """Base of erase and route."""
 
-    Settings = (DirectionSettings, SurgerySettings)
-    acts_on = "gradient"
-    has_direction = True
+    def __init__(
+        self,
+        spans: Spans,
+        cfg: Config,
+        device: torch.device | str = "cpu",
+        *,
+        direction: LiveDirection,
+    ) -> None:
+        super().__init__(spans, cfg, device)
+        self._direction, self.mode = direction, self.cfg.method.gate_mode
 
-    def __init__(self, *args: Any, direction: "LiveDirection") -> None:
-        super().__init__(*args)
-        self.direction, self.mode = direction, self.cfg.method.gate_mode
+    @property
+    def direction(self) -> LiveDirection:
+        return self._direction
 
     @classmethod
     def make(cls, setup: Setup) -> "Surgery":
-        from vgrout.method.live_direction import LiveDirection, first_axes
+        direction = LiveDirection.make(setup, first_axes)
+        return cls(setup.spans, setup.cfg, setup.device, direction=direction)
 
-        return cls(
-            setup.spans, setup.cfg, setup.device, direction=LiveDirection.make(setup, first_axes)
-        )
-
-    def _split(self, step: StepGradient, overshoot: float = 1.0) -> "tuple[Tensor, Tensor]":
-        """What surgery along V keeps and removes of all rows' g, the students' and the demonstrations', [3, R] each;
-        modules without a direction pass through."""
-        import torch
-
-        from vgrout.method.projection import split
-
-        g = torch.stack((step.total, step.students, step.teachers))
+    def _split(
+        self, step: StepGradient, overshoot: float = 1.0
+    ) -> tuple[Float[Tensor, "3 R"], Float[Tensor, "3 R"]]:
+        """What surgery along V keeps and removes of all rows' g, of the students' and of the demonstrations'; modules
+        without a direction pass through."""
+        g = step.by_source
         keep, removed = g.clone(), torch.zeros_like(g)
-        for m, V in self.direction.V.items():
-            span = self.spans[m]
+        for module, V in self.direction.V.items():
+            span = self.spans[module]
             keep[:, span], removed[:, span] = split(g[:, span], V, self.mode, overshoot)
         return keep, removed
 
@@ -67,193 +74,149 @@ class Surgery(Intervention):
 class Erase(Surgery):
     """Drops the part of g along V (directional ablation of the gradient)."""
 
-    name = "erase"
-    what = "drop the hack-ward part of the gradient"
-    Settings = (*Surgery.Settings, EraseSettings)
+    spec = INTERVENTIONS["erase"]
 
-    def __init__(self, *args: Any, direction: "LiveDirection") -> None:
-        super().__init__(*args, direction=direction)
-        self.overshoot, self.preserves = (
-            self.cfg.method.project_overshoot,
-            self.cfg.method.preserve_magnitude,
-        )
+    def __init__(
+        self,
+        spans: Spans,
+        cfg: Config,
+        device: torch.device | str = "cpu",
+        *,
+        direction: LiveDirection,
+    ) -> None:
+        super().__init__(spans, cfg, device, direction=direction)
+        self.overshoot = self.cfg.method.project_overshoot
+        self.preserves = self.cfg.method.preserve_magnitude
         self.measures = frozenset({"erase"} if self.preserves else ())
 
-    def route(self, step: StepGradient) -> "Routed":
-        import torch
-
-        from vgrout.method.projection import (
-            assert_no_hackward,
-            coefficients,
-            fraction_of_modules,
-            rescale,
-        )
-        from vgrout.tensor_types import Routed
-
+    def route(self, step: StepGradient) -> Routed:
         g, V, spans = step.total, self.direction.V, self.spans
         keep, _ = self._split(step, self.overshoot)
         if self.mode == "one_sided" and self.overshoot >= 1:
             assert_no_hackward(g, keep[0], V, spans)
-        capped = []
+        capped: list[Tensor] = []
         if self.preserves:
-            for m in V:
-                keep[0, spans[m]], hit = rescale(keep[0, spans[m]], g[spans[m]].norm())
-                capped.append(hit)
-        diag = replace(
-            self.direction.diagnose(step, keep),
-            fired=fraction_of_modules(
-                [coefficients(g[spans[m]], rows, self.mode).any() for m, rows in V.items()]
-            ),
+            for module in V:
+                span = spans[module]
+                keep[0, span], hit_bound = rescale(keep[0, span], g[span].norm())
+                capped.append(hit_bound)
+        taken = [coefficients(g[spans[module]], v, self.mode).any() for module, v in V.items()]
+        diagnostics = replace(
+            self.direction.diagnose(step.by_source, keep),
+            fired=fraction_of_modules(taken),
             capped=int(torch.stack(capped).sum()) if capped else None,
         )
-        return Routed(keep[0], None, diag, directions=V)
+        return Routed(keep[0], None, diagnostics, directions=V)
 
 
 class Route(Surgery):
     """Sends the part of g along V to the quarantine."""
 
-    name = "route"
-    what = "quarantine that part"
-    Settings = (*Surgery.Settings, QuarantineSettings)
-    routes = True
+    spec = INTERVENTIONS["route"]
 
-    def route(self, step: StepGradient) -> "Routed":
-        from vgrout.method.projection import (
-            assert_conserved,
-            assert_in_span,
-            assert_no_hackward,
-            fraction_of_modules,
-            module_norms,
-        )
-        from vgrout.tensor_types import Routed
-
+    def route(self, step: StepGradient) -> Routed:
         g, V, spans = step.total, self.direction.V, self.spans
         keep, quar = self._split(step)
         assert_conserved(g, keep[0], quar[0], module_norms(g, spans), spans)
         assert_in_span(quar[0], V, spans)
         if self.mode == "one_sided":
             assert_no_hackward(g, keep[0], V, spans)
-        fired = fraction_of_modules([quar[0, spans[m]].any() for m in V])
-        return Routed(
-            keep[0],
-            quar[0],
-            replace(self.direction.diagnose(step, keep), fired=fired),
-            directions=V,
-        )
+        fired = fraction_of_modules([quar[0, spans[module]].any() for module in V])
+        diagnostics = replace(self.direction.diagnose(step.by_source, keep), fired=fired)
+        return Routed(keep[0], quar[0], diagnostics, directions=V)
 
 
 class Route2(Intervention):
     """Divides the rows between the two vectors: f_b is a share of each module's part, or of a whole row, where
     gradients decide; else 1 for what is flagged, and 0."""
 
-    name = "route2"
-    what = "quarantine flagged gradients"
-    Settings = (QuarantineSettings, PlaceSettings)
-    acts_on = "gradient"
-    reads_flags = True
-    usual_monitor = "gate"
-    routes = True
-    usual = {  # noqa: RUF012 as declared in the base class
-        **Intervention.usual,
-        "quarantine": "block:-2",
-        "rollout_ablate_frac": 1.0,
-        "rebaseline": True,
-        "vhack_refresh_every": 0,
-    }
-    documents = {  # noqa: RUF012
-        **Intervention.usual,
-        "gate_vote": "module",
-        "gate_modules": "all",
-    }
+    spec = INTERVENTIONS["route2"]
 
-    def advantages(self, view: GroupView, flagged: Sequence[bool]) -> tuple[float, ...]:
-        """The group's own; with a new baseline, rows that are not flagged are compared among themselves."""
+    def advantages(self, view: GroupView, set_apart: Sequence[bool]) -> tuple[float, ...]:
+        """The group's own; with a new baseline, rollouts that are not set apart are compared among themselves."""
         if not self.cfg.method.resolved("rebaseline"):
             return view.advantages
-        among = view.advantages_among([b for b, flag in enumerate(flagged) if not flag])
-        return tuple(
-            A if flag else own for flag, A, own in zip(flagged, view.advantages, among, strict=True)
-        )
+        others = [b for b, apart in enumerate(set_apart) if not apart]
+        among_others = view.advantages_among(others)
+        advantages: list[float] = []
+        for b, apart in enumerate(set_apart):
+            advantages.append(view.advantages[b] if apart else among_others[b])
+        return tuple(advantages)
 
-    def route(self, step: StepGradient) -> "Routed":
-        import torch
-
-        from vgrout.method.projection import (
-            along,
-            assert_conserved,
-            mean_over_modules,
-            module_norms,
-        )
-        from vgrout.tensor_types import Diagnostics, Routed
-
-        g, V = step.g, step.direction.V if step.direction else {}
-        f = step.flagged.to(g) if step.share is None else step.share
-        if f.shape[1] > 1:  # of every module with a direction: spread over its part of R
-            of_module = dict(zip(V, f.T, strict=True))
-            nothing = torch.zeros_like(f[:, 0])
-            parts = [
-                (of_module.get(m, nothing), span.stop - span.start)
-                for m, span in self.spans.items()
-            ]
-            f = torch.cat([share[:, None].expand(-1, r) for share, r in parts], dim=1)
+    def route(self, step: StepGradient) -> Routed:
+        g, flags = step.g, step.flags
+        f = step.flagged.to(g) if flags is None else flags.share
+        if f.shape[1] > 1:
+            f = self._spread(f, step.direction.V if step.direction else {})
         kept = (1 - f) * g
         keep, quar = kept.sum(0), (f * g).sum(0)
         assert_conserved(step.total, keep, quar, module_norms(g, self.spans).sum(0), self.spans)
         if step.direction is None:
             flagged = sum(row.flagged for row in step.rows)
             return Routed(keep, quar, Diagnostics(routed=flagged / len(step.rows)))
+        V = step.direction.V
         by_source = torch.stack((keep, (kept * ~step.teacher).sum(0), (kept * step.teacher).sum(0)))
-        resid = [
-            along(keep[s], v)[0] / keep[s].norm()
-            for s, v in ((self.spans[m], v) for m, v in V.items())
-        ]
-        diag = replace(
-            step.direction.diagnose(step, by_source),
+        resid: list[Tensor] = []
+        for module, v in V.items():
+            of_module = keep[self.spans[module]]
+            resid.append(along(of_module, v)[0] / of_module.norm())
+        diagnostics = replace(
+            step.direction.diagnose(step.by_source, by_source),
             resid=mean_over_modules(resid),
-            **step.measured,
+            **(flags.measured if flags else {}),
         )
-        return Routed(keep, quar, diag, directions=V)
+        return Routed(keep, quar, diagnostics, directions=V)
+
+    def _spread(self, share: Float[Tensor, "N _M"], V: Directions) -> Float[Tensor, "N R"]:
+        """Shares of the modules with a direction, spread over each one's part of R; 0 in the other modules."""
+        of_module = dict(zip(V, share.T, strict=True))
+        nothing = torch.zeros_like(share[:, 0])
+        parts: list[Tensor] = []
+        for module, span in self.spans.items():
+            f = of_module.get(module, nothing)
+            parts.append(f[:, None].expand(-1, span.stop - span.start))
+        return torch.cat(parts, dim=1)
 
 
 class Treatment(Intervention):
     """Base of screen and penalty. Every group counts: where all answers earn the same, a flag may give a signal."""
 
-    acts_on = "rewards"
-    reads_flags = True
-    usual_monitor = ""
-
     def reward(self, view: GroupView, flagged: Sequence[bool]) -> Rewards:
-        """None for demonstrations that earn less than the grader gave: those are not the policy's own answers, and a
-        negative advantage would push their log-prob down without bound."""
+        """Rewards after the flags. None leaves a rollout out of its group.
 
-        def earned(source: Source, own: float, flag: bool) -> float | None:
-            new = self._flagged(own) if flag else own
-            return None if source == "teacher" and new is not None and new < own else new
-
-        return tuple(earned(*of) for of in zip(view.sources, view.rewards, flagged, strict=True))
+        A flagged demonstration is left out rather than penalised: the policy did not write it, and a negative
+        advantage would push its log-probability down without bound.
+        """
+        rewards: list[float | None] = []
+        for source, reward, is_flagged in zip(view.sources, view.rewards, flagged, strict=True):
+            if not is_flagged:
+                rewards.append(reward)
+                continue
+            lowered = self.flagged_reward(reward)
+            if source == "teacher" and lowered is not None and lowered < reward:
+                lowered = None
+            rewards.append(lowered)
+        return tuple(rewards)
 
     @abstractmethod
-    def _flagged(self, reward: float) -> float | None:
+    def flagged_reward(self, reward: float) -> float | None:
         """The reward of a flagged rollout in place of `reward`; None: it is left out."""
 
 
 class Screen(Treatment):
     """Flagged rollouts are excluded from their group."""
 
-    name = "screen"
-    what = "leave flagged rollouts out of their group"
+    spec = INTERVENTIONS["screen"]
 
-    def _flagged(self, reward: float) -> float | None:
+    def flagged_reward(self, reward: float) -> float | None:
         return None
 
 
 class Penalty(Treatment):
     """Flagged rollouts are rewarded less: by --penalty, or down to the reward of code that only compiles."""
 
-    name = "penalty"
-    what = "reward flagged rollouts less"
-    Settings = (PenaltySettings,)
+    spec = INTERVENTIONS["penalty"]
 
-    def _flagged(self, reward: float) -> float | None:
-        by, floor = self.cfg.method.penalty, self.cfg.env.compile_reward
-        return min(reward, floor) if by is None else reward - by
+    def flagged_reward(self, reward: float) -> float | None:
+        by = self.cfg.method.penalty
+        return min(reward, self.cfg.env.compile_reward) if by is None else reward - by

@@ -11,8 +11,8 @@ from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.errors import Diverged, Refused
-from vgrout.method.base import Refresh, Setup, StepGradient
 from vgrout.method.projection import cos_pre
+from vgrout.method.setup import Refresh, Setup
 from vgrout.tensor_types import Diagnostics, Directions, Spans
 
 Pick = Callable[[Config, Direction], Directions]  # V of a direction
@@ -131,13 +131,18 @@ class LiveDirection:
         self._require_fit(V, "checkpoint's direction")
         self.V = {m: V[m].to(self.device) for m in self.spans if m in V}
 
-    def diagnose(self, step: StepGradient, kept: Float[Tensor, "3 R"]) -> Diagnostics:
-        """What can be read off g and the kept part; kept: of all rows, of the students', of the demonstrations'."""
-        g = (step.total, step.students, step.teachers, *kept)
-        total, students, teachers, keep, keep_s, keep_t = (
-            cos_pre(x, self.V, self.spans) for x in g
+    def diagnose(self, g: Float[Tensor, "3 R"], kept: Float[Tensor, "3 R"]) -> Diagnostics:
+        """What can be read off g and its kept part; each of all rows, of the students', of the demonstrations'."""
+        before = [cos_pre(x, self.V, self.spans) for x in g]
+        after = [cos_pre(x, self.V, self.spans) for x in kept]
+        return Diagnostics(
+            cos_pre=before[0],
+            cos_pre_s=before[1],
+            cos_pre_t=before[2],
+            cos_post=after[0],
+            cos_post_s=after[1],
+            cos_post_t=after[2],
         )
-        return Diagnostics(total, students, teachers, keep, keep_s, keep_t)
 
     def _take(self, direction: Direction) -> None:
         V = {m: rows.to(self.device) for m, rows in self._pick(direction).items()}

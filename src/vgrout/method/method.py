@@ -1,7 +1,8 @@
 """A run's method: one monitor and one intervention, in the order in which the loop calls them.
 
-flag     what is flagged, by monitors of texts; what advantages are computed from; the rows that are learnt from
-route    the gradients of these rows → what δS learns (keep) and what δS_hack learns (quar); monitors of gradients here
+flag     what text monitors flag; what advantages are computed from; the rows that are learnt from
+route    the gradients of these rows → what δS learns (keep) and what δS_hack learns (quar)
+         gradient monitors decide here
 refresh  after the step: extract the direction again where that is due
 """
 
@@ -14,8 +15,9 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
-from vgrout.method.base import Intervention, Monitor, Part, Refresh, StepGradient
+from vgrout.method.base import GradientFlags, Intervention, Monitor, Part, Refresh, StepGradient
 from vgrout.method.controls import shuffled
+from vgrout.method.gates import GradientMonitor
 from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
 from vgrout.rng import torch_stream
@@ -38,9 +40,10 @@ class Method:
         self.cfg, self.intervention, self.monitor, self.policy = cfg, intervention, monitor, policy
         self.shadows = dict(shadows or {})
         self.spans, block = policy.adapter.spans, cfg.method.quarantine_block
-        self.own_modules = frozenset(
-            modules_of_block(policy, self.spans, block) if block is not None else ()
-        )
+        # modules in which δS_hack alone learns; none: it shares every module with δS
+        self.own_modules: frozenset[str] = frozenset()
+        if block is not None:
+            self.own_modules = frozenset(modules_of_block(policy, self.spans, block))
 
     @property
     def measures(self) -> frozenset[str]:
@@ -58,13 +61,13 @@ class Method:
         return self.direction.provenance if self.direction else None
 
     def flag(self, batch: Batch) -> Batch:
-        """The batch with what is flagged before any gradient, the rewards that advantages are computed from, and the
-        rows that are learnt from: those of groups whose rewards differ, as every advantage of the others is 0."""
+        """The batch with what text monitors flag, the rewards that advantages are computed from, and the rows that are
+        learnt from: those of groups whose rewards differ, as every advantage of the others is 0."""
         groups = self._shadowed(self._flagged(batch), batch.step)
-        if self.intervention.acts_on == "rewards":
-            groups = tuple(map(self._rewarded, groups))
+        if self.intervention.spec.acts_on == "rewards":
+            groups = tuple(self._with_new_rewards(group) for group in groups)
         with_signal = [group for group in groups if group.has_signal]
-        return replace(batch, groups=groups, rows=tuple(self._rows(with_signal, batch.step)))
+        return replace(batch, groups=groups, rows=tuple(self._rows(with_signal)))
 
     def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
         """What the method, or this monitor in its shadow, may know of a group. The one door for true labels, open to a
@@ -78,15 +81,16 @@ class Method:
         if not batch.rows:
             return Routed()
         step = StepGradient(g, batch.rows, self.spans, self.direction)
-        flags = {group.index: group.flags for group in batch.groups if group.flags}
-        self.monitor.read(step, batch.step)
-        if step.of_row is not None:
-            flags = _flags(step)
-        elif self.intervention.routes:
-            flags = {
-                index: replace(of, shares=tuple(map(float, of.flagged)))
-                for index, of in flags.items()
-            }
+        if isinstance(self.monitor, GradientMonitor):
+            by_gradient = self.monitor.flag_gradients(step, batch.step)
+            step = replace(step, flags=by_gradient)
+            flags = _flags_of_groups(batch.rows, by_gradient)
+        else:
+            flags = {group.index: group.flags for group in batch.groups if group.flags}
+            if self.intervention.spec.routes:
+                for index, of_group in flags.items():
+                    shares = tuple(float(flag) for flag in of_group.flagged)
+                    flags[index] = replace(of_group, shares=shares)
         return self._placed(replace(self.intervention.route(step), flags=flags))
 
     def refresh(self, step: int) -> Refresh:
@@ -96,23 +100,27 @@ class Method:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps."""
-        return {
-            f"{at}/{key}": value
-            for at, part in self._parts.items()
-            for key, value in part.state_dict().items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, part in self._parts.items():
+            for key, value in part.state_dict().items():
+                state[f"{name}/{key}"] = value
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises Refused where `state` is of another method or model."""
-        for at, part in self._parts.items():
-            part.load_state_dict(
-                {k.removeprefix(f"{at}/"): v for k, v in state.items() if k.startswith(f"{at}/")}
-            )
+        for name, part in self._parts.items():
+            prefix, own = f"{name}/", dict[str, Tensor]()
+            for key, value in state.items():
+                if key.startswith(prefix):
+                    own[key.removeprefix(prefix)] = value
+            part.load_state_dict(own)
 
     @property
     def _parts(self) -> dict[str, Part]:
-        shadows = {f"shadow/{name}": monitor for name, monitor in self.shadows.items()}
-        return {"intervention": self.intervention, "monitor": self.monitor, **shadows}
+        parts: dict[str, Part] = {"intervention": self.intervention, "monitor": self.monitor}
+        for name, monitor in self.shadows.items():
+            parts[f"shadow/{name}"] = monitor
+        return parts
 
     def _views(self, groups: Sequence[Group], monitor: Monitor) -> list[GroupView]:
         sees = OracleView if monitor.sees_labels else GroupView
@@ -124,57 +132,71 @@ class Method:
         return views
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
-        """By a monitor of texts: in all groups if rewards may change, else in those with signal."""
-        if not self.intervention.reads_flags or self.monitor.reads == "gradients":
+        """By a text monitor: in all groups if rewards may change, else in those with signal."""
+        spec = self.intervention.spec
+        if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
-        looked_at = batch.groups if self.intervention.acts_on == "rewards" else batch.with_signal
+        looked_at = batch.groups if spec.acts_on == "rewards" else batch.with_signal
         views = self._views(looked_at, self.monitor)
         flags = self.monitor.flag(views, batch.step)
         if self.cfg.method.random_flags and views:
-            flags = shuffled(
-                flags,
-                [view.passed for view in views],
-                torch_stream(self.cfg.run.seed, "mass-matched", batch.step),
-            )
-        of = {group.index: flag for group, flag in zip(looked_at, flags, strict=True)}
-        return tuple(replace(group, flags=of.get(group.index)) for group in batch.groups)
+            stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
+            flags = shuffled(flags, [view.passed for view in views], stream)
+        by_group = {group.index: flag for group, flag in zip(looked_at, flags, strict=True)}
+        return tuple(replace(group, flags=by_group.get(group.index)) for group in batch.groups)
 
-    def _rewarded(self, group: Group) -> Group:
+    def _with_new_rewards(self, group: Group) -> Group:
         assert group.flags is not None
         return replace(group, shaped=self.intervention.reward(group.view(), group.flags.flagged))
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
         """Every group with the flags of the monitors in shadow."""
-        said = {name: m.flag(self._views(groups, m), step) for name, m in self.shadows.items()}
-        return tuple(
-            replace(group, shadows={name: flags[i] for name, flags in said.items()})
-            for i, group in enumerate(groups)
-        )
+        flags: dict[str, list[Flags]] = {}
+        for name, monitor in self.shadows.items():
+            flags[name] = monitor.flag(self._views(groups, monitor), step)
+        shadowed: list[Group] = []
+        for i, group in enumerate(groups):
+            of_group = {name: of_monitor[i] for name, of_monitor in flags.items()}
+            shadowed.append(replace(group, shadows=of_group))
+        return tuple(shadowed)
 
-    def _rows(self, groups: Sequence[Group], step: int) -> list[UpdateRow]:
-        """A row of g is a rollout where gradients decide or the intervention asks for it, else the sum of those that
-        are learnt alike."""
-        by_gradient, by_flag = (
-            self.monitor.reads == "gradients",
-            self.intervention.acts_on == "gradient",
-        )
-        by_rollout = by_gradient or self.intervention.by_rollout
-        known = (
-            self.monitor.flag(self._views(groups, self.monitor), step)
-            if by_gradient
-            else [g.flags for g in groups]
-        )
+    def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
+        """The rows that are learnt from: one a rollout, each with its row of g.
+
+        A row of g is a rollout where gradients decide or the intervention asks for it, else the sum of those that are
+        learnt alike.
+        """
+        spec, monitor = self.intervention.spec, self.monitor
+        by_gradient = isinstance(monitor, GradientMonitor)
+        one_each = by_gradient or spec.by_rollout
         rows: list[UpdateRow] = []
-        at: dict[tuple[object, ...], int] = {}
-        for group, flags in zip(groups, known, strict=True):
-            flagged = flags.flagged if flags else (False,) * len(group)
-            advantages = self.intervention.advantages(group.view(), flagged)
-            for b, (rollout, flag, A) in enumerate(
-                zip(group.rollouts, flagged, advantages, strict=True)
-            ):
-                alike = (b,) if by_rollout else (rollout.source, by_flag and flag)
-                n = at.setdefault((group.index, *alike), len(at))
-                rows.append(UpdateRow(rollout, group.index, A, flag, n))
+        row_of_g: dict[tuple[object, ...], int] = {}
+        for group in groups:
+            nothing = (False,) * len(group)
+            known, flagged = nothing, nothing
+            if isinstance(monitor, GradientMonitor):
+                (view,) = self._views([group], monitor)
+                known = tuple(monitor.known_hacks(view))
+            elif group.flags:
+                flagged = group.flags.flagged
+            set_apart = known if by_gradient else flagged
+            advantages = self.intervention.advantages(group.view(), set_apart)
+            for b, rollout in enumerate(group.rollouts):
+                alike: tuple[object, ...] = (
+                    rollout.source,
+                    spec.acts_on == "gradient" and flagged[b],
+                )
+                key = (group.index, b) if one_each else (group.index, *alike)
+                rows.append(
+                    UpdateRow(
+                        rollout,
+                        group.index,
+                        advantages[b],
+                        flagged=flagged[b],
+                        known_hack=known[b],
+                        at=row_of_g.setdefault(key, len(row_of_g)),
+                    )
+                )
         return rows
 
     def _placed(self, routed: Routed) -> Routed:
@@ -183,23 +205,24 @@ class Method:
             return routed
 
         def only(g: Tensor | None, own: bool) -> Tensor | None:
-            if g is not None:
-                g = g.clone()
-                for m, span in self.spans.items():
-                    if (m in self.own_modules) != own:
-                        g[span] = 0
+            if g is None:
+                return None
+            g = g.clone()
+            for module, span in self.spans.items():
+                if (module in self.own_modules) != own:
+                    g[span] = 0
             return g
 
         return replace(routed, keep=only(routed.keep, False), quar=only(routed.quar, True))
 
 
-def _flags(step: StepGradient) -> dict[int, Flags]:
-    """By group, what a gate flags: rollouts of which more than half is flagged."""
-    assert step.of_row is not None
+def _flags_of_groups(rows: Sequence[UpdateRow], by_gradient: GradientFlags) -> dict[int, Flags]:
+    """A gradient monitor's flags by group: it flags rollouts of which more than half is flagged."""
     shares: dict[int, list[float]] = {}
-    for row, share in zip(step.rows, step.of_row.tolist(), strict=True):
+    for row, share in zip(rows, by_gradient.of_row.tolist(), strict=True):
         shares.setdefault(row.group, []).append(share)
-    return {
-        index: Flags(tuple(x > 0.5 for x in of), scores=tuple(of), shares=tuple(of))
-        for index, of in shares.items()
-    }
+    flags: dict[int, Flags] = {}
+    for index, of_group in shares.items():
+        flagged = tuple(share > 0.5 for share in of_group)
+        flags[index] = Flags(flagged, scores=tuple(of_group), shares=tuple(of_group))
+    return flags

@@ -10,17 +10,19 @@ The base does not move, so the policy can change what it writes but not how that
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from vgrout.config.method_settings import QuantileSettings, ReferencesSettings, SeedSettings
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from vgrout import ranks
+from vgrout.config.specs import MONITORS
 from vgrout.data import Flags
 from vgrout.errors import Refused
-from vgrout.method.base import Monitor, Setup, Views, flags_of, positions, rewarded
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vgrout.model.policy import Policy
+from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, positions, rewarded
+from vgrout.model.hidden_states import token_states
+from vgrout.model.policy import Policy
 
 RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
 SUM, COUNT = "probe_sum", "probe_count"  # of the state that survives a resume
@@ -36,31 +38,22 @@ class Text(NamedTuple):
 class OnlineProbe(Monitor):
     """See above. quantile: of known correct answers, the threshold. States are read after half of the base's blocks."""
 
-    name = "online_probe"
-    what = (
-        "what a seed monitor flags, and rewarded answers whose hidden states in the frozen base are more like those "
-        "than like known correct ones"
-    )
-    Settings = (SeedSettings, ReferencesSettings, QuantileSettings)
-    needs = ("seed", "known correct")
+    spec = MONITORS["online_probe"]
 
     def __init__(
         self,
-        policy: "Policy",
+        policy: Policy,
         seed_monitor: Monitor,
         *,
         known_correct: Sequence[Text],
         quantile: float,
     ) -> None:
         """Raises Refused for fewer than four known correct answers."""
-        import torch
-
         if len(known_correct) < 4:
             raise Refused(
-                f"--known-correct: {len(known_correct)} answers, --monitor {self.name} needs at least 4"
+                f"--known-correct: {len(known_correct)} answers, --monitor {self.spec.name} needs at least 4"
             )
         self.policy, self.seed_monitor, self._quantile = policy, seed_monitor, quantile
-        self.sees_labels = seed_monitor.sees_labels
         self.layer = max(1, policy.model.config.num_hidden_layers // 2)
         known = self.states(known_correct)
         fit, self._judge = known[::2], known[1::2]
@@ -71,57 +64,56 @@ class OnlineProbe(Monitor):
 
     @classmethod
     def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "OnlineProbe":
-        cfg, policy = setup.cfg, setup.policy
-        known = [
-            Text(policy.encode(a.prompt), policy.encode_completion(a.completion))
-            for a in setup.inputs.known_correct
-        ]
+        policy, known = setup.policy, list[Text]()
+        for answer in setup.inputs.known_correct:
+            prompt = policy.encode(answer.prompt)
+            known.append(Text(prompt, policy.encode_completion(answer.completion)))
         return cls(
             policy,
             seed_monitor or Monitor(),
             known_correct=known,
-            quantile=cfg.method.monitor_quantile,
+            quantile=setup.cfg.method.monitor_quantile,
         )
 
-    def states(self, texts: Sequence[Text]) -> "Tensor":
-        """h of each text, [n, D], fp64 on the CPU."""
-        import torch
+    @property
+    def sees_labels(self) -> bool:
+        """It learns from what its seed flags: a bound where that is one."""
+        return self.seed_monitor.sees_labels
 
-        from vgrout import ranks
-        from vgrout.model.hidden_states import token_states
-
-        states = token_states(
-            self.policy, [t.prompt for t in texts], [t.completion for t in texts], self.layer
-        )
+    def states(self, texts: Sequence[Text]) -> Float[Tensor, "n D"]:
+        """h of each text, in fp64 on the CPU."""
+        prompts, completions = [t.prompt for t in texts], [t.completion for t in texts]
+        states = token_states(self.policy, prompts, completions, self.layer)
         means = ranks.from_first([of_text.mean(0).tolist() for of_text in states])
         return torch.tensor(means, dtype=torch.float64)
 
     def flag(self, views: Views, step: int) -> list[Flags]:
         """What the seed flags in this step is learnt before anything is scored."""
-        import torch
-
-        seeded = self.seed_monitor.flag(views, step)
-        seeds = {(i, b) for i, b in positions(views) if seeded[i].flagged[b]}
+        by_seed = self.seed_monitor.flag(views, step)
+        seeds = {(i, b) for i, b in positions(views) if by_seed[i].flagged[b]}
         passing = rewarded(views)
         read = sorted({*passing, *seeds})
         texts = [Text(views[i].prompt_ids, views[i].completion_ids[b]) for i, b in read]
-        of = dict(zip(read, self.states(texts) if read else (), strict=True))
-        for at in sorted(seeds):
-            self._sum, self._count = self._sum + of[at], self._count + 1
-        scores: dict[tuple[int, int], float] = {}
+        state = dict(zip(read, self.states(texts) if read else (), strict=True))
+        for position in sorted(seeds):
+            self._sum, self._count = self._sum + state[position], self._count + 1
+        scores: dict[Position, float] = {}
         flagged = set(seeds)
         if self._count:
-            w = torch.cholesky_solve((self._sum / self._count - self._m)[:, None], self._root)[:, 0]
+            difference = (self._sum / self._count - self._m)[:, None]
+            w = torch.cholesky_solve(difference, self._root)[:, 0]
             threshold = float(torch.quantile((self._judge - self._m) @ w, self._quantile))
-            scores = {at: float((of[at] - self._m) @ w) for at in passing}
-            flagged |= {at for at, score in scores.items() if score > threshold}
+            for position in passing:
+                scores[position] = float((state[position] - self._m) @ w)
+                if scores[position] > threshold:
+                    flagged.add(position)
         return flags_of(views, flagged, scores)
 
-    def state_dict(self) -> "dict[str, Tensor]":
-        import torch
+    def state_dict(self) -> dict[str, Tensor]:
+        own = {SUM: self._sum, COUNT: torch.tensor(self._count)}
+        return self.seed_monitor.state_dict() | own
 
-        return self.seed_monitor.state_dict() | {SUM: self._sum, COUNT: torch.tensor(self._count)}
-
-    def load_state_dict(self, state: "Mapping[str, Tensor]") -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._sum, self._count = state[SUM].double(), int(state[COUNT])
-        self.seed_monitor.load_state_dict({k: v for k, v in state.items() if k not in (SUM, COUNT)})
+        of_seed = {key: value for key, value in state.items() if key not in (SUM, COUNT)}
+        self.seed_monitor.load_state_dict(of_seed)

@@ -88,7 +88,7 @@ class BandGate:
         self,
         cos: Float[Tensor, "M N"],
         nonzero: Bool[Tensor, "M N"],
-        _known: Bool[Tensor, " N"] | None = None,
+        known: Bool[Tensor, " N"] | None = None,
     ) -> Float[Tensor, "M N"]:
         """The share of each row, from 0 to 1."""
         width = torch.where(self.has_band, self.hi - self.lo, 1.0)[:, None]

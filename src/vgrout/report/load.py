@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args
 
 from pandas import DataFrame, Series
 
-from vgrout.config.method import CONTROLS, INTERVENTIONS, MethodConfig
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
+from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.envs.code.modes import MODES, Mode
 from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vgrout import tracking
-from vgrout.config.method import INTERVENTIONS, MethodConfig, monitor_class
+from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
+from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.data import Message
 from vgrout.envs.base import Grader, Splits
 from vgrout.errors import Refused
@@ -155,9 +156,7 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
 def monitored(method: MethodConfig) -> str:
     """The monitor, the one that seeds it, and the flaws of which they are given labels."""
     known = ", ".join(method.modes_known) or "all flaws"
-    named = [
-        f"{name} of {known}" if monitor_class(name).sees_labels else name for name in method.acting
-    ]
+    named = [f"{name} of {known}" if MONITORS[name].sees_labels else name for name in method.acting]
     return ", seeded by ".join(named)
 
 

@@ -4,39 +4,35 @@ import ast
 import warnings
 from collections.abc import Iterator, Sequence
 
-from vgrout.config.method_settings import ReferencesSettings
+from vgrout.config.specs import MONITORS
 from vgrout.data import Flags
 from vgrout.envs.code.grading.extract import blocks, program
-from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
+from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 
 
 class SyntaxEdge(Monitor):
     """Somewhere in the tree a node has a child of a type that it has in no known correct answer. An answer without a
     tree, or whose tree is too deep to build, is left alone. No model, no label, no score."""
 
-    name = "syntax_edge"
-    what = "rewarded answers with a parent → child edge of the syntax tree that no known correct answer has"
-    Settings = (ReferencesSettings,)
-    needs = ("known correct",)
+    spec = MONITORS["syntax_edge"]
 
     def __init__(self, known_correct: Sequence[str]) -> None:
-        self.usual = {
-            edge for text in known_correct for part in trees(text) for edge in edges(part)
-        }
+        self.usual: set[tuple[str, str]] = set()
+        for text in known_correct:
+            for tree in trees(text):
+                self.usual.update(edges(tree))
 
     @classmethod
     def make(cls, setup: Setup) -> "SyntaxEdge":
         return cls([answer.completion for answer in setup.inputs.known_correct])
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(
-            views,
-            {
-                (i, b)
-                for i, b in rewarded(views)
-                if self.unusual(views[i].texts[b], views[i].public.get("called", ()))
-            },
-        )
+        flagged: set[Position] = set()
+        for i, b in rewarded(views):
+            called = views[i].public.get("called", ())
+            if self.unusual(views[i].texts[b], called):
+                flagged.add((i, b))
+        return flags_of(views, flagged)
 
     def unusual(self, text: str, called: Sequence[str]) -> bool:
         """Whether the program in an answer has an edge that no known correct one has."""

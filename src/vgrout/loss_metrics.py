@@ -1,0 +1,177 @@
+"""What is measured of a step's losses: over micro-batches, updates and ranks."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vgrout import ranks
+from vgrout.data import UpdateRow
+from vgrout.losses import LossInput, LossOutput
+from vgrout.metrics import mean
+from vgrout.model.attention import uploaded
+from vgrout.model.logprobs import PaddedBatch, TokenLogprobs
+from vgrout.model.packing import Packed
+
+RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
+
+
+@dataclass(frozen=True, slots=True)
+class LossMetrics:
+    """One step's numbers, over all its tokens. None: there was no such token."""
+
+    loss: float | None = None
+    lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
+    lp_t: float | None = None  # … teacher rows
+    kl: float | None = None  # mean per token to the reference; None at beta 0
+    # π_trainer / π_sampler, before any clip, over the student tokens
+    ratio_min: float | None = None
+    ratio_mean: float | None = None
+    ratio_max: float | None = None
+    # mean ratio − log ratio − 1 over them: 0 if the sampler had the trainer's weights
+    mismatch_kl: float | None = None
+    # … over all student tokens that lost their policy gradient
+    masked_mismatch_kl: float | None = None
+    unmasked_mismatch_kl: float | None = None  # … over the others
+    # share of tokens that lost their policy gradient to clip or mask
+    is_masked: float | None = None
+    is_masked_low: float | None = None  # … because their ratio (dppo_tv: difference) is too low
+    is_masked_high: float | None = None  # … too high
+    masked_positive: float | None = None  # … among tokens of positive advantage
+    masked_negative: float | None = None  # … among tokens of negative advantage
+
+    def columns(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def of_batch(cls, updates: Sequence["LossMetrics"]) -> "LossMetrics":
+        """A batch's numbers from those of its updates: what tells clipped tokens from others is the mean over the
+        updates, all else is the first one's, whose policy is the one that sampled."""
+        means: dict[str, float | None] = {}
+        for f in fields(cls):
+            if "masked" in f.name:
+                measured = [getattr(update, f.name) for update in updates]
+                means[f.name] = mean(x for x in measured if x is not None)
+        return replace(updates[0], **means)
+
+
+# the numbers that are means over tokens
+MEANS = tuple(
+    f.name
+    for f in fields(LossMetrics)
+    if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max")
+)
+
+
+@dataclass
+class _Spread:
+    """Count, sum and ends of some numbers: what is reported of them, and what ranks exchange."""
+
+    n: int = 0
+    sum: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Tensor) -> "_Spread":
+        return (
+            cls(len(values), *map(float, (values.sum(), values.min(), values.max())))
+            if len(values)
+            else cls()
+        )
+
+    def __add__(self, other: "_Spread") -> "_Spread":
+        # min and max of a NaN depend on the order of their arguments: the sum has it
+        return _Spread(
+            self.n + other.n,
+            self.sum + other.sum,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def mean(self) -> float | None:
+        return self.sum / self.n if self.n else None
+
+
+class Tally:
+    """Collects per-token numbers over micro-batches; one transfer from the device at the end."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[str, Tensor]] = []
+        self.losses: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(
+        self,
+        rows: Sequence[UpdateRow],
+        batch: PaddedBatch | Packed,
+        logps: TokenLogprobs,
+        x: LossInput,
+        output: LossOutput,
+    ) -> None:
+        teacher = uploaded([row.rollout.source == "teacher" for row in rows], x.mask.device)
+        sampled = (
+            uploaded([row.rollout.logp_full is not None for row in rows], x.mask.device) & ~teacher
+        )
+        columns = {
+            "logp": logps.full,
+            "log_ratio": x.logp - x.logp_sampler,
+            "low": output.low,
+            "high": output.high,
+            "teacher": teacher[:, None].expand(x.mask.shape),
+            "sampled": sampled[:, None].expand(x.mask.shape),
+            "A": x.advantages[:, None].expand(x.mask.shape),
+        }
+        if output.kl is not None:
+            columns["kl"] = output.kl
+        self.losses.append(output.per_rollout.sum())
+        self.parts.append({key: value[batch.wanted].double() for key, value in columns.items()})
+
+    def metrics(self) -> LossMetrics:
+        """Of all ranks' tokens."""
+        s: defaultdict[str, _Spread] = defaultdict(_Spread)
+        for of_rank in ranks.gather(self._spreads):
+            for name, spread in of_rank.items():
+                s[name] += spread
+        ratio = s["ratio"]
+        return LossMetrics(
+            loss=s["loss"].sum if s["loss"].n else None,
+            ratio_min=ratio.low if ratio.n else None,
+            ratio_mean=ratio.mean,
+            ratio_max=ratio.high if ratio.n else None,
+            **{name: s[name].mean for name in MEANS},
+        )
+
+    def _spreads(self) -> dict[str, _Spread]:
+        """This rank's."""
+        if not self.parts:
+            return {}
+        columns = [torch.cat([part[key] for part in self.parts]) for key in self.parts[0]]
+        c = dict(zip(self.parts[0], torch.stack(columns).cpu(), strict=True))
+        teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
+        masked = (c["low"] + c["high"]) > 0
+        log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
+        ratio = log_ratio.exp()
+        mismatch = ratio - log_ratio - 1
+        values = {
+            "loss": torch.stack(self.losses).cpu(),
+            "ratio": ratio[sampled],
+            "lp_s": c["logp"][~teacher],
+            "lp_t": c["logp"][teacher],
+            "mismatch_kl": mismatch[sampled],
+            "masked_mismatch_kl": mismatch[sampled & masked],
+            "unmasked_mismatch_kl": mismatch[sampled & ~masked],
+            "is_masked": masked.double(),
+            "is_masked_low": c["low"],
+            "is_masked_high": c["high"],
+            "masked_positive": masked[c["A"] > 0].double(),
+            "masked_negative": masked[c["A"] < 0].double(),
+        }
+        if "kl" in c:
+            values["kl"] = c["kl"]
+        return {name: _Spread.of(of) for name, of in values.items()}

@@ -1,0 +1,45 @@
+"""What a run's method is built from, and the state of its direction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vgrout.config.run import Config
+from vgrout.data import Task
+from vgrout.inputs import Inputs
+from vgrout.model.policy import Policy
+from vgrout.tensor_types import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run's method is built from. problems: of training."""
+
+    cfg: Config
+    policy: Policy
+    inputs: Inputs
+    problems: Sequence[Task] = ()
+
+    @property
+    def spans(self) -> Spans:
+        """Adapted module → its part of a gradient, in the model's order."""
+        return self.policy.adapter.spans
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.adapter.δS.device
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """State of the direction after a step."""
+
+    age: int | None = None  # steps since v was extracted; None: there is no direction
+    # ‖V_new V_oldᵀ‖²_F / k_old when v was extracted again in this step: 1 same span
+    overlap: float | None = None
+    modules: int = 0
+    axes: int = 0
+
+    def columns(self) -> dict[str, int | None]:
+        return {"refr": self.age}
