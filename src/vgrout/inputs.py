@@ -123,7 +123,7 @@ def read_inputs(cfg: Config) -> Inputs:
             return None
         try:
             return load(path)
-        except ValueError as e:
+        except Refused as e:
             if path.exists():
                 raise
             absent.append(str(e))

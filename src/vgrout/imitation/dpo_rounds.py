@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from vgrout.data import Problem, Rollout
 from vgrout.envs.code.problems import balanced
-from vgrout.errors import Diverged, Halted
+from vgrout.errors import Diverged, Halted, Refused
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -397,7 +397,7 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
             file_sha256(folder / path) == sha for path, sha in manifest["files"].items()
         ):
             return read_json(folder / "metrics.json")
-    except (ValueError, KeyError, OSError):
+    except (Refused, KeyError, OSError):
         pass
     return None
 

@@ -379,14 +379,14 @@ def takes_system(tok: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template accepts a system message and keeps its text."""
     try:
         return "(sys)" in apply_template(tok, [SYSTEM, USER])
-    except ValueError:
+    except Refused:
         return False
 
 
 def turn_end(tok: PreTrainedTokenizerBase, eos: Set[int]) -> int | None:
     """The token of `eos`, or else the special one, that the template writes directly after an answer: it need not be
     the tokenizer's end of text (Gemma: <end_of_turn>), nor be in any list. None: it writes none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(Refused):
         after = apply_template(tok, [USER, ANSWER], prompt=False).rpartition("(answer)")[2].lstrip()
         ids = tok(after, add_special_tokens=False)["input_ids"]
         special = {

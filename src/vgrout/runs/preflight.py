@@ -104,7 +104,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     ):
         try:
             needed()
-        except ValueError as e:
+        except Refused as e:
             absent.append(str(e))
     missing = (*inputs.absent, *absent)
     if missing and not cfg.run.dry_run:

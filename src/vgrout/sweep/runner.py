@@ -100,8 +100,8 @@ class Sweep:
             if run.arm not in files:
                 try:
                     files[run.arm] = file_hashes(run.cfg, preflight(run.cfg))
-                except ValueError as e:
-                    raise Refused(f"{study.path}: {run.arm}: {e}") from None
+                except Refused as e:
+                    raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
         sweep = cls(
             study, [Entry(run, files[run.arm]) for run in study.runs], Ledger(), SWEEPS / study.name
         )

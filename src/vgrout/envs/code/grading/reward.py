@@ -42,7 +42,7 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     """The function that "module:function" names; the working directory is searched too.
 
     Raises:
-        Refused: one line: it cannot be imported or called.
+        Refused: one line: it cannot be imported or called; from what the module raised.
     """
     if os.getcwd() not in sys.path:  # a script lacks it, `python -m` does not
         sys.path.append(os.getcwd())
@@ -55,7 +55,7 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as e:
         raise Refused(
             f"{flag} {name}: cannot be imported ({_one_line(e)}); give module:function"
-        ) from None
+        ) from e
     return function
 
 
@@ -63,22 +63,24 @@ def scorer(name: str, flag: str) -> Callable[[Problem, str], float]:
     """The function that "module:function" names, from a prompt and an answer, two texts, to a number.
 
     Raises:
-        Refused: one line: it cannot be imported; or, when it is called, it raises or returns no number.
+        Refused: one line: it cannot be imported; or, when it is called, it raises (from what it raised) or returns
+            no number.
     """
     function = import_function(name, flag)
 
     def score(problem: Problem, text: str) -> float:
+        cause: BaseException | None = None
         try:
             number = float(function(problem.messages[-1]["content"], text))
-        except Exception as e:  # one's own function may raise anything
-            why = f"raised {_one_line(e)}"
+        except (Exception, SystemExit) as e:  # one's own function may raise anything
+            cause, why = e, f"raised {_one_line(e)}"
         else:
             if math.isfinite(number):
                 return number
             why = f"returned {number}"
         raise Refused(
             f"{flag} {name}: asked about problem {problem.id}, it {why}; it should return a number"
-        )
+        ) from cause
 
     return score
 
@@ -196,26 +198,25 @@ class RewardFunction:
             failed += 1
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
-        """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good."""
+        """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from what
+        the function raised, if it did."""
         try:
             return self.score(problem, right_answer(problem), retries)
         except RewardFailed as e:
             raise Refused(
                 f"{self._flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
-            ) from None
+            ) from e.__cause__
 
     def _number(self, value: Any) -> float:
         if self._batched:
-            found = (
-                list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
-            )
+            found = self._listed(value)
             if len(found) != 1:
                 raise RewardFailed("returned no list with one number for one completion")
             value = found[0]
         try:
             number = float("" if isinstance(value, str | bytes) else value)
-        except Exception:
-            raise RewardFailed(f"returned {type(value).__name__}, not a number") from None
+        except Exception as e:
+            raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
         # A weighted sum of full marks may miss them by a rounding.
         number = next(
             (mark for mark in (self.passes_at, 0.0, 1.0) if abs(number - mark) <= NEAR), number
@@ -223,6 +224,15 @@ class RewardFunction:
         if not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
         return number
+
+    def _listed(self, value: Any) -> list[Any]:
+        """What a batched function returned, as a list; [] of anything else. A generator runs their code here."""
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            return []
+        try:
+            return list(value)
+        except (Exception, SystemExit) as e:
+            raise RewardFailed(f"raised {_one_line(e)}") from e
 
     def _call(self, given: dict[str, Any]) -> Any:
         async def call() -> Any:
@@ -232,7 +242,7 @@ class RewardFunction:
             except asyncio.CancelledError:
                 raise RewardFailed("was cancelled") from None
             except BaseException as e:  # SystemExit would take the loop along
-                raise RewardFailed(f"raised {_one_line(e)}") from None
+                raise RewardFailed(f"raised {_one_line(e)}") from e
 
         with nullcontext() if self._is_async else self._one_call:
             loop = self._running()
