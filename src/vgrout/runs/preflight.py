@@ -274,8 +274,8 @@ def adapter_lines(cfg: Config) -> list[str]:
 
         try:
             linears, bare = outline(folder)
-        except Exception as e:
-            raise Refused(f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}") from None
+        except Refused as e:
+            raise Refused(f"--model {cfg.scale.model}: {str(e)[:160]}") from None
         adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
     if not R:
         return []
