@@ -163,17 +163,35 @@ def not_installed(package: str, extra: str = "") -> Refused:
 
 
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
-    """The result of `cli`; `--help` exits. Raises Refused, tyro's error in one line. help_flag: lists all flags."""
-    message = io.StringIO()
+    """The result of `cli`; `--help` exits. help_flag: lists all flags.
+
+    Raises:
+        Refused: a settings class's own, or tyro's error in one line.
+        ValueError: a fault of a settings class, which tyro would take for an error of the command line.
+    """
+    message, outer = io.StringIO(), sys.exception()
     if shutil.get_terminal_size().columns < NARROW:
         os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
             return cli()
     except SystemExit as e:
-        if e.code:
-            raise Refused(one_line(message.getvalue(), help_flag)) from None
-        raise
+        if not e.code:
+            raise
+        if (own := _of_settings(e, outer)) is not None:
+            raise own from own.__cause__
+        raise Refused(one_line(message.getvalue(), help_flag)) from None
+
+
+def _of_settings(e: BaseException, outer: BaseException | None) -> ValueError | None:
+    """What a settings class raised, where tyro exits for it; None: it exits for what was typed. outer: what was being
+    handled before."""
+    before = e.__context__
+    while before is not None and before is not outer:
+        if isinstance(before, ValueError) and not faults.of_a_library(before):
+            return before
+        before = before.__context__
+    return None
 
 
 def as_typed(argv: Sequence[str]) -> list[str]:

@@ -47,6 +47,13 @@ def raised_by_own(e: BaseException | None) -> bool:
     return any(is_own(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__))
 
 
+def of_a_library(e: BaseException) -> bool:
+    """Whether an exception has come through no code of this package, nor of somebody's own."""
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__)}
+    ours = any(Path(file).resolve().is_relative_to(PACKAGE) for file in files)
+    return not ours and not any(map(is_own, files))
+
+
 def text_of(e: BaseException) -> str:
     """The traceback of an exception, and of those that it came from, as Python prints them; each from the first
     line of somebody's own code on, where it has one."""
