@@ -1,4 +1,4 @@
-"""A fault shows its traceback and keeps what was written; a mistake is one line. In every command."""
+"""In every command a fault shows its traceback, and keeps what was written; a mistake is one line."""
 
 import ast
 import importlib
@@ -158,7 +158,11 @@ def test_help_still_exits_by_itself() -> None:
 
 def test_each_exception_of_a_chain_begins_at_the_first_own_line() -> None:
     names: dict[str, Any] = {}
-    lines = "def ours(theirs):\n try:\n  theirs()\n except KeyError as e:\n  raise Refused('from it') from e"
+    lines = """def ours(theirs):
+        try:
+            theirs()
+        except KeyError as e:
+            raise Refused('from it') from e"""
     names["Refused"] = Refused
     exec(compile(lines, str(SLIP_FILE), "exec"), names)
 

@@ -32,7 +32,9 @@ Value = str | int | float | bool | Path | Sequence[str] | None
 
 
 class RunFailed(RuntimeError):
-    """A run that started and did not finish: halted, diverged, interrupted or failed. `run` holds what it wrote.
+    """A run that started and did not finish: halted, diverged, interrupted or failed.
+
+    `run` holds what it wrote.
 
     Where it failed by a fault, of this program or of your own class, `__cause__` is that exception.
     """
@@ -114,8 +116,8 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
 
     Raises:
         Refused: a wrong flag or file, one line; nothing was started. It is a ValueError.
-        RunFailed: it started, and was halted, diverged, interrupted or failed; by a fault, which is its `__cause__`,
-            also while it was loaded.
+        RunFailed: it started, and was halted, diverged, interrupted or failed; by a fault, which is
+            its `__cause__`, also while it was loaded.
     """
     from vgrout import train
     from vgrout.runs.context import BAD

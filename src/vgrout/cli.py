@@ -79,10 +79,10 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """A command's exit code, with what is to be said about how it ended.
 
-    A refusal is the user's mistake: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A closed pipe (`| head`)
-    exits silently, as other programs do: 141. `--help` exits by SystemExit. What the machine does not give is one line
-    (`_machine`). Any other exception is a fault: its traceback on stderr, 1; so is whatever somebody's own code raises,
-    an `exit()` in it included.
+    A refusal is the user's mistake: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
+    closed pipe (`| head`) exits silently, as other programs do: 141. `--help` exits by SystemExit.
+    What the machine does not give is one line (`_machine`). Any other exception is a fault: its
+    traceback on stderr, 1; so is whatever somebody's own code raises, an `exit()` in it included.
 
     What standard output cannot encode is escaped; a closed stream takes everything.
     """
@@ -117,18 +117,20 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
 
 
 def show_refusal(e: Refused) -> None:
-    """Print a refusal on stderr: one line. Where somebody's own code raised what it was refused for, the traceback of
-    that comes first."""
+    """Print a refusal on stderr: one line.
+
+    Where somebody's own code raised what it was refused for, the traceback of that comes first.
+    """
     if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
         faults.show(e.__cause__)
     print(f"E {spelled(printable(str(e)))}", file=sys.stderr)
 
 
 def _machine(e: BaseException) -> tuple[str, int] | None:
-    """One line and the exit code for an exception by which the machine refuses something; None: it is none of these.
+    """One line and the exit code where the machine refuses something; None: it is no such exception.
 
-    1: there is no memory left, or standard output takes nothing more (a full disk). 2: a path with a name that is too
-    long, or in a folder that may not be entered.
+    1: there is no memory left, or standard output takes nothing more (a full disk). 2: a path with
+    a name that is too long, or in a folder that may not be entered.
     """
     if isinstance(e, (RuntimeError, MemoryError)) and (said := out_of_memory(e)):
         return f"{said}; take a smaller model or fewer and shorter answers", 1
@@ -167,7 +169,7 @@ def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
 
     Raises:
         Refused: a settings class's own, or tyro's error in one line.
-        ValueError: a fault of a settings class, which tyro would take for an error of the command line.
+        ValueError: a fault of a settings class, which tyro would call an error of the command line.
     """
     message, outer = io.StringIO(), sys.exception()
     if shutil.get_terminal_size().columns < NARROW:
@@ -184,8 +186,10 @@ def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
 
 
 def _of_settings(e: BaseException, outer: BaseException | None) -> ValueError | None:
-    """What a settings class raised, where tyro exits for it; None: it exits for what was typed. outer: what was being
-    handled before."""
+    """What a settings class raised, where tyro exits for it; None: it exits for what was typed.
+
+    outer: what was being handled before.
+    """
     before = e.__context__
     while before is not None and before is not outer:
         if isinstance(before, ValueError) and not faults.of_a_library(before):

@@ -1,8 +1,9 @@
-"""What a fault shows: its traceback, from the first line of somebody's own code on where there is one.
+"""What a fault shows: its traceback, from the first line of somebody's own code on, if any.
 
-A fault is any exception but `Refused`, and but the ways in which a run may end. "Somebody's own" is a monitor, an
-intervention, a reward, a scorer, a judge: whatever lies neither in this package, nor in Python's library, nor among the
-installed packages. The frames above theirs are ours, and say nothing to them.
+A fault is any exception but `Refused`, and but the ways in which a run may end. "Somebody's own" is
+a monitor, an intervention, a reward, a scorer, a judge: whatever lies neither in this package, nor
+in Python's library, nor among the installed packages. The frames above theirs are ours, and say
+nothing to them.
 """
 
 import contextlib
@@ -55,8 +56,10 @@ def of_a_library(e: BaseException) -> bool:
 
 
 def text_of(e: BaseException) -> str:
-    """The traceback of an exception, and of those that it came from, as Python prints them; each from the first
-    line of somebody's own code on, where it has one."""
+    """The traceback of an exception, and of those that it came from, as Python prints them.
+
+    Each begins at the first line of somebody's own code, where it has one.
+    """
     whole = traceback.TracebackException.from_exception(e)
     pending, seen = [whole], set[int]()
     while pending:
@@ -72,7 +75,10 @@ def text_of(e: BaseException) -> str:
 
 
 def show(e: BaseException) -> None:
-    """Print the traceback on stderr, above a progress bar. A stderr that takes nothing is no second fault."""
+    """Print the traceback on stderr, above a progress bar.
+
+    A stderr that takes nothing is no second fault.
+    """
     with contextlib.suppress(OSError):
         tqdm.write(text_of(e), file=sys.stderr, end="")
         sys.stderr.flush()

@@ -316,7 +316,8 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     given = sorted([*eos, *prompt, pad_id])
     if strange := [token for token in (given[0], given[-1]) if not 0 <= token < rows]:
         raise Refused(
-            f"{type(model).__name__}: it would be given token {strange[0]}, its embedding has {rows} rows"
+            f"{type(model).__name__}: it would be given token {strange[0]}, its embedding has "
+            f"{rows} rows"
         )
     end = turn_end(tok, eos)
     eos_ids = frozenset(eos if end is None else {*eos, end})

@@ -33,7 +33,8 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
     """The file's own tables, and that of its verdicts.
 
     Raises:
-        Refused: one line: the file cannot be imported (from what it raised), has no `judge`, or returns anything else.
+        Refused: one line: the file cannot be imported (from what it raised), has no `judge`, or
+            returns anything else.
         Exception: whatever its functions raise; `SystemExit` too.
     """
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -72,8 +73,11 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
 
 
 def _returned(file: Path, function: Callable[..., Any], found: Sequence[Condition]) -> list[Any]:
-    """What a function of the file returns for the conditions, as a list. Raises Refused, one line, where it takes
-    other arguments or returns no list; else whatever it raises."""
+    """What a function of the file returns for the conditions, as a list.
+
+    Raises Refused, one line, where it takes other arguments or returns no list; else whatever it
+    raises.
+    """
     try:
         inspect.signature(function).bind(found)
     except (TypeError, ValueError) as e:  # no function; or one whose arguments are not known

@@ -219,11 +219,13 @@ def environment() -> dict[str, Any]:
 class RunContext:
     """A run under way: its folder, its grader, stop signals, and the clock of its phases.
 
-    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json` records it (state, steps
-    done, reason, what to run next), `run.code` is the exit code, and nothing is raised. Until `started` a Refused is
-    the user's mistake (exit 2, one line on stderr): a new run's folder and log are removed, a resumed run is left as it
-    was. Any other exception that is not one of the ways in which a run may end is a fault (exit 1): its traceback is on
-    stderr and in the log, and both folder and log are kept. `run.error` is the refusal or the fault.
+    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json`
+    records it (state, steps done, reason, what to run next), `run.code` is the exit code, and
+    nothing is raised. Until `started` a Refused is the user's mistake (exit 2, one line on stderr):
+    a new run's folder and log are removed, a resumed run is left as it was. Any other exception
+    that is not one of the ways in which a run may end is a fault (exit 1): its traceback is on
+    stderr and in the log, and both folder and log are kept. `run.error` is the refusal or the
+    fault.
     """
 
     def __init__(
@@ -356,7 +358,7 @@ class RunContext:
         return True
 
     def _finish(self, e: BaseException | None) -> bool:
-        """Record how the run ended, if it ended in one of the expected ways; returns whether it did."""
+        """Record how the run ended; returns whether that was one of the expected ways."""
         match e:
             case None:
                 self.code = FINISHED
@@ -428,7 +430,8 @@ class RunContext:
         if isinstance(e, Refused):
             self._refused_later(e)
             return
-        # whatever somebody's own code raises is their fault to see, and not the disk's or the memory's
+        # whatever somebody's own code raises is their fault to see, and not the disk's or the
+        # memory's
         own = faults.raised_by_own(e)
         if not own and isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
             self._storage_failed(e)
@@ -440,7 +443,7 @@ class RunContext:
             self._fault(e)
 
     def _refused_later(self, e: Refused) -> None:
-        """Report a mistake that showed only after the first step: one line, and its traceback in the log."""
+        """Report a mistake that showed after the first step: a line, and its traceback in the log."""
         self._try_status("failed", self.steps_done(), str(e), self.resume_command)
         logger.opt(exception=e).debug("refused in a run under way")
         show_refusal(e)
@@ -457,7 +460,7 @@ class RunContext:
         logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
 
     def _fault(self, e: BaseException) -> None:
-        """Report a fault of this program, or of somebody's own code in it: traceback on stderr and in the log."""
+        """Report a fault, ours or of somebody's own code: traceback on stderr and in the log."""
         said = f"{type(e).__name__}: {e}"
         self._try_status("failed", self.steps_done(), said, self.resume_command)
         # the console's lines have no traceback, the log's have

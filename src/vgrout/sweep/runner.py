@@ -158,7 +158,8 @@ class Sweep:
         path = self.folder / "runs.json"
         try:
             flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # absent or damaged: it is written again
+        # absent or damaged: it is written again
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
         n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
         said = f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"

@@ -63,8 +63,8 @@ def scorer(name: str, flag: str) -> Callable[[Problem, str], float]:
     """The function that "module:function" names, from a prompt and an answer, two texts, to a number.
 
     Raises:
-        Refused: one line: it cannot be imported; or, when it is called, it raises (from what it raised) or returns
-            no number.
+        Refused: one line: it cannot be imported; or, when it is called, it raises (from what it
+            raised) or returns no number.
     """
     function = import_function(name, flag)
 
@@ -198,8 +198,10 @@ class RewardFunction:
             failed += 1
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
-        """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from what
-        the function raised, if it did."""
+        """The score of the problem's canonical solution.
+
+        Raises Refused, one line, if that fails for good; from what the function raised, if it did.
+        """
         try:
             return self.score(problem, right_answer(problem), retries)
         except RewardFailed as e:
@@ -226,7 +228,10 @@ class RewardFunction:
         return number
 
     def _listed(self, value: Any) -> list[Any]:
-        """What a batched function returned, as a list; [] of anything else. A generator runs their code here."""
+        """What a batched function returned, as a list; [] of anything else.
+
+        A generator runs their code here.
+        """
         if not isinstance(value, Iterable) or isinstance(value, str):
             return []
         try:
