@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.cli import cli_exit, parse_args
+from vgrout.errors import Refused
 from vgrout.model.source import require_model
 
 
@@ -54,7 +55,7 @@ def grading(quick: bool = False, problems: Path | None = None) -> str:
         problems: a file of real problems; without one, only answers of the organism's size are measured.
     """
     if problems is not None and not problems.is_file():
-        raise ValueError(f"--problems {problems}: no such file")
+        raise Refused(f"--problems {problems}: no such file")
     return importlib.import_module("benchmarks.grading").run(quick, problems)
 
 

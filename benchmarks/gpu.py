@@ -39,6 +39,7 @@ from benchmarks.measure import Figure, page
 from vgrout import embedded as organism
 from vgrout.config.run import OptConfig
 from vgrout.data import Group
+from vgrout.errors import Refused
 from vgrout.model.load import as_language_model, pick_device
 from vgrout.model.logprobs import foreign
 from vgrout.model.memory import CONTEXT, GIB, plan
@@ -376,9 +377,9 @@ def same_rows(against: str, tag: str, **how: bool) -> Figure:
 
 
 def run(quick: bool = False) -> str:
-    """Raises ValueError, one line, where there is no GPU."""
+    """Raises Refused, one line, where there is no GPU."""
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise Refused(
             "gpu: this machine has no CUDA device that torch can use; run this bench on one with 60 GB"
         )
     device, dtype = pick_device(organism.MODEL_DIR, "bf16")

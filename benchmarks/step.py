@@ -17,7 +17,10 @@ WARM_UP = 2  # steps; the guard samples its references in the first one
 
 
 def run(quick: bool = False) -> str:
-    """Our step's time against TRL's, and the parts of ours. Raises ValueError, one line, without TRL."""
+    """Our step's time against TRL's, and the parts of ours.
+
+    Raises Refused, one line, without TRL.
+    """
     blocks, per_block = (3, 2) if quick else (8, 4)
     trl_peer.libraries()
     with rig.workplace(), ExitStack() as ends:

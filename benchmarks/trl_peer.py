@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from benchmarks.rig import LR, SEED, G, P
 from vgrout import embedded as organism
 from vgrout.envs.code.problem import Problem
+from vgrout.errors import Refused
 from vgrout.model.sampling import Sampling
 from vgrout.model.svd_adapter import TARGETS
 
@@ -32,11 +33,11 @@ CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def libraries() -> dict[str, Any]:
-    """trl, peft, datasets. Raises ValueError, one line, where one is missing."""
+    """trl, peft, datasets. Raises Refused, one line, where one is missing."""
     try:
         return {name: importlib.import_module(name) for name in ("trl", "peft", "datasets")}
     except ImportError as e:
-        raise ValueError(
+        raise Refused(
             f"{e.name} is not installed; run `uv run --extra bench python -m benchmarks …`"
         ) from None
 

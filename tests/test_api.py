@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ import vgrout
 from fake_runs import fake_run
 from runs import SMALL
 from vgrout.api import argv
+from vgrout.errors import Refused
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -99,9 +101,8 @@ def test_a_refused_call_starts_nothing(flags, message, tmp_path, monkeypatch):
 
 
 def test_a_resume_that_is_refused_is_a_wrong_call_and_no_run_that_failed(tmp_path, monkeypatch):
-    def launch(cfg, on_folder, named):
-        on_folder(tmp_path)
-        print("E changed since: problems", file=sys.stderr)
+    def launch(cfg, on_run, named):
+        on_run(SimpleNamespace(path=tmp_path, error=Refused("changed since: problems")))
         return 2
 
     monkeypatch.setattr("vgrout.train.launch", launch)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from methods import graded
 from vgrout.config.guard import GuardConfig, blind, evaluations
 from vgrout.config.presets import resolve
+from vgrout.errors import Refused
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
@@ -381,3 +382,7 @@ def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
     for name in ("nowhere", "theirs"):
         with pytest.raises(ValueError, match=rf"^--kl-calibrate-from .*/{name}: no kl_deploy"):
             kl_of_runs([tmp_path / name])
+    for kl in ("1e999", "-0.5"):
+        (tmp_path / "theirs" / "steps.jsonl").write_text(f'{{"kl_deploy": {kl}}}\n')
+        with pytest.raises(Refused, match=r"should be finite and not negative\Z"):
+            kl_of_runs([tmp_path / "theirs"])

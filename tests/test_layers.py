@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 LAYERS: list[set[str]] = [
     {
         "errors",
+        "faults",
         "data",
         "metrics",
         "tensor_types",

@@ -113,7 +113,8 @@ def test_an_older_report_is_replaced_but_not_by_a_failure(
             ["runs", "--judge=idle.py"],
             "--judge idle.py: AttributeError: module 'idle' has no attribute 'judge'",
         ),
-        (["runs", "--judge=raises.py"], "--judge raises.py: ZeroDivisionError: division by zero"),
+        (["runs", "--judge=number.py"], "--judge number.py: returned int, which is no list"),
+        (["runs", "--judge=two.py"], "--judge two.py: missing a required argument: 'b'; it should"),
         (
             ["runs", "--judge=words.py"],
             "--judge words.py: AttributeError: 'str' object has no attribute 'id'",
@@ -132,7 +133,8 @@ def test_refusals_are_one_line(
     judges = {
         "torn": "(:",
         "idle": "_of(): 0",
-        "raises": "(_): return 1 / 0",
+        "number": "(_): return 5",
+        "two": "(a, b): return []",
         "words": "(_): return ['yes']",
     }
     for name, text in judges.items():

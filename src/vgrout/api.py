@@ -25,12 +25,19 @@ from vgrout.files import json_lines, read_json
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from vgrout.runs.context import RunContext
+
 
 Value = str | int | float | bool | Path | Sequence[str] | None
 
 
 class RunFailed(RuntimeError):
-    """A run that started and did not finish: halted, diverged, interrupted or failed. `run` holds what it wrote."""
+    """A run that started and did not finish: halted, diverged, interrupted or failed.
+
+    `run` holds what it wrote.
+
+    Where it failed by a fault, of this program or of your own class, `__cause__` is that exception.
+    """
 
     def __init__(self, run: "Run", code: int) -> None:
         super().__init__(
@@ -108,8 +115,9 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     quiet: nothing is printed; the log lies below logs/ as always.
 
     Raises:
-        Refused: a wrong flag or file, one line; nothing was started.
-        RunFailed: it started, and was halted, diverged, interrupted or failed.
+        Refused: a wrong flag or file, one line; nothing was started. It is a ValueError.
+        RunFailed: it started, and was halted, diverged, interrupted or failed; by a fault, which is
+            its `__cause__`, also while it was loaded.
     """
     from vgrout import train
     from vgrout.runs.context import BAD
@@ -118,23 +126,25 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
         raise Refused(
             "dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that"
         )
-    folders: list[Path] = []
-    printed = io.StringIO()
+    runs: list[RunContext] = []
     with contextlib.ExitStack() as hidden:
         if quiet:
+            printed = io.StringIO()
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
         code = train.launch(
-            resolve([preset, *argv(flags)]), folders.append, named="intervention" in flags
+            resolve([preset, *argv(flags)]), runs.append, named="intervention" in flags
         )
-    if code == BAD or not folders:  # refused while loading, which has printed the reason
-        why = [line for line in printed.getvalue().splitlines() if line.startswith("E ")]
-        raise Refused(
-            f"{preset}: refused while it was loaded: {why[-1][2:] if why else 'the line above says why'}"
-        )
-    run = Run(folders[0])
+    if not runs:
+        raise Refused(f"{preset}: this rank writes no run; rank 0 does")
+    begun = runs[0]
+    if code == BAD:
+        assert begun.error is not None
+        why = f"{preset}: refused while it was loaded: {begun.error}"
+        raise Refused(why) from begun.error.__cause__
+    run = Run(begun.path)
     if code:
-        raise RunFailed(run, code)
+        raise RunFailed(run, code) from begun.error
     return run
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from vgrout import faults
 from vgrout.errors import Refused
 from vgrout.files import drop_stdout, printable, restore_inherited
 
@@ -76,10 +77,15 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
 
 
 def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """A command's exit code. A ValueError is a refusal: one line on stderr, 2; so is a path with a name that is too
-    long, or in a folder that may not be entered. Ctrl-C prints `interrupted`: 130. A closed pipe (`| head`) exits
-    silently, as other programs do: 141. A standard output that takes nothing more (a full disk): one line, 1. What
-    standard output cannot encode is escaped; a closed stream takes everything."""
+    """A command's exit code, with what is to be said about how it ended.
+
+    A refusal is the user's mistake: one line on stderr, 2. Ctrl-C prints `interrupted`: 130. A
+    closed pipe (`| head`) exits silently, as other programs do: 141. `--help` exits by SystemExit.
+    What the machine does not give is one line (`_machine`). Any other exception is a fault: its
+    traceback on stderr, 1; so is whatever somebody's own code raises, an `exit()` in it included.
+
+    What standard output cannot encode is escaped; a closed stream takes everything.
+    """
     restore_inherited()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -89,8 +95,8 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
             return run()
         finally:
             sys.stdout.flush()
-    except ValueError as e:
-        print(f"E {spelled(printable(str(e)))}", file=sys.stderr)
+    except Refused as e:
+        show_refusal(e)
         return 2
     except KeyboardInterrupt:
         print(f"E {interrupted}", file=sys.stderr)
@@ -98,23 +104,46 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     except BrokenPipeError:
         drop_stdout()
         return 141
-    except (RuntimeError, MemoryError) as e:
-        if (said := out_of_memory(e)) is None:
+    except BaseException as e:
+        own = faults.raised_by_own(e)
+        if isinstance(e, SystemExit) and not own:
             raise
-        print(f"E {said}; take a smaller model or fewer and shorter answers", file=sys.stderr)
+        if not own and (said := _machine(e)):
+            line, code = said
+            print(f"E {line}", file=sys.stderr)
+            return code
+        faults.show(e)
         return 1
-    except OSError as e:
-        if e.filename is not None and e.errno in (errno.ENAMETOOLONG, errno.EACCES):
-            print(
-                f"E {printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another",
-                file=sys.stderr,
-            )
-            return 2
-        if e.filename is not None or e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
-            raise
-        drop_stdout()
-        print(f"E standard output cannot be written ({e.strerror})", file=sys.stderr)
-        return 1
+
+
+def show_refusal(e: Refused) -> None:
+    """Print a refusal on stderr: one line.
+
+    Where somebody's own code raised what it was refused for, the traceback of that comes first.
+    """
+    if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
+        faults.show(e.__cause__)
+    print(f"E {spelled(printable(str(e)))}", file=sys.stderr)
+
+
+def _machine(e: BaseException) -> tuple[str, int] | None:
+    """One line and the exit code where the machine refuses something; None: it is no such exception.
+
+    1: there is no memory left, or standard output takes nothing more (a full disk). 2: a path with
+    a name that is too long, or in a folder that may not be entered.
+    """
+    if isinstance(e, (RuntimeError, MemoryError)) and (said := out_of_memory(e)):
+        return f"{said}; take a smaller model or fewer and shorter answers", 1
+    if not isinstance(e, OSError):
+        return None
+    if e.filename is not None:
+        if e.errno not in (errno.ENAMETOOLONG, errno.EACCES):
+            return None
+        return f"{printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another", 2
+    if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+        return None
+    drop_stdout()
+    return f"standard output cannot be written ({e.strerror})", 1
 
 
 def out_of_memory(e: BaseException) -> str | None:
@@ -136,17 +165,37 @@ def not_installed(package: str, extra: str = "") -> Refused:
 
 
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
-    """The result of `cli`; `--help` exits. Raises Refused, tyro's error in one line. help_flag: lists all flags."""
-    message = io.StringIO()
+    """The result of `cli`; `--help` exits. help_flag: lists all flags.
+
+    Raises:
+        Refused: a settings class's own, or tyro's error in one line.
+        ValueError: a fault of a settings class, which tyro would call an error of the command line.
+    """
+    message, outer = io.StringIO(), sys.exception()
     if shutil.get_terminal_size().columns < NARROW:
         os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
             return cli()
     except SystemExit as e:
-        if e.code:
-            raise Refused(one_line(message.getvalue(), help_flag)) from None
-        raise
+        if not e.code:
+            raise
+        if (own := _of_settings(e, outer)) is not None:
+            raise own from own.__cause__
+        raise Refused(one_line(message.getvalue(), help_flag)) from None
+
+
+def _of_settings(e: BaseException, outer: BaseException | None) -> ValueError | None:
+    """What a settings class raised, where tyro exits for it; None: it exits for what was typed.
+
+    outer: what was being handled before.
+    """
+    before = e.__context__
+    while before is not None and before is not outer:
+        if isinstance(before, ValueError) and not faults.of_a_library(before):
+            return before
+        before = before.__context__
+    return None
 
 
 def as_typed(argv: Sequence[str]) -> list[str]:

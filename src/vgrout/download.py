@@ -161,7 +161,7 @@ def dataset(
     try:
         n = len(load_rows(fresh))
         os.replace(fresh, out)
-    except ValueError as e:
+    except Refused as e:
         raise Refused(str(e).replace(str(fresh), id)) from None
     finally:
         fresh.unlink(missing_ok=True)

@@ -46,10 +46,10 @@ class Files:
             expected = {
                 str(name): str(digest) for name, digest in read_json(manifest)["files"].items()
             }
-        except (ValueError, KeyError, AttributeError) as e:
+        except (Refused, KeyError, AttributeError) as e:
             return [
                 str(e)
-                if isinstance(e, ValueError)
+                if isinstance(e, Refused)
                 else f"{manifest}: damaged (no list of files in it)"
             ]
         found = set(shipped(self.root))

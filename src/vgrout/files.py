@@ -61,7 +61,10 @@ def quoted(text: str) -> str:
 
 
 def to_json(data: Any) -> str:
-    """Strict JSON, indented. Raises Refused on a NaN, which other readers cannot parse."""
+    """Strict JSON, indented.
+
+    Raises ValueError on a NaN, which other readers cannot parse: a fault of the caller's.
+    """
     return json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False, default=str)
 
 
@@ -145,7 +148,7 @@ def held(run: Path) -> bool:
     """Whether some process is writing this run."""
     try:
         hold(run).close()
-    except ValueError:
+    except Refused:
         return True
     except OSError:  # an unwritable folder is refused elsewhere, by name
         return False
@@ -205,7 +208,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def strict_json(text: str) -> Any:
-    """The value of a JSON text that this program wrote, which never holds a NaN. Raises Refused, RecursionError."""
+    """The value of a JSON text that this program wrote, which never holds a NaN.
+
+    Raises Refused on one; ValueError or RecursionError, as the library does, where it is no JSON.
+    """
 
     def no_constant(name: str) -> None:
         raise Refused(f"it holds {name}")

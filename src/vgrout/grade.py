@@ -100,14 +100,14 @@ def grade_lines(
             return record | {"error": future}
         try:
             return record | _verdict(future.result())
-        except ValueError as e:  # the problem itself is at fault
+        except Refused as e:  # the problem itself is at fault
             return record | {"error": str(e)}
 
     for line in lines:
         try:
             record, problem, text = _parse(line, problems)
             waiting.append((record, grader.submit(problem, text)))
-        except ValueError as e:
+        except Refused as e:
             waiting.append(({"line": line.decode(errors="backslashreplace")}, str(e)))
         while len(waiting) > AHEAD * grader.workers:
             yield finish()

@@ -1,5 +1,6 @@
 """A run's files, read and checked before a model is loaded, with the hashes that a resume compares."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ def read_inputs(cfg: Config) -> Inputs:
             return None
         try:
             return load(path)
-        except ValueError as e:
+        except Refused as e:
             if path.exists():
                 raise
             absent.append(str(e))
@@ -202,7 +203,7 @@ def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> 
 
 def kl_of_runs(runs: Sequence[Path]) -> list[float]:
     """The deployed model's KL, nats per token, at every evaluation of these runs. Raises Refused where there is no
-    run, or one that measured none."""
+    run, one that measured none, or a value that is no KL: JSON can say 1e999."""
     found: list[float] = []
     for path in runs:
         rows = (row for row in json_lines(path / "steps.jsonl") if isinstance(row, dict))
@@ -210,6 +211,11 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
         if not values:
             raise Refused(
                 f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder"
+            )
+        if wrong := [value for value in values if not 0 <= value < math.inf]:
+            raise Refused(
+                f"--kl-calibrate-from {path}: kl_deploy {wrong[0]} in its steps.jsonl should be "
+                "finite and not negative"
             )
         found += values
     return found

@@ -58,7 +58,7 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as e:
         raise Refused(
             f"{flag} {name}: cannot be imported ({in_one_line(e)}); give module:function"
-        ) from None
+        ) from e
     return function
 
 
@@ -71,17 +71,18 @@ def scorer(name: str, flag: str) -> Callable[[Task, str], float]:
     function = import_function(name, flag)
 
     def score(task: Task, text: str) -> float:
+        cause: BaseException | None = None
         try:
             number = float(function(task.messages[-1]["content"], text))
-        except Exception as e:  # one's own function may raise anything
-            why = f"raised {in_one_line(e)}"
+        except (Exception, SystemExit) as e:  # one's own function may raise anything
+            cause, why = e, f"raised {in_one_line(e)}"
         else:
             if math.isfinite(number):
                 return number
             why = f"returned {number}"
         raise Refused(
             f"{flag} {name}: asked about problem {task.id}, it {why}; it should return a number"
-        )
+        ) from cause
 
     return score
 
@@ -187,15 +188,14 @@ class ScoringFunction:
     def _number(self, value: Any) -> float:
         """A returned value as a score. Raises RewardFailed where it is none."""
         if self._batched:
-            is_list = isinstance(value, Iterable) and not isinstance(value, str)
-            found = list(value) if is_list else []
+            found = self._listed(value)
             if len(found) != 1:
                 raise RewardFailed("returned no list with one number for one completion")
             value = found[0]
         try:
             number = float("" if isinstance(value, str | bytes) else value)
-        except Exception:
-            raise RewardFailed(f"returned {type(value).__name__}, not a number") from None
+        except Exception as e:
+            raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
         for mark in (self.passes_at, 0.0, 1.0):
             # A weighted sum of full marks may miss them by a rounding.
             if abs(number - mark) <= NEAR:
@@ -204,6 +204,15 @@ class ScoringFunction:
         if not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
         return number
+
+    def _listed(self, value: Any) -> list[Any]:
+        """What a batched function returned, as a list; [] of anything else. A generator runs their code here."""
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            return []
+        try:
+            return list(value)
+        except (Exception, SystemExit) as e:
+            raise RewardFailed(f"raised {in_one_line(e)}") from e
 
     def _call(self, given: Mapping[str, Any]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
@@ -241,7 +250,7 @@ class ScoringFunction:
             except asyncio.CancelledError:
                 raise RewardFailed("was cancelled") from None
             except BaseException as e:  # SystemExit would take the loop along
-                raise RewardFailed(f"raised {in_one_line(e)}") from None
+                raise RewardFailed(f"raised {in_one_line(e)}") from e
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
@@ -262,7 +271,7 @@ class ScoringFunction:
         except RewardFailed:
             raise
         except BaseException as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from None
+            raise RewardFailed(f"raised {in_one_line(e)}") from e
 
     def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replace an event loop that a call blocks: its thread cannot be ended from outside and is left behind."""

@@ -11,7 +11,6 @@ Exit codes are those of runs/context.py. Every exit after the run directory was 
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from loguru import logger
 
@@ -127,11 +126,11 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
 
 def launch(
-    requested: Config, on_folder: Callable[[Path], object] | None = None, *, named: bool = True
+    requested: Config, on_run: Callable[[RunContext], object] | None = None, *, named: bool = True
 ) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
-    on_folder: called with the run's folder as soon as there is one. named: somebody chose the intervention.
+    on_run: called with the run as soon as it has a folder. named: somebody chose the intervention.
 
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
@@ -163,8 +162,8 @@ def launch(
             trackers=Trackers(cfg.run.trackers),
             given=cfg.run.output_dir,
         )
-        if on_folder:
-            on_folder(run.path)
+        if on_run:
+            on_run(run)
         with run:
             run.announce(*first_lines(cfg, named=named or bool(path)))
             with ranks.joined():

@@ -164,7 +164,6 @@ REFUSED = {
     "no such module": (None, "cannot be imported (ModuleNotFoundError"),
     "no such function": ("g = 1", "cannot be imported (AttributeError"),
     "a syntax error": ("def f(:", "cannot be imported (SyntaxError"),
-    "exits": ("raise SystemExit(1)", "cannot be imported (SystemExit"),
     "not a function": ("f = 1", "is not a function"),
     "other arguments": (
         "def f(completion, judge): return 1",
@@ -182,6 +181,25 @@ def test_a_function_that_cannot_work_is_refused_in_one_line(code, why, module, c
     assert main(["smoke", "--mix-ratio", "0", f"--reward={name}:f", "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"--reward {name}:f: " in line
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("\nraise SystemExit(0)", "cannot be imported (SystemExit: 0)"),
+        ("def f(completion):\n    return 1 / 0", "it raised ZeroDivisionError"),
+        ("def f(completions):\n    yield 1 / 0", "it raised ZeroDivisionError"),
+        ("async def f(completion):\n    exit(0)", "it raised SystemExit: 0"),
+    ],
+)
+def test_what_a_function_raises_before_the_run_is_shown_above_the_line(code, why, module, capsys):
+    name = module(code)
+    assert main(["smoke", "--mix-ratio", "0", f"--reward={name}:f", "--dry-run"]) == 2
+    title, first, *_, line = capsys.readouterr().err.strip().splitlines()
+    assert title == "Traceback (most recent call last):"
+    assert f'{name}.py", line 2, in ' in first
+    assert line.startswith(f"E --reward {name}:f: ")
     assert why in line
 
 

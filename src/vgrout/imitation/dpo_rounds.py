@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vgrout.data import Rollout, Task
-from vgrout.errors import Diverged, Halted
+from vgrout.errors import Diverged, Halted, Refused
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -396,7 +396,7 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] 
             file_sha256(folder / path) == sha for path, sha in manifest["files"].items()
         ):
             return read_json(folder / "metrics.json")
-    except (ValueError, KeyError, OSError):
+    except (Refused, KeyError, OSError):
         pass
     return None
 

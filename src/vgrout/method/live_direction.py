@@ -115,7 +115,7 @@ class LiveDirection:
             before = self.V
             try:
                 self._take(self._again())
-            except ValueError as e:  # the pairs are the same as before: it is the model
+            except Refused as e:  # the pairs are the same as before: it is the model
                 raise Diverged(
                     f"step {step}: the policy has collapsed: no direction can be extracted on it ({e})"
                 ) from e

@@ -149,4 +149,7 @@ def convert(file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except Refused as e:
+        sys.exit(str(e))

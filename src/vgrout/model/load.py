@@ -47,6 +47,7 @@ from vgrout.model.source import (
     require_model,
     resolved_dtype,
     shapes_of,
+    tokenizing,
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
@@ -194,7 +195,10 @@ def load_language_model(
     if not sys.stderr.isatty():
         disable_progress_bar()
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    net: Any = None
+
+    def unusable(why: str, then: str = "") -> Refused:
+        return Refused(f"{flag} {model}: no usable model in {folder} ({why}){then}")
+
     try:
         tok: Any = AutoTokenizer.from_pretrained(folder, **here)
         try_template(tok)
@@ -213,11 +217,6 @@ def load_language_model(
         # transformers would go on with random numbers in their place
         if missing := sorted(info["missing_keys"]):
             raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")
-        loaded = loaded.to(device)
-        if broken := [name for name, p in loaded.named_parameters() if not p.isfinite().all()]:
-            raise Refused(f"{broken[0]} holds a NaN or an infinity")
-        net = loaded
-        return as_language_model(net, tok)
     except (KeyboardInterrupt, SystemExit):
         raise
     # whatever the libraries raise on damaged files: a panic is no Exception
@@ -227,8 +226,14 @@ def load_language_model(
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
-        then = f"; {advice(model)}" if net is None else ""  # else its files are whole
-        raise Refused(f"{flag} {model}: no usable model in {folder} ({why}){then}") from error
+        raise unusable(why, f"; {advice(model)}") from error
+    net = loaded.to(device)
+    if broken := [name for name, p in net.named_parameters() if not p.isfinite().all()]:
+        raise unusable(f"{broken[0]} holds a NaN or an infinity", f"; {advice(model)}")
+    try:
+        return as_language_model(net, tok)
+    except Refused as error:  # its files are whole; any other exception is a fault
+        raise unusable(str(error)[:160]) from error
 
 
 def attention(
@@ -264,11 +269,14 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
     hold of matrices.
 
     Raises:
-        Refused: as `SvdAdapter`; whatever the libraries raise on damaged files.
+        Refused: as `SvdAdapter`; or with what the libraries raise on damaged files.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as e:  # whatever the libraries raise
+        raise Refused(" ".join(str(e).split())) from e
     linears = targets(model)
     return [(m.out_features, m.in_features) for m in linears.values()], left_out(model, linears)
 
@@ -294,16 +302,22 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
             if source is not None
             else set()
         )
+    if any(type(token) is not int for token in eos):
+        raise Refused(f"{type(model).__name__}: its end-of-text tokens are no numbers: {eos}")
     if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
         raise Refused(
             f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"
         )
     rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
-    prompt = tok(apply_template(tok, [USER]), add_special_tokens=False)["input_ids"]
+    text = apply_template(tok, [USER])
+    with tokenizing("its tokenizer"):
+        prompt = tok(text, add_special_tokens=False)["input_ids"]
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
-    if not 0 <= min(eos) <= (last := max(*eos, *prompt, pad_id)) < rows:
+    given = sorted([*eos, *prompt, pad_id])
+    if strange := [token for token in (given[0], given[-1]) if not 0 <= token < rows]:
         raise Refused(
-            f"{type(model).__name__}: it would be given token {last}, its embedding has {rows} rows"
+            f"{type(model).__name__}: it would be given token {strange[0]}, its embedding has "
+            f"{rows} rows"
         )
     end = turn_end(tok, eos)
     eos_ids = frozenset(eos if end is None else {*eos, end})
@@ -379,14 +393,14 @@ def takes_system(tok: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template accepts a system message and keeps its text."""
     try:
         return "(sys)" in apply_template(tok, [SYSTEM, USER])
-    except ValueError:
+    except Refused:
         return False
 
 
 def turn_end(tok: PreTrainedTokenizerBase, eos: Set[int]) -> int | None:
     """The token of `eos`, or else the special one, that the template writes directly after an answer: it need not be
     the tokenizer's end of text (Gemma: <end_of_turn>), nor be in any list. None: it writes none."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(Refused):
         after = apply_template(tok, [USER, ANSWER], prompt=False).rpartition("(answer)")[2].lstrip()
         ids = tok(after, add_special_tokens=False)["input_ids"]
         special = {

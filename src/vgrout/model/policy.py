@@ -254,7 +254,7 @@ def apply_template(
     thinking: bool = False,
     prompt: bool = True,
 ) -> str:
-    """Raises Refused where the template refuses these messages, or does not end; else whatever it raises."""
+    """Raises Refused where the template refuses these messages, fails on them, or does not end."""
     given = [dict(m) for m in messages]  # a template without thinking ignores the flag
     try:
         with _ends():
@@ -263,8 +263,12 @@ def apply_template(
                     given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking
                 )
             )
-    except TemplateError as e:
+    except (Refused, MemoryError):
+        raise
+    except Exception as e:  # a template is a program, and may raise anything
         roles, why = ", ".join(m["role"] for m in messages), " ".join(str(e).split())
+        if not isinstance(e, TemplateError):
+            why = f"{type(e).__name__}: {why}"
         raise Refused(f"the model's chat template refuses messages of {roles}: {why}") from e
 
 

@@ -293,7 +293,7 @@ def find_shapes(model: str | Path) -> Shapes | None:
     if folder is not None:
         try:
             return shapes_of(configuration(folder))
-        except (OSError, ValueError):
+        except (OSError, Refused):
             return None
     return KNOWN.get(str(model))
 

@@ -64,7 +64,7 @@ class SvdCache:
         if path.exists():
             try:
                 return _checked(W, path)
-            except (OSError, SafetensorError, ValueError, KeyError) as error:
+            except (OSError, SafetensorError, Refused, KeyError) as error:
                 logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
         U, S, Vh = self.compute(W)
         if not self.writable:

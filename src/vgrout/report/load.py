@@ -323,7 +323,7 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
             )
             key = run.condition, run.seed
         except Exception as e:
-            why = f"{e}" if isinstance(e, ValueError) else f"{type(e).__name__}: {e}"
+            why = f"{e}" if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
             left_out.append(
                 f"{path.name} (damaged: {' '.join(why.replace(f'{path}/', '').split())[:200]})"
             )

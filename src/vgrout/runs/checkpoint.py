@@ -135,7 +135,7 @@ def newest_first(run: Path, passed_over: list[str]) -> Iterator[Checkpoint]:
     for path in reversed(complete(run)):
         try:
             point = read(path)
-        except ValueError as e:
+        except Refused as e:
             passed_over.append(str(e))
         else:
             yield point

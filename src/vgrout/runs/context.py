@@ -32,8 +32,8 @@ from typing import Any, TextIO
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout import console, ranks
-from vgrout.cli import command, out_of_memory, spelled
+from vgrout import console, faults, ranks
+from vgrout.cli import command, out_of_memory, show_refusal
 from vgrout.console import Clock
 from vgrout.envs.base import Grader
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
@@ -219,10 +219,13 @@ def environment() -> dict[str, Any]:
 class RunContext:
     """A run under way: its folder, its grader, stop signals, and the clock of its phases.
 
-    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json` records it (state, steps
-    done, reason, what to run next), `run.code` is the exit code, and nothing is raised. Until `started` a ValueError is
-    the user's mistake (exit 2, one line on stderr): a new run's folder and log are removed, a resumed run is left as it
-    was.
+    `with RunContext(…) as run:` holds the folder's lock. However the block ends, `status.json`
+    records it (state, steps done, reason, what to run next), `run.code` is the exit code, and
+    nothing is raised. Until `started` a Refused is the user's mistake (exit 2, one line on stderr):
+    a new run's folder and log are removed, a resumed run is left as it was. Any other exception
+    that is not one of the ways in which a run may end is a fault (exit 1): its traceback is on
+    stderr and in the log, and both folder and log are kept. `run.error` is the refusal or the
+    fault.
     """
 
     def __init__(
@@ -276,6 +279,7 @@ class RunContext:
 
     def _on_every_rank(self, grader: Grader, resumes: bool) -> None:
         self.grader, self.resumes, self.code = grader, resumes, FAILED
+        self.error: BaseException | None = None
         self.stop, self.clock, self._open = Stop(), Clock(), ExitStack()
         # set by vote_stop() alone: what is saved and where the loop ends is one decision
         self.stops = False
@@ -344,28 +348,30 @@ class RunContext:
         self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
     ) -> bool:
         try:
-            self._finish(e)
+            if not self._finish(e):
+                assert e is not None
+                self._fail(e)
         except BaseException as unexpected:
             self._fail(unexpected)
         self.trackers.close(self.code)
         self._open.close()
         return True
 
-    def _finish(self, e: BaseException | None) -> None:
-        """Record how the run ended; an exception that is not one of the expected endings is raised again."""
+    def _finish(self, e: BaseException | None) -> bool:
+        """Record how the run ended; returns whether that was one of the expected ways."""
         match e:
             case None:
                 self.code = FINISHED
                 self.status("finished", "", f"read {self.path / 'summary.md'}")
-            case ValueError() if self._loading:
-                self.code = BAD
+            case Refused() if self._loading:
+                self.code, self.error = BAD, e
                 if self.owns_folder and not self.resumes:
                     self._discard()
                 elif not self.logged:
                     self._remove_log()
                 else:
                     logger.debug(f"refused: {e}")
-                print(f"E {spelled(str(e))}", file=sys.stderr)
+                show_refusal(e)
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
@@ -389,7 +395,8 @@ class RunContext:
                 self.status("failed", str(e))
                 logger.error(f"{e}; the last checkpoint stands. Go on with: {self.resume_command}")
             case _:
-                raise e
+                return False
+        return True
 
     def _discard(self) -> None:
         """Remove the folder and the log of a run that never started."""
@@ -419,24 +426,46 @@ class RunContext:
                 f"stopped at once; the last checkpoint stands. Go on with: {self.resume_command}"
             )
             return
-        self.code = FAILED
-        if isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
+        self.code, self.error = FAILED, e
+        if isinstance(e, Refused):
+            self._refused_later(e)
+            return
+        # whatever somebody's own code raises is their fault to see, and not the disk's or the
+        # memory's
+        own = faults.raised_by_own(e)
+        if not own and isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
             self._storage_failed(e)
-            return
-        if said := out_of_memory(e):
-            train = "vgrout train " in self.resume_command
-            less = (
-                "with a lower --memory-gib"
-                if train
-                else "with more memory, or start again with a lower --max-new"
-            )
-            self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
-            logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
-            return
-        self._try_status(
-            "failed", self.steps_done(), f"{type(e).__name__}: {e}", self.resume_command
+        elif said := out_of_memory(e):
+            if own:
+                faults.show(e)
+            self._memory_failed(said)
+        else:
+            self._fault(e)
+
+    def _refused_later(self, e: Refused) -> None:
+        """Report a mistake that showed after the first step: a line, and its traceback in the log."""
+        self._try_status("failed", self.steps_done(), str(e), self.resume_command)
+        logger.opt(exception=e).debug("refused in a run under way")
+        show_refusal(e)
+
+    def _memory_failed(self, said: str) -> None:
+        """Report that the memory was not enough, in one line."""
+        train = "vgrout train " in self.resume_command
+        less = (
+            "with a lower --memory-gib"
+            if train
+            else "with more memory, or start again with a lower --max-new"
         )
-        logger.opt(exception=e).error(f"{type(e).__name__}: {e}")
+        self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
+        logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
+
+    def _fault(self, e: BaseException) -> None:
+        """Report a fault, ours or of somebody's own code: traceback on stderr and in the log."""
+        said = f"{type(e).__name__}: {e}"
+        self._try_status("failed", self.steps_done(), said, self.resume_command)
+        # the console's lines have no traceback, the log's have
+        logger.opt(exception=e).error(f"{said}; {self.path} and {self.log} are kept")
+        faults.show(e)
 
     def _storage_failed(self, error: OSError) -> None:
         """Report a full or broken disk in one line and in status.json, for which room was reserved."""

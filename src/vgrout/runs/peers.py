@@ -2,13 +2,14 @@
 
 import os
 import sys
-import traceback
 from dataclasses import replace
 from types import TracebackType
 
-from vgrout import ranks
+from vgrout import faults, ranks
+from vgrout.cli import show_refusal
 from vgrout.config.run import Config
 from vgrout.envs.base import Grader
+from vgrout.errors import Refused
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
 from vgrout.runs.context import FINISHED, RUNS, RunContext, stop_on_signals
@@ -49,6 +50,8 @@ class Peer(RunContext):
             self.code = FINISHED
         elif isinstance(e, RankLost):
             print(f"E {e}", file=sys.stderr)
+        elif isinstance(e, Refused):  # which rank 0 says as well, if it is its own
+            show_refusal(e)
         else:
-            traceback.print_exception(e)
+            faults.show(e)
         return True

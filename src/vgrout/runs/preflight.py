@@ -106,7 +106,7 @@ def preflight(cfg: Config, run: Path | None = None) -> Inputs:
     ):
         try:
             needed()
-        except ValueError as e:
+        except Refused as e:
             absent.append(str(e))
     missing = (*inputs.absent, *absent)
     if missing and not cfg.run.dry_run:
@@ -261,8 +261,8 @@ def adapter_lines(cfg: Config) -> list[str]:
 
         try:
             linears, bare = outline(folder)
-        except Exception as e:
-            raise Refused(f"--model {cfg.scale.model}: {' '.join(str(e).split())[:160]}") from None
+        except Refused as e:
+            raise Refused(f"--model {cfg.scale.model}: {str(e)[:160]}") from None
         adapted, R = sum(a * b for a, b in linears), sum(map(min, linears))
     if not R:
         return []

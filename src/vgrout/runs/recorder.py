@@ -13,7 +13,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from vgrout import ranks
+from vgrout import faults, ranks
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flaw, Grade, Group, Rollout
 from vgrout.envs.base import Splits
@@ -109,6 +109,9 @@ class StepRecorder(Generic[R]):
                 self.restore(point.state, rows)
                 break
             except Exception as e:  # whatever a foreign state does to its readers
+                if faults.raised_by_own(e):  # a monitor's or an intervention's own load_state_dict
+                    raise
+                logger.opt(exception=e).debug(f"{point.path}: passed over")
                 passed_over.append(
                     f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})"
                 )

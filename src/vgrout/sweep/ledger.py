@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vgrout.config.run import from_dict, identity
+from vgrout.errors import Refused
 from vgrout.files import held, read_json
 from vgrout.runs.context import RUNS
 
@@ -87,6 +88,6 @@ def _record(path: Path) -> RecordedRun | None:
         cfg = from_dict(data.get("begun") or data["config"])
         git = data.get("git") or {}
         code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (Refused, KeyError, TypeError, AttributeError):
         return None
     return RecordedRun(path, identity(cfg), data.get("hashes") or {}, code)

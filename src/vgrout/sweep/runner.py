@@ -100,8 +100,8 @@ class Sweep:
             if run.arm not in files:
                 try:
                     files[run.arm] = file_hashes(run.cfg, preflight(run.cfg))
-                except ValueError as e:
-                    raise Refused(f"{study.path}: {run.arm}: {e}") from None
+                except Refused as e:
+                    raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
         sweep = cls(
             study, [Entry(run, files[run.arm]) for run in study.runs], Ledger(), SWEEPS / study.name
         )
@@ -158,7 +158,8 @@ class Sweep:
         path = self.folder / "runs.json"
         try:
             flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
-        except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: it is written again
+        # absent or damaged: it is written again
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
         n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
         said = f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"

@@ -94,9 +94,14 @@ def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
     """
     text = read_text(path)
     try:
-        return _study(path, text, tomllib.loads(text), code)
-    except (ValueError, RecursionError) as e:  # tomllib's own, and a number of thousands of digits
+        data = tomllib.loads(text)
+        str(data)  # a hexadecimal number of thousands of digits can be read, and not be written
+    except (ValueError, RecursionError) as e:
         raise Refused(f"{path}: {e}") from None
+    try:
+        return _study(path, text, data, code)
+    except Refused as e:
+        raise Refused(f"{path}: {e}") from e.__cause__
 
 
 def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -> StudyFile:
@@ -126,8 +131,8 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
             raise Refused(f"{both}: {twice[0]!r} is set by both; leave one of them out")
         try:
             cfg, flags = _resolved(str(data.get("preset")), _flags(common) | arm | extra)
-        except ValueError as e:
-            raise Refused(f"{both}: {e}") from None
+        except Refused as e:
+            raise Refused(f"{both}: {e}") from e.__cause__
         cfg.refuse_code(code, both)
         label = " · ".join(filter(None, (given or _label(cfg, arm), suffix)))
         if not label.isprintable():  # `--commands` prints it into a shell's comment

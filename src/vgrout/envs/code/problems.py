@@ -148,7 +148,7 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     if record.get("marker") and record.get("mode"):
         try:
             MODE_SPECS[record["mode"]].check_marker(record["marker"])
-        except ValueError as e:
+        except Refused as e:
             yield str(e)
     if (limit := record.get("cpu_limit")) is not None and not 0 < limit < math.inf:
         yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"

@@ -14,6 +14,7 @@ from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.extract import bound_names
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problem import Problem
+from vgrout.errors import Refused
 
 LIMIT_FACTOR = 5.0  # a problem's CPU limit: this many times what its canonical solution needs …
 LIMIT_FLOOR = 0.5  # … and at least this [s]
@@ -82,7 +83,7 @@ def check_problems(
         problem = futures[future]
         try:
             grade = future.result()
-        except ValueError as e:
+        except Refused as e:
             failures.append(Failure(problem.id, str(e).removeprefix(f"problem {problem.id}: ")))
             continue
         match grade:

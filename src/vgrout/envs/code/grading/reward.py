@@ -61,10 +61,11 @@ class RewardFunction(ScoringFunction):
         return self.score_of(lambda: arguments(problem, text), retries, gives_up)
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
-        """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good."""
+        """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from
+        what the function raised, if it did."""
         try:
             return self.score(problem, problem.right_answer, retries)
         except RewardFailed as e:
             raise Refused(
                 f"{self.flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
-            ) from None
+            ) from e.__cause__

@@ -1,0 +1,404 @@
+"""In every command a fault shows its traceback, and keeps what was written; a mistake is one line."""
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+import vgrout
+from fake_runs import fake_run
+from runs import SharedRuns, only_run, status
+from vgrout import faults
+from vgrout.__main__ import COMMANDS
+from vgrout.cli import cli_exit
+from vgrout.errors import Refused
+from vgrout.faults import PACKAGE
+from vgrout.train import main as train
+
+TITLE = "Traceback (most recent call last):"
+# as of a file of this package, so that no frame is somebody's own
+SLIP_FILE = PACKAGE / "slip.py"
+SLIP = "def slip(*_, **__):\n    raise ValueError('slip')\n"
+HERE = f'File "{SLIP_FILE}", line 2, in slip'
+
+
+def slip() -> Callable[..., Any]:
+    """A function of this package that has a slip."""
+    names: dict[str, Any] = {}
+    exec(compile(SLIP, str(SLIP_FILE), "exec"), names)
+    return names["slip"]
+
+
+def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
+    """Exit code of a command in this process."""
+    package = importlib.import_module(f"vgrout.{name}")
+    if not hasattr(package, "main"):
+        package = importlib.import_module(f"vgrout.{name}.__main__")
+    monkeypatch.setattr(sys, "argv", [name, *argv])  # some entries take no argument
+    return package.main(argv) if inspect.signature(package.main).parameters else package.main()
+
+
+# command: the function of ours with the slip, and a command line that comes to it
+WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
+    "train": ("vgrout.train.preflight", ["smoke"]),
+    "evaluate": ("vgrout.evaluate.find_adapter", ["run"]),
+    "export": ("vgrout.export.__main__.export_run", ["run", "--out", "new"]),
+    "sweep": ("vgrout.sweep.runner.load_study_file", ["study.toml"]),
+    "report": ("vgrout.report.__main__.require_own", ["."]),
+    "direction": ("vgrout.direction.__main__._pairs_of", ["--model", "organism"]),
+    "teacher": ("vgrout.teacher.__main__.assigned", ["--model", "organism", "--out", "new"]),
+    "substrate": ("vgrout.teacher.substrate.require_new", ["--model", "organism", "--out", "new"]),
+    "distill": ("vgrout.distill.prepare", ["--teacher", "organism"]),
+    "iterative_dpo": (
+        "vgrout.iterative_dpo.prepare",
+        ["--base-model", "organism", "--output-dir", "new"],
+    ),
+    "problems": ("vgrout.problems.load_rows", ["check", "problems.jsonl"]),
+    "grade": (
+        "vgrout.grade.load_problems",
+        ["answers.jsonl", "--problems", "problems.jsonl", "--out", "new"],
+    ),
+    "organism": ("vgrout.organism.__main__.Files", ["verify"]),
+    "download": ("vgrout.download.require_new", ["dataset", "x", "--out", "new"]),
+    "doctor": ("vgrout.doctor.Grader", []),
+}
+
+
+def test_every_command_is_in_the_table() -> None:
+    assert WITH_A_SLIP.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_slip_of_ours_shows_file_and_line(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("answers.jsonl").touch()
+    target, argv = WITH_A_SLIP[name]
+    module, _, attribute = target.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(module), attribute, slip())
+    assert call(name, argv, monkeypatch) == 1
+    shown = capsys.readouterr().err.strip().splitlines()
+    assert shown[0] == TITLE
+    assert "cli.py" in shown[1], "all of it: no frame is somebody's own"
+    assert shown[-3].strip() == HERE or shown[-2].strip() == HERE
+    assert shown[-1] == "ValueError: slip"
+
+
+def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vgrout.evaluate.check", slip())
+    assert call("evaluate", ["run"], monkeypatch) == 1
+    assert HERE in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (Refused("--lr 0: too low"), 2, "E --lr 0: too low\n"),
+        (KeyboardInterrupt(), 130, "E interrupted\n"),
+        (MemoryError(), 1, "E out of memory on the host; take a smaller model or fewer and"),
+        (PermissionError(13, "no", "x"), 2, "E x: cannot be opened (no); choose another\n"),
+    ],
+)
+def test_what_is_no_fault_is_one_line(
+    raised: BaseException, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {"raised": raised}
+    exec(compile("def ours():\n    raise raised\n", str(SLIP_FILE), "exec"), names)
+    assert cli_exit(names["ours"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(says)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ValueError("slip"),
+        SystemExit(0),
+        MemoryError(),
+        PermissionError(13, "no", "x"),
+        OSError(28, "No space left"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_somebodys_own_code_shows_its_traceback_whatever_it_raises(
+    raised: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def theirs() -> int:
+        raise raised
+
+    assert cli_exit(theirs) == 1
+    title, first, *_ = capsys.readouterr().err.splitlines()
+    assert (title, first.split(",")[0]) == (TITLE, f'  File "{__file__}"')
+
+
+def test_help_still_exits_by_itself() -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def ours():\n    raise SystemExit(0)\n", str(SLIP_FILE), "exec"), names)
+    with pytest.raises(SystemExit):
+        cli_exit(names["ours"])
+
+
+def test_each_exception_of_a_chain_begins_at_the_first_own_line() -> None:
+    names: dict[str, Any] = {}
+    lines = """def ours(theirs):
+        try:
+            theirs()
+        except KeyError as e:
+            raise Refused('from it') from e"""
+    names["Refused"] = Refused
+    exec(compile(lines, str(SLIP_FILE), "exec"), names)
+
+    def theirs() -> None:
+        raise KeyError("\x1b[31mred")
+
+    try:
+        names["ours"](theirs)
+    except Refused as e:
+        text = faults.text_of(e)
+    assert "line 3, in ours" not in text
+    assert text.index("KeyError") < text.index("direct cause") < text.index("Refused: from it")
+    assert "\x1b" not in text
+
+
+# ── classes and functions of somebody's own, in a run
+
+MONITOR = """
+from vgrout.method.base import Monitor, flags_of
+
+class Mine(Monitor):
+    name = what = "mine"
+    {}
+"""
+INTERVENTION = """
+from vgrout.method.base import Intervention
+
+class Mine(Intervention):
+    name = what = "mine"
+    by_rollout = True
+    {}
+"""
+INIT = "def __init__(self):\n        self.low, self.high = map(int, '1,2,3'.split(','))"
+MAKE = "@classmethod\n    def make(cls, setup):\n        raise ValueError('slip')"
+EXIT = "@classmethod\n    def make(cls, setup):\n        exit(0)"
+FLAG = "def flag(self, views, step):\n        return views[99]"
+ROUTE = "def route(self, step):\n        raise OSError(28, 'No space left')"
+# flags; the module; the line with the slip; what it raises
+OWN: dict[str, tuple[list[str], str, int, str]] = {
+    "__init__": (["--monitor"], MONITOR.format(INIT), 7, "ValueError: too many values to unpack"),
+    "make": (["--monitor"], MONITOR.format(MAKE), 8, "ValueError: slip"),
+    "exit": (["--monitor"], MONITOR.format(EXIT), 8, "SystemExit: 0"),
+    "flag": (["--monitor"], MONITOR.format(FLAG), 7, "IndexError: "),
+    "route": (["--intervention"], INTERVENTION.format(ROUTE), 8, "OSError: [Errno 28] No space"),
+}
+STARTS = ("flag", "route")
+
+
+@pytest.fixture
+def home(shared_run: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory from which modules are imported."""
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def begin(*argv: str) -> int:
+    """A run of one step."""
+    small = ["--steps=1", "--threads=1", "--n-problems=20", "--eval-ablate-every=0"]
+    return train(["smoke", *small, *argv])
+
+
+def own_module(home: Path, text: str, request: pytest.FixtureRequest) -> str:
+    """A module with this text, of a name that no test before it has imported."""
+    name = "own_" + re.sub(r"\W", "_", request.node.name)
+    (home / f"{name}.py").write_text(text)
+    return name
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.long) if c in STARTS else c for c in OWN]
+)
+def test_a_slip_in_a_class_of_ones_own_shows_their_traceback(
+    case: str,
+    home: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (flag,), text, line, says = OWN[case]
+    name = own_module(home, text, request)
+    of = [] if flag == "--intervention" else ["--intervention=screen"]
+    assert begin(*of, f"{flag}={name}:Mine") == 1
+    out, err = capsys.readouterr()
+    title, first, *_, last = err.strip().splitlines()
+    assert title == TITLE
+    assert f'{name}.py", line {line}, in ' in first
+    assert last.startswith(says)
+    assert "are kept" in out
+    assert status(only_run(home))["state"] == "failed"
+    assert status(only_run(home))["reason"].startswith(says)
+    (log,) = home.glob("logs/*.log")
+    assert f'{name}.py", line {line}, in ' in log.read_text()
+
+
+# ── while a run is loading
+
+
+def test_a_fault_while_loading_keeps_folder_and_log(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vgrout.model.load.run_policy", slip())
+    assert begin("--intervention=none") == 1
+    assert HERE in capsys.readouterr().err
+    run = only_run(home)
+    assert (run / "run.json").is_file()
+    end = status(run)
+    assert (end["state"], end["step"], end["reason"]) == ("failed", 0, "ValueError: slip")
+    (log,) = home.glob("logs/*.log")
+    assert HERE in log.read_text()
+
+
+def test_a_refusal_while_loading_removes_folder_and_log(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_: object) -> None:
+        raise Refused("--model x: has no such thing")
+
+    monkeypatch.setattr("vgrout.model.load.run_policy", refused)
+    assert begin("--intervention=none") == 2
+    assert capsys.readouterr().err == "E --model x: has no such thing\n"
+    assert not [*home.glob("out/runs/*")]
+    assert not [*home.glob("logs/*")]
+
+
+def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: object) -> None:
+        raise Refused("--model x: has no such thing")
+
+    monkeypatch.setattr("vgrout.model.load.run_policy", slip())
+    with pytest.raises(vgrout.RunFailed, match=r"failed after 0 steps: ValueError: slip") as failed:
+        vgrout.train_run("smoke", quiet=True, intervention="none", threads=1)
+    assert isinstance(failed.value.__cause__, ValueError)
+    assert failed.value.run.path.is_dir()
+    monkeypatch.setattr("vgrout.model.load.run_policy", refused)
+    with pytest.raises(Refused, match="refused while it was loaded: --model x: has no such thing"):
+        vgrout.train_run("smoke", quiet=True, intervention="none", threads=1)
+    logger.remove()
+
+
+# ── functions that are tried before a run, and a judge
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "code", "last"),
+    [
+        ("def judge(found):\n    return 1 / 0", 2, 1, "ZeroDivisionError: division by zero"),
+        ("def judge(found):\n    exit()", 2, 1, "SystemExit: None"),
+        ("def judge(found):\n    yield {}['x']", 2, 1, "KeyError: 'x'"),
+        ("def judge(found):\n    raise ValueError('slip')", 2, 1, "ValueError: slip"),
+        ("import sys\nsys.exit(0)", 2, 2, "E --judge own.py: SystemExit: 0"),
+        ("def judge(found):\n    return []\nopen('none')", 3, 2, "E --judge own.py: FileNotFoundE"),
+    ],
+)
+def test_a_judge_file_shows_where_it_raised(
+    text: str,
+    line: int,
+    code: int,
+    last: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fake_run(tmp_path / "runs", "--intervention=none")
+    Path("own.py").write_text(text)
+    assert call("report", ["runs", "--judge", "own.py"], monkeypatch) == code
+    title, first, *_, end = capsys.readouterr().err.strip().splitlines()
+    assert title == TITLE
+    assert f'own.py", line {line}, in ' in first
+    assert end.startswith(last)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "line", "says"),
+    [
+        ("--scorer", "def f(prompt, answer):\n    raise ValueError('slip')", 2, "raised ValueErr"),
+        ("--scorer", "def f(prompt, answer):\n    exit(0)", 2, "raised SystemExit: 0"),
+        ("--scorer", "\nraise ValueError('slip')", 2, "cannot be imported (ValueError: slip)"),
+        ("--scorer", "\nimport there_is_none", 2, "cannot be imported (ModuleNotFoundError"),
+        ("--rm-ensemble-members", "def f(p, a):\n    return {}['x']", 2, "raised KeyError: 'x'"),
+        ("--scorer", "def f(prompt):\n    return 1.0", 0, "raised TypeError: f() takes 1 pos"),
+        ("--scorer", "def f(prompt, answer):\n    return 'x'", 0, "raised ValueError: could not"),
+        ("--scorer", "def f(:", 0, "cannot be imported (SyntaxError"),
+    ],
+)
+def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
+    flag: str,
+    text: str,
+    line: int,
+    says: str,
+    home: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """line 0: nothing of theirs has raised, and one line says it."""
+    name = own_module(home, text, request)
+    if flag == "--scorer":
+        command, argv = "iterative_dpo", ["--base-model=organism", "--output-dir=new"]
+    else:
+        members = ["--reward-hack-detector=rm_ensemble", "--rm-ensemble-members=json:dumps"]
+        command, argv = "train", ["smoke", "--intervention=none", members[0]]
+        name = f"{name}:f,{name}"
+    assert call(command, [*argv, f"{flag}={name}:f"], monkeypatch) == 2
+    *shown, last = capsys.readouterr().err.strip().splitlines()
+    assert last.startswith(f"E {flag} ")
+    assert says in last
+    assert bool(shown) == bool(line)
+    if line:
+        assert shown[0] == TITLE
+        assert f'.py", line {line}, in ' in shown[1]
+    assert not Path("new").exists()
+
+
+# ── what is not to be done again
+
+
+@pytest.mark.parametrize("file", ["cli.py", "runs/context.py", "runs/peers.py", "api.py"])
+def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
+        caught = ast.unparse(handler.type) if handler.type else "everything"
+        assert not re.search(r"\b(ValueError|Exception|everything)\b", caught), handler.lineno
+        if "BaseException" in caught:
+            calls = {
+                ast.unparse(node.func) for node in ast.walk(handler) if isinstance(node, ast.Call)
+            }
+            assert calls & {"faults.show", "self._fail"}, handler.lineno
+    for case in (node for node in ast.walk(tree) if isinstance(node, ast.MatchClass)):
+        assert ast.unparse(case.cls) not in ("ValueError", "Exception"), case.lineno
+
+
+def test_a_library_is_not_somebodys_own() -> None:
+    assert faults.is_own(__file__)
+    for module in (json, os, pytest, vgrout):
+        assert not faults.is_own(str(module.__file__)), module.__name__
+    assert not faults.is_own("<string>")
