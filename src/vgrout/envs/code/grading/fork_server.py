@@ -140,7 +140,9 @@ class ForkServer:
         # in the fresh tmpfs, where there is one: a memfd has one of the machine's numbers
         if flags & STDOUT_WANTED:
             stdout_fd = (
-                os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600) if world.fresh else evidence_fd
+                os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600)
+                if world.own_root
+                else evidence_fd
             )
         pid = os.fork()
         if pid == 0:
@@ -153,7 +155,7 @@ class ForkServer:
         _libc.wait4(pid, end, 0, ctypes.byref(end, 8))
         if not world.cannot_fork:
             self._kill_relatives(pid)
-        if stdout_fd is not None and world.fresh:
+        if stdout_fd is not None and world.own_root:
             _libc.lseek(stdout_fd, 0, 0)
             _libc.sendfile(evidence_fd, stdout_fd, None, OUTPUT_END)
             os.close(stdout_fd)
