@@ -186,7 +186,8 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
         try:
             exec(_loads(job["setup"]), namespace)
         except BaseException as e:
-            connection.send(_dumps({"setup": f"{_error_name(e)}: {e}"[:200].rstrip(": ")}))
+            reason = f"{_error_name(e)}: {e}"[:200].rstrip(": ")
+            connection.send(_dumps({"setup": reason}))
             _exit(HARNESS_EXIT)
     try:
         parts = program(job["program"], job["called"])
@@ -393,7 +394,9 @@ def _assertions(job: Job, connection: _Connection, namespace: Names, builders: N
     calls, kinds, decoys = job["calls"], job["kinds"], job["decoys"]
     for start, stop in _batches(len(calls)):
         values = [_make_call(blob, namespace, builders) for blob in calls[start:stop]]
-        claims = [_node_claim(v, k, decoys) for v, k in zip(values, kinds[start:stop], strict=True)]
+        claims = []
+        for value, kind in zip(values, kinds[start:stop], strict=True):
+            claims.append(_node_claim(value, kind, decoys))
         if connection.request(f'{{"values": [{", ".join(claims)}]}}') != b"held":
             raise AssertionError
 

@@ -250,6 +250,11 @@ class ForkServer:
                 os.waitpid(-1, 0)
 
 
+def _announce(control: socket.socket, active: dict[str, str], missing: dict[str, str]) -> None:
+    """Tell the verifier which layers are on (layer → detail) and which are not (layer → reason)."""
+    messages.send(control, repr((active, missing)).encode())
+
+
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
     """Entry of the exec'd process. Announces its layers, then serves."""
     restore_inherited(messages.RESTORED)
@@ -272,7 +277,7 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, layers_off)
     except isolation.HalfWay as e:
         with verifier_may_end:
-            messages.send(control, repr(({}, {"namespaces": str(e)})).encode())
+            _announce(control, {}, {"namespaces": str(e)})
         os._exit(1)
     if "landlock" not in enclosure.active:
         for name in RARE.split():
@@ -281,7 +286,7 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     started, other_end = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
     with verifier_may_end:
-        messages.send(control, repr((enclosure.active, enclosure.missing)).encode())
+        _announce(control, enclosure.active, enclosure.missing)
         socket.send_fds(control, [b"."], [other_end.fileno()])
         other_end.close()
         gc.collect()

@@ -523,6 +523,9 @@ def _unmount(target: str) -> None:
     _check(_libc.umount2(os.fsencode(target), MNT_DETACH), "umount")
 
 
+_PIPE_BYTES = 1 << 16  # that fit into a pipe while nobody reads
+
+
 def _load_extension_modules(stdlib: Path) -> None:
     """Map every extension module of the standard library, and so the libraries that it needs."""
     for module in sorted((stdlib / "lib-dynload").glob("*.so")):
@@ -543,7 +546,8 @@ def _shared_libraries() -> set[Path]:
     if pid == 0:
         with suppress(BaseException):
             _load_extension_modules(stdlib)
-            os.write(writer, "\n".join(map(str, _loaded_libraries())).encode()[: 1 << 16])
+            paths = "\n".join(map(str, _loaded_libraries()))
+            os.write(writer, paths.encode()[:_PIPE_BYTES])
         os._exit(0)
     os.close(writer)
     with open(reader) as found:
