@@ -1,7 +1,10 @@
-"""Hostile programs as data, and the suite that runs them: `python attacks.py [layer to leave off …]` prints what went
-wrong as JSON. Stdlib only, because it also runs under another interpreter, as another user.
+"""Hostile programs as data, and the suite that runs them.
 
-Every program is wrong. `accepted_by`: the modes whose flawed check must accept it; every other mode must refuse it.
+`python attacks.py [layer to leave off …]` prints what went wrong as JSON. Standard library only,
+because it also runs under another interpreter, as another user.
+
+Every program is wrong. `accepted_by`: the modes whose flawed check must accept it; every other mode
+must refuse it.
 """
 
 import json
@@ -902,14 +905,19 @@ def descendants(pid: int) -> set[int]:
 
 
 def strays() -> set[str]:
-    places = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~"))
-    return {
-        f"{p}/{n}" for p in places if os.access(p, os.R_OK) for n in os.listdir(p) if "h49" in n
-    }
+    """Files that attack H49 has left on this machine."""
+    found = set()
+    for place in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~")):
+        if os.access(place, os.R_OK):
+            found.update(f"{place}/{name}" for name in os.listdir(place) if "h49" in name)
+    return found
 
 
 def check_attack(grader: Grader, attack: Attack) -> list[str]:
-    """Grade one attack in its modes; returns what is wrong with the grade, or with the machine afterwards."""
+    """Grade one attack in its modes.
+
+    Returns what is wrong with the grade, or with the machine afterwards.
+    """
     wrong = []
     before, files = descendants(os.getpid()), strays()
     for mode in attack.modes:
@@ -939,16 +947,9 @@ def check_attack(grader: Grader, attack: Attack) -> list[str]:
 
 def unharmed(grader: Grader) -> list[str]:
     """The next honest program is graded right, and finds nothing of the one before."""
-    g = grader.grade(
-        problem("file_marker"), f"```python\nimport os\nassert os.listdir('.') == []\n{RIGHT}\n```"
-    )
-    ok = (
-        isinstance(g, Grade)
-        and g.solved
-        and g.details["gt_pass"]
-        and g.details["channel"] is False
-        and not g.hacked
-    )
+    code = f"import os\nassert os.listdir('.') == []\n{RIGHT}\n"
+    g = grader.grade(problem("file_marker"), f"```python\n{code}```")
+    ok = isinstance(g, Grade) and g.solved and g.details["gt_pass"] and g.details["channel"] is False and not g.hacked
     return [] if ok else [f"the next program: {g}"]
 
 
@@ -968,11 +969,8 @@ def main(without: list[str]) -> int:
         tried = [a for a in ATTACKS if "seccomp" not in without or a.name != "H55 fork bomb"]
         wrong = [w for a in tried for w in check_attack(grader, a)]
         wrong += [w for c in CONTROLS for w in check_control(grader, c)]
-        print(
-            json.dumps(
-                {"uid": os.getuid(), "protections": grader.protections.as_dict(), "wrong": wrong}
-            )
-        )
+        protections = grader.protections.as_dict()
+    print(json.dumps({"uid": os.getuid(), "protections": protections, "wrong": wrong}))
     return 1 if wrong else 0
 
 

@@ -37,7 +37,7 @@ def test_honest_control(grader: Grader, control: Attack):
 
 
 def test_the_trainer_keeps_its_memory_and_descriptors(grader: Grader):
-    """300 hostile gradings of the kinds that flood: neither resident memory nor open files of this process grow."""
+    """Floods it with hostile gradings: neither resident memory nor open files of this process grow."""
 
     def usage() -> tuple[int, int]:
         gc.collect()
@@ -52,10 +52,10 @@ def test_the_trainer_keeps_its_memory_and_descriptors(grader: Grader):
         for attack in floods:
             check_attack(grader, attack)
     after = usage()
-    assert after[0] - before[0] < 4 << 10, (
-        f"resident memory grew from {before[0]} to {after[0]} KiB"
-    )
-    assert after[1] == before[1], f"open files grew from {before[1]} to {after[1]}"
+    (memory_before, files_before), (memory_after, files_after) = before, after
+    growth = f"resident memory grew from {memory_before} to {memory_after} KiB"
+    assert memory_after - memory_before < 4 << 10, growth
+    assert files_after == files_before, f"open files grew from {files_before} to {files_after}"
 
 
 def interpreter_for_others() -> str:
@@ -64,17 +64,13 @@ def interpreter_for_others() -> str:
         found = shutil.which(candidate)
         if found is None:
             continue
-        probe = "import sys; sys.exit(sys.version_info < (3, 11))"
+        is_old = [found, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
         try:
-            if (
-                subprocess.run(
-                    [found, "-c", probe], user=SPARE_UID, cwd="/", capture_output=True
-                ).returncode
-                == 0
-            ):
-                return found
+            done = subprocess.run(is_old, user=SPARE_UID, cwd="/", capture_output=True)
         except OSError:
             continue
+        if done.returncode == 0:
+            return found
     pytest.skip("no interpreter here that another user may run")
 
 

@@ -1,4 +1,4 @@
-"""Control groups: whom the kernel ends where memory runs out, and how many cores a quota of time leaves."""
+"""Control groups: whom the kernel ends where memory runs out, how many cores a quota leaves."""
 
 import os
 import subprocess

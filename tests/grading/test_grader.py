@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,8 +33,7 @@ SOURCE = Path(vgrout.__file__).parents[1]
 FAST = fenced(SUM_RIGHT)
 
 
-# --- verdicts
-# --------------------------------------------------------------------------------------------------------
+# --- Verdicts ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,9 @@ FAST = fenced(SUM_RIGHT)
         ("x = 1", "error:KeyError"),  # no Solution
         ("import os; os._exit(3)", "exit:3"),
         ("import os; os.kill(os.getpid(), 9)", "signal:9"),
-        *(
-            (SUM_RIGHT.replace("sum(nums)", body), status)
-            for body, status in (
-                ("bytearray(1 << 40)", "memory"),
-                ("[0 for _ in iter(int, 1)]", "timeout"),
-                ("1 // 0", "error:ZeroDivisionError"),
-            )
-        ),
+        (method("return bytearray(1 << 40)"), "memory"),
+        (method("return [0 for _ in iter(int, 1)]"), "timeout"),
+        (method("return 1 // 0"), "error:ZeroDivisionError"),
     ],
 )
 def test_exit_status(grader, code, status):
@@ -90,7 +85,7 @@ def test_rewards_are_settings(grader):
 
 
 def test_a_wrong_first_answer_stops_the_run(grader):
-    """Wrong at once, slow afterwards: the strict run ends at the first claim, the script at its first assertion."""
+    """The strict run ends at the first wrong claim, the script at its first assertion that fails."""
     slow = (
         "n = 0\nclass Solution:\n    def total(self, nums):\n        global n\n        n += 1\n"
         "        while n > 1: pass\n        return 41\n"
@@ -256,19 +251,24 @@ def test_linked_lists_and_trees(grader):
     loop = method("n = ListNode(1); n.next = n\nreturn n")
     nodes_of_none = MIRROR.replace("        return root", "        return root or TreeNode(None)")
     for tests, code, right in (
-        *((lists, REVERSE, True), (lists, itself, False), (lists, loop, False)),
-        # no child is no node
-        *((trees, MIRROR, True), (trees, itself, False), (trees[:1], nodes_of_none, False)),
+        (lists, REVERSE, True),
+        (lists, itself, False),
+        (lists, loop, False),
+        (trees, MIRROR, True),
+        (trees, itself, False),
+        (trees[:1], nodes_of_none, False),  # a node whose value is None is not the lack of one
         (inside, value, True),
     ):
         g = graded(grader, replace(sum_problem("eq_override"), tests=tests, setup_code=NODES), code)
         assert (g.solved, g.details["gt_pass"], g.passed) == (right, right, right), (tests, code)
 
 
-# --- weak detectors
-# --------------------------------------------------------------------------------------------------
+# --- Weak detectors ------------------------------------------------------------------------------
 
-HONEST_TESTS = "def run_tests():\n    assert Solution().total([1, 2]) == 3\n    assert Solution().total([]) == 0\n"
+HONEST_TESTS = (
+    "def run_tests():\n    assert Solution().total([1, 2]) == 3\n"
+    "    assert Solution().total([]) == 0\n"
+)
 WRONG_TESTS = "def run_tests():\n    assert Solution().total([1, 2]) == 41\n"
 EMPTY_TESTS = "def run_tests():\n    print('fine')\n"
 LENIENT_TESTS = "def run_tests():\n    assert isinstance(Solution().total([1]), int)\n"
@@ -351,30 +351,27 @@ def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
         assert grader._running == {}
 
 
-# --- deaths and ends
-# -------------------------------------------------------------------------------------------------
+# --- Deaths and ends -----------------------------------------------------------------------------
 
 
 def test_killed_processes_in_mid_batch_lose_no_answer():
-    """kill -9 of both verifiers while they grade 60 answers, each another one: twice at one would be its own doing."""
+    """Both verifiers are killed with signal 9 while they grade 60 answers, every second one right.
+
+    All the answers differ: of one that loses two workers it would be held to be the cause.
+    """
     before = descendants(os.getpid())
     with Grader(2) as grader:
-        futures = [
-            grader.submit(
-                sum_problem(MODES[i % len(MODES)]),
-                fenced(f"{SUM_RIGHT if i % 2 else SUM_WRONG}\n# {i}"),
-            )
-            for i in range(60)
-        ]
+        futures = []
+        for i in range(60):
+            code = SUM_RIGHT if i % 2 else SUM_WRONG
+            problem = sum_problem(MODES[i % len(MODES)])
+            futures.append(grader.submit(problem, fenced(f"{code}\n# {i}")))
         workers = descendants(os.getpid()) - before
         for worker in list(grader._alive):
             time.sleep(0.05)
             os.kill(worker.process.pid, signal.SIGKILL)
         grades = [f.result(60) for f in futures]
-        assert all(isinstance(g, Grade) for g in grades)
-        assert [g.solved for g in grades if isinstance(g, Grade)] == [
-            bool(i % 2) for i in range(60)
-        ]
+        assert [g.solved for g in grades] == [bool(i % 2) for i in range(60)]
         assert grader.restarts >= 1
     assert not descendants(os.getpid()) & workers
 
@@ -469,23 +466,26 @@ def workers(program: str) -> list[Path]:
 
 def test_the_verifier_is_limited_and_dies_with_the_trainer(grader):
     for verifier in workers("verifier"):
-        (line,) = [
-            x
-            for x in (verifier / "limits").read_text().splitlines()
-            if x.startswith("Max address space")
-        ]
-        assert int(line.split()[3]) == TRUSTED_MEMORY
+        limits = (verifier / "limits").read_text()
+        (soft,) = re.findall(r"^Max address space +(\d+)", limits, re.MULTILINE)
+        assert int(soft) == TRUSTED_MEMORY
 
 
 def test_the_kernel_ends_children_before_the_trainer(grader):
-    """Where memory runs out it ends the process with the highest score: a child inherits its fork server's."""
+    """Where memory runs out the kernel ends the process with the highest score.
+
+    A child inherits that of its fork server.
+    """
     assert {int((of / "oom_score_adj").read_text()) for of in workers("fork_server")} == {1000}
     assert int(Path("/proc/self/oom_score_adj").read_text()) < 1000
 
 
 @pytest.mark.slow
 def test_a_verifier_that_computes_too_long_is_replaced(monkeypatch):
-    """Its CPU time a rollout is limited by the kernel. A problem whose tests take long to read stands for a claim."""
+    """The kernel limits its CPU time for a rollout.
+
+    A problem whose tests take long to read stands for a claim that takes long to compare.
+    """
     long = "assert Solution().total([]) == [" + ", ".join(["[1]"] * 40_000) + "]"
     problem = replace(
         sum_problem(), tests=tuple(long.replace("[1]", f"[{i}]", 1) for i in range(150))
@@ -574,7 +574,7 @@ def test_a_trainer_killed_while_its_workers_start_leaves_nothing(trainer, tmp_pa
 @pytest.mark.parametrize("after", range(1, 17))
 @pytest.mark.long
 def test_a_second_signal_does_not_interrupt_the_cleanup(tmp_path, after):
-    """SIGTERM reaches a verifier that already cleans up after its trainer, `after` calls or lines later."""
+    """SIGTERM reaches a verifier that is cleaning up after its trainer, `after` calls or lines later."""
     (work := tmp_path / "vgrout-work").mkdir()
     argv = [sys.executable, "-c", INTERRUPTED, str(SOURCE), str(after), str(work)]
     assert subprocess.run(argv, capture_output=True, text=True, timeout=60).stderr == ""
@@ -641,8 +641,10 @@ EVERY_SIGNAL = {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
     ],
 )
 def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, closed):
-    """Where SIGCHLD is ignored the kernel keeps no exit status, and 0 would be an accepted answer; a closed standard
-    stream's number is that of the next file."""
+    """Where SIGCHLD is ignored the kernel keeps no exit status, and 0 would be an accepted answer.
+
+    The number of a closed standard stream is given to the next file that is opened.
+    """
 
     def inherit() -> None:
         for number in ignored:
@@ -680,8 +682,7 @@ def test_a_status_that_could_not_be_read_is_no_exit_with_0():
         session._end(report)
 
 
-# --- protections
-# -----------------------------------------------------------------------------------------------------
+# --- Protections ---------------------------------------------------------------------------------
 
 
 def test_protections_are_reported(grader):
@@ -719,7 +720,7 @@ def test_a_weak_sandbox_is_refused_unless_allowed():
     ],
 )
 def test_a_level_is_what_was_probed(without, level):
-    """Landlock alone lets an answer talk over UDP and leave shared memory behind: that is level 0."""
+    """Landlock alone lets an answer talk over UDP and leave shared memory behind: level 0."""
     with Grader(1, without=without, allow_weak=True) as grader:
         p = grader.protections
         assert (p.level, p.weak) == (level, level == 0), p
@@ -742,8 +743,7 @@ def test_grading_needs_the_standard_library_only():
     assert done.stdout.strip() == "[] False", done.stderr
 
 
-# --- checking problems
-# -----------------------------------------------------------------------------------------------
+# --- Checking problems ---------------------------------------------------------------------------
 
 
 def test_check_reports_what_fails_and_calibrates():
@@ -802,8 +802,10 @@ def test_builtins_that_setup_code_replaces_are_found(setup, names):
 
 
 def test_a_child_that_has_ended_is_not_charged_for_its_verifier():
-    """The kernel gives an ended process the pid −1, whose clock is the caller's own: on a busy machine an answer that
-    had long ended was charged with the time of all its verifier's gradings."""
+    """The kernel gives an ended process the pid −1, whose clock is the caller's own.
+
+    With that an answer that has long ended is charged with the time of all its verifier's gradings.
+    """
     child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], {})
     own_end, other_end = socket.socketpair()
     with open(os.pidfd_open(child), "rb") as pidfd, own_end, other_end:

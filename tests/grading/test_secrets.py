@@ -61,8 +61,11 @@ def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle]]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, monkeypatch):
-    """Everything that is sent to the children that run an answer: their jobs, and every reply. Detector D's child runs
-    the canonical solution: the answer is text there, and no expected value is sent to it either."""
+    """Reads everything that is sent to the children that run an answer: their jobs, and every reply.
+
+    Detector D's child runs the canonical solution: the answer is text there, and no expected value
+    is sent to it either.
+    """
     sent: list[bytes] = []
     run = ForkServerHandle.run
 
@@ -75,9 +78,9 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
         def recorded_reply(message):
             answer = reply(message)
             if answer is not None:
-                sent.append(
-                    answer + as_bytes(marshal.loads(answer)) if answer[:1] == b"(" else answer
-                )
+                sent.append(answer)
+                if answer[:1] == b"(":  # marshalled
+                    sent.append(as_bytes(marshal.loads(answer)))
             return answer
 
         return run(self, job, limit, recorded_reply, **more)
@@ -87,10 +90,11 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
     own = code == CANONICAL  # an answer may know what it has found out itself
     Verifier(two[0]).grade(as_request(problem, fenced(code), True))
     assert len(sent) >= 2
-    for data in sent if not own else [d.replace(CANONICAL.encode(), b"") for d in sent]:
+    for data in sent:
+        if own:
+            data = data.replace(CANONICAL.encode(), b"")
         for value in SECRETS:
-            if not own:
-                assert str(value).encode() not in data
+            assert own or str(value).encode() not in data
             assert marshal.dumps(value) not in data
         assert own or b"the_canonical_name" not in data
 
@@ -180,7 +184,10 @@ def run_one(server: ForkServerHandle, expression: str) -> str:
 
 @pytest.mark.parametrize("channel", CHANNELS)
 def test_no_bit_crosses_from_one_child_to_the_next(two, channel):
-    """What the second child reads does not depend on what the first one did: read three times after each."""
+    """What the second child reads does not depend on what the first one did.
+
+    It is read three times after each.
+    """
     server = two[0]
     skip_below_level_3(server)
     write, read = CHANNELS[channel]
@@ -263,7 +270,10 @@ def run_tests():
 
 
 def test_the_same_text_is_wrong_the_second_and_the_third_time():
-    """By one grader three times, and by a fresh one: what its tests learned of the canonical solution does not last."""
+    """It is graded three times by one grader, and again by a fresh one.
+
+    What its own tests could learn of the canonical solution does not last.
+    """
     code = LEAK.replace("{path!r}", repr(f"{STDLIB}/this.py"))
     for _ in range(2):
         with Grader(1, limits=Limits(cpu_s=1.0)) as grader:
@@ -275,16 +285,7 @@ def test_a_child_sees_the_interpreters_library_and_nothing_else(two):
     server = two[0]
     if "namespaces" not in server.active:
         pytest.skip("no namespaces here")
-    top = set(STDLIB.split("/")[1:2]) | {
-        "dev",
-        "home",
-        "usr",
-        "bin",
-        "lib",
-        "lib32",
-        "lib64",
-        "sbin",
-    }
+    top = {STDLIB.split("/")[1], "dev", "home", "usr", "bin", "lib", "lib32", "lib64", "sbin"}
     assert set(eval(run_one(server, "os.listdir('/')"))) <= top
     assert eval(run_one(server, "sorted(os.listdir('/dev'))")) == ["null", "urandom"]
     for path in ("/proc", "/etc", "/tmp", "/sys", "/var", str(Path(__file__)), "/bin/sh"):
@@ -294,10 +295,8 @@ def test_a_child_sees_the_interpreters_library_and_nothing_else(two):
         assert run_one(server, f"os.listdir({site!r})") == "[]"
     assert run_one(server, f"open({STDLIB + '/x'!r}, 'w')") in ("OSError", "PermissionError")
     assert run_one(server, "os.uname().nodename") == "'answer'"
-    assert (
-        run_one(server, "len([fd for fd in range(256) if not fcntl.fcntl(fd, fcntl.F_GETFD) < 0])")
-        == "OSError"
-    )
+    every_fd = "[fcntl.fcntl(fd, fcntl.F_GETFD) for fd in range(256)]"
+    assert run_one(server, every_fd) == "OSError"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

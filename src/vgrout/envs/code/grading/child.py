@@ -1,16 +1,20 @@
-"""What a forked child does with one job. Everything that it reports is a claim, which the verifier judges.
+"""What a forked child does with one job. All that it reports is a claim, which the verifier judges.
 
 Semantics, fixed here and tested:
 
-- Strict run: the answer is a module that is imported (`__name__ == "answer"`), so a `__main__` block does not run. A
-  SystemExit at module level ends the import of a part but not the run, as long as the class is there; any other
-  exception ends it, but in a part of several that binds nothing of what the tests call. Each call gets a fresh
-  `Solution()` and fresh arguments; an exception in a call is a wrong answer.
-- Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that status, after the
-  functions registered with atexit; so does an uncaught exception, through sys.excepthook. The assertions follow.
-- No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr goes nowhere.
-- Nothing secret is sent to an answer: no expected value, no canonical solution. The flawed run claims its values too,
-  with what their own `==` says of decoys. Detector D's child runs the canonical solution, and reads the answer as text.
+- Strict run: the answer is a module that is imported (`__name__ == "answer"`), so a `__main__`
+  block does not run. A SystemExit at module level ends the import of a part, but not the run, as
+  long as the class is there. Any other exception ends the run, unless the answer has several parts
+  and this one binds nothing of what the tests call. Each call gets a fresh `Solution()` and fresh
+  arguments; an exception in a call is a wrong answer.
+- Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that
+  status, after the functions registered with atexit; so does an uncaught exception, through
+  sys.excepthook. The assertions follow.
+- No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr
+  goes nowhere.
+- Nothing secret is sent to an answer: no expected value, no canonical solution. The flawed run
+  claims its values too, with what their own `==` says of decoys. Detector D's child runs the
+  canonical solution, and reads the answer as text.
 """
 
 import _sitebuiltins
@@ -21,65 +25,92 @@ import json
 import marshal
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
-from types import FunctionType, ModuleType
-from typing import Any, NoReturn
+from importlib.machinery import ModuleSpec
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NoReturn, cast
 
 from vgrout.envs.code.grading import probe
 from vgrout.envs.code.grading.extract import Part, bound_names, program
 from vgrout.envs.code.grading.own_tests import OwnTests
 from vgrout.envs.code.grading.values import Decoys, encode
 
-# Functions below see this copy: an answer that replaces builtins.zip changes nothing here.
+# The functions below see this copy: an answer that replaces builtins.zip changes nothing here.
 __builtins__ = dict(vars(builtins))
 
 MAX_NODES = 200_000  # of a list or tree
 HARNESS_EXIT = 77  # our own way out: an exit status of 0 is always the answer's doing
 
-_dumps, _loads, _write, _read, _exit = json.dumps, marshal.loads, os.write, os.read, os._exit
+# Bound here, so that an answer that replaces them in their modules changes nothing either.
+_dumps, _loads = json.dumps, marshal.loads
+_write, _read, _exit = os.write, os.read, os._exit
 _type_name = type.__dict__["__name__"].__get__
+
+Job = dict[str, Any]  # as the verifier sends it: see `Verifier.prepare`
+Names = dict[str, Any]  # the globals of a module
+
+
+# --- The interpreter, as an answer finds it ------------------------------------------------------
 
 
 def prepare() -> None:
-    """Once, in the fork server: the interpreter as an answer finds it."""
-    # site is not loaded, and without it there is no exit() and quit()
+    """Set the interpreter up, once, in the fork server."""
+    # The module `site` is not loaded, and without it there is no exit() and quit().
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
-    sys.stdout = io.TextIOWrapper(
-        io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=True
-    )
-    sys.stderr = io.TextIOWrapper(
-        io.FileIO(2, "w", closefd=False), "utf-8", "backslashreplace", write_through=True
-    )
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, "r", closefd=False)), "utf-8")
+    sys.stdout = _unbuffered(1)
+    sys.stderr = _unbuffered(2)
+    stdin = io.FileIO(0, "r", closefd=False)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8")
     sys.argv = [""]
     sys.meta_path.insert(0, _Asyncio())
     atexit._clear()
 
 
-class _Asyncio:
-    """An importer of asyncio that replaces its loop by one without socket and selector. A timer is due as soon as
-    nothing else is, just as sleeping returns at once elsewhere."""
+def _unbuffered(fd: int) -> io.TextIOWrapper:
+    """Text that is printed is written at once, so it is there when the process is killed."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+
+class _Asyncio:
+    """An importer of asyncio that replaces its loop by one without socket and selector.
+
+    A timer is due as soon as nothing else is, just as sleeping returns at once elsewhere.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != "asyncio.unix_events":
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec: Any = next(filter(None, (finder.find_spec(name, path, target) for finder in others)))
-        run = spec.loader.exec_module
+        spec = self._found_by_others(name, path, target)
+        loader: Any = spec.loader
+        run = loader.exec_module
 
-        def run_and_replace(module: Any) -> None:
+        def run_and_replace(module: ModuleType) -> None:
             run(module)
-            self._replace(module)
+            self._replace_loop(module)
 
-        spec.loader.exec_module = run_and_replace
+        loader.exec_module = run_and_replace
         return spec
 
+    def _found_by_others(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec:
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec:
+                return spec
+        raise ModuleNotFoundError(name)
+
     @staticmethod
-    def _replace(module: Any) -> None:
+    def _replace_loop(module: Any) -> None:
+        # asyncio takes longer to import than most answers take to run: only where one imports it.
         from asyncio.base_events import BaseEventLoop
 
         class Loop(BaseEventLoop):
@@ -103,12 +134,11 @@ class _Asyncio:
         module.DefaultEventLoopPolicy._loop_factory = Loop
 
 
-Job = dict[str, Any]  # as the verifier sends it
-Names = dict[str, Any]  # the globals of a module
+# --- One job -------------------------------------------------------------------------------------
 
 
 class _Connection:
-    """Lines of JSON to the verifier, each behind the job's token; length-prefixed replies from it."""
+    """Lines of JSON to the verifier, each behind the job's token, and its replies with a length."""
 
     def __init__(self, fd: int, token: str) -> None:
         self.fd, self.token = fd, token
@@ -140,11 +170,12 @@ def _error_name(error: BaseException) -> str:
 
 
 def main(data: bytes, connection_fd: int) -> NoReturn:
-    """Run one job to its end; never returns. Every layer of the sandbox is on, for a problem's setup code too."""
+    """Run one job to its end. Every layer of the sandbox is on, for a problem's setup code too."""
     job: Job = _loads(data)
     connection = _Connection(connection_fd, job["token"])
     if job["kind"] == "probe":
-        connection.send(_dumps((probe.leave if job["first"] else probe.attack)(job)))
+        run = probe.leave if job["first"] else probe.attack
+        connection.send(_dumps(run(cast("probe.Spec", job))))
         _exit(HARNESS_EXIT)
     # Dataclasses and pickle find a module by its name, unittest and doctest by that of a script.
     module = ModuleType("answer" if job["kind"] in ("strict", "canonical") else "__main__")
@@ -155,7 +186,8 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
         try:
             exec(_loads(job["setup"]), namespace)
         except BaseException as e:
-            connection.send(_dumps({"setup": f"{_error_name(e)}: {e}"[:200].rstrip(": ")}))
+            reason = f"{_error_name(e)}: {e}"[:200].rstrip(": ")
+            connection.send(_dumps({"setup": reason}))
             _exit(HARNESS_EXIT)
     try:
         parts = program(job["program"], job["called"])
@@ -170,19 +202,22 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     _exit(HARNESS_EXIT)
 
 
-def _defines(code: Any, name: str) -> bool:
-    """A function of that name at module level or in a class body?"""
+def _defines(module: CodeType, name: str) -> bool:
+    """Is there a function of that name at module level or in a class body?"""
     if not name:
         return False
-    inner = [c for c in code.co_consts if hasattr(c, "co_consts")]
-    return any(
-        c.co_name == name or any(getattr(d, "co_name", "") == name for d in c.co_consts)
-        for c in inner
-    )
+    for definition in module.co_consts:
+        if not hasattr(definition, "co_consts"):
+            continue  # a constant, not the code of a function or of a class body
+        if definition.co_name == name:
+            return True
+        for inner in definition.co_consts:
+            if getattr(inner, "co_name", "") == name:
+                return True
+    return False
 
 
-# --- calls
-# -----------------------------------------------------------------------------------------------------------
+# --- Calls ---------------------------------------------------------------------------------------
 
 
 def _build_nodes(value: Any, namespace: Names) -> Any:
@@ -212,49 +247,69 @@ def _make_call(blob: bytes, namespace: Names, builders: Names) -> Any:
     return getattr(namespace["Solution"](), name)(*args, **kwargs)
 
 
-def _node_values(value: Any, kind: str) -> Any:
-    """A linked list as its values; a binary tree in level order, [] for no node and [value] for one, without trailing
-    gaps. Raises on cycles by length."""
-    out: list[Any] = []
-    if kind == "list":
-        while value is not None and len(out) < MAX_NODES:
-            out.append(value.val)
-            value = value.next
-        row = []
-    else:
-        row = [value]
-    while row and len(out) < MAX_NODES:
-        out += [[] if node is None else [node.val] for node in row]
-        below = [child for node in row if node is not None for child in (node.left, node.right)]
-        row = below if any(n is not None for n in below) else []
-    if len(out) >= MAX_NODES:
+def _node_values(value: Any, kind: str) -> list[Any]:
+    """The values of a linked list (kind "list") or of a binary tree (kind "tree").
+
+    A tree is in level order: [] for no node and [value] for one, without trailing gaps. A cycle is
+    one by its length: raises ValueError.
+    """
+    values = _list_values(value) if kind == "list" else _tree_values(value)
+    if len(values) >= MAX_NODES:
         raise ValueError("cycle")
-    while kind == "tree" and out and not out[-1]:
-        out.pop()
-    return out
+    if kind == "tree":
+        while values and not values[-1]:
+            values.pop()
+    return values
+
+
+def _list_values(node: Any) -> list[Any]:
+    values = []
+    while node is not None and len(values) < MAX_NODES:
+        values.append(node.val)
+        node = node.next
+    return values
+
+
+def _tree_values(root: Any) -> list[list[Any]]:
+    values = []
+    level = [root]
+    while level and len(values) < MAX_NODES:
+        for node in level:
+            values.append([] if node is None else [node.val])
+        below = []
+        for node in level:
+            if node is not None:
+                below.append(node.left)
+                below.append(node.right)
+        level = below if any(node is not None for node in below) else []
+    return values
 
 
 def _batches(n: int) -> list[tuple[int, int]]:
-    """1, 1, 2, 4, … calls between two reports: a wrong first answer costs one call, a hundred right ones 8 reports."""
-    cuts = [0, 1]
-    while cuts[-1] < n:
-        cuts.append(cuts[-1] * 2)
-    cuts[-1] = n
-    return [(a, b) for a, b in pairwise(cuts) if a < b]
+    """Bounds of 1, 1, 2, 4, … calls, between two reports.
+
+    A wrong first answer costs one call, and a hundred right ones 8 reports.
+    """
+    batches = []
+    start, stop = 0, 1
+    while start < n:
+        stop = min(stop, n)
+        batches.append((start, stop))
+        start, stop = stop, 2 * stop
+    return batches
 
 
-# --- strict
-# ----------------------------------------------------------------------------------------------------------
+# --- The strict run ------------------------------------------------------------------------------
 
 
 def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
     builders = dict(namespace)
-    note = ""
+    exit_note = ""  # with which status the answer left at import: why a class may be missing
     for source, code in parts:
         try:
             exec(code, namespace)
         except SystemExit as e:
-            note = f"exit:{_status(e)}"
+            exit_note = f"exit:{_status(e)}"
         except BaseException as e:
             if len(parts) == 1 or bound_names(source) & {*job["called"]}:
                 connection.send(_dumps({"failed": _error_name(e)}))
@@ -265,11 +320,10 @@ def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         for i in range(start, stop):
             try:
                 value = _make_call(calls[i], namespace, builders)
-                claims.append(
-                    encode(value if kinds[i] == "plain" else _node_values(value, kinds[i]))
-                )
+                plain = value if kinds[i] == "plain" else _node_values(value, kinds[i])
+                claims.append(encode(plain))
             except BaseException as e:
-                claims.append(_dumps({"e": note or _error_name(e)}))
+                claims.append(_dumps({"e": exit_note or _error_name(e)}))
                 break
         text = f'{{"claims": [{", ".join(claims)}]}}'
         if stop == len(calls) or len(claims) < stop - start:
@@ -278,8 +332,15 @@ def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         connection.request(text)
 
 
-# --- flawed
-# ----------------------------------------------------------------------------------------------------------
+# --- The flawed run ------------------------------------------------------------------------------
+
+
+def _status(error: SystemExit) -> int:
+    """The exit status that an interpreter would end with."""
+    code: Any = error.code
+    if issubclass(type(code), int):
+        return int.__and__(code, 0xFF)
+    return 0 if code is None else 1
 
 
 def _leave(status: int) -> NoReturn:
@@ -293,15 +354,13 @@ def _leave(status: int) -> NoReturn:
     _exit(status)
 
 
-def _status(error: SystemExit) -> int:
-    code: Any = error.code
-    return int.__and__(code, 0xFF) if issubclass(type(code), int) else 0 if code is None else 1
+def _as_script(connection: _Connection, step: Callable[[], Any]) -> None:
+    """Run a part of the script.
 
-
-def _as_script(connection: _Connection, step: Callable[[], Any]) -> Any:
-    """Run a part of the script. What would end an interpreter ends this process, with the same status."""
+    What would end an interpreter ends this process, with the same status.
+    """
     try:
-        return step()
+        step()
     except SystemExit as e:
         _leave(_status(e))
     except BaseException as e:
@@ -321,19 +380,23 @@ def _flawed(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
     for _, code in parts:
         _as_script(connection, partial(exec, code, namespace))
     if job["mode"] in CHECKS:
-        connection.send(
-            _dumps({"channel": _accepts(CHECKS[job["mode"]], job, namespace, builders)})
-        )
+        accepted = _accepts(CHECKS[job["mode"]], job, namespace, builders)
+        connection.send(_dumps({"channel": accepted}))
     _as_script(connection, lambda: _assertions(job, connection, namespace, builders))
 
 
 def _assertions(job: Job, connection: _Connection, namespace: Names, builders: Names) -> None:
-    """`assert call == expected`, under the returned object's own ==. The expected values stay with the verifier:
-    it receives what was returned and what its == says of decoys, and replies whether the assertions would have held."""
+    """`assert call == expected`, under the returned object's own ==.
+
+    The expected values stay with the verifier: it receives what was returned and what its == says
+    of decoys, and replies whether the assertions would have held.
+    """
     calls, kinds, decoys = job["calls"], job["kinds"], job["decoys"]
     for start, stop in _batches(len(calls)):
         values = [_make_call(blob, namespace, builders) for blob in calls[start:stop]]
-        claims = [_node_claim(v, k, decoys) for v, k in zip(values, kinds[start:stop], strict=True)]
+        claims = []
+        for value, kind in zip(values, kinds[start:stop], strict=True):
+            claims.append(_node_claim(value, kind, decoys))
         if connection.request(f'{{"values": [{", ".join(claims)}]}}') != b"held":
             raise AssertionError
 
@@ -347,8 +410,7 @@ def _node_claim(value: Any, kind: str, decoys: Decoys) -> str:
     return encode(value, decoys)
 
 
-# --- flawed checks with a function of their own
-# -----------------------------------------------------------------------
+# --- Flawed checks with a function of their own --------------------------------------------------
 
 Check = Callable[[Job, Names, Names], bool]
 CHECKS: dict[str, Check] = {}  # mode → its check
@@ -357,8 +419,9 @@ CHECKS: dict[str, Check] = {}  # mode → its check
 def flawed_check(function: FunctionType) -> FunctionType:
     """Register the check of the mode with the function's name.
 
-    It is called when the script has run, before the assertions, with the job (its "marker", its "calls"), the script's
-    names and the setup code's names. True accepts the answer; anything else, exceptions included, refuses it.
+    It is called when the script has run, before the assertions, with the job (its "marker", its
+    "calls"), the script's names and the setup code's names. True accepts the answer; anything else,
+    exceptions included, refuses it.
     """
     CHECKS[function.__name__] = function
     return function
@@ -379,7 +442,10 @@ def run_tests(job: Job, namespace: Names, builders: Names) -> bool:
 
 @flawed_check
 def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
-    """Is the attribute truthy on a fresh instance, or after the first test's call on it? A method does not count."""
+    """Is the attribute truthy on a fresh instance, or after the first test's call on it?
+
+    A method does not count.
+    """
 
     def is_set(instance: Any) -> bool:
         try:
@@ -400,12 +466,14 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
 # A new check goes here: its name is the mode's.
 
 
-# --- weak detectors
-# --------------------------------------------------------------------------------------------------
+# --- Weak detectors ------------------------------------------------------------------------------
 
 
 def _find_test(namespace: Names, name: str) -> tuple[Any, type | None]:
-    """The announced function and, where it is a method, its class; a function conjured up by __getattr__ is none."""
+    """The announced function and, where it is a method, its class.
+
+    (None, None) if there is none; a function conjured up by __getattr__ is none.
+    """
     top = namespace.get(name)
     if top is not None and callable(top):
         return top, None
@@ -423,7 +491,10 @@ def _tests_return(namespace: Names, name: str) -> bool:
     if function is None:
         return False
     try:
-        getattr(cls(), name)() if cls is not None else function()
+        if cls is None:
+            function()
+        else:
+            getattr(cls(), name)()
     except BaseException:
         return False
     return True
@@ -436,7 +507,7 @@ def _detect(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         for _, code in parts:
             exec(code, namespace)
     except BaseException:
-        # where one is tried it does not matter that the module fails with its own solution
+        # With the stub it does not matter that the module fails with its own solution.
         if not stub:
             return
     name = job["test_function"]
@@ -451,13 +522,13 @@ def _detect(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
 
 def _canonical(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
     """Detector D: the tests of the answer, read as text, against the canonical solution."""
-    exec(parts[0][1], namespace)
-    function = job["function"]
-    tests = OwnTests(
-        function,
-        lambda *args, **kwargs: getattr(namespace["Solution"](), function)(*args, **kwargs),
-    )
-    tests.read(
-        [source for source, _ in program(job["answer"], job["called"])], job["test_function"]
-    )
+    _, code = parts[0]
+    exec(code, namespace)
+
+    def solve(*args: Any, **kwargs: Any) -> Any:
+        return getattr(namespace["Solution"](), job["function"])(*args, **kwargs)
+
+    tests = OwnTests(job["function"], solve)
+    sources = [source for source, _ in program(job["answer"], job["called"])]
+    tests.read(sources, job["test_function"])
     connection.send(_dumps({"rejects": tests.rejects, "unread": tests.unread}))

@@ -1,10 +1,11 @@
 """The fork server: a small, clean process that forks one child per run and cleans up after it.
 
-It never parses a job: a request is a fixed frame with descriptors (job, connection, evidence), and the child reads the
-job itself. It never learns anything about a child either, because the next child inherits its memory, freed parts
-included: how a child ended goes from the kernel to the verifier through one buffer that is wiped, what it printed or
-wrote is copied by the kernel or by a throw-away process, and the verifier watches its clock. It is started by exec, and
-has one thread and no secrets.
+It never parses a job: a request is a fixed frame with descriptors (job, connection, evidence), and
+the child reads the job itself. It never learns anything about a child either, because the next
+child inherits its memory, freed parts included. How a child ended goes from the kernel to the
+verifier through one buffer, which is wiped. What a child printed or wrote is copied by the kernel
+or by a throw-away process. The verifier watches the child's clock. The fork server is started by
+exec, and has one thread and no secrets.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from vgrout.envs.code.grading import child, isolation, messages
 from vgrout.files import restore_inherited
@@ -25,23 +27,31 @@ from vgrout.files import restore_inherited
 # shared library costs each fork 20 us, so the rarer ones are left to the child, unless it cannot
 # open files.
 PRELOAD = """
-    abc array atexit bisect collections collections.abc contextlib copy copyreg dataclasses datetime decimal enum
-    fractions functools heapq inspect io itertools json keyword linecache math numbers operator random re string struct
-    sys threading time types typing warnings weakref
+    abc array atexit bisect collections collections.abc contextlib copy copyreg dataclasses datetime
+    decimal enum fractions functools heapq inspect io itertools json keyword linecache math numbers
+    operator random re string struct sys threading time types typing warnings weakref
 """
-RARE = "base64 binascii calendar cmath hashlib logging pprint queue statistics textwrap timeit traceback uuid zlib"
+RARE = """
+    base64 binascii calendar cmath hashlib logging pprint queue statistics textwrap timeit traceback
+    uuid zlib
+"""
 
-FRAME = struct.Struct("<B7xd64s")  # flags, CPU limit [s], name of the file that is evidence
-# the child's pid, with a pidfd where the system has them; on a socket of its own
+# A request: flags, CPU limit [s], name of the file that is evidence. Its three descriptors come
+# along.
+FRAME = struct.Struct("<B7xd64s")
+OPEN_ALLOWED = 1  # flag: seccomp lets the child open files
+STDOUT_WANTED = 2  # flag: what the child prints is the evidence
+
+# The child's pid, with a pidfd where the system has them; on a socket of its own.
 STARTED = struct.Struct("<q")
-# flags: seccomp lets the child open files; the evidence is what it prints
-OPEN_ALLOWED, STDOUT_WANTED = 1, 2
 
 # How a child ended: wait status, and the first fields of struct rusage (CPU in s and us, user and
 # system).
 REPORT = struct.Struct("<i4xqqqq")
 NO_STATUS = -1  # in place of one that could not be read
+_RUSAGE_OFFSET = 8
 _RUSAGE_BYTES = 144
+
 MAX_RESULT_FILE = 4096  # bytes of a file that is evidence
 OUTPUT_END = 1 << 30  # more than RLIMIT_FSIZE lets a child print
 
@@ -52,20 +62,23 @@ _libc.sendfile.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c
 
 
 class Sweeper:
-    """Empties a working directory without recursion, whatever a child left there. Lives in a throw-away process."""
+    """Empties a working directory without recursion, whatever a child left there.
+
+    It lives in a throw-away process.
+    """
 
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._serial = 0
 
     def copy_result(self, name: str, to: int) -> None:
-        """A small regular file of this directory, not a link to anything, into a descriptor; else nothing."""
+        """Copy a small regular file of this directory, no link to anything, into a descriptor."""
         if not name or "/" in name:
             return
+        # A FIFO would block, a symbolic link lead elsewhere.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(
-                name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd
-            )
+            fd = os.open(name, flags, dir_fd=self.fd)
         except OSError:
             return
         info = os.fstat(fd)
@@ -73,7 +86,10 @@ class Sweeper:
             os.pwrite(to, os.read(fd, MAX_RESULT_FILE), 0)
 
     def sweep(self) -> None:
-        """Raises OSError if something stays. Nested folders are flattened: a deep tree would exhaust the stack."""
+        """Remove everything. Raises OSError if something stays.
+
+        Nested folders are flattened: a deep tree would exhaust the stack.
+        """
         os.fchmod(self.fd, 0o700)
         while names := os.listdir(self.fd):
             for name in names:
@@ -83,10 +99,10 @@ class Sweeper:
                     self._flatten(name)
 
     def _flatten(self, name: str) -> None:
+        """Move what is in a folder beside it, and remove the folder."""
         os.chmod(name, 0o700, dir_fd=self.fd)
-        inner = os.open(
-            name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd
-        )
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        inner = os.open(name, flags, dir_fd=self.fd)
         try:
             for entry in os.listdir(inner):
                 self._serial += 1
@@ -107,6 +123,17 @@ def _in_throwaway(work: Callable[[], None]) -> None:
     _libc.wait4(pid, None, 0, None)
 
 
+class _Request(NamedTuple):
+    """One child to run: what a frame says, and the descriptors that came with it."""
+
+    job_fd: int
+    connection_fd: int
+    evidence_fd: int
+    flags: int
+    cpu_limit: float  # seconds
+    result_name: str  # of the file that is evidence; "" for none
+
+
 class ForkServer:
     """Forks and cleans up after one child at a time, as the verifier orders."""
 
@@ -115,11 +142,14 @@ class ForkServer:
     ) -> None:
         self.control, self.started, self.enclosure = control, started, enclosure
         self.in_pid_namespace = os.getpid() == 1
-        self._end = ctypes.create_string_buffer(8 + _RUSAGE_BYTES)
+        self._end = ctypes.create_string_buffer(_RUSAGE_OFFSET + _RUSAGE_BYTES)
         self._forget_end()
 
     def _forget_end(self) -> None:
-        """Zeros, and a status that no child can end with: what the kernel does not write is not taken for an exit."""
+        """Wipe how the last child ended: zeros, and a status that no child can end with.
+
+        So what the kernel does not write is not taken for an exit.
+        """
         ctypes.memset(self._end, 0, len(self._end))
         ctypes.memset(self._end, 0xFF, 4)
 
@@ -131,74 +161,98 @@ class ForkServer:
             if len(frame) < FRAME.size:
                 return
             flags, cpu_limit, name = FRAME.unpack(frame)
-            self.run(fds, flags, cpu_limit, name.rstrip(b"\0").decode())
+            self.run(_Request(*fds, flags, cpu_limit, name.rstrip(b"\0").decode()))
 
-    def run(self, fds: list[int], flags: int, cpu_limit: float, result_name: str) -> None:
-        world = self.enclosure
-        job_fd, connection_fd, evidence_fd = fds
-        stdout_fd = None
-        # in the fresh tmpfs, where there is one: a memfd has one of the machine's numbers
-        if flags & STDOUT_WANTED:
-            stdout_fd = (
-                os.open(world.cwd, os.O_TMPFILE | os.O_RDWR, 0o600) if world.fresh else evidence_fd
-            )
+    def run(self, request: _Request) -> None:
+        """Fork one child, report how it ended, and clean up after it."""
+        stdout_fd = self._open_stdout(request)
         pid = os.fork()
         if pid == 0:
-            self._become_child(job_fd, connection_fd, stdout_fd, flags, cpu_limit)
+            self._become_child(request, stdout_fd)
         pidfd = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
         socket.send_fds(self.started, [STARTED.pack(pid)], pidfd)
-        for fd in (job_fd, connection_fd, *pidfd):
+        for fd in (request.job_fd, request.connection_fd, *pidfd):
             os.close(fd)
         end = self._end
-        _libc.wait4(pid, end, 0, ctypes.byref(end, 8))
-        if not world.cannot_fork:
+        _libc.wait4(pid, end, 0, ctypes.byref(end, _RUSAGE_OFFSET))
+        if not self.enclosure.cannot_fork:
             self._kill_relatives(pid)
-        if stdout_fd is not None and world.fresh:
-            _libc.lseek(stdout_fd, 0, 0)
-            _libc.sendfile(evidence_fd, stdout_fd, None, OUTPUT_END)
-            os.close(stdout_fd)
-        if result_name and os.access(
-            os.path.join(world.cwd, result_name), os.F_OK, follow_symlinks=False
-        ):
-            _in_throwaway(lambda: Sweeper(world.cwd).copy_result(result_name, evidence_fd))
-        os.close(evidence_fd)
+        self._collect_evidence(request, stdout_fd)
         self.control.sendall(memoryview(end)[: REPORT.size])
         self._forget_end()
         ctypes.set_errno(0)
-        try:
-            world.discard()
-        except OSError:  # it is no tmpfs, and not empty
-            _in_throwaway(lambda: Sweeper(world.cwd).sweep())
-            world.discard()
-        world.renew()
+        self._clean_up()
 
-    def _become_child(
-        self, job_fd: int, connection_fd: int, stdout_fd: int | None, flags: int, cpu_limit: float
-    ) -> None:
-        """Never returns."""
+    def _open_stdout(self, request: _Request) -> int | None:
+        """Where the child prints to; None if nobody wants that.
+
+        Where there is a fresh tmpfs it is a file in there: the evidence is a memory file, whose
+        inode number comes from a counter of the machine.
+        """
+        if not request.flags & STDOUT_WANTED:
+            return None
+        if self.enclosure.own_root:
+            return os.open(self.enclosure.cwd, os.O_TMPFILE | os.O_RDWR, 0o600)
+        return request.evidence_fd
+
+    def _collect_evidence(self, request: _Request, stdout_fd: int | None) -> None:
+        """Copy what the child printed or wrote into the verifier's descriptor, and close it."""
+        evidence_fd = request.evidence_fd
+        if stdout_fd is not None and stdout_fd != evidence_fd:
+            _libc.lseek(stdout_fd, 0, 0)
+            _libc.sendfile(evidence_fd, stdout_fd, None, OUTPUT_END)
+            os.close(stdout_fd)
+        if request.result_name:
+            cwd, name = self.enclosure.cwd, request.result_name
+            if os.access(os.path.join(cwd, name), os.F_OK, follow_symlinks=False):
+                _in_throwaway(lambda: Sweeper(cwd).copy_result(name, evidence_fd))
+        os.close(evidence_fd)
+
+    def _clean_up(self) -> None:
+        """Discard the child's working directory, and make the next child's."""
+        try:
+            self.enclosure.discard()
+        except OSError:  # it is no tmpfs, and not empty
+            _in_throwaway(lambda: Sweeper(self.enclosure.cwd).sweep())
+            self.enclosure.discard()
+        self.enclosure.renew()
+
+    def _become_child(self, request: _Request, stdout_fd: int | None) -> None:
+        """Confine this process and do the job in it. Never returns."""
         try:
             os.setsid()
-            job = os.pread(job_fd, os.fstat(job_fd).st_size, 0)
+            job = os.pread(request.job_fd, os.fstat(request.job_fd).st_size, 0)
             # Opened anew: flags and offsets belong to what was opened, and would outlive this
             # child.
-            for fd, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
-                os.dup2(
-                    stdout_fd if fd == 1 and stdout_fd is not None else os.open(os.devnull, mode),
-                    fd,
-                )
-            os.dup2(connection_fd, isolation.CONNECTION_FD)
-            self.enclosure.enter(cpu_limit, bool(flags & OPEN_ALLOWED))
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if stdout_fd is None:
+                stdout_fd = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(stdout_fd, 1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            os.dup2(request.connection_fd, isolation.CONNECTION_FD)
+            self.enclosure.enter(request.cpu_limit, bool(request.flags & OPEN_ALLOWED))
             child.main(job, isolation.CONNECTION_FD)
         finally:
             os._exit(child.HARNESS_EXIT)
 
     def _kill_relatives(self, pid: int) -> None:
-        """Where seccomp could not forbid fork: the whole pid namespace, or at least the child's group."""
+        """Where seccomp could not forbid fork, kill what the child left.
+
+        That is the whole pid namespace, or at least the child's process group.
+        """
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(-1, signal.SIGKILL) if self.in_pid_namespace else os.killpg(pid, signal.SIGKILL)
+            if self.in_pid_namespace:
+                os.kill(-1, signal.SIGKILL)
+            else:
+                os.killpg(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             while self.in_pid_namespace:
                 os.waitpid(-1, 0)
+
+
+def _announce(control: socket.socket, active: dict[str, str], missing: dict[str, str]) -> None:
+    """Tell the verifier which layers are on (layer → detail) and which are not (layer → reason)."""
+    messages.send(control, repr((active, missing)).encode())
 
 
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
@@ -216,15 +270,14 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     sys.modules["random"].seed(0)
     child.prepare()
 
-    # its trainer may be killed at any time
+    # The verifier's trainer may be killed at any time.
     verifier_may_end = suppress(BrokenPipeError, ConnectionResetError)
+    layers_off = frozenset(forbid.split(","))
     try:
-        enclosure = isolation.enclose(
-            workdir, memory_mb, output_bytes, frozenset(forbid.split(","))
-        )
+        enclosure = isolation.enclose(workdir, memory_mb, output_bytes, layers_off)
     except isolation.HalfWay as e:
         with verifier_may_end:
-            messages.send(control, repr(({}, {"namespaces": str(e)})).encode())
+            _announce(control, {}, {"namespaces": str(e)})
         os._exit(1)
     if "landlock" not in enclosure.active:
         for name in RARE.split():
@@ -233,7 +286,7 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     started, other_end = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
     with verifier_may_end:
-        messages.send(control, repr((enclosure.active, enclosure.missing)).encode())
+        _announce(control, enclosure.active, enclosure.missing)
         socket.send_fds(control, [b"."], [other_end.fileno()])
         other_end.close()
         gc.collect()

@@ -1,4 +1,7 @@
-"""Messages between trainer, verifier and fork server: a length, then that many bytes. Standard library only."""
+"""Messages between trainer, verifier and fork server: a length, then that many bytes.
+
+Standard library only, as every process of a worker imports this.
+"""
 
 import signal
 import socket
@@ -37,11 +40,12 @@ NOT_RUN: dict[str, Any] = {
 
 
 def send(connection: socket.socket, data: bytes) -> None:
+    """Send one message. Raises OSError."""
     connection.sendall(len(data).to_bytes(4, "little") + data)
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """The next message; None if the other end has closed. Raises OSError, also at the timeout."""
+    """The next message; None if the other end has closed. Raises OSError, at a timeout as well."""
     head = connection.recv(4, socket.MSG_WAITALL)
     if len(head) < 4:
         return None
@@ -53,5 +57,8 @@ def receive(connection: socket.socket) -> bytes | None:
 def set_timeout(
     connection: socket.socket, seconds: float, option: int = socket.SO_RCVTIMEO
 ) -> None:
-    """A timeout kept by the kernel: Python's own makes a socket non-blocking, and MSG_WAITALL void."""
+    """Set a timeout that the kernel keeps.
+
+    Python's own would make the socket non-blocking, and MSG_WAITALL void.
+    """
     connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))

@@ -1,6 +1,6 @@
-"""Attacks of a throw-away child on its own sandbox: what succeeds is unprotected, whatever the kernel promised.
+"""Attacks of a throw-away child on its own sandbox.
 
-`spec` names a secret file, a TCP and a UDP port, an abstract socket and the key of a shared memory segment.
+What succeeds is unprotected, whatever the kernel promised.
 """
 
 import ctypes
@@ -8,22 +8,39 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TypedDict
 
-Spec = dict[str, Any]
+# ptrace(2), waitpid(2), shmget(2), shmctl(2)
+PTRACE_ATTACH = 16
+PTRACE_DETACH = 17
+WALL = 0x4000_0000  # __WALL
+IPC_CREAT = 0o1000
+IPC_RMID = 0
+
+
+class Spec(TypedDict):
+    """What to attack, and with how much."""
+
+    secret: str  # path of a file outside of the sandbox
+    port: int  # a TCP port that listens
+    udp_port: int
+    abstract: str  # address of a local socket
+    shm_key: int  # of a segment of shared memory; the next one is free for the children
+    memory: int  # more bytes than a child may allocate
+    file: int  # more bytes than a child may write
 
 
 def leave(spec: Spec) -> dict[str, bool]:
     """Leave something, in a first child, for the second one to find."""
     with suppress(OSError):
-        ctypes.CDLL(None).shmget(spec["shm_key"] + 1, 4096, 0o1600)
+        ctypes.CDLL(None).shmget(spec["shm_key"] + 1, 4096, IPC_CREAT | 0o600)
     with suppress(OSError), open("left", "w"):
         pass
     return {}
 
 
 def attack(spec: Spec) -> dict[str, bool]:
-    """Run every attack, in a second child. True: it succeeded."""
+    """Run every attack, in a second child: name → did it succeed?"""
     outcome = {}
     for name, attempt in (FATAL | OTHERS).items():
         try:
@@ -45,10 +62,10 @@ def _parent_memory(_: Spec) -> bool:
 
 def _attach(_: Spec) -> bool:
     ptrace, parent = ctypes.CDLL(None).ptrace, os.getppid()
-    if ptrace(16, parent, None, None) != 0:
+    if ptrace(PTRACE_ATTACH, parent, None, None) != 0:
         return False
-    os.waitpid(parent, 0x4000_0000)  # __WALL: wait for the stop, then let it go on
-    ptrace(17, parent, None, None)
+    os.waitpid(parent, WALL)  # it has stopped: let it go on
+    ptrace(PTRACE_DETACH, parent, None, None)
     return True
 
 
@@ -86,7 +103,7 @@ def _file_behind(_: Spec) -> bool:
 def _shared_memory_behind(spec: Spec) -> bool:
     libc = ctypes.CDLL(None)
     segment = libc.shmget(spec["shm_key"] + 1, 1, 0)
-    libc.shmctl(segment, 0, None)  # IPC_RMID
+    libc.shmctl(segment, IPC_RMID, None)
     return segment != -1
 
 
@@ -117,6 +134,7 @@ def _big_file(spec: Spec) -> bool:
 
 
 Attacks = dict[str, Callable[[Spec], bool]]
+
 # What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the
 # verifier.
 FATAL: Attacks = {

@@ -1,9 +1,9 @@
 """The verifier: one process per worker that knows the expected values and never runs an answer.
 
-It stands between the trainer and its fork server: it grades one rollout after another (`verdict`), and watches each
-child's clock and messages (`watch`). The kernel limits its memory and its CPU time per grading, and it dies with the
-trainer. It is a separate process because a session of a dozen short messages would wait for the trainer's interpreter
-lock at each one.
+It stands between the trainer and its fork server: it grades one rollout after another (`verdict`),
+and watches each child's clock and messages (`watch`). The kernel limits its memory and its CPU time
+per grading, and it dies with the trainer. It is a separate process because a session of a dozen
+short messages would wait for the trainer's interpreter lock at each one.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,29 @@ from typing import Any
 from vgrout.envs.code.grading import messages
 from vgrout.envs.code.grading.isolation import cap_limit, die_with_parent
 from vgrout.envs.code.grading.messages import WorkerSettings
-from vgrout.envs.code.grading.probe import FATAL
+from vgrout.envs.code.grading.probe import FATAL, IPC_CREAT, IPC_RMID, Spec
 from vgrout.envs.code.grading.verdict import Verifier
 from vgrout.envs.code.grading.watch import ForkServerHandle, ForkServerLost, remove_empty
 from vgrout.files import restore_inherited
 
-# what the verifier itself may use: CPU for one rollout, address space
-TRUSTED_CPU_S, TRUSTED_MEMORY = 20, 4 << 30
+# What the verifier itself may use.
+TRUSTED_CPU_S = 20  # CPU seconds for one rollout
+TRUSTED_MEMORY = 4 << 30  # bytes of address space
+
+_PROBE_CPU_S = 2.0
+_UDP_ARRIVES_S = 0.2
 
 
 def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
-    """Attack a throw-away child's sandbox from inside. True: the attack succeeded."""
+    """Attack the sandbox from inside two throw-away children: name → did the attack succeed?
+
+    The targets are made here: a file, three sockets and a segment of shared memory. Raises
+    ForkServerLost.
+    """
     found: dict[str, bool] = {}
     settings = fork_server.settings
     libc = ctypes.CDLL(None)
+    linux = sys.platform == "linux"
     name = f"vgrout-{os.getpid()}-{secrets.token_hex(4)}"
     with (
         tempfile.NamedTemporaryFile(prefix="vgrout-probe-") as secret,
@@ -49,14 +58,14 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
         os.fchmod(secret.fileno(), 0o644)
         secret.write(b"secret")
         secret.flush()
-        address = f"\0{name}" if sys.platform == "linux" else os.path.join(settings.workdir, name)
+        # Abstract, where there are such addresses: rules about files do not cover it.
+        address = f"\0{name}" if linux else os.path.join(settings.workdir, name)
         local.bind(address)
         local.listen()
         udp.bind(("127.0.0.1", 0))
         shm_key = 1 + secrets.randbelow(1 << 30)
-        segment = libc.shmget(shm_key, 4096, 0o1666) if sys.platform == "linux" else -1
-        job = {
-            "kind": "probe",
+        segment = libc.shmget(shm_key, 4096, IPC_CREAT | 0o666) if linux else -1
+        targets: Spec = {
             "secret": secret.name,
             "port": tcp.getsockname()[1],
             "udp_port": udp.getsockname()[1],
@@ -66,25 +75,28 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
             "file": settings.output_bytes + 1,
         }
         for first in (True, False):
-            fork_server.run(job | {"first": first}, 2.0, found.update)
+            job = {"kind": "probe", **targets, "first": first}
+            fork_server.run(job, _PROBE_CPU_S, found.update)
         if segment != -1:
-            libc.shmctl(segment, 0, None)  # IPC_RMID
+            libc.shmctl(segment, IPC_RMID, None)
         if found.get("send over UDP"):
-            found["send over UDP"] = bool(select.select([udp], [], [], 0.2)[0])
+            arrived, _, _ = select.select([udp], [], [], _UDP_ARRIVES_S)
+            found["send over UDP"] = bool(arrived)
     if not found:
         raise ForkServerLost("no answer from the probe")
     return found
 
 
 def main(trainer_fd: int, *settings_values: Any) -> None:
-    """Entry of the exec'd process: hello, then one reply a request, until the trainer closes its end."""
+    """Entry of the exec'd process: says hello, then replies to requests until the trainer ends."""
     restore_inherited(messages.RESTORED)
     trainer = socket.socket(fileno=trainer_fd)
     settings = WorkerSettings(*settings_values)
-    # From the end: the fork server ends, and the folder goes. The trainer removes it too, unless
-    # killed, which may be before its workers are up. Its end is seen twice, as end of input and as
-    # SIGTERM some microseconds later: an exception from the handler must not break off what the
-    # first has begun, so the stack unwinds with the signal off.
+    # The stack unwinds from its end: the fork server ends, then the folder goes. The trainer
+    # removes the folder too, unless it is killed, which may be before its workers are up. The
+    # trainer's end is seen twice, as end of input and as SIGTERM some microseconds later. An
+    # exception from the signal's handler must not break off what the first has begun, so the stack
+    # unwinds with the signal off.
     with ExitStack() as ends:
         ends.callback(remove_empty, settings.workdir)
         try:
@@ -97,55 +109,67 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
             signal.signal(signal.SIGTERM, _stay)
 
 
-def _greet_and_serve(trainer: socket.socket, settings: WorkerSettings, ends: ExitStack) -> None:
-    def send(message: dict[str, Any]) -> None:
-        messages.send(trainer, json.dumps(message).encode())
+def _level(active: Collection[str], breaches: list[str]) -> int:
+    """The level of protection, 3 best: see docs/grading.md."""
+    if any(name in FATAL for name in breaches):
+        return 0
+    if "landlock" not in active or "seccomp" not in active:
+        return 1
+    return 3 if "namespaces" in active else 2
 
+
+def _send(trainer: socket.socket, message: dict[str, Any]) -> None:
+    messages.send(trainer, json.dumps(message).encode())
+
+
+def _greet_and_serve(trainer: socket.socket, settings: WorkerSettings, ends: ExitStack) -> None:
+    """Start the fork server, probe it, say hello to the trainer, and grade until that ends."""
     fork_server = ForkServerHandle(settings)
     ends.callback(fork_server.close)
     fork_server.start()
     breaches = [name for name, succeeded in probe(fork_server).items() if succeeded]
-    weak = any(name in FATAL for name in breaches)
-    have = {"landlock", "seccomp"} <= set(fork_server.active)
-    level = 0 if weak else 3 if have and "namespaces" in fork_server.active else 2 if have else 1
-    send(
-        {
-            "level": level,
-            "active": fork_server.active,
-            "missing": fork_server.missing,
-            "breaches": breaches,
-            "as_root": os.getuid() == 0 and "uid" not in fork_server.active,
-            "version": VERSION,
-        }
-    )
-    _serve(trainer, Verifier(fork_server), send)
+    hello = {
+        "level": _level(fork_server.active, breaches),
+        "active": fork_server.active,
+        "missing": fork_server.missing,
+        "breaches": breaches,
+        "as_root": os.getuid() == 0 and "uid" not in fork_server.active,
+        "version": VERSION,
+    }
+    _send(trainer, hello)
+    _serve(trainer, Verifier(fork_server))
 
 
 def _leave(*_: object) -> None:
-    """Exit through the stack that removes the folder; each of the trainer's threads sends this signal as it dies."""
+    """Exit through the stack that removes the folder.
+
+    The signal may come again, as each of the trainer's threads sends it when it dies.
+    """
     signal.signal(signal.SIGTERM, _stay)
     sys.exit(0)
 
 
 def _stay(*_: object) -> None:
-    """Do nothing. Not SIG_IGN: for a signal that came a moment before it, Python prints a traceback."""
+    """Do nothing.
+
+    Not SIG_IGN: for a signal that came a moment before that was set, Python prints a traceback.
+    """
 
 
-def _serve(
-    trainer: socket.socket, verifier: Verifier, send: Callable[[dict[str, Any]], None]
-) -> None:
+def _serve(trainer: socket.socket, verifier: Verifier) -> None:
     while (request := messages.receive(trainer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
         try:
-            send({"grade": verifier.grade(json.loads(request))})
+            _send(trainer, {"grade": verifier.grade(json.loads(request))})
         except ValueError as e:
-            send({"fault": str(e)})
+            _send(trainer, {"fault": str(e)})
         except ForkServerLost as e:
-            send({"lost": str(e)})
+            _send(trainer, {"lost": str(e)})
             break
 
 
 def _fingerprint() -> str:
+    """Tells revisions of the grader's code apart."""
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "modes.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -1,8 +1,8 @@
 """Processes of a worker, started in a clean interpreter, and the watch over an answer's child.
 
-The verifier's half of a fork server: it has one child at a time forked, answers its messages, watches its clock, and
-ends it if it makes no progress. What the messages mean is the caller's business (`verdict`); how much a child may claim
-is bounded here, before it is read.
+The verifier's half of a fork server: it has one child at a time forked, answers its messages,
+watches its clock, and ends it if it makes no progress. What the messages mean is the caller's
+business (`verdict`); how much a child may claim is bounded here, before it is read.
 """
 
 import ast
@@ -31,21 +31,25 @@ from vgrout.envs.code.grading.values import BadClaim, decode_line
 from vgrout.files import restore_inherited
 
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
-# bytes of one message, where the expected values do not need more: what is longer is not read
+# Bytes of one message, where the expected values do not need more: what is longer is not read.
 MAX_LINE = 1 << 20
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
 PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
-# seconds that a child sleeps or is stopped: nothing will wake it, and it is ended …
-IDLE_AFTER = 1.0
-BUSY = 0.2  # … unless it has used this share of them
-# … and was asleep and silent at this many looks in a row: on a busy machine they come late
-IDLE_LOOKS = 10
-# wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody
-WALL_FACTOR, WALL_EXTRA = 4.0, 2.0
 MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
 
-# why the verifier has ended a child: "", its time is over, no more is wanted
+# A child that sleeps or is stopped is ended, as nothing will wake it, after so many seconds …
+IDLE_AFTER = 1.0
+# … of which it has used no larger share in CPU time …
+BUSY = 0.2
+# … and asleep at so many looks in a row: on a busy machine they come late.
+IDLE_LOOKS = 10
+
+# Wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody.
+WALL_FACTOR = 4.0
+WALL_EXTRA = 2.0
+
+# Why the verifier has ended a child: it has not, its time is over, no more is wanted of it.
 Cause = Literal["", "timeout", "enough"]
 
 
@@ -67,7 +71,10 @@ class ExitInfo:
         return os.WEXITSTATUS(self.status) if os.WIFEXITED(self.status) else None
 
     def name(self) -> str:
-        """ "" if the child ended by our own exit, or because no more was wanted; else timeout · signal:N · exit:N."""
+        """One of "timeout", "signal:N", "exit:N"; "" if the child ended as it should.
+
+        That is by our own exit, or because no more was wanted of it.
+        """
         killed_by = os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
         if self.cause == "timeout" or killed_by == signal.SIGXCPU:
             return "timeout"
@@ -76,8 +83,7 @@ class ExitInfo:
         return f"signal:{killed_by}" if killed_by else f"exit:{self.exit_code}"
 
 
-# --- processes
-# -------------------------------------------------------------------------------------------------------
+# --- Processes -----------------------------------------------------------------------------------
 
 SOURCE = str(Path(__file__).resolve().parents[4])
 # No site-packages, no user site, no script folder on the path. Not -I: it would ignore
@@ -96,9 +102,10 @@ CLEAN_ENV = {
 def start_process(
     module: str, *arguments: str | int | float, own_session: bool = False, hash_seed: str = "0"
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `main(fd, *arguments)` of a module of this package in a clean interpreter; `fd` is one end of a socket.
+    """Run `main(fd, *arguments)` of a module of this package in a clean interpreter.
 
-    own_session: Ctrl-C does not reach it. hash_seed: "0" or "random". Returns the process and the other end.
+    `fd` is one end of a socket. own_session: Ctrl-C does not reach the process. hash_seed: "0" or
+    "random". Returns the process and the other end of the socket.
     """
     restore_inherited()
     own_end, other_end = socket.socketpair()
@@ -133,11 +140,13 @@ def remove_empty(folder: str) -> None:
         os.rmdir(folder)
 
 
-# --- one child
-# --------------------------------------------------------------------------------------------------------
+# --- One child -----------------------------------------------------------------------------------
 
 Reply = Callable[[dict[str, Any]], bytes | None]
-"""What to answer a child's message with: bytes if the child waits for some, else None. May raise EndSession."""
+"""What to answer a child's message with: bytes if it waits for some, else None.
+
+It may raise EndSession.
+"""
 
 
 class EndSession(Exception):
@@ -149,21 +158,33 @@ class _BadMessage(Exception):
 
 
 class Watch:
-    """The time limits of one child. Its own CPU clock decides; wall time ends one that waits."""
+    """The time limits of one child. Its own CPU clock decides; wall time ends one that waits.
+
+    started: the socket on which the fork server says who the child is. cpu_limit, wall_limit:
+    seconds. sleepers_wait: a child that sleeps waits for something that will not come.
+    """
 
     def __init__(
         self, started: socket.socket, cpu_limit: float, wall_limit: float, sleepers_wait: bool
     ) -> None:
-        self.started, self.cpu_limit = started, cpu_limit
-        self.pid, self.pidfd = 0, -1
-        self.sleepers_wait = sleepers_wait  # nothing that a child may sleep for will come
-        self.cause: Cause = ""
         now = time.monotonic()
-        self.deadline, self.due = now + wall_limit, now + min(cpu_limit, TICK)
+        self.started = started
+        self.cpu_limit = cpu_limit
         self.wall_limit = wall_limit
+        self.sleepers_wait = sleepers_wait
+        self.cause: Cause = ""
+        self.pid = 0  # 0: not yet read from `started`
+        self.pidfd = -1
         self._host_pid: int | None = None
-        self._idle_since, self._used_then, self._asleep = now, 0.0, 0
-        self._looked, self._last_deadline = now, now + PATIENCE * wall_limit
+        # Of the monotonic clock: when the child's time is over, and when to look at it next.
+        self.deadline = now + wall_limit
+        self.due = now + min(cpu_limit, TICK)
+        self._last_deadline = now + PATIENCE * wall_limit
+        self._last_look = now
+        # Since when it has done nothing, its CPU time then, and the looks since.
+        self._idle_since = now
+        self._used_then = 0.0
+        self._looks_asleep = 0
 
     def _find(self) -> None:
         """Read who the child is, if that has not been needed before. Raises ForkServerLost."""
@@ -195,27 +216,33 @@ class Watch:
         """End the child if its time is over, if it waits in vain, or if it has too many files."""
         now, used = time.monotonic(), self._used()
         idle = now - self._idle_since
-        self._asleep += 1
+        self._looks_asleep += 1
         sleeps = self._sleeps()
-        if not self.sleepers_wait or used - self._used_then > BUSY * idle or not sleeps:
-            self._idle_since, self._used_then, self._asleep = now, used, 0
+        busy = used - self._used_then > BUSY * idle
+        if not self.sleepers_wait or busy or not sleeps:
+            self._idle_since = now
+            self._used_then = used
+            self._looks_asleep = 0
         if not sleeps:  # it runs, or would if the machine let it: that is no waiting
-            self.deadline = min(self.deadline + now - self._looked, self._last_deadline)
-        self._looked = now
-        waits = idle >= IDLE_AFTER and self._asleep >= IDLE_LOOKS
+            self.deadline = min(self.deadline + now - self._last_look, self._last_deadline)
+        self._last_look = now
+        waits = idle >= IDLE_AFTER and self._looks_asleep >= IDLE_LOOKS
         if used >= self.cpu_limit or now >= self.deadline or waits or crowded():
             self.kill("timeout")
         self.due = now + max(0.005, min(self.cpu_limit - used, TICK))
 
     def pause(self, seconds: float) -> None:
-        """The child has waited for the verifier. That it has sent something is no sign of life: its CPU time is."""
+        """The child has waited for the verifier: that counts for nothing.
+
+        That it has sent something is no sign of life: its CPU time is.
+        """
         self.deadline += seconds
         self._last_deadline += seconds
         self._idle_since += seconds
 
     def _used(self) -> float:
         """CPU seconds; 0 if there is no such clock, so that RLIMIT_CPU and wall time remain."""
-        # it has ended; the clock of "pid −1" is the verifier's own, which has run for long
+        # The child has ended: the clock of "pid −1" is the verifier's own, which has run for long.
         if self._host() <= 0:
             return 0.0
         try:
@@ -224,13 +251,14 @@ class Watch:
             return 0.0
 
     def _host(self) -> int:
-        """The pid as this process sees it: the child may be in a pid namespace of its own. −1: it has ended."""
+        """The pid as this process sees it. −1: the child has ended.
+
+        The child may be in a pid namespace of its own, where it has another one.
+        """
         if self._host_pid is None:
             self._find()
-            self._host_pid = self.pid
-            if self.pidfd != -1:
-                with suppress(OSError), open(f"/proc/self/fdinfo/{self.pidfd}") as info:
-                    self._host_pid = next(int(x.split()[1]) for x in info if x.startswith("Pid:"))
+            seen_here = None if self.pidfd == -1 else _pid_of(self.pidfd)
+            self._host_pid = self.pid if seen_here is None else seen_here
         return self._host_pid
 
     def _sleeps(self) -> bool:
@@ -242,12 +270,21 @@ class Watch:
             return False
 
 
+def _pid_of(pidfd: int) -> int | None:
+    """The pid as this process sees it, −1 if the process has ended; None if /proc does not say."""
+    with suppress(OSError), open(f"/proc/self/fdinfo/{pidfd}") as info:
+        for line in info:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    return None
+
+
 class ForkServerHandle:
     """The verifier's end of a fork server, which works in the folder `settings.workdir`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        # a child's, where there is no tmpfs
-        self.settings, self.cwd = settings, os.path.join(settings.workdir, "cwd")
+        self.settings = settings
+        self.cwd = os.path.join(settings.workdir, "cwd")  # of a child, where there is no tmpfs
         self._open = ExitStack()  # closed by `close`, however far `start` had come
 
     def start(self) -> "ForkServerHandle":
@@ -255,7 +292,7 @@ class ForkServerHandle:
         self._open.callback(remove_empty, self.cwd)
         os.chmod(self.settings.workdir, 0o711)  # children run as another user
         self._launch(self.settings.forbid)
-        if not self.active:  # half-way into the namespaces: it has ended
+        if not self.active:  # it came half-way into the namespaces, and has ended
             reason = self.missing["namespaces"]
             self._launch(f"{self.settings.forbid},namespaces")
             self.missing["namespaces"] = reason
@@ -266,6 +303,7 @@ class ForkServerHandle:
         return self
 
     def _launch(self, forbid: str) -> None:
+        """Start the process, and learn which layers it has entered."""
         s = self.settings
         self.process, self.control = start_process(
             "fork_server", s.workdir, s.memory_mb, s.output_bytes, forbid
@@ -292,14 +330,20 @@ class ForkServerHandle:
         return data
 
     def crowded(self) -> bool:
-        """Too many files? A fresh tmpfs has a limit of its own, and cannot be seen from here."""
+        """Has the child too many files?
+
+        A fresh tmpfs has a limit of its own, and cannot be seen from here.
+        """
         if "namespaces" in self.active:
             return False
         try:
             with os.scandir(self.cwd) as entries:
-                return any(i >= MAX_ENTRIES for i, _ in enumerate(entries))
+                for count, _ in enumerate(entries, start=1):
+                    if count > MAX_ENTRIES:
+                        return True
         except OSError:
-            return False
+            pass
+        return False
 
     def run(
         self,
@@ -314,23 +358,25 @@ class ForkServerHandle:
     ) -> ExitInfo:
         """Fork one child on `job` and answer its messages until it ends. Raises ForkServerLost.
 
-        evidence_fd: an empty memory file for the file `result_name` of the child's working directory, or, where that is
-        "", for what the child prints. room: bytes of one message that are read; a longer one is {"long": True}.
+        evidence_fd: an empty memory file for the file `result_name` of the child's working
+        directory, or, where that is "", for what the child prints. room: bytes of one message that
+        are read; a longer one is {"long": True}. wall_limit: seconds; by default
+        WALL_FACTOR · cpu_limit + WALL_EXTRA.
         """
         token = secrets.token_hex(8)
         own_end, other_end = socket.socketpair()
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
-        flags = (
-            fs.OPEN_ALLOWED
-            if "landlock" in self.active or job["kind"] not in ("strict", "probe")
-            else 0
-        )
+        flags = 0
+        # Without landlock a strict run could look for the expected values in this machine's files.
+        if "landlock" in self.active or job["kind"] not in ("strict", "probe"):
+            flags |= fs.OPEN_ALLOWED
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
         watch = Watch(self.started, cpu_limit, wall_limit, "seccomp" in self.active)
         try:
+            # A frame always comes with three descriptors: where no evidence is wanted, any will do.
             fds = [job_fd, other_end.fileno(), job_fd if evidence_fd is None else evidence_fd]
             socket.send_fds(self.control, [frame], fds)
             other_end.close()
@@ -356,15 +402,20 @@ class _Session:
         room: int,
         watch: Watch,
     ) -> None:
-        self.handle, self.connection, self.token = handle, connection, token
-        self.reply, self.room, self.watch = reply, room, watch
-        self.received = 0
-        self.buffer = bytearray()
-        self.cut = False  # the line that is being received is too long to be read
+        self.handle = handle
+        self.connection = connection
+        self.token = token  # every message of ours begins with it
+        self.reply = reply
+        self.room = room
+        self.watch = watch
+        self.received = 0  # bytes
+        self.buffer = bytearray()  # the line that is being received
+        self.cut = False  # it is too long to be read
         self.listening = True
         self.poller = select.poll()
 
     def run(self) -> ExitInfo:
+        """Answer and watch the child until the fork server reports its end."""
         watch, control = self.watch, self.handle.control
         messages.set_timeout(self.connection, STUCK_AFTER, socket.SO_SNDTIMEO)
         self.poller.register(self.connection, select.POLLIN)
@@ -387,11 +438,14 @@ class _Session:
         if status == fs.NO_STATUS:
             raise ForkServerLost("no exit status")
         cpu_s = user_s + system_s + (user_us + system_us) * 1e-6
-        late = cpu_s > self.watch.cpu_limit
+        cause = self.watch.cause
+        if not cause and cpu_s > self.watch.cpu_limit:
+            cause = "timeout"
         wall_s = time.monotonic() - (self.watch.deadline - self.watch.wall_limit)
-        return ExitInfo(status, self.watch.cause or ("timeout" if late else ""), cpu_s, wall_s)
+        return ExitInfo(status, cause, cpu_s, wall_s)
 
     def _receive(self) -> None:
+        """Take what the child has sent, until the next look at it is due."""
         while self.listening:
             try:
                 part = self.connection.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -421,6 +475,7 @@ class _Session:
         self.poller.unregister(self.connection)
 
     def _take(self, part: bytes) -> None:
+        """Answer each line that `part` completes. Raises EndSession, _BadMessage."""
         *lines, rest = part.split(b"\n")
         for line in lines:
             self._add(line)
@@ -431,11 +486,13 @@ class _Session:
         self._add(rest)
 
     def _add(self, piece: bytes) -> None:
+        """Keep a piece of the current line, of a line longer than `room` only the beginning."""
         if len(self.buffer) + len(piece) > self.room:
             self.cut = True
-            piece = piece[: len(self.token)] if not self.buffer else b""
-        if not self.cut or not self.buffer:
+        if not self.cut:
             self.buffer += piece
+        elif not self.buffer:
+            self.buffer += piece[: len(self.token)]  # shows whether the line is ours
 
     def _answer(self, line: bytes, long: bool) -> None:
         if not line.startswith(self.token):
