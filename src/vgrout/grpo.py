@@ -28,9 +28,10 @@ from vgrout.data import Batch, Rollout, UpdateRow
 from vgrout.losses import LossInput, LossOutput, Norm, policy_loss
 from vgrout.metrics import mean
 from vgrout.model.attention import uploaded
+from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, collate, completion_logprobs
-from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.prefixes import Prompts
 from vgrout.model.sampling import Sampling
 
 # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from vgrout.errors import Refused
+from vgrout.model.layout import Packed, packed_hidden, places
 from vgrout.model.memory import HEAD_BUDGET
-from vgrout.model.packing import Packed, packed_hidden, places
 from vgrout.model.sampling import Sampling, support, tempered
 
 # the logit of an id without a token: its probability is 0, and differences of such are still
