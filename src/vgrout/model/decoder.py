@@ -93,7 +93,8 @@ class HfDecoder:
         ids = uploaded(padded_ids, self.model.device)
         self.mask = uploaded(mask, self.model.device)
         self.cache = DynamicCache(config=self.model.config)
-        return self._run(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        return self._run(ids, positions)
 
     def _run(self, ids: Int[Tensor, "n L"], positions: Int[Tensor, "n L"]) -> Float[Tensor, "n D"]:
         """The backbone's output at the last token.
@@ -110,7 +111,8 @@ class HfDecoder:
         return out.last_hidden_state[:, -1]
 
     def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], 1)
+        new = self.mask.new_ones(len(tokens), 1)
+        self.mask = torch.cat([self.mask, new], 1)
         positions = self.mask.sum(1, keepdim=True) - 1
         return head_logits(self.model, self._run(tokens[:, None], positions))
 
@@ -552,7 +554,8 @@ class LeanDecoder:
         self.core: Any = backbone(model)
         self.heads: int = model.config.num_attention_heads
         self.kv_heads: int = model.config.num_key_value_heads
-        self.small = sum(p.numel() for p in model.parameters()) < SMALL
+        parameters = sum(p.numel() for p in model.parameters())
+        self.small = parameters < SMALL
         kind = _Prepacked if not self.small and _prepacks(model) else _Plain
         self.layers = [_Block.of(layer, kind, self.small) for layer in self.core.layers]
         self.final_norm = _Norm.of(self.core.norm.weight, self.core.norm)
@@ -688,14 +691,15 @@ class LeanDecoder:
         x = self.embeddings[tokens]
         for block, (write, attend) in zip(self.layers, self.cache.layers(n), strict=True):
             qkv = block.qkv(block.attention_norm(x)).view(n, H + 2 * K, D)
-            qk = qkv[:, : H + K]
-            if block.qk_norm is not None:
-                qk = block.qk_norm(qk)
-            torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin, out=qkv[:, : H + K])
+            rotated = qkv[:, : H + K]  # queries and keys, in place
+            qk = rotated if block.qk_norm is None else block.qk_norm(rotated)
+            torch.addcmul(qk * cos, qk.roll(D // 2, -1), sin, out=rotated)
             write(qkv[:, H:].view(n, 2, K, D))
             q = qkv[:, :H].view(n, K, H // K, D)  # the queries of a key/value head are its rows
-            x = block.out.add(x, attend(q, scale=block.scale).reshape(n, H * D))
-            x = block.down.add(x, block.up.gated(block.mlp_norm(x)))
+            y = attend(q, scale=block.scale)
+            x = block.out.add(x, y.reshape(n, H * D))
+            gated = block.up.gated(block.mlp_norm(x))
+            x = block.down.add(x, gated)
         self.position += 1
         return masked(self.model, self.head(self.final_norm(x)))
 
@@ -709,7 +713,9 @@ def _past(cache: DynamicCache) -> Past:
     """The keys and values in a transformers cache."""
     past: Past = []
     for layer in cache.layers:
-        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+        if not isinstance(layer, DynamicLayer):
+            continue
+        if layer.keys is not None and layer.values is not None:
             past.append(LayerPast(layer.keys, layer.values))
     return past
 
@@ -720,7 +726,8 @@ def _parts_of_like_length(lengths: Sequence[int], at_once: int) -> Iterator[list
     A part has at least one prompt.
     """
     part: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    for i in longest_first:
         # the first of a part is its longest
         if part and (len(part) + 1) * lengths[part[0]] > at_once:
             yield part

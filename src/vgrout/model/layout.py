@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vgrout.model.attention import Attend, PackedAttention, packed_forward, runs_of, uploaded
-from vgrout.model.prefixes import Pieces, Prompts, common_prefix_len
+from vgrout.model.prefixes import Ids, Pieces, Prompts, common_prefix_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class _TokenTree:
 
 def pack(
     units: Sequence[int],
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[tuple[int, ...]],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
     device: torch.device,
     dtype: torch.dtype,
     prefixes: Prompts | None = None,
@@ -132,9 +132,7 @@ def pack(
         prefixes: what rows of several units begin with; every row's prompt is among them.
     """
     _check_rows(units, prompts, completions)
-    rows = [
-        prompt + completion[:-1] for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
     families = family(units, prompts)
     for members in families:
         # Sorted, a row has most in common with the one before it.
@@ -151,7 +149,7 @@ def pack(
     return Packed(
         ids=uploaded([tree.ids], device),
         positions=uploaded([tree.positions], device),
-        target=uploaded([_padded(completion, longest) for completion in completions], device),
+        target=uploaded([padded(completion, longest) for completion in completions], device),
         at=uploaded(predictions.at, device),
         mask=torch.arange(longest, device=device) < lengths[:, None],
         edges=uploaded(predictions.edges, device).mT,
@@ -166,8 +164,8 @@ def pack(
 
 def _check_rows(
     units: Sequence[int],
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[tuple[int, ...]],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
 ) -> None:
     counts = (len(units), len(prompts), len(completions))
     assert len(units) == len(prompts) == len(completions) > 0, counts
@@ -177,8 +175,8 @@ def _check_rows(
 
 def _token_tree(
     units: Sequence[int],
-    prompts: Sequence[tuple[int, ...]],
-    rows: Sequence[tuple[int, ...]],
+    prompts: Sequence[Ids],
+    rows: Sequence[Ids],
     families: Sequence[Sequence[int]],
     prefixes: Prompts | None,
 ) -> _TokenTree:
@@ -211,8 +209,8 @@ class _Predictions:
 
 def _predictions(
     tree: _TokenTree,
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[tuple[int, ...]],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
     prefixes: Prompts | None,
 ) -> _Predictions:
     copies_without_hidden = 0  # keys that no token of the backbone's output belongs to
@@ -229,12 +227,12 @@ def _predictions(
         of_row: list[int] = []
         for pair in zip(predicting, completion, strict=True):
             of_row.append(index_of.setdefault(pair, len(index_of)))
-        at.append(_padded(predicting, longest))
-        edge.append(_padded(of_row, longest))
+        at.append(padded(predicting, longest))
+        edge.append(padded(of_row, longest))
     return _Predictions(at, list(index_of), edge)
 
 
-def _padded(numbers: Sequence[int], length: int) -> list[int]:
+def padded(numbers: Sequence[int], length: int) -> list[int]:
     """The numbers, then zeros up to this length."""
     return [*numbers, *[0] * (length - len(numbers))]
 
@@ -257,7 +255,7 @@ def _attention(
 
 
 def places(
-    completions: Sequence[tuple[int, ...]], device: torch.device
+    completions: Sequence[Ids], device: torch.device
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """Row and position of every completion token, row by row."""
     at: list[tuple[int, int]] = []
@@ -280,9 +278,9 @@ def _pieces(units: Sequence[int], tree: _TokenTree, rows: Sequence[int]) -> Piec
     return tuple(pieces)
 
 
-def family(units: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+def family(units: Sequence[int], prompts: Sequence[Ids]) -> list[list[int]]:
     """Indices of rows, grouped by shared unit and prompt."""
-    families: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    families: dict[tuple[int, Ids], list[int]] = {}
     for row, key in enumerate(zip(units, prompts, strict=True)):
         families.setdefault(key, []).append(row)
     return list(families.values())
@@ -319,8 +317,8 @@ class _Branches:
 
 def batches(
     units: Sequence[int],
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[tuple[int, ...]],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
     budget: int,
     prefixes: Prompts | None = None,
 ) -> list[list[int]]:

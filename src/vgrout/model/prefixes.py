@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from vgrout.model.attention import PackedAttention, packed_forward, runs_of, uploaded
 
+Ids = tuple[int, ...]  # tokens of a prompt, a completion or a row
 # Stretches of a packed sequence: (unit, tokens), where the unit is the gradient row that the tokens
 # add to.
 Pieces = Sequence[tuple[int, slice]]
@@ -50,15 +51,15 @@ class Prompts:
     def __init__(
         self,
         units: Sequence[int],
-        prompts: Sequence[tuple[int, ...]],
-        completions: Sequence[tuple[int, ...]],
+        prompts: Sequence[Ids],
+        completions: Sequence[Ids],
         depth: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         """One entry of the three sequences for each answer. depth: blocks of the model."""
-        units_of: dict[tuple[int, ...], list[int]] = {}
-        rows_of: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        units_of: dict[Ids, list[int]] = {}
+        rows_of: dict[Ids, list[Ids]] = {}
         for unit, prompt, completion in zip(units, prompts, completions, strict=True):
             known = units_of.setdefault(prompt, [])
             if unit not in known:
@@ -76,7 +77,7 @@ class Prompts:
 
         self.turns: list[Pieces] = []
         self.turn_ends = [0]
-        self.copied: dict[tuple[int, tuple[int, ...]], range] = {}
+        self.copied: dict[tuple[int, Ids], range] = {}
         most_units = len(units_of[prompts_by_units[0]])
         for turn in range(most_units):
             still_there = [prompt for prompt in prompts_by_units if turn < len(units_of[prompt])]
@@ -87,9 +88,7 @@ class Prompts:
         self._read: list[Tensor] = []  # what `copies` are copies of, with the forward's graph
         self.copies: list[Tensor] = []
 
-    def _choose_prefixes(
-        self, rows_of: dict[tuple[int, ...], list[tuple[int, ...]]], depth: int
-    ) -> None:
+    def _choose_prefixes(self, rows_of: dict[Ids, list[Ids]], depth: int) -> None:
         """Choose between prompts with and without the tokens that all their answers share.
 
         Log-probs of shared answer tokens need the last hidden states, so the backward pass goes
@@ -106,7 +105,7 @@ class Prompts:
         else:
             self.prefixes = {prompt: prompt[:-1] for prompt in rows_of}
 
-    def _add_turn(self, unit_of: dict[tuple[int, ...], int]) -> None:
+    def _add_turn(self, unit_of: dict[Ids, int]) -> None:
         """Lay out the copies of one unit of each of these prompts, in the order of `ids`."""
         pieces: list[tuple[int, slice]] = []
         first_copy = self.turn_ends[-1]
@@ -187,7 +186,7 @@ def _with_zeros(x: Tensor, n: int) -> Tensor:
     return pad(x, (*other_dimensions, 0, n))
 
 
-def _common_prefix(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _common_prefix(rows: Sequence[Ids]) -> Ids:
     """The tokens that all rows begin with."""
     first, last = min(rows), max(rows)  # in sorted order these two differ the earliest
     return first[: common_prefix_len(first, last)]

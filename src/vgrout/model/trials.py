@@ -18,11 +18,11 @@ from transformers.cache_utils import DynamicLayer
 from vgrout.errors import Refused
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.layout import pack, packed_hidden
-from vgrout.model.prefixes import Prompts
+from vgrout.model.prefixes import Ids, Prompts
 from vgrout.model.source import LLAMAS
 
 # (prompts, tokens of two further steps) → logits of a trial
-Trial = Callable[[Sequence[tuple[int, ...]], Tensor], Float[Tensor, "8 V"]]
+Trial = Callable[[Sequence[Ids], Tensor], Float[Tensor, "8 V"]]
 
 
 def trial_tokens(model: PreTrainedModel) -> list[int]:
@@ -96,8 +96,8 @@ def _packs(model: PreTrainedModel, core: torch.nn.Module, first: int) -> bool:
         bound = tolerance * float(want.abs().max())
         for hidden, batch in ((hidden_together, together), (hidden_apart, apart)):
             got = hidden[batch.at[row, : len(completion)]]
-            # written so that a NaN fails
-            if not float((got - want).abs().max()) <= bound:
+            fits = float((got - want).abs().max()) <= bound  # of a NaN it is False
+            if not fits:
                 return False
     return True
 
@@ -165,15 +165,15 @@ def _agree(model: PreTrainedModel, got: Trial, want: Trial, fp32: float, bf16: f
         prompts = [tuple(range(first, first + 8)), tuple(range(first + 2, first + 5))]
         tokens = torch.arange(first + 4, first + 7, device=model.device)
         right = want(prompts, tokens).float()
-        error = (got(prompts, tokens).float() - right).norm(dim=-1) / right.norm(dim=-1)
-        if bool((error <= bound).all()):
+        error = (got(prompts, tokens).float() - right).norm(dim=-1)
+        if bool((error / right.norm(dim=-1) <= bound).all()):
             return True
     return False
 
 
 @torch.no_grad()
 def _three_steps(
-    decoder: Decoder, prompts: Sequence[tuple[int, ...]], tokens: Int[Tensor, " 3"]
+    decoder: Decoder, prompts: Sequence[Ids], tokens: Int[Tensor, " 3"]
 ) -> Float[Tensor, "8 V"]:
     """Logits of two prompts, and of two steps after them in which the second prompt branches."""
     of_prompts = decoder.prefill(prompts, 3, 2)
@@ -183,7 +183,7 @@ def _three_steps(
 
 @torch.no_grad()
 def _rows_alone(
-    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], tokens: Int[Tensor, " 3"]
+    model: PreTrainedModel, prompts: Sequence[Ids], tokens: Int[Tensor, " 3"]
 ) -> Float[Tensor, "8 V"]:
     """The same logits from a forward for each row, without a cache."""
     last_logits: list[Tensor] = []
