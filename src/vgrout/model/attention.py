@@ -37,7 +37,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | Non
 
 
 def uploaded(
-    values: Sequence[object], device: torch.device, dtype: torch.dtype | None = None
+    values: Sequence[object],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A tensor of these numbers on `device`, copied without making the host wait.
 
@@ -170,7 +172,7 @@ class _VarlenRuns:
         key_lengths = lengths
         take = None
         if paths is not None:
-            key_lengths = [len(path) for path in paths]
+            key_lengths = list(map(len, paths))
             take = uploaded(list(chain(*paths)), device)
         return _VarlenRuns(
             kernel=kernel,
@@ -225,7 +227,8 @@ class _Copy:
 
 
 def _copied_again(
-    take: Int[Tensor, " k"], originals: dict[int, Float[Tensor, "N K D"]]
+    take: Int[Tensor, " k"],
+    originals: dict[int, Float[Tensor, "N K D"]],
 ) -> saved_tensors_hooks:
     """Autograd saves x in place of x[take], and indexes again in the backward pass.
 
@@ -279,7 +282,7 @@ class _PaddedRuns:
             keys_before = torch.zeros_like(length)  # keys that even the first query sees
         else:
             keys = pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
-            keys_before = torch.tensor([len(path) for path in paths])[:, None] - length
+            keys_before = torch.tensor(list(map(len, paths)))[:, None] - length
         bias = None
         if paths is not None or _is_half_on_cpu(device, dtype):
             later = torch.arange(keys.shape[1]) > (keys_before + steps)[:, None, :, None]
@@ -401,7 +404,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "n H D"], at: Int[Tensor, " m"]
+        ctx: Any,
+        x: Float[Tensor, "n H D"],
+        at: Int[Tensor, " m"],
     ) -> Float[Tensor, "m H D"]:
         ctx.save_for_backward(at)
         ctx.shape = x.shape

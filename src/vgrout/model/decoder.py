@@ -41,7 +41,10 @@ class Decoder(Protocol):
     drop_at: float
 
     def prefill(
-        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        room: int,
+        max_new: int,
     ) -> Float[Tensor, "P V"]:
         """Run each prompt once; slot i then continues prompts[i].
 
@@ -77,7 +80,10 @@ class HfDecoder:
         self.model = model
 
     def prefill(
-        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        room: int,
+        max_new: int,
     ) -> Float[Tensor, "P V"]:
         return head_logits(self.model, self.read(prompts))
 
@@ -177,7 +183,9 @@ class _Plain:
         return ys[0] if len(ys) == 1 else torch.cat(ys, -1)
 
     def add(
-        self, residual: Float[Tensor, "n d_out"], x: Float[Tensor, "n d_in"]
+        self,
+        residual: Float[Tensor, "n d_out"],
+        x: Float[Tensor, "n d_in"],
     ) -> Float[Tensor, "n d_out"]:
         """residual + W x."""
         ((W, b),) = self.parts
@@ -217,7 +225,9 @@ class _Prepacked:
         return torch.ops.mkldnn._linear_pointwise(x, W, b, "none", [], "")
 
     def add(
-        self, residual: Float[Tensor, "n d_out"], x: Float[Tensor, "n d_in"]
+        self,
+        residual: Float[Tensor, "n d_out"],
+        x: Float[Tensor, "n d_in"],
     ) -> Float[Tensor, "n d_out"]:
         """residual + W x."""
         ((W, b),) = self.parts
@@ -339,7 +349,11 @@ class _Cache:
     """
 
     def __init__(
-        self, past: Past, pad: Float[Tensor, "P 1 1 T"] | None, room: int, max_new: int
+        self,
+        past: Past,
+        pad: Float[Tensor, "P 1 1 T"] | None,
+        room: int,
+        max_new: int,
     ) -> None:
         like = past[0].keys
         P, K, self.used, D = like.shape
@@ -369,15 +383,26 @@ class _Cache:
 
     def keep(self, slots: Sequence[int]) -> None:
         """Slot i becomes what slots[i] was."""
-        changed = [i for i, slot in enumerate(slots) if slot != i]
+        changed, sources = _moves(slots)
         if not changed:
             return
         to = uploaded(changed, self.kv.device)
-        source = uploaded([slots[i] for i in changed], self.kv.device)
+        source = uploaded(sources, self.kv.device)
         for kv in self.kv[..., : self.used, :]:  # by layer: what is copied is there twice
             kv[:, to] = kv[:, source]
         if self.pad is not None:
             self.pad[to] = self.pad[source]
+
+
+def _moves(slots: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The slots that `keep` changes, and what each of them becomes."""
+    changed: list[int] = []
+    sources: list[int] = []
+    for i, slot in enumerate(slots):
+        if slot != i:
+            changed.append(i)
+            sources.append(slot)
+    return changed, sources
 
 
 class _StaticCache(_Cache):
@@ -388,7 +413,11 @@ class _StaticCache(_Cache):
     """
 
     def __init__(
-        self, past: Past, pad: Float[Tensor, "P 1 1 T"] | None, room: int, max_new: int
+        self,
+        past: Past,
+        pad: Float[Tensor, "P 1 1 T"] | None,
+        room: int,
+        max_new: int,
     ) -> None:
         P, _, used, _ = past[0].keys.shape
         blocks = -(-(used + max_new) // BLOCK)
@@ -438,7 +467,11 @@ class _ForkedCache:
     """
 
     def __init__(
-        self, past: Past, pad: Float[Tensor, "P 1 1 T"] | None, room: int, max_new: int
+        self,
+        past: Past,
+        pad: Float[Tensor, "P 1 1 T"] | None,
+        room: int,
+        max_new: int,
     ) -> None:
         like = past[0].keys
         P, K, _, D = like.shape
@@ -503,11 +536,10 @@ class _ForkedCache:
 
     def keep(self, slots: Sequence[int]) -> None:
         """Slot i becomes what slots[i] was."""
-        changed = [i for i, slot in enumerate(slots) if slot != i]
+        changed, sources = _moves(slots)
         if changed and self.used > 0:
-            source = [slots[i] for i in changed]
             for kv in self.kv[..., : self.used, :]:
-                kv[:, changed] = kv[:, source]
+                kv[:, changed] = kv[:, sources]
         self.prompt_of = [self.prompt_of[slot] for slot in slots]
         read = sorted(set(self.prompt_of))
         # Prompts of ended rows are read at every step: once they are half, a copy is worth it.
@@ -564,7 +596,10 @@ class LeanDecoder:
         self.head = kind.of([model.get_output_embeddings()], fuse=self.small)
 
     def prefill(
-        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        room: int,
+        max_new: int,
     ) -> Float[Tensor, "P V"]:
         if self.small:
             hf = HfDecoder(self.model)
@@ -573,7 +608,7 @@ class LeanDecoder:
         else:
             logits, past = self._read_in_parts(prompts)
         device = logits.device
-        lengths = uploaded([len(p) for p in prompts], device)
+        lengths = uploaded(list(map(len, prompts)), device)
         longest = past[0].keys.shape[2]
         before = torch.arange(longest, device=device) < (longest - lengths)[:, None]
         pad = None
@@ -612,7 +647,7 @@ class LeanDecoder:
         That is little padding, and on a CPU activations that stay in its cache.
         """
         at_once = READ_CPU if self.model.device.type == "cpu" else READ
-        lengths = [len(p) for p in prompts]
+        lengths = list(map(len, prompts))
         longest = max(lengths)
         logits = torch.empty(0)
         past: Past = []

@@ -20,7 +20,9 @@ MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is
 
 
 def latents(
-    policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    policy: Policy,
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
 ) -> Float[Tensor, "n D"]:
     """Each answer's mean last hidden state under the base model.
 
@@ -77,7 +79,9 @@ def _of_base(
 
 
 def dbscan(
-    x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES
+    x: Float[Tensor, "n D"],
+    eps: float,
+    min_samples: int = MIN_SAMPLES,
 ) -> Int[Tensor, " n"]:
     """Density clusters (Ester et al. 1996): 0, 1, … by first member, −1 for noise.
 
@@ -129,7 +133,7 @@ class ReferenceStats:
         clusters = [x[label == k] for k in range(n_clusters)]
         clusters += [row[None] for row in x[label == -1]]
         centroids = torch.stack([cluster.mean(0) for cluster in clusters])
-        sizes = torch.tensor([len(cluster) for cluster in clusters], dtype=torch.float64)
+        sizes = torch.tensor(list(map(len, clusters)), dtype=torch.float64)
         nearest = torch.cdist(centroids, self.x).min(1).values
         return float((nearest * sizes).sum())
 

@@ -67,7 +67,9 @@ class Packed:
 
 
 def packed_hidden(
-    model: PreTrainedModel, core: torch.nn.Module, batch: Packed
+    model: PreTrainedModel,
+    core: torch.nn.Module,
+    batch: Packed,
 ) -> Float[Tensor, "N D"]:
     """The backbone's output at every token of `batch`.
 
@@ -144,14 +146,14 @@ def pack(
     roots = [members[0] for members in families] if prefixes is None else []
     is_root = set(roots)
     branches = [row for row, new in tree.new.items() if len(new) > 0 and row not in is_root]
-    lengths = uploaded([len(completion) for completion in completions], device)
-    longest = max(map(len, completions))
+    lengths = list(map(len, completions))
+    longest = max(lengths)
     return Packed(
         ids=uploaded([tree.ids], device),
         positions=uploaded([tree.positions], device),
         target=uploaded([padded(completion, longest) for completion in completions], device),
         at=uploaded(predictions.at, device),
-        mask=torch.arange(longest, device=device) < lengths[:, None],
+        mask=torch.arange(longest, device=device) < uploaded(lengths, device)[:, None],
         edges=uploaded(predictions.edges, device).mT,
         edge=uploaded(predictions.edge, device),
         wanted=places(completions, device),
@@ -255,7 +257,8 @@ def _attention(
 
 
 def places(
-    completions: Sequence[Ids], device: torch.device
+    completions: Sequence[Ids],
+    device: torch.device,
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """Row and position of every completion token, row by row."""
     at: list[tuple[int, int]] = []
@@ -357,7 +360,10 @@ def batches(
 
 
 def padded_batches(
-    lengths: Sequence[int], budget: int, *, longest_first: bool = True
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    longest_first: bool = True,
 ) -> list[list[int]]:
     """Indices of rows, batched by similar length.
 

@@ -46,7 +46,9 @@ class PaddedBatch:
 
 
 def collate(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], device: torch.device
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    device: torch.device,
 ) -> PaddedBatch:
     """A right-padded batch of tokens exactly as given.
 
@@ -62,8 +64,8 @@ def collate(
     for prompt, completion in zip(prompts, completions, strict=True):
         padded_rows.append(padded(prompt + completion, L))
         padded_targets.append(padded(completion, T))
-    start = torch.tensor([len(prompt) for prompt in prompts])[:, None]
-    length = torch.tensor([len(completion) for completion in completions])[:, None]
+    start = torch.tensor(list(map(len, prompts)))[:, None]
+    length = torch.tensor(list(map(len, completions)))[:, None]
     steps = torch.arange(T)[None]
     mask = steps < length
     return PaddedBatch(
@@ -91,7 +93,9 @@ class TokenLogprobs:
 
 
 def completion_logprobs(
-    model: PreTrainedModel, batch: PaddedBatch | Packed, sampling: Sampling | None = None
+    model: PreTrainedModel,
+    batch: PaddedBatch | Packed,
+    sampling: Sampling | None = None,
 ) -> TokenLogprobs:
     """log π(target) at every completion position, [B, T].
 
@@ -139,7 +143,9 @@ def _head_logprobs(
 
 
 def completion_hidden(
-    model: PreTrainedModel, batch: PaddedBatch | Packed, layer: int | None = None
+    model: PreTrainedModel,
+    batch: PaddedBatch | Packed,
+    layer: int | None = None,
 ) -> Float[Tensor, "n D"]:
     """The backbone's output wherever it predicts a token of a completion.
 
@@ -189,7 +195,9 @@ def _stopped(core: torch.nn.Module, layer: int | None) -> Generator[list[Tensor]
 
 
 def in_chunks(
-    head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]
+    head: Callable[..., tuple[Tensor, ...]],
+    logits: int,
+    *rows: Shaped[Tensor, "n ..."],
 ) -> list[Tensor]:
     """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits are held.
 

@@ -72,7 +72,7 @@ class Prompts:
         # A turn's tokens are then the first ones of all.
         prompts_by_units = sorted(units_of, key=lambda prompt: -len(units_of[prompt]))
         prefixes = [self.prefixes[prompt] for prompt in prompts_by_units]
-        self._lengths = [len(prefix) for prefix in prefixes]
+        self._lengths = list(map(len, prefixes))
         self.ids = list(chain(*prefixes))
 
         self.turns: list[Pieces] = []
@@ -80,8 +80,11 @@ class Prompts:
         self.copied: dict[tuple[int, Ids], range] = {}
         most_units = len(units_of[prompts_by_units[0]])
         for turn in range(most_units):
-            still_there = [prompt for prompt in prompts_by_units if turn < len(units_of[prompt])]
-            self._add_turn({prompt: units_of[prompt][turn] for prompt in still_there})
+            unit_of: dict[Ids, int] = {}
+            for prompt in prompts_by_units:
+                if turn < len(units_of[prompt]):
+                    unit_of[prompt] = units_of[prompt][turn]
+            self._add_turn(unit_of)
 
         self._device, self._dtype = device, dtype
         self._before_turn: Callable[[Pieces], None] | None = None
@@ -119,7 +122,10 @@ class Prompts:
         self.turn_ends.append(first_copy + start)
 
     def read(
-        self, model: PreTrainedModel, core: torch.nn.Module, announce: Announce | None = None
+        self,
+        model: PreTrainedModel,
+        core: torch.nn.Module,
+        announce: Announce | None = None,
     ) -> None:
         """Run the prefixes' forward, and copy its keys and values for each unit.
 

@@ -135,7 +135,9 @@ class _Run:
         self.drawn: list[list[Drawn]] = [[] for _ in range(n)]
 
     def finish_all(
-        self, drop_finished: bool, share_prefixes: bool
+        self,
+        drop_finished: bool,
+        share_prefixes: bool,
     ) -> Iterator[tuple[int, Completion]]:
         """Yields (row, completion) as rows end."""
         max_new, n = self.noise.shape
@@ -163,7 +165,11 @@ class _Run:
             slots = self._advance(rows, slots, tokens, share_prefixes)
 
     def _advance(
-        self, rows: list[int], slots: list[int], tokens: list[int], share_prefixes: bool
+        self,
+        rows: list[int],
+        slots: list[int],
+        tokens: list[int],
+        share_prefixes: bool,
     ) -> list[int]:
         """Append every row's token; returns each row's new slot.
 
@@ -203,7 +209,11 @@ class _Run:
         return uploaded(numbers, self.noise.device)
 
     def _draw(
-        self, rows: list[int], at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int
+        self,
+        rows: list[int],
+        at: Int[Tensor, " n"],
+        slots: Int[Tensor, " n"],
+        t: int,
     ) -> list[int]:
         """Draw and record one token per row from its slot's logits.
 

@@ -22,7 +22,8 @@ def tempered(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor,
 
 
 def candidates(
-    logits: Float[Tensor, "n V"], sampling: Sampling
+    logits: Float[Tensor, "n V"],
+    sampling: Sampling,
 ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"] | None]:
     """Tempered logits of the tokens that may be sampled, and their ids.
 
@@ -44,7 +45,8 @@ def candidates(
 
 
 def largest(
-    logits: Float[Tensor, "n V"], k: int
+    logits: Float[Tensor, "n V"],
+    k: int,
 ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
     """The k largest logits of each row, descending, and where they are.
 

@@ -173,7 +173,9 @@ def _agree(model: PreTrainedModel, got: Trial, want: Trial, fp32: float, bf16: f
 
 @torch.no_grad()
 def _three_steps(
-    decoder: Decoder, prompts: Sequence[Ids], tokens: Int[Tensor, " 3"]
+    decoder: Decoder,
+    prompts: Sequence[Ids],
+    tokens: Int[Tensor, " 3"],
 ) -> Float[Tensor, "8 V"]:
     """Logits of two prompts, and of two steps after them in which the second prompt branches."""
     of_prompts = decoder.prefill(prompts, 3, 2)
@@ -183,7 +185,9 @@ def _three_steps(
 
 @torch.no_grad()
 def _rows_alone(
-    model: PreTrainedModel, prompts: Sequence[Ids], tokens: Int[Tensor, " 3"]
+    model: PreTrainedModel,
+    prompts: Sequence[Ids],
+    tokens: Int[Tensor, " 3"],
 ) -> Float[Tensor, "8 V"]:
     """The same logits from a forward for each row, without a cache."""
     last_logits: list[Tensor] = []
