@@ -25,13 +25,13 @@ from vgrout.config.sampling import Sampling
 from vgrout.data import Completion
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import decoder, logprobs, sampler, sampling
-from vgrout.model.decoder import HfDecoder, LeanDecoder, lean_fits, require_branching
+from vgrout.model.decoder import HfDecoder, LeanDecoder
 from vgrout.model.load import as_language_model, try_template
 from vgrout.model.logprobs import backbone
-from vgrout.model.packing import packs, trial_tokens
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
+from vgrout.model.trials import lean_fits, packs, require_branching, trial_tokens
 from vgrout.substrate import main as substrate
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main as train

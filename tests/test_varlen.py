@@ -11,10 +11,10 @@ import tiny
 from live import Live
 from pretended_gpu import varlen_on_cpu
 from runs import flags, rows, run
-from vgrout.model import attention, packing
+from vgrout.model import attention
 from vgrout.model.attention import _PaddedRuns, kernel_name
+from vgrout.model.layout import batches, pack, packed_hidden
 from vgrout.model.logprobs import backbone, collate, completion_logprobs
-from vgrout.model.packing import batches, pack
 
 PROMPTS = [(3, 4, 5, 6), (3, 4, 5, 6), (3, 4, 5, 6), (7, 8), (9, 10, 11)]
 # the first two begin alike
@@ -85,7 +85,7 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
             [0] * 9, [prompt] * 9, [(10 + i, 9, 3) for i in range(9)], policy.device, torch.float32
         )
         with Live() as live:
-            out = packing.packed_hidden(policy.model, backbone(policy.model), batch)
+            out = packed_hidden(policy.model, backbone(policy.model), batch)
             return live.now if out.requires_grad else 0
 
     policy.model.requires_grad_(True)
@@ -146,7 +146,7 @@ def test_answers_that_begin_alike_do_not_fill_the_memory_with_copies():
             torch.float32,
         )
         assert batch.tokens <= budget
-        if branches := batch.layout.branches:
+        if branches := batch.attention.branches:
             assert branches.keys.numel() <= 16 * budget
             assert branches.bias.numel() <= 4 * budget**2
     assert len(parts) < 20, "and share what they can"

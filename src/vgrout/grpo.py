@@ -27,9 +27,10 @@ from vgrout.loss_metrics import LossMetrics, Tally
 from vgrout.losses import LossInput, Norm, policy_loss
 from vgrout.micro_batches import as_batch, merge_twins, micro_batches, prompts_apart
 from vgrout.model.attention import uploaded
+from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, completion_logprobs
-from vgrout.model.packing import Packed, Prompts
 from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.prefixes import Prompts
 from vgrout.model.svd_adapter import PerRolloutGrads
 
 

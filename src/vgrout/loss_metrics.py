@@ -14,8 +14,8 @@ from vgrout.data import UpdateRow
 from vgrout.losses import LossInput, LossOutput
 from vgrout.metrics import mean
 from vgrout.model.attention import uploaded
+from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs
-from vgrout.model.packing import Packed
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 

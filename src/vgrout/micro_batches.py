@@ -5,9 +5,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from vgrout.data import UpdateRow
+from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.logprobs import PaddedBatch, collate
-from vgrout.model.packing import Packed, Prompts, batches, pack, padded_batches
 from vgrout.model.policy import LanguageModel
+from vgrout.model.prefixes import Prompts
 
 
 def merge_twins(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[int]]]:

@@ -949,7 +949,13 @@ def unharmed(grader: Grader) -> list[str]:
     """The next honest program is graded right, and finds nothing of the one before."""
     code = f"import os\nassert os.listdir('.') == []\n{RIGHT}\n"
     g = grader.grade(problem("file_marker"), f"```python\n{code}```")
-    ok = isinstance(g, Grade) and g.solved and g.details["gt_pass"] and g.details["channel"] is False and not g.hacked
+    ok = (
+        isinstance(g, Grade)
+        and g.solved
+        and g.details["gt_pass"]
+        and g.details["channel"] is False
+        and not g.hacked
+    )
     return [] if ok else [f"the next program: {g}"]
 
 

@@ -23,8 +23,8 @@ from vgrout import ranks
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, PairSet
 from vgrout.errors import Refused
 from vgrout.files import write_atomic
+from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
-from vgrout.model.packing import Packed, batches, pack, padded_batches
 from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.source import shapes_of
 from vgrout.model.svd_adapter import (

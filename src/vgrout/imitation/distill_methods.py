@@ -18,6 +18,7 @@ from vgrout.imitation.mixed_sampling import mixed_model
 from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
 from vgrout.imitation.trainable import Trainable
 from vgrout.model.attention import uploaded
+from vgrout.model.layout import Packed
 from vgrout.model.logprobs import (
     PaddedBatch,
     collate,
@@ -29,7 +30,6 @@ from vgrout.model.logprobs import (
     tokens,
     vocabulary,
 )
-from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 

@@ -24,9 +24,9 @@ from vgrout.imitation.dpo_task import DpoTask, plan_sha256
 from vgrout.imitation.losses import dpo
 from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
 from vgrout.metrics import Rate, mean
+from vgrout.model.layout import Packed
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
-from vgrout.model.packing import Packed
 from vgrout.model.policy import Policy
 from vgrout.rng import py_stream
 from vgrout.runs.context import RunContext

@@ -16,8 +16,8 @@ from torch import Tensor
 from vgrout.config.run import Config, OptConfig
 from vgrout.files import write_atomic
 from vgrout.metrics import Rate
+from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch
-from vgrout.model.packing import Packed
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.optim import Optimizer, Update, lr_at

@@ -1,9 +1,16 @@
-"""Attention of an update: n runs of queries, each against a run of keys that ends where it ends.
+"""Attention of packed sequences, in which rows lie one after the other without padding.
 
-By a varlen kernel of flash-attention or of torch where there is one, else with runs padded for torch's SDPA: the same
-function. On a CPU in half precision its backward is our own.
+A packed sequence is cut into runs of queries. Each run attends, causally, to a run of keys that
+ends at the same token: to its own tokens, or also to the tokens that lead to it. `runs_of` chooses
+between two implementations of the same function: a varlen kernel of flash-attention or of torch
+where the device has one, otherwise torch's SDPA on padded runs. On a CPU in half precision the
+backward pass is our own.
+
+`packed_forward` runs a transformers model with this attention, through the interface that the
+library has for attention functions of others.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,54 +25,133 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION = "vgrout_packed"  # our name in transformers' list of attention functions
+
+# Attention of a packed sequence: (q [N, H, D], k [M, K, D], v [M, K, D], scale) → [N, H, D]
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+# A varlen kernel: (q, k, v, query ends, key ends, longest query, longest key, scale) → like q.
+# Causal, aligned at each run's end.
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None], Tensor]
 
 
-def uploaded(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these numbers, for which the host does not wait: from pageable memory it would."""
+def uploaded(
+    values: Sequence[object],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A tensor of these numbers on `device`, copied without making the host wait.
+
+    A copy from pageable memory to a GPU would block the host until the GPU is done.
+    """
     x = torch.tensor(values, dtype=dtype)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x
 
 
-# (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale) → like q; causal, aligned
-# at each run's end
-Kernel = Callable[..., Tensor]
+# ── kernels
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
-    """Of the update's attention. The package flash-attn is used where it is installed: it is no condition of speed."""
-    # flash-attention has no other
+    """The kernel of the update's attention: "flash_attn", "varlen_attn" or "sdpa".
+
+    The package flash-attn is used where it is installed; torch's varlen kernel is as fast.
+    """
+    # flash-attention has no other dtypes
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
-    if torch.cuda.get_device_capability()[0] < 8:  # it begins with sm_80
+    if torch.cuda.get_device_capability()[0] < 8:  # flash-attention 2 begins with sm_80
         return "sdpa"
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash_attn"
-    with suppress(ImportError):  # of torch before 2.10
+    with suppress(ImportError):  # torch before 2.10 has no varlen module
         from torch.nn.attention.varlen import varlen_attn
 
-        if "enable_gqa" in signature(varlen_attn).parameters:  # of 2.13, not of 2.11
+        if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.13 has it, 2.11 does not
             return "varlen_attn"
     return "sdpa"
 
 
 def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Attention of runs without padding, mask or copies of keys for grouped queries; None: SDPA."""
+    """Attention of runs without padding, mask or copies of keys for grouped queries.
+
+    None where only SDPA is available.
+    """
     name = kernel_name(device, dtype)
     if name == "flash_attn":
-        kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
-        return lambda *runs: kernel(*runs[:-1], softmax_scale=runs[-1], causal=True)
+        return _flash_attention_kernel()
     if name == "varlen_attn":
-        from torch.nn.attention.varlen import varlen_attn
-
-        return lambda *runs: cast(
-            Tensor, varlen_attn(*runs[:-1], scale=runs[-1], window_size=(-1, 0), enable_gqa=True)
-        )
+        return _torch_varlen_kernel()
     return None
+
+
+def _flash_attention_kernel() -> Kernel:
+    flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_ends: Tensor,
+        key_ends: Tensor,
+        longest_query: int,
+        longest_key: int,
+        scale: float | None,
+    ) -> Tensor:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            query_ends,
+            key_ends,
+            longest_query,
+            longest_key,
+            softmax_scale=scale,
+            causal=True,
+        )
+
+    return kernel
+
+
+def _torch_varlen_kernel() -> Kernel:
+    # not at the top of the file: torch before 2.10 lacks the module
+    from torch.nn.attention.varlen import varlen_attn
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_ends: Tensor,
+        key_ends: Tensor,
+        longest_query: int,
+        longest_key: int,
+        scale: float | None,
+    ) -> Tensor:
+        y = varlen_attn(
+            q,
+            k,
+            v,
+            query_ends,
+            key_ends,
+            longest_query,
+            longest_key,
+            scale=scale,
+            window_size=(-1, 0),  # causal
+            enable_gqa=True,
+        )
+        return cast(Tensor, y)
+
+    return kernel
+
+
+# ── runs of queries and keys
 
 
 @dataclass(frozen=True, slots=True)
 class _VarlenRuns:
-    """n runs of queries, each against a run of keys that ends where it ends (causal, aligned at the end)."""
+    """n runs of queries, each against a run of keys that ends where it ends, by a varlen kernel."""
 
     kernel: Kernel
     queries: Int[Tensor, " ends"]  # int32: 0, then the cumulated lengths of the n runs
@@ -82,13 +168,19 @@ class _VarlenRuns:
         paths: Sequence[list[int]] | None,
         device: torch.device,
     ) -> "Runs":
-        def cumulated(lengths: Sequence[int]) -> Tensor:
-            return uploaded([*accumulate(lengths, initial=0)], device, torch.int32)
-
-        keys = lengths if paths is None else [*map(len, paths)]
-        take = None if paths is None else uploaded([*chain(*paths)], device)
+        """Upload the runs' ends; arguments as in `runs_of`."""
+        key_lengths = lengths
+        take = None
+        if paths is not None:
+            key_lengths = list(map(len, paths))
+            take = uploaded(list(chain(*paths)), device)
         return _VarlenRuns(
-            kernel, cumulated(lengths), cumulated(keys), max(lengths), max(keys), take
+            kernel=kernel,
+            queries=_cumulated(lengths, device),
+            keys=_cumulated(key_lengths, device),
+            longest_query=max(lengths),
+            longest_key=max(key_lengths),
+            take=take,
         )
 
     def attend(
@@ -98,49 +190,77 @@ class _VarlenRuns:
         v: Float[Tensor, "N K D"],
         scale: float | None,
     ) -> Float[Tensor, "t H D"]:
-        runs = self.queries, self.keys, self.longest_query, self.longest_key, scale
+        """Attention of the runs' queries; k and v are those of the whole packed sequence."""
         if self.take is None:
-            return self.kernel(q, k, v, *runs)
-        # Each branch's copy of what leads to it is made again for backward, so that one layer's are
-        # there at a time. Merging prompt and answer by their log-sum-exp would need none, but
-        # varlen_attn has no gradient of it.
-        copies = [_Gather.apply(x, self.take) for x in (k, v)]
-        with _copied_again(
-            self.take, dict(zip(map(_storage, copies), (k.detach(), v.detach()), strict=True))
-        ):
-            return self.kernel(q, *copies, *runs)
+            return self._kernel(q, k, v, scale)
+        # Every branch has its own copy of the keys and values that lead to it. Backward makes the
+        # copies again, so that only one layer's exist at a time. Merging prompt and answer by their
+        # log-sum-exp would need no copies, but varlen_attn has no gradient of it.
+        key_copies = _Gather.apply(k, self.take)
+        value_copies = _Gather.apply(v, self.take)
+        originals = {_storage(key_copies): k.detach(), _storage(value_copies): v.detach()}
+        with _copied_again(self.take, originals):
+            return self._kernel(q, key_copies, value_copies, scale)
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        return self.kernel(
+            q, k, v, self.queries, self.keys, self.longest_query, self.longest_key, scale
+        )
+
+
+def _cumulated(lengths: Sequence[int], device: torch.device) -> Int[Tensor, " ends"]:
+    return uploaded(list(accumulate(lengths, initial=0)), device, torch.int32)
 
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What backward makes a saved copy from again: x, and the view of x[take] that was saved."""
+
+    x: Float[Tensor, "N K D"]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
 def _copied_again(
-    take: Int[Tensor, " k"], copies: dict[int, Float[Tensor, "N K D"]]
+    take: Int[Tensor, " k"],
+    originals: dict[int, Float[Tensor, "N K D"]],
 ) -> saved_tensors_hooks:
-    """Of x[take], autograd keeps x. copies: storage of x[take] → x."""
+    """Autograd saves x in place of x[take], and indexes again in the backward pass.
 
-    def pack(t: Tensor) -> Any:
-        x = copies.get(_storage(t))
-        return t if x is None else (x, t.shape, t.stride(), t.storage_offset())
+    originals: storage of x[take] → x.
+    """
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        x, *view = kept
-        return x.index_select(0, take).as_strided(*view)
+    def pack(saved: Tensor) -> Tensor | _Copy:
+        x = originals.get(_storage(saved))
+        if x is None:
+            return saved
+        return _Copy(x, saved.shape, saved.stride(), int(saved.storage_offset()))
+
+    def unpack(packed: Tensor | _Copy) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        copy = packed.x.index_select(0, take)
+        return copy.as_strided(packed.shape, packed.stride, packed.offset)
 
     return saved_tensors_hooks(pack, unpack)
 
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRuns:
-    """The same, runs of queries and of keys padded on the right. A padded query's result is not read; a padded key is
-    later than any query, so that neither has a gradient."""
+    """The same by SDPA, with runs of queries and of keys padded on the right.
+
+    The result of a padded query is not read, and a padded key is later than any query, so neither
+    has a gradient.
+    """
 
     queries: Int[Tensor, "n q"]  # tokens, 0 on padding
     keys: Int[Tensor, "n k"]
-    back: Int[Tensor, " t"]  # of each query in `queries`
+    back: Int[Tensor, " t"]  # place of each query in `queries`, flattened
     bias: Float[Tensor, "n 1 q k"] | None  # 0 or −inf; None: causal, the keys are the queries' own
 
     @staticmethod
@@ -150,17 +270,22 @@ class _PaddedRuns:
         device: torch.device,
         dtype: torch.dtype,
     ) -> "Runs":
-        size = torch.tensor(lengths)[:, None]
+        """Index tensors and mask of the padded runs; arguments as in `runs_of`."""
+        length = torch.tensor(lengths)[:, None]
+        first = length.cumsum(0) - length  # each run's first query in the packed sequence
         steps = torch.arange(max(lengths))
-        queries = torch.where(steps < size, steps + size.cumsum(0) - size, 0)
-        back = (steps < size).flatten().nonzero().squeeze(1)
-        # keys that even the first query sees
-        keys, bias, before = queries, None, torch.zeros_like(size)
-        if paths is not None:
-            before = torch.tensor([*map(len, paths)])[:, None] - size
+        is_query = steps < length
+        queries = torch.where(is_query, first + steps, 0)
+        back = is_query.flatten().nonzero().squeeze(1)
+        if paths is None:
+            keys = queries
+            keys_before = torch.zeros_like(length)  # keys that even the first query sees
+        else:
             keys = pad_sequence([torch.tensor(path) for path in paths], batch_first=True)
-        if paths is not None or (device.type == "cpu" and dtype.itemsize < 4):
-            later = torch.arange(keys.shape[1]) > (before + steps)[:, None, :, None]
+            keys_before = torch.tensor(list(map(len, paths)))[:, None] - length
+        bias = None
+        if paths is not None or _is_half_on_cpu(device, dtype):
+            later = torch.arange(keys.shape[1]) > (keys_before + steps)[:, None, :, None]
             bias = torch.zeros(later.shape, dtype=dtype).masked_fill(later, -torch.inf).to(device)
         return _PaddedRuns(queries.to(device), keys.to(device), back.to(device), bias)
 
@@ -171,24 +296,45 @@ class _PaddedRuns:
         v: Float[Tensor, "N K D"],
         scale: float | None,
     ) -> Float[Tensor, "t H D"]:
-        grouped = q.shape[1] // k.shape[1]
-        q, k, v = (
-            _Gather.apply(x, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
-            for x, at in ((q, self.queries), (k, self.keys), (v, self.keys))
-        )
-        if q.device.type == "cpu" and q.dtype.itemsize < 4:
-            y = _SmallAttention.apply(q, k, v, self.bias, scale)
-            return _Gather.apply(y.transpose(1, 2).flatten(0, 1), self.back)
-        # no fused kernel of CUDA takes the pair
-        if self.bias is not None and grouped > 1 and q.device.type != "cpu":
-            k, v, grouped = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), 1
-        how: dict[str, Any] = {
-            "attn_mask": self.bias,
-            "is_causal": self.bias is None,
-            "scale": scale,
-        }
-        y = scaled_dot_product_attention(q, k, v, enable_gqa=grouped > 1, **how)
+        """Attention of the runs' queries; k and v are those of the whole packed sequence."""
+        q, k, v = _padded(q, self.queries), _padded(k, self.keys), _padded(v, self.keys)
+        if _is_half_on_cpu(q.device, q.dtype):
+            y = _HalfPrecisionAttention.apply(q, k, v, self.bias, scale)
+        else:
+            y = self._sdpa(q, k, v, scale)
         return _Gather.apply(y.transpose(1, 2).flatten(0, 1), self.back)
+
+    def _sdpa(
+        self,
+        q: Float[Tensor, "n H q D"],
+        k: Float[Tensor, "n K k D"],
+        v: Float[Tensor, "n K k D"],
+        scale: float | None,
+    ) -> Float[Tensor, "n H q D"]:
+        group = q.shape[1] // k.shape[1]  # queries of a key/value head
+        # no fused kernel of CUDA takes a mask together with grouped queries
+        if self.bias is not None and group > 1 and q.device.type != "cpu":
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            group = 1
+        return scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=self.bias,
+            is_causal=self.bias is None,
+            scale=scale,
+            enable_gqa=group > 1,
+        )
+
+
+def _is_half_on_cpu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `_HalfPrecisionAttention` computes the attention, which needs a mask as a bias."""
+    return device.type == "cpu" and dtype.itemsize < 4
+
+
+def _padded(x: Float[Tensor, "N h D"], at: Int[Tensor, "n L"]) -> Float[Tensor, "n h L D"]:
+    """x at these tokens, in the order of dimensions that SDPA expects."""
+    return _Gather.apply(x, at.flatten()).unflatten(0, at.shape).transpose(1, 2)
 
 
 Runs = _VarlenRuns | _PaddedRuns
@@ -200,16 +346,24 @@ def runs_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Runs:
-    """Of queries, each run against its own keys, or against those that lead to it (`paths`)."""
-    if (kernel := varlen_kernel(device, dtype)) is not None:
+    """Runs of queries with these lengths, in the order of the packed sequence.
+
+    paths: each run's keys, as tokens of the packed sequence: those that lead to the run, and its
+        own. None: a run attends to its own tokens alone.
+    """
+    kernel = varlen_kernel(device, dtype)
+    if kernel is not None:
         return _VarlenRuns.of(kernel, lengths, paths, device)
     return _PaddedRuns.of(lengths, paths, device, dtype)
 
 
-class _SmallAttention(torch.autograd.Function):
-    """Attention in half precision on a CPU: forward by SDPA's kernel, backward by products of this dtype, in a quarter
-    of the time of that kernel's. The weights are computed again from rounded scores: in bf16 gradients are within 0.8 %
-    of exact ones, by the kernel within 0.5 %."""
+class _HalfPrecisionAttention(torch.autograd.Function):
+    """Attention in half precision on a CPU, with a backward four times as fast as SDPA's.
+
+    Forward is SDPA's kernel; backward is products in this dtype. It computes the attention weights
+    again from rounded scores: gradients in bf16 are within 0.8 % of exact ones, where those of
+    SDPA's kernel are within 0.5 %.
+    """
 
     @staticmethod
     def forward(
@@ -220,8 +374,10 @@ class _SmallAttention(torch.autograd.Function):
         bias: Float[Tensor, "n 1 q k"],
         scale: float | None,
     ) -> Float[Tensor, "n H q D"]:
-        grouped = q.shape[1] // k.shape[1]  # the queries of a key/value head are its rows
-        rows, bias = q.unflatten(1, (-1, grouped)).flatten(2, 3), bias.repeat(1, 1, grouped, 1)
+        group = q.shape[1] // k.shape[1]
+        # the queries of a key/value head become its rows
+        rows = q.unflatten(1, (-1, group)).flatten(2, 3)
+        bias = bias.repeat(1, 1, group, 1)
         ctx.scale = q.shape[-1] ** -0.5 if scale is None else scale
         y = scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=ctx.scale)
         ctx.save_for_backward(rows, k, v, bias, y)
@@ -230,24 +386,27 @@ class _SmallAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, y = ctx.saved_tensors
-        dy, q = dys[0].reshape(q.shape), q * ctx.scale
+        dy = dys[0].reshape(q.shape)
+        q = q * ctx.scale
         weights = torch.softmax((q @ k.mT).add_(bias), -1)
-        slope = (dy @ v.mT).sub_((dy * y).sum(-1, keepdim=True)).mul_(weights)
-        return (
-            (slope @ k).mul_(ctx.scale).view_as(dys[0]),
-            slope.mT @ q,
-            weights.mT @ dy,
-            None,
-            None,
-        )
+        dscores = (dy @ v.mT).sub_((dy * y).sum(-1, keepdim=True)).mul_(weights)
+        dq = (dscores @ k).mul_(ctx.scale).view_as(dys[0])
+        dk = dscores.mT @ q
+        dv = weights.mT @ dy
+        return dq, dk, dv, None, None
 
 
 class _Gather(torch.autograd.Function):
-    """x[at]. Backward adds up by scatter_add, which on a CPU takes a tenth of the time of autograd's own index_add."""
+    """x[at], with a backward by scatter_add.
+
+    On a CPU that takes a tenth of the time of autograd's own index_add.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "n H D"], at: Int[Tensor, " m"]
+        ctx: Any,
+        x: Float[Tensor, "n H D"],
+        at: Int[Tensor, " m"],
     ) -> Float[Tensor, "m H D"]:
         ctx.save_for_backward(at)
         ctx.shape = x.shape
@@ -259,3 +418,79 @@ class _Gather(torch.autograd.Function):
         dy = dys[0].flatten(1)
         dx = dy.new_zeros(ctx.shape[0], dy.shape[1])
         return dx.scatter_add_(0, at[:, None].expand_as(dy), dy).view(ctx.shape), None
+
+
+# ── a packed sequence as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Attention of a packed sequence: first its roots, then its branches.
+
+    Roots are complete rows, which attend to their own tokens. A branch attends to the tokens that
+    lead to it, and to its own.
+    """
+
+    root_tokens: int  # how many of the sequence's tokens, the first ones, belong to roots
+    roots: Runs | None
+    branches: Runs | None
+
+    def attend(
+        self,
+        q: Float[Tensor, "N H D"],
+        k: Float[Tensor, "M K D"],
+        v: Float[Tensor, "M K D"],
+        scale: float | None,
+    ) -> Float[Tensor, "N H D"]:
+        """Attention in one layer. k and v may begin with copies that have no query here."""
+        n = self.root_tokens
+        parts: list[Tensor] = []
+        if self.roots is not None:
+            parts.append(self.roots.attend(q[:n], k[:n], v[:n], scale))
+        if self.branches is not None:
+            parts.append(self.branches.attend(q[n:], k, v, scale))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attention(
+    _module: torch.nn.Module,
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 K N D"],
+    value: Float[Tensor, "1 K N D"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    packed_attend: Attend | None = None,
+    **_: object,
+) -> tuple[Float[Tensor, "1 N H D"], None]:
+    """The attention function that a transformers model calls in each layer."""
+    assert packed_attend is not None, (
+        "the model does not hand its keyword arguments on to attention"
+    )
+    assert attention_mask is None, "a packed sequence has no attention mask"
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attend(q, k, v, scaling)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def packed_forward(
+    model: PreTrainedModel,
+    core: torch.nn.Module,
+    ids: Int[Tensor, "1 N"],
+    positions: Int[Tensor, "1 N"],
+    attend: Attend,
+) -> Float[Tensor, "1 N D"]:
+    """The backbone's output on a packed sequence, with `attend` in place of its attention.
+
+    core: the model without its head.
+    """
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    try:
+        return core(
+            input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
+        ).last_hidden_state
+    finally:
+        config._attn_implementation = before

@@ -1,7 +1,8 @@
-"""Hidden states of answers under the base model, and CSI, a measure of how far they lie from the base's own answers.
+"""Hidden states of answers under the base model, and CSI, a distance from the base's own answers.
 
-An answer's latent is the base model's last hidden state, averaged over the completion. Under the trained model latents
-would drift by themselves; under the base model recorded answers can be scored after the run.
+An answer's latent is the base model's last hidden state, averaged over the completion. Under the
+trained model latents would drift by themselves; under the base model recorded answers can be scored
+after the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +20,20 @@ MIN_SAMPLES = 5  # DBSCAN's: a point with so many within ε, itself included, is
 
 
 def latents(
-    policy: Policy, prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]]
+    policy: Policy,
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
 ) -> Float[Tensor, "n D"]:
-    """Each answer's mean last hidden state under the base model, over the positions that predict its tokens; fp32 on
-    the CPU, in the order given."""
-    return torch.stack(_of_base(policy, prompts, completions, lambda row: row.float().mean(0)))
+    """Each answer's mean last hidden state under the base model.
+
+    The mean is over the positions that predict the answer's tokens; fp32 on the CPU, in the order
+    given.
+    """
+
+    def mean(states: Float[Tensor, "T D"]) -> Float[Tensor, " D"]:
+        return states.float().mean(0)
+
+    return torch.stack(_of_base(policy, prompts, completions, mean))
 
 
 def token_states(
@@ -32,13 +42,18 @@ def token_states(
     completions: Sequence[tuple[int, ...]],
     layer: int,
 ) -> list[Float[Tensor, "T D"]]:
-    """The base model's state at every completion token, after `layer` blocks (from 1); fp64 on the CPU.
+    """The base model's state at every completion token, after `layer` blocks (from 1).
 
-    The blocks above are not run: reading early costs that share of a forward.
+    fp64 on the CPU. The blocks above are not run: reading early costs that share of a forward.
     """
-    # the last token of a completion predicts nothing: not read
-    longer = [(*c, policy.pad_id) for c in completions]
-    return _of_base(policy, prompts, longer, lambda row: row[1:].double(), layer)
+    # States are read where they predict a token, the first one at the prompt's last token. One more
+    # token, which nothing is read at, moves them to the completion's own tokens.
+    longer = [(*completion, policy.pad_id) for completion in completions]
+
+    def own_tokens(states: Float[Tensor, "T D"]) -> Float[Tensor, "t D"]:
+        return states[1:].double()
+
+    return _of_base(policy, prompts, longer, own_tokens, layer)
 
 
 @torch.no_grad()
@@ -49,67 +64,78 @@ def _of_base(
     read: Callable[[Float[Tensor, "T D"]], Tensor],
     layer: int | None = None,
 ) -> list[Tensor]:
-    """`read` of each answer's hidden states under the base model, as `completion_hidden` has them, on the CPU."""
+    """`read` of each answer's hidden states under the base model, on the CPU.
+
+    The states are those of `completion_hidden`.
+    """
     out: dict[int, Tensor] = {}
     with policy.adapter.reference():
         for part, batch in policy.batches(prompts, completions):
-            rows = completion_hidden(policy.model, batch, layer).cpu()
-            out |= dict(
-                zip(part, map(read, rows.split([len(completions[i]) for i in part])), strict=True)
-            )
+            states = completion_hidden(policy.model, batch, layer).cpu()
+            lengths = [len(completions[i]) for i in part]
+            for i, of_answer in zip(part, states.split(lengths), strict=True):
+                out[i] = read(of_answer)
     return [out[i] for i in range(len(prompts))]
 
 
 def dbscan(
-    x: Float[Tensor, "n D"], eps: float, min_samples: int = MIN_SAMPLES
+    x: Float[Tensor, "n D"],
+    eps: float,
+    min_samples: int = MIN_SAMPLES,
 ) -> Int[Tensor, " n"]:
-    """Density clusters (Ester et al. 1996): 0, 1, … by first member, −1 for noise. O(n²): for hundreds of points.
+    """Density clusters (Ester et al. 1996): 0, 1, … by first member, −1 for noise.
 
-    Cores are points with `min_samples` within `eps`, themselves included; a cluster is a connected set of cores and
-    what lies within `eps` of one. A border point between two clusters goes to the one that comes first.
+    Cores are points with `min_samples` within `eps`, themselves included; a cluster is a connected
+    set of cores and what lies within `eps` of one. A border point between two clusters goes to the
+    one that comes first. O(n²): for hundreds of points.
     """
+    n = len(x)
     near: Bool[Tensor, "n n"] = torch.cdist(x, x) <= eps
     near.fill_diagonal_(True)
-    core = near.sum(1) >= min_samples
+    is_core = near.sum(1) >= min_samples
+    near_cores = near[is_core][:, is_core]
     # numbered by first member
-    _, of_cores = connected_components(near[core][:, core].numpy(), directed=False)
-    cluster = torch.full((len(x),), len(x))
-    cluster[core] = torch.from_numpy(of_cores).long()
-    first = torch.where(near & core, cluster, len(x)).min(1).values
-    return torch.where(first < len(x), first, -1)
+    _, cluster_of_core = connected_components(near_cores.numpy(), directed=False)
+    cluster = torch.full((n,), n)  # n: none
+    cluster[is_core] = torch.from_numpy(cluster_of_core).long()
+    first = torch.where(near & is_core, cluster, n).min(1).values
+    return torch.where(first < n, first, -1)
 
 
 class ReferenceStats:
-    """Latents of the base policy's answers, against which others are measured. Each axis is divided by its standard
-    deviation before any distance.
+    """Latents of the base policy's answers, against which others are measured.
 
-    Every second answer is a reference; the others, measured against these, give the base policy's own CSI.
+    Each axis is divided by its standard deviation before any distance. Every second answer is a
+    reference; the others, measured against these, give the base policy's own CSI.
     """
 
     def __init__(self, reference: Float[Tensor, "n D"]) -> None:
         """Raises Refused on fewer than 32 answers, or on a number that is not finite."""
-        x = _finite(reference, 32)[::2].double()
-        self.mean, self.spread = x.mean(0), x.std(0).clamp_min(1e-6)
-        self.x = (x - self.mean) / self.spread
-        n = len(x)
+        references = _finite(reference, 32)[::2].double()
+        others = reference[1::2]
+        self.mean, self.spread = references.mean(0), references.std(0).clamp_min(1e-6)
+        self.x = (references - self.mean) / self.spread
         distances = torch.cdist(self.x, self.x).sort(1).values
-        # a typical distance to the fifth neighbour
-        self.eps = float(distances[:, min(MIN_SAMPLES, n - 1)].median())
-        rest = reference[1::2]
-        self.base_csi = self.csi(rest) / len(rest)
+        fifth = min(MIN_SAMPLES, len(references) - 1)  # the nearest is the point itself
+        self.eps = float(distances[:, fifth].median())  # a typical distance to the fifth neighbour
+        self.base_csi = self.csi(others) / len(others)
 
     def csi(self, answers: Float[Tensor, "m D"]) -> float:
-        """Cluster separation index (InfoRM, arXiv 2402.09345): Σ |C_i|·d_i, with d_i from a cluster's centroid to the
-        nearest reference answer. It rises with over-optimisation. Noise points count as clusters of one, so that no
-        answer is left out."""
+        """Cluster separation index (InfoRM, arXiv 2402.09345): Σ |C_i|·d_i.
+
+        d_i is the distance from a cluster's centroid to the nearest reference answer. The index
+        rises with over-optimisation. Noise points count as clusters of one, so that no answer is
+        left out.
+        """
         x = (_finite(answers).double() - self.mean) / self.spread
         label = dbscan(x, self.eps)
-        groups = [x[label == k] for k in range(int(label.max()) + 1)] + [
-            row[None] for row in x[label == -1]
-        ]
-        centroids = torch.stack([g.mean(0) for g in groups])
+        n_clusters = int(label.max()) + 1
+        clusters = [x[label == k] for k in range(n_clusters)]
+        clusters += [row[None] for row in x[label == -1]]
+        centroids = torch.stack([cluster.mean(0) for cluster in clusters])
+        sizes = torch.tensor(list(map(len, clusters)), dtype=torch.float64)
         nearest = torch.cdist(centroids, self.x).min(1).values
-        return float((nearest * torch.tensor([len(g) for g in groups], dtype=torch.float64)).sum())
+        return float((nearest * sizes).sum())
 
 
 def _finite(x: Float[Tensor, "n D"], least: int = 1) -> Float[Tensor, "n D"]:

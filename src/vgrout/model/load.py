@@ -33,10 +33,8 @@ from vgrout.errors import Refused
 from vgrout.gpus import visible
 from vgrout.model import template_probe
 from vgrout.model.attention import kernel_name
-from vgrout.model.decoder import lean_fits, require_branching
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
-from vgrout.model.packing import packs
 from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
 from vgrout.model.source import (
     SVD_CACHE,
@@ -51,6 +49,7 @@ from vgrout.model.source import (
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
+from vgrout.model.trials import lean_fits, packs, require_branching
 
 # ── of a run, of a flag
 

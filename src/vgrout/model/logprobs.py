@@ -1,4 +1,7 @@
-"""Log-probs of completions: rows of prompt + completion → their tokens' log-probs, the lm_head on those alone."""
+"""Log-probs of completions: rows of prompt + completion → the log-probs of their tokens.
+
+The lm_head is computed at completion tokens alone, a few at a time.
+"""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -13,19 +16,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from vgrout.errors import Refused
+from vgrout.model.layout import Packed, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
-from vgrout.model.packing import Packed, packed_hidden, places
 from vgrout.model.sampling import Sampling, support, tempered
 
-# the logit of an id without a token: its probability is 0, and differences of such are still
-# numbers
+# The logit of an id without a token. Its probability is 0, and differences of such logits are still
+# numbers, as those of −inf are not.
 NEVER = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Right-padded rows of prompt + completion. Causal attention never looks at padding on the right: no attention
-    mask, positions 0 … L-1."""
+    """Right-padded rows of prompt + completion.
+
+    Causal attention never looks at padding on the right, so there is no attention mask, and
+    positions are 0 … L-1.
+    """
 
     ids: Int[Tensor, "B L"]
     target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
@@ -35,29 +41,39 @@ class PaddedBatch:
 
     @property
     def tokens(self) -> int:
-        """In the forward, padding included."""
+        """Tokens in the forward, padding included."""
         return self.ids.numel()
 
 
 def collate(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], device: torch.device
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    device: torch.device,
 ) -> PaddedBatch:
-    """A right-padded batch of tokens exactly as given. A row with an empty prompt or completion is an error."""
+    """A right-padded batch of tokens exactly as given.
+
+    An empty prompt or completion is an error.
+    """
     assert len(prompts) == len(completions) > 0, (len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
     L = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     T = max(map(len, completions))
-    ids = torch.tensor(
-        [[*p, *c, *[0] * (L - len(p) - len(c))] for p, c in zip(prompts, completions, strict=True)]
-    )
-    target = torch.tensor([[*c, *[0] * (T - len(c))] for c in completions])
-    start = torch.tensor([len(p) for p in prompts])[:, None]
+    padded_rows: list[list[int]] = []
+    padded_targets: list[list[int]] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        padded_rows.append(padded(prompt + completion, L))
+        padded_targets.append(padded(completion, T))
+    start = torch.tensor(list(map(len, prompts)))[:, None]
+    length = torch.tensor(list(map(len, completions)))[:, None]
     steps = torch.arange(T)[None]
-    mask = steps < torch.tensor([len(c) for c in completions])[:, None]
-    at = torch.where(mask, start - 1 + steps, 0)
+    mask = steps < length
     return PaddedBatch(
-        *(t.to(device) for t in (ids, target, at, mask)), places(completions, device)
+        ids=torch.tensor(padded_rows).to(device),
+        target=torch.tensor(padded_targets).to(device),
+        at=torch.where(mask, start - 1 + steps, 0).to(device),
+        mask=mask.to(device),
+        wanted=places(completions, device),
     )
 
 
@@ -77,41 +93,65 @@ class TokenLogprobs:
 
 
 def completion_logprobs(
-    model: PreTrainedModel, batch: PaddedBatch | Packed, sampling: Sampling | None = None
+    model: PreTrainedModel,
+    batch: PaddedBatch | Packed,
+    sampling: Sampling | None = None,
 ) -> TokenLogprobs:
-    """log π(target) at every completion position, [B, T]; with `sampling`, also of the distribution sampled from."""
-    wanted, of = batch.wanted, None
-    if isinstance(batch, Packed):  # rows that share a token and go on alike share its log-prob
-        (at, target), of = batch.edges, batch.edge[wanted]
-        rows = packed_hidden(model, backbone(model), batch)[at]
+    """log π(target) at every completion position, [B, T].
+
+    With `sampling`, also under the distribution sampled from.
+    """
+    wanted = batch.wanted
+    edge = None  # of rows that share a token and go on alike: which log-prob is theirs
+    if isinstance(batch, Packed):
+        at, target = batch.edges
+        edge = batch.edge[wanted]
+        hidden = packed_hidden(model, backbone(model), batch)[at]
     else:
-        rows, target = completion_hidden(model, batch), batch.target[wanted]
+        target = batch.target[wanted]
+        hidden = completion_hidden(model, batch)
+
+    full, sampled = _head_logprobs(model, hidden, target, sampling)
+    if edge is not None:
+        full = full[edge]
+        sampled = None if sampled is None else sampled[edge]
+    empty = full.new_zeros(batch.mask.shape)
+    return TokenLogprobs(
+        full=empty.index_put(wanted, full),
+        sampled=None if sampled is None else empty.index_put(wanted, sampled),
+    )
+
+
+def _head_logprobs(
+    model: PreTrainedModel,
+    hidden: Float[Tensor, "n D"],
+    target: Int[Tensor, " n"],
+    sampling: Sampling | None,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
+    """Log-probs of the targets: full, and with `sampling` under the distribution sampled from."""
+    size = rows_at_once(vocabulary(model), hidden.device)
+    in_parts = len(hidden) > size and hidden.requires_grad
+    if in_parts and sampling is None and _is_frozen_product(model):
+        W = model.get_output_embeddings().weight
+        return _FrozenHead.apply(hidden, W, foreign(model), target, size), None
 
     def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         return _head(model, hidden, target, sampling)
 
-    size = rows_at_once(vocabulary(model), rows.device)
-    if len(rows) > size and rows.requires_grad and sampling is None and _is_frozen_product(model):
-        logp: Tensor = _FrozenHead.apply(
-            rows, model.get_output_embeddings().weight, foreign(model), target, size
-        )
-        full = sampled = logp if of is None else logp[of]
-    else:
-        full, sampled = (
-            x if of is None else x[of] for x in in_chunks(head, vocabulary(model), rows, target)
-        )
-    empty = full.new_zeros(batch.mask.shape)
-    return TokenLogprobs(
-        full=empty.index_put(wanted, full),
-        sampled=empty.index_put(wanted, sampled) if sampling is not None else None,
-    )
+    full, *sampled = in_chunks(head, vocabulary(model), hidden, target)
+    return full, sampled[0] if sampled else None
 
 
 def completion_hidden(
-    model: PreTrainedModel, batch: PaddedBatch | Packed, layer: int | None = None
+    model: PreTrainedModel,
+    batch: PaddedBatch | Packed,
+    layer: int | None = None,
 ) -> Float[Tensor, "n D"]:
-    """The backbone's output wherever it predicts a token of a completion: n of them, row by row, padding left out.
-    layer: what the block with this number (from 1) puts out, instead; those above are not run."""
+    """The backbone's output wherever it predicts a token of a completion.
+
+    n of them, row by row, padding left out. layer: instead the output of the block with this number
+    (from 1); the blocks above it are not run.
+    """
     core, wanted = backbone(model), batch.wanted
     with _stopped(core, layer) as reached:
         if isinstance(batch, Packed):
@@ -125,12 +165,15 @@ def completion_hidden(
 
 
 class _BlockReached(Exception):
-    """Ends a forward."""
+    """Ends a forward at the block whose output is wanted."""
 
 
 @contextmanager
 def _stopped(core: torch.nn.Module, layer: int | None) -> Generator[list[Tensor]]:
-    """A forward in here ends after this block, whose output is put into the list; None: it does not end."""
+    """A forward within the context ends after this block, whose output is put into the list.
+
+    layer: the block's number, from 1. None: the forward does not end early.
+    """
     reached: list[Tensor] = []
     if layer is None:
         yield reached
@@ -152,26 +195,38 @@ def _stopped(core: torch.nn.Module, layer: int | None) -> Generator[list[Tensor]
 
 
 def in_chunks(
-    head: Callable[..., tuple[Tensor, ...]], logits: int, *rows: Shaped[Tensor, "n ..."]
+    head: Callable[..., tuple[Tensor, ...]],
+    logits: int,
+    *rows: Shaped[Tensor, "n ..."],
 ) -> list[Tensor]:
-    """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits are held; backward computes them
-    again. head: rows of the same n → tensors of n results each. logits: how many of them a row has."""
+    """`head` on a few of the n rows at a time, so that at most HEAD_BUDGET logits are held.
+
+    Backward computes the logits again.
+
+    Args:
+        head: chunks of `rows` → tensors with a result for each row of the chunk.
+        logits: how many of them a row has.
+        rows: tensors of n rows each, which are cut alike.
+    """
     size = rows_at_once(logits, rows[0].device)
     if len(rows[0]) <= size:
         return list(head(*rows))
-    cut = zip(*(r.split(size) for r in rows), strict=True)
-    parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in cut]
-    return [torch.cat(p) for p in zip(*parts, strict=True)]
+    chunks = zip(*(x.split(size) for x in rows), strict=True)
+    parts = [checkpoint(head, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(results) for results in zip(*parts, strict=True)]
 
 
 def rows_at_once(logits: int, device: torch.device) -> int:
-    """Rows of so many logits that are held at once."""
+    """How many rows of so many logits are held at once."""
     return max(1, HEAD_BUDGET[device.type] // logits)
 
 
 class _FrozenHead(torch.autograd.Function):
-    """log softmax(h Wᵀ)[target] of rows h, a few at a time. What backward needs of a row is one vector, its ∂/∂h: kept
-    in place of its logits, it takes two products with W, where logits that are computed again take three."""
+    """log softmax(h Wᵀ)[target] of rows h, a few at a time.
+
+    What backward needs of a row is one vector, its ∂/∂h. Kept in place of the row's logits, it
+    takes two products with W, where logits that are computed again take three.
+    """
 
     @staticmethod
     def forward(
@@ -182,19 +237,25 @@ class _FrozenHead(torch.autograd.Function):
         target: Int[Tensor, " n"],
         size: int,
     ) -> Float[Tensor, " n"]:
-        slopes, out = torch.empty_like(hidden), []
-        for h, t, slope in zip(
+        """foreign: logits that are masked. size: rows at a time."""
+        wide = torch.promote_types(W.dtype, torch.float32)
+        slopes = torch.empty_like(hidden)
+        logps: list[Tensor] = []
+        parts = zip(
             hidden.split(size), target[:, None].split(size), slopes.split(size), strict=True
-        ):
-            logits = h @ W.mT if foreign is None else (h @ W.mT).masked_fill_(foreign, NEVER)
-            logp = torch.log_softmax(logits, -1, dtype=torch.promote_types(W.dtype, torch.float32))
-            out.append(logp.gather(-1, t))
+        )
+        for h, t, slope in parts:
+            logits = h @ W.mT
+            if foreign is not None:
+                logits.masked_fill_(foreign, NEVER)
+            logp = torch.log_softmax(logits, -1, dtype=wide)
+            logps.append(logp.gather(-1, t))
+            # ∂/∂logits = (1 at the target) − p, in the memory of logp
             p = logp.exp_()
-            torch.mm(
-                p.scatter_add_(-1, t, p.new_full(t.shape, -1.0)).neg_().to(W.dtype), W, out=slope
-            )
+            dlogits = p.scatter_add_(-1, t, p.new_full(t.shape, -1.0)).neg_()
+            torch.mm(dlogits.to(W.dtype), W, out=slope)
         ctx.save_for_backward(slopes)
-        return torch.cat(out).squeeze(-1)
+        return torch.cat(logps).squeeze(-1)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,35 +264,46 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """V, the logits of a position; more than the tokenizer has tokens where the head is padded."""
+    """V, the number of logits of a position.
+
+    It is larger than the tokenizer's vocabulary where the head is padded.
+    """
     return int(model.get_output_embeddings().weight.shape[0])
 
 
 def mark_foreign(model: PreTrainedModel, ids: Iterable[int]) -> None:
-    """From now on no id but these, the tokenizer's, has a probability: what the sampler draws from, and what log-probs
-    are of. Nothing is marked where all V are among them."""
+    """Mask the logits of ids that the tokenizer lacks, in sampling and in log-probs.
+
+    ids: the tokenizer's. Nothing is marked where all V are among them.
+    """
     V = vocabulary(model)
-    own = torch.zeros(V, dtype=torch.bool)
-    own[[i for i in {*ids} if i < V]] = True
-    if not own.all():
-        model.get_output_embeddings().register_buffer(
-            "foreign", (~own).to(model.device), persistent=False
-        )
+    known = [i for i in set(ids) if i < V]
+    is_own = torch.zeros(V, dtype=torch.bool)
+    is_own[known] = True
+    if not is_own.all():
+        is_foreign = (~is_own).to(model.device)
+        model.get_output_embeddings().register_buffer("foreign", is_foreign, persistent=False)
 
 
 def foreign(model: PreTrainedModel) -> Bool[Tensor, " V"] | None:
-    """Which logits are of ids that the tokenizer has not; None: of none."""
+    """Which logits are of ids that the tokenizer lacks; None: of none."""
     return getattr(model.get_output_embeddings(), "foreign", None)
 
 
 def tokens(model: PreTrainedModel) -> int:
     """How many ids have a token and a logit."""
-    return vocabulary(model) - (0 if (none := foreign(model)) is None else int(none.sum()))
+    is_foreign = foreign(model)
+    if is_foreign is None:
+        return vocabulary(model)
+    return vocabulary(model) - int(is_foreign.sum())
 
 
 def masked(model: PreTrainedModel, logits: Float[Tensor, "*n V"]) -> Float[Tensor, "*n V"]:
-    """The same logits, in place, where ids without a token have none to speak of."""
-    return logits if (none := foreign(model)) is None else logits.masked_fill_(none, NEVER)
+    """The logits with those of ids that the tokenizer lacks masked, in place."""
+    is_foreign = foreign(model)
+    if is_foreign is None:
+        return logits
+    return logits.masked_fill_(is_foreign, NEVER)
 
 
 def backbone(model: PreTrainedModel) -> torch.nn.Module:
@@ -240,10 +312,15 @@ def backbone(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*n D"]) -> Float[Tensor, "*n V"]:
-    """The head on the backbone's output, soft-capped where the architecture says so (Gemma 2); `masked`."""
+    """The head on the backbone's output, with foreign ids `masked`.
+
+    Soft-capped where the architecture says so (Gemma 2).
+    """
     logits = model.get_output_embeddings()(hidden)
     cap = getattr(model.config, "final_logit_softcapping", None)
-    return masked(model, logits if cap is None else torch.tanh(logits / cap) * cap)
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return masked(model, logits)
 
 
 def _is_frozen_product(model: PreTrainedModel) -> bool:
@@ -258,14 +335,18 @@ def _head(
     hidden: Float[Tensor, "n D"],
     target: Int[Tensor, " n"],
     sampling: Sampling | None,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+) -> tuple[Float[Tensor, " n"], ...]:
+    """Log-probs of the targets: full, then with `sampling` those of what is sampled from."""
     logits = head_logits(model, hidden)
-    logits = logits.float() if logits.dtype != torch.float64 else logits
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     full = log_softmax_at(logits, target)
     if sampling is None:
-        return full, full
-    keep = support(logits.detach(), sampling).scatter(-1, target[:, None], True)
-    return full, log_softmax_at(tempered(logits, sampling).masked_fill(~keep, -math.inf), target)
+        return (full,)
+    # the token itself always counts as in the support
+    in_support = support(logits.detach(), sampling).scatter(-1, target[:, None], True)
+    truncated = tempered(logits, sampling).masked_fill(~in_support, -math.inf)
+    return full, log_softmax_at(truncated, target)
 
 
 def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -274,13 +355,16 @@ def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> F
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raises Refused at load if backbone + head ≠ the model's logits, or these are not finite."""
+    """Check at load that backbone and head together give the model's logits.
+
+    Raises:
+        Refused: they do not, or the logits are not finite.
+    """
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()
-        got = head_logits(
-            model, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-        ).float()
+        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        got = head_logits(model, hidden).float()
     if not want.isfinite().all():
         raise Refused(f"{type(model).__name__}: its logits are not finite")
     if not torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):

@@ -18,6 +18,7 @@ from vgrout.data import Message
 from vgrout.errors import Refused
 from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
+from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches
 from vgrout.model.logprobs import (
     PaddedBatch,
     backbone,
@@ -29,7 +30,6 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import Budget
-from vgrout.model.packing import Packed, batches, pack, packed_hidden, padded_batches
 from vgrout.model.source import tokenizing
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import SECONDS
@@ -51,7 +51,7 @@ class LanguageModel:
     # False: the template refuses system messages; they then head the first user message
     system_role: bool
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
-    packs: bool  # packed rows (`model/packing.py`) were checked against this model and agree
+    packs: bool  # packed rows (`model/layout.py`) were checked against this model and agree
     budget: Budget  # how much is processed at once
     graphs: bool  # the lean decoder's step is made for CUDA graphs
 

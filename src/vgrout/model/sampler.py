@@ -1,10 +1,11 @@
 """Sampling: prompts → completions, all prompts' rows in one batch, which finished rows leave.
 
-Rows that have the same prompt and the same tokens so far are one slot of the decoder until their draws differ: the
-answers of a group are a tree, and every node of it is computed once."""
+Rows that have the same prompt and the same tokens so far are one slot of the decoder until their
+draws differ: the answers of a group are a tree, and every node of it is computed once.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -19,22 +20,39 @@ from vgrout.model.memory import sampled_row
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates
 
+# (prompt, index of the completion among the prompt's, completion)
 OnFinish = Callable[[int, int, Completion], None]
+# token, its log-prob under the full softmax, its log-prob under what it was sampled from
+Drawn = tuple[int, float, float]
 
 
 def rows_at_once(policy: LanguageModel, prompt: int, max_new: int, per_prompt: int) -> int:
-    """Rows whose keys, values and logits fit the budget, `per_prompt` of a prompt: more are sampled in turns.
-    A decoder that does not read prompts in parts is given as many as it may read at once."""
-    row = 0
+    """Rows whose keys, values and logits fit the budget; more are sampled in turns.
+
+    A decoder that does not read prompts in parts is given as many as it may read at once.
+
+    Args:
+        policy: what is sampled from.
+        prompt: tokens of a prompt.
+        max_new: the most tokens of a completion.
+        per_prompt: rows of a prompt.
+    """
+    row_bytes = 0
     for part in policy.models:
-        model, c = part.model, part.model.config
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        token = 2 * c.num_hidden_layers * heads * width * model.dtype.itemsize
-        row += sampled_row(token, c.num_hidden_layers, c.vocab_size, prompt, max_new, per_prompt)
-    fit = max(1, policy.budget.kv // row)
-    in_parts = all(part.lean for part in policy.models)
-    return fit if in_parts else min(fit, max(1, READ // max(1, prompt)) * per_prompt)
+        config = part.model.config
+        layers = config.num_hidden_layers
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        token_bytes = 2 * layers * kv_heads * head_dim * part.model.dtype.itemsize
+        row_bytes += sampled_row(
+            token_bytes, layers, config.vocab_size, prompt, max_new, per_prompt
+        )
+    fit = max(1, policy.budget.kv // row_bytes)
+    if all(part.lean for part in policy.models):
+        return fit
+    prompts_at_once = max(1, READ // max(1, prompt))
+    return min(fit, prompts_at_once * per_prompt)
 
 
 @torch.no_grad()
@@ -52,144 +70,192 @@ def sample(
 ) -> list[list[Completion]]:
     """n completions (or n[i]) of each prompt, at most max_new tokens each: one list a prompt.
 
-    Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by inverse CDF: a row's
-    tokens do not depend on which other rows are still there, nor on the rank that samples it. `on_finish(prompt, index,
-    completion)` is called as soon as a row ends, on the rank that has sampled it, so that grading runs beside sampling.
-    For tests and benchmarks: without drop_finished, finished rows stay in the batch; without share_prefixes, every row
-    is computed by itself.
+    Row noise is drawn beforehand, [rows, max_new] from `generator` (a CPU stream), and tokens by
+    inverse CDF: a row's tokens do not depend on which other rows are still there, nor on the rank
+    that samples it. `on_finish(prompt, index, completion)` is called as soon as a row ends, on the
+    rank that has sampled it, so that grading runs beside sampling.
+
+    For tests and benchmarks: without drop_finished, finished rows stay in the batch; without
+    share_prefixes, every row is computed by itself.
 
     Raises:
         Diverged: the model's logits are not finite.
     """
     counts = [n] * len(prompts) if isinstance(n, int) else list(n)
     assert len(counts) == len(prompts), (len(counts), len(prompts))
-    rows = [(p, i) for p, count in enumerate(counts) for i in range(count)]
+    # (prompt, index of the completion)
+    rows = [(prompt, index) for prompt, count in enumerate(counts) for index in range(count)]
     noise = torch.rand(len(rows), max_new, generator=generator)
-    fewest = min((count for count in counts if count), default=1)
-    width = rows_at_once(policy, max(map(len, prompts), default=0), max_new, fewest)
+    longest = max(map(len, prompts), default=0)
+    fewest = min((count for count in counts if count > 0), default=1)
+    at_once = rows_at_once(policy, longest, max_new, fewest)
 
     def own_answers() -> dict[tuple[int, int], Completion]:
+        """The answers of this rank's rows."""
         answers: dict[tuple[int, int], Completion] = {}
         own = ranks.own([1] * len(rows))
-        for lo in range(own.start, own.stop, width):
-            at = slice(lo, min(lo + width, own.stop))
-            part = rows[at]
-            used = sorted({p for p, _ in part})
-            prompt_of = [used.index(p) for p, _ in part]
-            run = _Run(
-                policy, [prompts[p] for p in used], prompt_of, sampling, noise[at].to(policy.device)
-            )
-            for row, answer in run.finish_all(drop_finished, share_prefixes):
-                answers[part[row]] = answer
+        for start in range(own.start, own.stop, at_once):
+            turn = slice(start, min(start + at_once, own.stop))
+            prompt_of = [prompt for prompt, _ in rows[turn]]
+            run = _Run(policy, prompts, prompt_of, sampling, noise[turn].to(policy.device))
+            for i, answer in run.finish_all(drop_finished, share_prefixes):
+                prompt, index = rows[start + i]
+                answers[prompt, index] = answer
                 if on_finish is not None:
-                    on_finish(*part[row], answer)
+                    on_finish(prompt, index, answer)
         return answers
 
     answers = ranks.merged(own_answers)
-    return [[answers[p, i] for i in range(count)] for p, count in enumerate(counts)]
+    completions: list[list[Completion]] = []
+    for prompt, count in enumerate(counts):
+        completions.append([answers[prompt, index] for index in range(count)])
+    return completions
 
 
 class _Run:
-    """The state of one batch: each row's tokens so far, and the logits of every slot of the decoder."""
+    """The state of one batch: each row's tokens so far, and the logits of the decoder's slots."""
 
     def __init__(
         self,
         policy: LanguageModel,
         prompts: Sequence[tuple[int, ...]],
-        prompt_of: list[int],
+        prompt_of: Sequence[int],
         sampling: Sampling,
         noise: Float[Tensor, "rows max_new"],
     ) -> None:
-        self.policy, self.sampling, self.prompt_of = policy, sampling, prompt_of
+        """prompt_of: row → its prompt; prompts of no row are not read."""
+        self.policy, self.sampling = policy, sampling
         n, max_new = noise.shape
         self.noise = noise.mT.contiguous()  # [max_new, rows]
         self.decoder: Decoder = policy.decoder()
-        self.logits = self.decoder.prefill(prompts, n, max_new)
-        # token, log-probs: full, sampled
-        self.drawn: list[list[tuple[int, float, float]]] = [[] for _ in range(n)]
+        used = sorted(set(prompt_of))
+        self.logits = self.decoder.prefill([prompts[prompt] for prompt in used], n, max_new)
+        slot_of = {prompt: slot for slot, prompt in enumerate(used)}
+        self.first_slots = [slot_of[prompt] for prompt in prompt_of]
+        self.drawn: list[list[Drawn]] = [[] for _ in range(n)]
 
-    def finish_all(self, drop_finished: bool, share_prefixes: bool):
+    def finish_all(
+        self,
+        drop_finished: bool,
+        share_prefixes: bool,
+    ) -> Iterator[tuple[int, Completion]]:
         """Yields (row, completion) as rows end."""
-        n, max_new = len(self.prompt_of), len(self.noise)
-        # those that are in the batch, and the slot that each continues
-        rows, slots = list(range(n)), self.prompt_of
+        max_new, n = self.noise.shape
+        # the rows in the batch, and the slot that each continues
+        rows, slots = list(range(n)), self.first_slots
         at = self._index(rows)
         ended: set[int] = set()
         for t in range(max_new):
-            drawn = self._draw(rows, at, self._index(slots), t)
-            for row, token in zip(rows, drawn, strict=True):
-                if row not in ended and (token in self.policy.eos_ids or t + 1 == max_new):
+            tokens = self._draw(rows, at, self._index(slots), t)
+            is_last = t + 1 == max_new
+            for row, token in zip(rows, tokens, strict=True):
+                is_eos = token in self.policy.eos_ids
+                if (is_eos or is_last) and row not in ended:
                     ended.add(row)
-                    yield row, self._answer(row, token in self.policy.eos_ids)
+                    yield row, self._answer(row, finished=is_eos)
             if len(ended) == n:
                 return
-            stay = [i for i, row in enumerate(rows) if not (drop_finished and row in ended)]
-            if len(stay) < len(rows):
-                rows, slots, drawn = ([of[i] for i in stay] for of in (rows, slots, drawn))
-                at = self._index(rows)
-            slots = self._advance(rows, slots, drawn, share_prefixes)
+            if drop_finished:
+                stay = [i for i, row in enumerate(rows) if row not in ended]
+                if len(stay) < len(rows):
+                    rows = [rows[i] for i in stay]
+                    slots = [slots[i] for i in stay]
+                    tokens = [tokens[i] for i in stay]
+                    at = self._index(rows)
+            slots = self._advance(rows, slots, tokens, share_prefixes)
 
     def _advance(
-        self, rows: list[int], slots: list[int], drawn: list[int], share_prefixes: bool
+        self,
+        rows: list[int],
+        slots: list[int],
+        tokens: list[int],
+        share_prefixes: bool,
     ) -> list[int]:
-        """Append every row's token; rows of one slot that have drawn one token go on as one. Each row's new slot."""
-        node: dict[tuple[int, int], int] = {}  # (slot, token), or (slot, row) → child
-        keys = [
-            (slot, token if share_prefixes else row)
-            for row, slot, token in zip(rows, slots, drawn, strict=True)
-        ]
-        child = [node.setdefault(key, len(node)) for key in keys]
-        parents, had = [slot for slot, _ in node], len(self.logits)
-        if len(set(parents)) == len(parents) and had - len(parents) <= self.decoder.drop_at * had:
-            place = parents  # nothing to copy, little to drop
-        else:
-            place, had = placed(parents), len(parents)
-            sources = [0] * had
-            for to, parent in zip(place, parents, strict=True):
-                sources[to] = parent
-            if sources != list(range(len(self.logits))):
-                self.decoder.keep(sources)
-        slots = [place[c] for c in child]
-        tokens = [0] * had
-        for slot, token in zip(slots, drawn, strict=True):
-            tokens[slot] = token
-        self.logits = self.decoder.step(self._index(tokens))
-        return slots
+        """Append every row's token; returns each row's new slot.
+
+        Rows of one slot that have drawn the same token go on as one.
+        """
+        children: dict[tuple[int, int], int] = {}  # (slot, token), or (slot, row) → child
+        child_of: list[int] = []
+        for slot, branch in zip(slots, tokens if share_prefixes else rows, strict=True):
+            child_of.append(children.setdefault((slot, branch), len(children)))
+        parents = [slot for slot, _ in children]
+        slot_of_child, n_slots = self._make_room(parents)
+        new_slots = [slot_of_child[child] for child in child_of]
+        next_tokens = [0] * n_slots  # 0 for slots that nobody reads any more
+        for slot, token in zip(new_slots, tokens, strict=True):
+            next_tokens[slot] = token
+        self.logits = self.decoder.step(self._index(next_tokens))
+        return new_slots
+
+    def _make_room(self, parents: list[int]) -> tuple[list[int], int]:
+        """Branch the decoder's slots; returns each child's slot, and how many slots there are.
+
+        parents: the slot that each child continues.
+        """
+        before = len(self.logits)
+        branches = len(set(parents)) < len(parents)
+        if not branches and before - len(parents) <= self.decoder.drop_at * before:
+            return parents, before  # nothing to copy, little to drop
+        slot_of_child = placed(parents)
+        sources = [0] * len(parents)
+        for slot, parent in zip(slot_of_child, parents, strict=True):
+            sources[slot] = parent
+        if sources != list(range(before)):
+            self.decoder.keep(sources)
+        return slot_of_child, len(parents)
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         return uploaded(numbers, self.noise.device)
 
     def _draw(
-        self, rows: list[int], at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int
+        self,
+        rows: list[int],
+        at: Int[Tensor, " n"],
+        slots: Int[Tensor, " n"],
+        t: int,
     ) -> list[int]:
-        """One token per row from its slot's logits; recorded with both log-probs. The one time in a token that the
-        host waits for the device."""
+        """Draw and record one token per row from its slot's logits.
+
+        The one time in a token that the host waits for the device. at: `rows` on the device.
+        """
         tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
-        full = self.logits.float().log_softmax(-1)[slots, tokens]
-        ids, *logps = torch.stack(
-            [tokens.double(), full.double(), logp_sampled.to(full).double()]
-        ).tolist()
-        drawn = [*map(int, ids)]
-        for row, of in zip(rows, zip(drawn, *logps, strict=True), strict=True):
-            self.drawn[row].append(of)
-        return drawn
+        logp_full = self.logits.float().log_softmax(-1)[slots, tokens]
+        # in fp64, so that one copy brings ids and log-probs unrounded
+        columns = torch.stack(
+            [tokens.double(), logp_full.double(), logp_sampled.to(logp_full).double()]
+        )
+        numbers, full, sampled = columns.tolist()
+        ids = list(map(int, numbers))
+        for row, drawn in zip(rows, zip(ids, full, sampled, strict=True), strict=True):
+            self.drawn[row].append(drawn)
+        return ids
 
     def _answer(self, row: int, finished: bool) -> Completion:
         ids, full, sampled = zip(*self.drawn[row], strict=True)
         if not all(map(math.isfinite, (*full, *sampled))):
             raise Diverged(
-                "the policy has collapsed: its logits are not finite, so nothing can be sampled from it "
-                "(a learning rate, or a gradient, far too large)"
+                "the policy has collapsed: its logits are not finite, so nothing can be sampled "
+                "from it (a learning rate, or a gradient, far too large)"
             )
         return Completion(ids, self.policy.decode(ids), finished, full, sampled)
 
 
 def placed(parents: Sequence[int]) -> list[int]:
-    """A slot for each child, 0 … n − 1, its parent's own where there still is one: [0, 0, 3] → [0, 1, 2]."""
+    """A slot for each child, 0 … n − 1, its parent's own where it is free: [0, 0, 3] → [0, 1, 2].
+
+    A parent's slot goes to its first child, if it is below n.
+    """
     n = len(parents)
-    first = {parent: i for i, parent in reversed(list(enumerate(parents))) if parent < n}
-    free = iter([slot for slot in range(n) if slot not in first])
-    return [parent if first.get(parent) == i else next(free) for i, parent in enumerate(parents)]
+    heir: dict[int, int] = {}  # parent → the child that stays in its slot
+    for child, parent in enumerate(parents):
+        if parent < n and parent not in heir:
+            heir[parent] = child
+    free = (slot for slot in range(n) if slot not in heir)
+    slots: list[int] = []
+    for child, parent in enumerate(parents):
+        slots.append(parent if heir.get(parent) == child else next(free))
+    return slots
 
 
 def draw(
@@ -198,18 +264,22 @@ def draw(
     sampling: Sampling,
     rows: Int[Tensor, " m"] | None = None,
 ) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
-    """Tokens by inverse CDF from uniform noise u in [0, 1), and their log-probs under the distribution drawn from.
-    rows: the row of the logits that each number draws from; None: the row of its own index."""
+    """Tokens by inverse CDF, and their log-probs under the distribution drawn from.
+
+    u: uniform noise in [0, 1). rows: the row of the logits that each number draws from; None: the
+    row of its own index.
+    """
     values, ids = candidates(logits, sampling)
     logp = values.log_softmax(-1)
     cdf = logp.exp().cumsum(-1)
     if rows is not None:
-        cdf, logp, ids = cdf[rows], logp[rows], None if ids is None else ids[rows]
-    # below the last entry whatever the rounding: the first entry above it is then always a token of
-    # probability > 0
+        cdf, logp = cdf[rows], logp[rows]
+        ids = None if ids is None else ids[rows]
+    # Below the last entry whatever the rounding: the first entry above it is then always a token of
+    # probability > 0.
     total = cdf[:, -1:]
     level = torch.minimum(u[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    # of a NaN it is one too many
-    pick = torch.searchsorted(cdf, level, right=True).clamp(max=cdf.shape[-1] - 1)
+    pick = torch.searchsorted(cdf, level, right=True)
+    pick = pick.clamp(max=cdf.shape[-1] - 1)  # in a row of NaN it is one too many
     token = pick if ids is None else ids.gather(-1, pick)
     return token.squeeze(-1), logp.gather(-1, pick).squeeze(-1)

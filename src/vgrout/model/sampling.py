@@ -8,19 +8,27 @@ from torch import Tensor
 
 from vgrout.config.sampling import Sampling
 
-WIDE, BLOCK = 2**14, 64  # logits of a row
+WIDE = 2**14  # logits of a row from which `largest` looks for blocks first
+BLOCK = 64  # logits of such a block
 
 
 def tempered(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
-    """fp32 logits at the sampling temperature; greedy (0) keeps them as they are."""
-    logits = logits.float() if logits.dtype != torch.float64 else logits
-    return logits / sampling.temperature if sampling.temperature not in (0, 1) else logits
+    """Logits at the sampling temperature, in fp32 at least; greedy (0) keeps them as they are."""
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if sampling.temperature in (0, 1):
+        return logits
+    return logits / sampling.temperature
 
 
 def candidates(
-    logits: Float[Tensor, "n V"], sampling: Sampling
+    logits: Float[Tensor, "n V"],
+    sampling: Sampling,
 ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"] | None]:
-    """Tempered logits of the tokens that may be sampled (−inf: left out after all) and their ids (None: 0 … V-1)."""
+    """Tempered logits of the tokens that may be sampled, and their ids.
+
+    A logit of −inf: this token is left out after all. Ids of None: 0 … V-1.
+    """
     k = 1 if sampling.temperature == 0 else sampling.top_k
     if 0 < k < logits.shape[-1]:
         values, ids = largest(logits, k)  # exactly k, also among equals
@@ -30,31 +38,37 @@ def candidates(
     else:
         values, ids = tempered(logits, sampling), None
     if sampling.top_p < 1:  # descending here: the token that reaches top_p still counts
-        mass = values.softmax(-1)
-        values = values.masked_fill(mass.cumsum(-1) - mass >= sampling.top_p, -math.inf)
+        p = values.softmax(-1)
+        mass_before = p.cumsum(-1) - p
+        values = values.masked_fill(mass_before >= sampling.top_p, -math.inf)
     return values, ids
 
 
 def largest(
-    logits: Float[Tensor, "n V"], k: int
+    logits: Float[Tensor, "n V"],
+    k: int,
 ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-    """The k largest, descending, and where they are. topk copies a row and sorts it in part, which for a real model's
-    vocabulary takes longer than a layer of it: there it sees the k blocks with the largest maxima, which hold them."""
-    n, V = logits.shape
+    """The k largest logits of each row, descending, and where they are.
+
+    On a CPU topk copies a row and sorts it in part, which for a real model's vocabulary takes
+    longer than a layer of the model. There it is given the k blocks with the largest maxima, which
+    hold the k largest logits.
+    """
+    _, V = logits.shape
     if logits.device.type != "cpu" or V < WIDE or V % BLOCK:
         return logits.topk(k)
-    blocks = logits.view(n, -1, BLOCK)
-    of = blocks.amax(-1).topk(min(k, blocks.shape[1])).indices
-    values, at = blocks.gather(1, of[..., None].expand(-1, -1, BLOCK)).flatten(1).topk(k)
-    return values, of.gather(1, at // BLOCK) * BLOCK + at % BLOCK
+    blocks = logits.unflatten(1, (-1, BLOCK))
+    chosen = blocks.amax(-1).topk(min(k, blocks.shape[1])).indices
+    inside = blocks.gather(1, chosen[..., None].expand(-1, -1, BLOCK))
+    values, at = inside.flatten(1).topk(k)
+    return values, chosen.gather(1, at // BLOCK) * BLOCK + at % BLOCK
 
 
 def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n V"]:
     """Which tokens may be sampled, as a mask over the vocabulary."""
     values, ids = candidates(logits, sampling)
-    inside = values > -math.inf
-    return (
-        inside
-        if ids is None
-        else torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, inside)
-    )
+    may_be_sampled = values > -math.inf
+    if ids is None:
+        return may_be_sampled
+    nothing = torch.zeros_like(logits, dtype=torch.bool)
+    return nothing.scatter(-1, ids, may_be_sampled)

@@ -31,7 +31,7 @@ from vgrout.console import HEARTBEAT_S
 from vgrout.errors import Refused
 from vgrout.files import regular, write_atomic
 from vgrout.model.attention import uploaded
-from vgrout.model.packing import Pieces
+from vgrout.model.prefixes import Pieces
 from vgrout.model.source import TARGETS
 
 FINGERPRINT_SIZE = 4  # numbers a module by which a file's basis is known again

@@ -1,0 +1,382 @@
+"""Layout of packed rows: which rows share a forward, and where their tokens lie in it.
+
+A packed sequence holds rows one after the other without padding, and what rows have in common is
+computed once. Rows of one unit that begin alike, with their prompt and perhaps some tokens of their
+answers, form a tree of token runs, in which a token attends to what leads to it from the root.
+Everything in a decoder but attention works token by token, so the model's own forward runs on one
+long row of tokens with our own attention function.
+
+A unit is a row of the gradient: the gradient at a shared token is the sum over the rows that share
+it, so only rows of one unit share tokens. What rows of several units have in common is read by
+`model/prefixes.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from vgrout.model.attention import Attend, PackedAttention, packed_forward, runs_of, uploaded
+from vgrout.model.prefixes import Ids, Pieces, Prompts, common_prefix_len
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """B rows of prompt + completion as one sequence of N tokens.
+
+    T is the longest completion. E counts pairs of a token and the next one, each pair once: rows
+    that share a token and go on alike share its log-prob. A completion's last token predicts
+    nothing and is not in the sequence. Where prefixes reach into the answers, `at` and `edges`
+    count the prefixes' copies before the sequence's own tokens.
+    """
+
+    ids: Int[Tensor, "1 N"]
+    positions: Int[Tensor, "1 N"]
+    target: Int[Tensor, "B T"]  # the completion's tokens, 0 on padding
+    at: Int[Tensor, "B T"]  # token whose logits predict target[b, t]
+    mask: Bool[Tensor, "B T"]  # by length, never by token
+    edges: Int[Tensor, "2 E"]  # the pairs: token as in `at`, and target
+    edge: Int[Tensor, "B T"]  # index of each target's pair
+    wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where the mask is set, row by row
+    attention: PackedAttention
+    pieces: Pieces  # stretches of one unit; together they are all tokens, each once
+    dtype: torch.dtype
+    prompts: Prompts | None = None  # what the rows go on from
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the forward."""
+        return self.ids.numel()
+
+    def attend(self) -> Attend:
+        """Attention for one forward, to be called once for each layer, in their order."""
+        if self.prompts is None:
+            return self.attention.attend
+        copies = iter(self.prompts.copies)
+
+        def after_prefixes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+            keys = torch.cat([next(copies), k])
+            values = torch.cat([next(copies), v])
+            return self.attention.attend(q, keys, values, scale)
+
+        return after_prefixes
+
+
+def packed_hidden(
+    model: PreTrainedModel,
+    core: torch.nn.Module,
+    batch: Packed,
+) -> Float[Tensor, "N D"]:
+    """The backbone's output at every token of `batch`.
+
+    Where prefixes reach into the answers, their copies' output comes first. core: the model without
+    its head.
+    """
+    hidden = packed_forward(model, core, batch.ids, batch.positions, batch.attend())[0]
+    if batch.prompts is not None and batch.prompts.reach_answers:
+        return torch.cat([batch.prompts.copies[-1], hidden])
+    return hidden
+
+
+# ── rows → one packed sequence
+
+
+@dataclass(slots=True)
+class _TokenTree:
+    """The tokens of a packed sequence, and where each row finds its own.
+
+    Keys are numbered as attention sees them: first the prefixes' copies, then the sequence's
+    tokens.
+    """
+
+    first_key: int  # of the sequence's own tokens: how many copies come before
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    # row → those of its tokens that neither an earlier row nor its prefix's copy has
+    new: dict[int, range] = field(default_factory=dict)
+    # row → the keys of all its tokens
+    paths: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, row: int, tokens: Sequence[int], known: Sequence[int]) -> None:
+        """Append a row whose first tokens have the keys `known`."""
+        start = len(self.ids)
+        self.ids += tokens[len(known) :]
+        self.positions += range(len(known), len(tokens))
+        new = range(start, len(self.ids))
+        self.new[row] = new
+        self.paths[row] = [*known, *(self.first_key + i for i in new)]
+
+
+def pack(
+    units: Sequence[int],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    device: torch.device,
+    dtype: torch.dtype,
+    prefixes: Prompts | None = None,
+) -> Packed:
+    """Lay out all rows as one sequence.
+
+    Rows of equal unit and equal prompt share that prompt and what their answers have in common at
+    the start. The gradient at a shared token is the sum over its rows: give rows one unit only
+    where you need no more than the sum.
+
+    Args:
+        units: each row's unit.
+        prompts: each row's prompt, not empty.
+        completions: each row's completion, not empty.
+        device: where the tensors go.
+        dtype: the model's.
+        prefixes: what rows of several units begin with; every row's prompt is among them.
+    """
+    _check_rows(units, prompts, completions)
+    rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
+    families = family(units, prompts)
+    for members in families:
+        # Sorted, a row has most in common with the one before it.
+        members.sort(key=rows.__getitem__)
+    tree = _token_tree(units, prompts, rows, families, prefixes)
+    predictions = _predictions(tree, prompts, completions, prefixes)
+
+    # Without prefixes the first row of a family is there as a whole; all others are branches.
+    roots = [members[0] for members in families] if prefixes is None else []
+    is_root = set(roots)
+    branches = [row for row, new in tree.new.items() if len(new) > 0 and row not in is_root]
+    lengths = list(map(len, completions))
+    longest = max(lengths)
+    return Packed(
+        ids=uploaded([tree.ids], device),
+        positions=uploaded([tree.positions], device),
+        target=uploaded([padded(completion, longest) for completion in completions], device),
+        at=uploaded(predictions.at, device),
+        mask=torch.arange(longest, device=device) < uploaded(lengths, device)[:, None],
+        edges=uploaded(predictions.edges, device).mT,
+        edge=uploaded(predictions.edge, device),
+        wanted=places(completions, device),
+        attention=_attention(tree, roots, branches, device, dtype),
+        pieces=_pieces(units, tree, [*roots, *branches]),
+        dtype=dtype,
+        prompts=prefixes,
+    )
+
+
+def _check_rows(
+    units: Sequence[int],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+) -> None:
+    counts = (len(units), len(prompts), len(completions))
+    assert len(units) == len(prompts) == len(completions) > 0, counts
+    assert all(prompts), "an empty prompt: nothing predicts the first token"
+    assert all(completions), "an empty completion: nothing to predict"
+
+
+def _token_tree(
+    units: Sequence[int],
+    prompts: Sequence[Ids],
+    rows: Sequence[Ids],
+    families: Sequence[Sequence[int]],
+    prefixes: Prompts | None,
+) -> _TokenTree:
+    """All families' first rows, then what their other rows do not share with the row before.
+
+    rows: each row's tokens in the forward. families: rows that share a prompt, sorted by tokens.
+    """
+    tree = _TokenTree(first_key=0 if prefixes is None else prefixes.turn_ends[-1])
+    for members in families:
+        first = members[0]
+        copies: Sequence[int] = ()
+        if prefixes is not None:
+            copies = prefixes.copied[units[first], prompts[first]]
+        tree.add(first, rows[first], copies)
+    for members in families:
+        for before, row in pairwise(members):
+            shared = common_prefix_len(rows[before], rows[row])
+            tree.add(row, rows[row], tree.paths[before][:shared])
+    return tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Predictions:
+    """Which token predicts which; the fields are those of `Packed`, as lists."""
+
+    at: list[list[int]]
+    edges: list[tuple[int, int]]
+    edge: list[list[int]]
+
+
+def _predictions(
+    tree: _TokenTree,
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    prefixes: Prompts | None,
+) -> _Predictions:
+    copies_without_hidden = 0  # keys that no token of the backbone's output belongs to
+    if prefixes is not None and not prefixes.reach_answers:
+        copies_without_hidden = tree.first_key
+    longest = max(map(len, completions))
+    at: list[list[int]] = []
+    edge: list[list[int]] = []
+    index_of: dict[tuple[int, int], int] = {}  # (token, next token) → index of the pair
+    for row, completion in enumerate(completions):
+        # the prompt's last token predicts the completion's first one
+        path = tree.paths[row][len(prompts[row]) - 1 :]
+        predicting = [key - copies_without_hidden for key in path]
+        of_row: list[int] = []
+        for pair in zip(predicting, completion, strict=True):
+            of_row.append(index_of.setdefault(pair, len(index_of)))
+        at.append(padded(predicting, longest))
+        edge.append(padded(of_row, longest))
+    return _Predictions(at, list(index_of), edge)
+
+
+def padded(numbers: Sequence[int], length: int) -> list[int]:
+    """The numbers, then zeros up to this length."""
+    return [*numbers, *[0] * (length - len(numbers))]
+
+
+def _attention(
+    tree: _TokenTree,
+    roots: Sequence[int],
+    branches: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PackedAttention:
+    root_lengths = [len(tree.new[row]) for row in roots]
+    branch_lengths = [len(tree.new[row]) for row in branches]
+    branch_paths = [tree.paths[row] for row in branches]
+    return PackedAttention(
+        root_tokens=sum(root_lengths),
+        roots=runs_of(root_lengths, None, device, dtype) if roots else None,
+        branches=runs_of(branch_lengths, branch_paths, device, dtype) if branches else None,
+    )
+
+
+def places(
+    completions: Sequence[Ids],
+    device: torch.device,
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
+    """Row and position of every completion token, row by row."""
+    at: list[tuple[int, int]] = []
+    for row, completion in enumerate(completions):
+        at += [(row, t) for t in range(len(completion))]
+    row, t = uploaded(at, device).unbind(1)
+    return row, t
+
+
+def _pieces(units: Sequence[int], tree: _TokenTree, rows: Sequence[int]) -> Pieces:
+    """The longest stretches of one unit. rows: in the order of the sequence."""
+    pieces: list[tuple[int, slice]] = []
+    for row in rows:
+        unit, new = units[row], tree.new[row]
+        start = new.start
+        if pieces and pieces[-1][0] == unit:
+            _, before = pieces.pop()
+            start = before.start
+        pieces.append((unit, slice(start, new.stop)))
+    return tuple(pieces)
+
+
+def family(units: Sequence[int], prompts: Sequence[Ids]) -> list[list[int]]:
+    """Indices of rows, grouped by shared unit and prompt."""
+    families: dict[tuple[int, Ids], list[int]] = {}
+    for row, key in enumerate(zip(units, prompts, strict=True)):
+        families.setdefault(key, []).append(row)
+    return list(families.values())
+
+
+# ── rows → batches, a forward each
+
+
+@dataclass(frozen=True, slots=True)
+class _Branches:
+    """The branches of a batch, as attention has them.
+
+    Keys are not shared there: each branch has a copy of what leads to it, padded to the longest.
+    """
+
+    count: int = 0
+    longest_query: int = 0
+    longest_key: int = 0
+
+    def with_one_more(self, queries: int, keys: int) -> "_Branches":
+        return _Branches(
+            self.count + 1, max(self.longest_query, queries), max(self.longest_key, keys)
+        )
+
+    def exceed(self, budget: int) -> bool:
+        """Whether attention needs too much memory for a batch of `budget` tokens.
+
+        The copies may be 16 · budget tokens, and their pairs with the queries, which are padded
+        too, 4 · budget².
+        """
+        queries = max(self.longest_query, budget // 4)
+        return self.count * self.longest_key * queries > 4 * budget**2
+
+
+def batches(
+    units: Sequence[int],
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    budget: int,
+    prefixes: Prompts | None = None,
+) -> list[list[int]]:
+    """Indices of rows for `pack`: those that share a prompt together, long ones first.
+
+    A batch has at most `budget` tokens, shared ones counted once, or is a single row. A batch also
+    ends where its branches would need too much memory in attention. prefixes: what rows of several
+    units begin with; its tokens are not counted.
+    """
+    lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    families = family(units, prompts)
+    families.sort(key=lambda members: max(lengths[i] for i in members), reverse=True)
+    out: list[list[int]] = []
+    left = 0  # of the open batch's budget
+    branches = _Branches()  # of the open batch
+    for members in families:
+        prefix = None if prefixes is None else prefixes.prefixes[prompts[members[0]]]
+        # What the next row shares most with. Sorted, that is the row before it in the open batch.
+        before = prefix
+        for i in sorted(members, key=completions.__getitem__):
+            row = prompts[i] + completions[i][:-1]
+            new = len(row)
+            if before is not None:
+                new -= common_prefix_len(before, row)
+                if new > 0:
+                    branches = branches.with_one_more(queries=new, keys=len(row))
+            if not out or new > left or branches.exceed(budget):
+                out.append([])
+                left = budget
+                branches = _Branches()
+                new = len(row) if prefix is None else len(row) - len(prefix)
+            out[-1].append(i)
+            left -= new
+            before = row
+    return out
+
+
+def padded_batches(
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    longest_first: bool = True,
+) -> list[list[int]]:
+    """Indices of rows, batched by similar length.
+
+    A batch has at most `budget` tokens with padding, or is a single row.
+    """
+    out: list[list[int]] = []
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=longest_first)
+    for i in by_length:
+        if out:
+            rows = out[-1]
+            longest = max(lengths[rows[0]], lengths[i])
+            if longest * (len(rows) + 1) <= budget:
+                rows.append(i)
+                continue
+        out.append([i])
+    return out
