@@ -21,15 +21,16 @@ objects:
 `matches(expected, claim)` is then `expected == value`, as Python's `==` on builtins: 2 == 2.0 and
 True == 1, a tuple never equals a list, and NaN equals nothing, not even itself inside a list.
 
-The flawed run also needs what an object's own `==` says, but must not learn the expected value. So
-the child is sent decoys of every kind (`Decoys`), and an object with an `==` of its own is claimed as
+The flawed run also needs what an object's own `==` says, but must not learn the expected value.
+So the child is sent decoys of every kind (`Decoys`), and an object with an `==` of its own is
+claimed as
 
     {"o": [[true, false, "TypeError", …], claim]}
 
-The first list holds what that `==` returned (or raised) for each decoy; the claim is the value below
-the lie. `matches(expected, claim, decoys)` is then what `value == expected` would have returned. It
-holds if the two are equal, or if the object claims to equal every decoy of the expected value's kind
-that it does not equal.
+The first list holds what that `==` returned (or raised) for each decoy; the claim is the value
+below the lie. `matches(expected, claim, decoys)` is then what `value == expected` would have
+returned. It holds if the two are equal, or if the object claims to equal every decoy of the
+expected value's kind that it does not equal.
 """
 
 import builtins
@@ -303,8 +304,8 @@ def clean_name(name: Any) -> str:
 def claim_room(expected: Any) -> int:
     """Return the most characters that a claim equal to `expected` can have.
 
-    A longer claim is wrong, and need not be read. A number may come as a float's hex, a ratio of two
-    integers, or a complex; a character as up to two \\uXXXX.
+    A longer claim is wrong, and need not be read. A number may come as a float's hex, a ratio of
+    two integers, or a complex; a character as up to two \\uXXXX.
     """
     kind = type(expected)
     if kind in (list, tuple, set, frozenset):
@@ -342,7 +343,7 @@ def _pair(body: Any) -> tuple[Any, Any]:
 
 
 def _int_of(body: Any, bits: int = MAX_BITS) -> int:
-    """Read an integer from hexadecimal digits, whose number is checked before they are converted."""
+    """Read an integer from hexadecimal digits, after checking how many there are."""
     if type(body) is not str or len(body) > bits // 4 + 2:
         raise BadClaim("size")
     return int(body, 16)
@@ -413,7 +414,7 @@ def _widest(value: Any) -> int:
 
 
 def _room_for_keys(expected: Any) -> int:
-    """Return the most items that a tuple or frozenset may have in a key equal to one of `expected`."""
+    """Return the most items of a tuple or frozenset in a key that can equal one of `expected`."""
     return max(map(_widest, expected), default=0)
 
 
