@@ -1,30 +1,32 @@
-"""Detector D: an answer's own tests are read, never run, and what they expect is held against the canonical solution.
+"""Detector D: read an answer's own tests, without running them, and check what they expect against
+the canonical solution.
 
-Read is what needs no line of the answer to be run: calls of the solution with literal arguments, compared with literals
-in an `assert`, an `if …: raise` or a method of unittest; names bound to either, loops over literal tables, and the
-answer's own test functions that these stand in. All else stays unread, and is never held against an answer.
+The reader understands what it can evaluate without running a line of the answer: calls of the
+solution with literal arguments, compared with literals in an `assert`, an `if …: raise` or a method
+of unittest; names bound to either; loops over literal tables; and the answer's own test functions
+that contain these. Everything else stays unread, and is never held against an answer.
 
-This runs in a child that runs the canonical solution, and no answer. Every expectation is looked at, also behind one
-that fails, and nothing that the solution returned is an argument or the bound of a loop: how long reading takes tells
-nothing of these values.
+This runs in a child that runs the canonical solution, and no answer. The reader looks at every
+expectation, also at those behind one that fails, and nothing that the solution returned becomes an
+argument or the bound of a loop. So the time that reading takes reveals nothing of these values.
 """
 
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-# of the canonical solution; all else is bounded by the child's CPU time, memory and stack
+# Calls of the canonical solution. The child's CPU time, memory and stack bound everything else.
 MAX_CALLS = 200
 
 
 class Unread(Exception):
-    """This is none of the forms that are read."""
+    """This has none of the forms that are read."""
 
 
 class FunctionEnds(Exception):
@@ -32,103 +34,104 @@ class FunctionEnds(Exception):
 
 
 class FunctionMayEnd(FunctionEnds):
-    """… or to what is unread and may hold one, or leave a loop."""
+    """Reading has come to something unread that may return, or leave a loop."""
 
 
 class Meaning(Enum):
-    """What a name may stand for that is no value."""
+    """What a name may stand for, other than a value."""
 
-    CLASS, INSTANCE, METHOD, TEST_CASE, UNITTEST = range(5)
+    CLASS = 0  # the answer's Solution
+    INSTANCE = 1  # an instance of it
+    METHOD = 2  # the solution itself
+    TEST_CASE = 3  # an instance of a unittest.TestCase
+    UNITTEST = 4  # the module, or anything made with it
 
 
 @dataclass(slots=True)
 class Returned:
-    """What the canonical solution returned, or what was computed from that; `raised`: it raised, or the computation."""
+    """What the canonical solution returned, or what was computed from that."""
 
     value: Any = None
-    raised: bool = False
+    raised: bool = False  # the solution raised, or the computation did
 
 
-# a name, or "self.name" → a literal's value, Returned, Meaning, or a function of the answer
+# A name, or "self.name" → a literal's value, Returned, Meaning, or a function of the answer.
 Bindings = dict[str, Any]
 
+
+def _is_in(a: Any, b: Any) -> bool:
+    return a in b
+
+
+def _is_not_in(a: Any, b: Any) -> bool:
+    return a not in b
+
+
 _OPERATORS: dict[type, Callable[..., Any]] = {
-    **{
-        ast.Eq: operator.eq,
-        ast.NotEq: operator.ne,
-        ast.Is: operator.is_,
-        ast.IsNot: operator.is_not,
-    },
-    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
-    **{
-        ast.In: lambda a, b: a in b,
-        ast.NotIn: lambda a, b: a not in b,
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-    },
-    **{ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos},
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: _is_in,
+    ast.NotIn: _is_not_in,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
 }
-_FUNCTIONS = (
-    abs,
-    bool,
-    float,
-    int,
-    isinstance,
-    len,
-    list,
-    max,
-    min,
-    round,
-    set,
-    sorted,
-    str,
-    sum,
-    tuple,
-)
+# unittest's assertions about two values
+_ASSERTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "assertEqual": operator.eq,
+    "assertListEqual": operator.eq,
+    "assertTupleEqual": operator.eq,
+    "assertDictEqual": operator.eq,
+    "assertSetEqual": operator.eq,
+    "assertSequenceEqual": operator.eq,
+    "assertNotEqual": operator.ne,
+    "assertIs": operator.is_,
+    "assertIsNot": operator.is_not,
+    "assertIn": _is_in,
+    "assertNotIn": _is_not_in,
+    "assertGreater": operator.gt,
+    "assertGreaterEqual": operator.ge,
+    "assertLess": operator.lt,
+    "assertLessEqual": operator.le,
+}
+# … and about one value and None
+_NONE_ASSERTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "assertIsNone": operator.is_,
+    "assertIsNotNone": operator.is_not,
+}
+
+# Builtins that are called, with what the solution returned or with literals …
+_TYPES = (bool, float, int, list, set, str, tuple)
+_FUNCTIONS = (*_TYPES, abs, isinstance, len, max, min, round, sorted, sum)
+# … with literals only
 _OF_LITERALS = (dict, enumerate, zip)
-_METHODS = ("items", "keys", "values", "split")  # of literals
+# Methods of literals that are called.
+_METHODS = ("items", "keys", "values", "split")
 # Calls that, unread, change nothing.
-_HARMLESS = {
-    f.__name__ for f in (*_FUNCTIONS, *_OF_LITERALS, all, any, print, range, repr, reversed, type)
-}
+_CHANGE_NOTHING = (*_FUNCTIONS, *_OF_LITERALS, all, any, print, range, repr, reversed, type)
+_HARMLESS = {function.__name__ for function in _CHANGE_NOTHING}
 _HARMLESS_METHODS = (*_METHODS, "format", "join")
-# What cannot be changed, but for tuples and frozensets, which may hold what can.
-_FIXED = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(...),
-    type,
-    type(abs),
-    Meaning,
-    ast.AST,
-)
-# unittest's assertions of two values; None is the second of assertIsNone
-_COMPARED = dict.fromkeys(
-    (f"assert{kind}Equal" for kind in ("", "List", "Tuple", "Dict", "Set", "Sequence")), ast.Eq
-) | {
-    **{"assertNotEqual": ast.NotEq, "assertIs": ast.Is, "assertIsNot": ast.IsNot},
-    **{
-        "assertIn": ast.In,
-        "assertNotIn": ast.NotIn,
-        "assertGreater": ast.Gt,
-        "assertGreaterEqual": ast.GtE,
-    },
-    **{
-        "assertLess": ast.Lt,
-        "assertLessEqual": ast.LtE,
-        "assertIsNone": ast.Is,
-        "assertIsNotNone": ast.IsNot,
-    },
-}
+
+# Types of objects that cannot be changed. Tuples and frozensets may hold objects that can.
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, type(...))
+_FIXED = (*_PLAIN_TYPES, type, type(abs), Meaning, ast.AST)
 
 
 def _almost_equal(a: Any, b: Any, places: int = 7, msg: Any = None, delta: Any = None) -> bool:
-    return a == b or (abs(a - b) <= delta if delta is not None else round(abs(a - b), places) == 0)
+    """unittest's assertAlmostEqual."""
+    if a == b:
+        return True
+    if delta is not None:
+        return abs(a - b) <= delta
+    return round(abs(a - b), places) == 0
 
 
 def _is_value(x: Any) -> bool:
@@ -136,9 +139,12 @@ def _is_value(x: Any) -> bool:
 
 
 def _apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """The function's value; Returned, if an operand is. Raises Unread for operands that are no values."""
+    """Return the function's value; as Returned, if one of the operands is.
+
+    Raises Unread if an operand is no value, or if the function fails on literals alone.
+    """
     returned = [x for x in operands if type(x) is Returned]
-    if len(returned) + sum(map(_is_value, operands)) < len(operands):
+    if not all(type(x) is Returned or _is_value(x) for x in operands):
         raise Unread
     if any(x.raised for x in returned):
         return Returned(raised=True)
@@ -151,8 +157,24 @@ def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     return Returned(value) if returned else value
 
 
+def _make_list(*items: Any) -> list[Any]:
+    return list(items)
+
+
+def _make_tuple(*items: Any) -> tuple[Any, ...]:
+    return items
+
+
+def _make_set(*items: Any) -> set[Any]:
+    return set(items)
+
+
+def _all_of(*items: Any) -> bool:
+    return all(items)
+
+
 def _may_change(node: ast.AST) -> bool:
-    """Could this, unread, change an object that it names?"""
+    """Say whether this, unread, could change an object that it names."""
     match node:
         case ast.Call(func=ast.Name(id=name)):
             return name not in _HARMLESS
@@ -164,153 +186,204 @@ def _may_change(node: ast.AST) -> bool:
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """The objects in a value that can be changed."""
+    """Yield the objects in a value that can be changed."""
     if type(value) is Returned:
         value = value.value
-    if not isinstance(value, _FIXED):
-        if not isinstance(value, tuple | frozenset):
-            yield value
-        inside = [*value, *value.values()] if isinstance(value, dict) else value
-        for part in inside if isinstance(inside, list | tuple | set | frozenset) else ():
-            yield from _objects(part)
+    if isinstance(value, _FIXED):
+        return
+    if not isinstance(value, tuple | frozenset):
+        yield value
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = (*value, *value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    for part in parts:
+        yield from _objects(part)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
-    """The names that a statement binds or deletes."""
+    """Yield the names that a statement binds or deletes."""
     for n in ast.walk(node):
         match n:
-            case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Attribute(ctx=ast.Store() | ast.Del()):
-                yield ast.unparse(n)
-            case (
-                ast.FunctionDef(name=name)
-                | ast.AsyncFunctionDef(name=name)
-                | ast.ClassDef(name=name)
-            ):
-                yield name
+            case ast.Name() | ast.Attribute():
+                if not isinstance(n.ctx, ast.Load):
+                    yield ast.unparse(n)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield n.name
             case ast.ExceptHandler(name=str(name)):
                 yield name
             case ast.alias(name=name, asname=alias) if name != "unittest":
                 yield alias or name
 
 
-def _names_unittest(node: ast.AST, names: Bindings) -> bool:
-    return any(
-        isinstance(n, ast.Name) and names.get(n.id) is Meaning.UNITTEST for n in ast.walk(node)
-    )
-
-
 def _bind(target: ast.AST, value: Any, names: Bindings) -> None:
-    match target:
-        case ast.Name() | ast.Attribute():
-            names[ast.unparse(target)] = value
-        case ast.Tuple(elts=elts) | ast.List(elts=elts) if isinstance(value, tuple | list) and len(
-            value
-        ) == len(elts):
-            for part, item in zip(elts, value, strict=True):
-                _bind(part, item, names)
-        case _:
-            raise Unread
+    """Bind a target to a value, as an assignment does. Raises Unread."""
+    if isinstance(target, ast.Name | ast.Attribute):
+        names[ast.unparse(target)] = value
+        return
+    if not isinstance(target, ast.Tuple | ast.List) or not isinstance(value, tuple | list):
+        raise Unread
+    if len(target.elts) != len(value):
+        raise Unread
+    for part, item in zip(target.elts, value, strict=True):
+        _bind(part, item, names)
+
+
+def _is_test_case(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+
+
+def _is_subtest(node: ast.With) -> bool:
+    """Say whether this is `with self.subTest(…):`."""
+    match node.items:
+        case [ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="subTest")))]:
+            return True
+    return False
+
+
+def _is_condition(node: ast.AST) -> bool:
+    """Say whether this is `if …: raise`."""
+    return isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+
+
+def _name_of(function: ast.expr) -> str:
+    """Return the last name of what is called: `f` in `f()` and in `x.f()`."""
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def _may_leave(node: ast.AST) -> bool:
+    """Say whether this, unread, could end a function or a loop."""
+    leaving = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(n, leaving) for n in ast.walk(node))
+
+
+def _functions(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
 
 
 class OwnTests:
-    """The tests of one answer, as read. solve(*args, **kwargs): the canonical solution, on a fresh instance.
+    """The tests of one answer, as far as they are read.
 
-    rejects: some expectation that was read does not hold. unread: how many statements may reject and were not read.
+    rejects: some expectation that was read does not hold for the canonical solution.
+    unread: how many statements were not read and may reject.
     """
 
     def __init__(self, function: str, solve: Callable[..., Any]) -> None:
-        self.function, self.solve = function, solve
-        self.rejects, self.unread, self.calls = False, 0, 0
+        """`function` is the solution's name; `solve` calls the canonical one on a new instance."""
+        self.function = function
+        self.solve = solve
+        self.rejects = False
+        self.unread = 0
+        self.calls = 0
         self.methods: dict[str, ast.FunctionDef] = {}  # of the answer's Solution
-        self.cases: list[ast.ClassDef] = []  # of unittest
+        self.cases: list[ast.ClassDef] = []  # of unittest, until they are read
         self.changed: dict[int, Any] = {}  # id → an object that something unread may have changed
         self.rebound: set[str] = set()  # names of one function that another may bind
-        self.names: Bindings = {f.__name__: f for f in (*_FUNCTIONS, *_OF_LITERALS)}
-        self.names |= {"math.inf": math.inf, "unittest": Meaning.UNITTEST}
+        self.names: Bindings = {}
+        for builtin in (*_FUNCTIONS, *_OF_LITERALS):
+            self.names[builtin.__name__] = builtin
+        self.names["math.inf"] = math.inf
+        self.names["unittest"] = Meaning.UNITTEST
 
     def read(self, parts: Sequence[str], name: str) -> None:
-        """The test function of that name, of the module or a method of the class, in a program's parts."""
+        """Read the test function of that name in a program's parts.
+
+        It may be a function of the module, or a method of the class.
+        """
         try:
-            self._module(ast.Module([node for part in parts for node in ast.parse(part).body], []))
-            own = name in self.names
-            self._function(
-                self.names[name] if own else self.methods[name], [] if own else [Meaning.INSTANCE]
-            )
-        except Exception:  # none of that name, too deep for the stack …
+            body: list[ast.stmt] = []
+            for part in parts:
+                body += ast.parse(part).body
+            self._module(ast.Module(body, []))
+            if name in self.names:
+                self._function(self.names[name], [])
+            else:
+                self._function(self.methods[name], [Meaning.INSTANCE])
+        except Exception:  # no function has that name, it is too deep for the stack …
             self.unread += 1
 
     def _module(self, tree: ast.Module) -> None:
+        """Learn what the module binds, without reading its loops, conditions and expressions."""
         own = {"Solution": Meaning.CLASS, self.function: Meaning.METHOD}
         self.names |= own
         for node in ast.walk(tree):
-            match node:
-                case ast.ClassDef(bases=bases) if any(
-                    ast.unparse(base).endswith("TestCase") for base in bases
-                ):
-                    self.cases.append(node)
-                case ast.Global(names=names) | ast.Nonlocal(names=names):
-                    self.rebound.update(names)
+            if isinstance(node, ast.ClassDef) and _is_test_case(node):
+                self.cases.append(node)
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                self.rebound.update(node.names)
         for node in tree.body:
             match node:
-                case ast.ClassDef(name="Solution", body=body):
-                    self.methods = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
+                case ast.ClassDef(name="Solution"):
+                    self.methods = _functions(node)
                 case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
                     self._statement(node, self.names)
                 case ast.Assign() | ast.AnnAssign():
-                    with suppress(Unread):
+                    try:
                         self._statement(node, self.names)
-                        continue
-                    self._forget(node, self.names)
+                    except Unread:
+                        self._forget(node, self.names)
                 case _:
                     self._forget(node, self.names)
         self.names |= own
 
     def _forget(self, node: ast.AST, names: Bindings) -> None:
-        """After an unread statement: its names stand for nothing that is known, nor does any name of what it may have
-        changed."""
+        """Drop what an unread statement makes uncertain.
+
+        The names that it binds stand for nothing known. The objects that it may have changed are
+        uncertain under any name.
+        """
         if any(map(_may_change, ast.walk(node))):
             for n in ast.walk(node):
                 if isinstance(n, ast.Name | ast.Attribute):
-                    self.changed |= {id(x): x for x in _objects(names.get(ast.unparse(n)))}
+                    for x in _objects(names.get(ast.unparse(n))):
+                        self.changed[id(x)] = x
         for name in _bound(node):
             names.pop(name, None)
 
     def _may_reject(self, node: ast.AST) -> bool:
-        """Could this statement, unread, raise? Any call may but those of print and of the solution."""
+        """Say whether this statement, unread, could raise.
+
+        Any call may, except those of print and of the solution.
+        """
         plain = ("print", "Solution", self.function)
-        return any(
-            isinstance(n, ast.Assert | ast.Raise)
-            or (
-                isinstance(n, ast.Call)
-                and getattr(n.func, "id", getattr(n.func, "attr", "")) not in plain
-            )
-            for n in ast.walk(node)
-        )
+        for n in ast.walk(node):
+            if isinstance(n, ast.Assert | ast.Raise):
+                return True
+            if isinstance(n, ast.Call) and _name_of(n.func) not in plain:
+                return True
+        return False
+
+    # --- statements
 
     def _function(self, node: Any, args: list[Any], names: Bindings | None = None) -> None:
-        """Read the body of a function that is called with these arguments, where `names` are known around it."""
+        """Read the body of a function that is called with these arguments.
+
+        `names` are known around it: those of the module, if none are given. Raises Unread.
+        """
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+            raise Unread
+        wanted = node.args.args
+        if node.args.vararg or node.args.kwonlyargs or len(wanted) != len(args):
+            raise Unread
+        if any(map(self._beyond_reading, ast.walk(node))):
+            raise Unread
         around = names or self.names
-        match node:
-            case ast.FunctionDef(
-                args=ast.arguments(args=wanted, vararg=None, kwonlyargs=[]), decorator_list=[]
-            ) if len(wanted) == len(args) and not any(map(self._beyond_reading, ast.walk(node))):
-                with suppress(FunctionEnds):
-                    self._block(
-                        node.body, around | {a.arg: v for a, v in zip(wanted, args, strict=True)}
-                    )
-            case _:
-                raise Unread
+        parameters = [parameter.arg for parameter in wanted]
+        given = dict(zip(parameters, args, strict=True))
+        with suppress(FunctionEnds):
+            self._block(node.body, around | given)
 
     def _beyond_reading(self, node: ast.AST) -> bool:
-        """In a function: it is a generator, or puts something in the solution's place."""
-        replaces = (
-            isinstance(node, ast.Attribute)
-            and node.attr == self.function
-            and isinstance(node.ctx, ast.Store)
-        )
-        return replaces or isinstance(node, ast.Yield | ast.YieldFrom)
+        """Say whether its function is a generator, or puts something in the solution's place."""
+        if isinstance(node, ast.Attribute) and node.attr == self.function:
+            return isinstance(node.ctx, ast.Store)
+        return isinstance(node, ast.Yield | ast.YieldFrom)
 
     def _block(self, body: list[ast.stmt], names: Bindings) -> None:
+        """Read statements one after the other. Raises FunctionEnds."""
         for at, node in enumerate(body):
             try:
                 self._statement(node, names)
@@ -320,48 +393,43 @@ class OwnTests:
             except Unread:
                 self.unread += self._may_reject(node)
                 self._forget(node, names)
-                may_end = any(
-                    isinstance(n, ast.Return | ast.Break | ast.Continue) for n in ast.walk(node)
-                )
-            if may_end:
-                self.unread += any(map(self._may_reject, body[at + 1 :]))
+                may_end = _may_leave(node)
+            if may_end:  # what follows may never run, so it is not read
+                rest = body[at + 1 :]
+                self.unread += any(map(self._may_reject, rest))
                 raise FunctionMayEnd
 
     def _statement(self, node: ast.stmt, names: Bindings) -> None:
         """Read one statement. Raises Unread, FunctionEnds."""
-        match node:
-            case ast.Expr() | ast.Assign() | ast.Assert() | ast.If(body=[*_, ast.Raise()]) if (
-                _names_unittest(node, names)
-            ):
-                self._unittest()
-                for target in node.targets if isinstance(node, ast.Assign) else []:
+        if self._runs_unittest(node, names):
+            self._unittest()
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
                     _bind(target, Meaning.UNITTEST, names)
-            case ast.Assert(test=test):
-                self._expect(test, True, names)
-            case ast.If(test=test, body=[*_, ast.Raise()], orelse=[]):
-                self._expect(test, False, names)
+            return
+        match node:
+            case ast.Assert():
+                self._expect(node.test, True, names)
+            case ast.If() if _is_condition(node) and not node.orelse:
+                self._expect(node.test, False, names)
             case ast.Expr(value=ast.Call() as call):
                 self._call_statement(call, names)
-            case (
-                ast.Assign(targets=[target], value=value)
-                | ast.AnnAssign(target=target, value=ast.expr() as value)
-            ):
-                _bind(target, self._value(value, names), names)
-            case ast.For(target=target, iter=table, body=body, orelse=[]):
-                for item in self._literal(table, names):
-                    _bind(target, item, names)
-                    self._block(body, names)
-            case ast.With(
-                items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="subTest")))],
-                body=body,
-            ):
-                self._block(body, names)
-            case ast.FunctionDef(name=name):
-                names[name] = node
+            case ast.Assign(targets=[target]):
+                _bind(target, self._value(node.value, names), names)
+            case ast.AnnAssign() if node.value is not None:
+                _bind(node.target, self._value(node.value, names), names)
+            case ast.For() if not node.orelse:
+                for item in self._literal(node.iter, names):
+                    _bind(node.target, item, names)
+                    self._block(node.body, names)
+            case ast.With() if _is_subtest(node):
+                self._block(node.body, names)
+            case ast.FunctionDef():
+                names[node.name] = node
             case ast.Return():
                 raise FunctionEnds
-            case ast.ClassDef(name=name):
-                names.pop(name, None)
+            case ast.ClassDef():
+                names.pop(node.name, None)
             case ast.Import() | ast.ImportFrom():
                 self._forget(node, names)
             case ast.Expr(value=ast.Constant()) | ast.Pass():
@@ -369,61 +437,89 @@ class OwnTests:
             case _:
                 raise Unread
 
-    def _call_statement(self, call: ast.Call, names: Bindings) -> None:
-        match call:
-            case ast.Call(func=ast.Name(id="print")):
-                for n in ast.walk(call):  # its arguments are computed
-                    if n is not call and isinstance(n, ast.Call | ast.NamedExpr):
-                        self._value(n, names)
-            case ast.Call(
-                func=ast.Attribute(attr="assertTrue" | "assertFalse" as name), args=[test, *_]
-            ):
-                self._expect(test, name == "assertTrue", names)
-            case ast.Call(
-                func=ast.Attribute(attr="assertAlmostEqual"), args=args, keywords=keywords
-            ):
-                named = {str(k.arg): self._literal(k.value, names) for k in keywords}
-                self._hold(
-                    _apply(lambda *a: _almost_equal(*a, **named), *self._values(args, names)), True
-                )
-            case ast.Call(func=ast.Attribute(attr=name), args=[a, *others]) if name in _COMPARED:
-                b = None if "None" in name else self._value(others[0], names)
-                self._hold(_apply(_OPERATORS[_COMPARED[name]], self._value(a, names), b), True)
-            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args, keywords=[]) if (
-                name in self.methods
-                and name != self.function
-                and self._value(owner, names) is Meaning.INSTANCE
-            ):
-                self._function(self.methods[name], [Meaning.INSTANCE, *self._values(args, names)])
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if isinstance(
-                names.get(name), ast.AST
-            ):
-                around = None if names[name] is self.names.get(name) else names
-                self._function(names[name], self._values(args, names), around)
-            case _:
-                self._value(call, names)  # it is called, and nothing is expected of it
+    def _runs_unittest(self, node: ast.stmt, names: Bindings) -> bool:
+        """Say whether this statement names unittest: it is taken to run every TestCase."""
+        if isinstance(node, ast.Assert | ast.Assign | ast.Expr) or _is_condition(node):
+            for n in ast.walk(node):
+                if isinstance(n, ast.Name) and names.get(n.id) is Meaning.UNITTEST:
+                    return True
+        return False
 
     def _unittest(self) -> None:
-        """Every test of every TestCase, once."""
+        """Read every test of every TestCase, once."""
         cases, self.cases = self.cases, []
         for case in cases:
-            methods = {n.name: n for n in case.body if isinstance(n, ast.FunctionDef)}
-            for test in (node for name, node in methods.items() if name.startswith("test")):
+            methods = _functions(case)
+            set_up = methods["setUp"].body if "setUp" in methods else []
+            for name, test in methods.items():
+                if not name.startswith("test"):
+                    continue
                 names = self.names | {"self": Meaning.TEST_CASE}
                 with suppress(FunctionEnds):
-                    self._block(methods["setUp"].body if "setUp" in methods else [], names)
+                    self._block(set_up, names)
                 try:
                     self._function(test, [Meaning.TEST_CASE], names)
                 except Unread:
                     self.unread += 1
 
+    def _call_statement(self, call: ast.Call, names: Bindings) -> None:
+        """Read a call whose value is not used. Raises Unread."""
+        args = call.args
+        match call.func:
+            case ast.Name(id="print"):
+                for n in ast.walk(call):  # its arguments are computed
+                    if n is not call and isinstance(n, ast.Call | ast.NamedExpr):
+                        self._value(n, names)
+            case ast.Attribute(attr="assertTrue") if args:
+                self._expect(args[0], True, names)
+            case ast.Attribute(attr="assertFalse") if args:
+                self._expect(args[0], False, names)
+            case ast.Attribute(attr="assertAlmostEqual"):
+                options = {}
+                for keyword in call.keywords:
+                    options[str(keyword.arg)] = self._literal(keyword.value, names)
+
+                def almost_equal(*values: Any) -> bool:
+                    return _almost_equal(*values, **options)
+
+                self._hold(_apply(almost_equal, *self._values(args, names)), True)
+            case ast.Attribute(attr=name) if args and name in _NONE_ASSERTIONS:
+                value = self._value(args[0], names)
+                self._hold(_apply(_NONE_ASSERTIONS[name], value, None), True)
+            case ast.Attribute(attr=name) if args and name in _ASSERTIONS:
+                second = self._value(args[1], names)
+                first = self._value(args[0], names)
+                self._hold(_apply(_ASSERTIONS[name], first, second), True)
+            case ast.Attribute() as method if not call.keywords and self._is_other_method(
+                method, names
+            ):
+                values = self._values(args, names)
+                self._function(self.methods[method.attr], [Meaning.INSTANCE, *values])
+            case ast.Name(id=name) if not call.keywords and isinstance(names.get(name), ast.AST):
+                is_global = names[name] is self.names.get(name)
+                values = self._values(args, names)
+                self._function(names[name], values, None if is_global else names)
+            case _:
+                self._value(call, names)  # it is called, and nothing is expected of it
+
+    def _is_other_method(self, node: ast.Attribute, names: Bindings) -> bool:
+        """Say whether this is a method of an instance of Solution, other than the solution."""
+        if node.attr not in self.methods or node.attr == self.function:
+            return False
+        return self._value(node.value, names) is Meaning.INSTANCE
+
+    # --- expectations
+
     def _expect(self, test: ast.expr, holds: bool, names: Bindings) -> None:
+        """Read a condition that should hold, or with `holds` False, should not."""
+        # All parts of an `and` should hold, and no part of an `or` that should not.
+        joined = ast.And if holds else ast.Or
         match test:
-            case ast.BoolOp(op=op, values=values) if isinstance(op, ast.And if holds else ast.Or):
-                for value in values:
+            case ast.BoolOp() if isinstance(test.op, joined):
+                for value in test.values:
                     self._expect(value, holds, names)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                self._expect(operand, not holds, names)
+            case ast.UnaryOp(op=ast.Not()):
+                self._expect(test.operand, not holds, names)
             case _:
                 try:
                     self._hold(self._value(test, names), holds)
@@ -432,12 +528,17 @@ class OwnTests:
                     self._forget(test, names)
 
     def _hold(self, found: Any, holds: bool) -> None:
-        """Raises Unread for what is no matter of the solution, unless it holds anyway."""
+        """Note whether what was found is as true as it should be.
+
+        Raises Unread if it does not depend on the solution and is not: then the fault may be ours.
+        """
         truth = _apply(bool, found)
         if type(truth) is Returned:
             self.rejects |= truth.raised or truth.value is not holds
         elif truth is not holds:
             raise Unread
+
+    # --- expressions
 
     def _literal(self, node: ast.expr, names: Bindings) -> Any:
         value = self._value(node, names)
@@ -446,75 +547,97 @@ class OwnTests:
         return value
 
     def _values(self, nodes: Sequence[ast.expr], names: Bindings) -> list[Any]:
-        out: list[Any] = []
+        values: list[Any] = []
         for node in nodes:
-            starred = isinstance(node, ast.Starred)
-            out += self._literal(node.value, names) if starred else [self._value(node, names)]
-        return out
+            if isinstance(node, ast.Starred):
+                values += self._literal(node.value, names)
+            else:
+                values.append(self._value(node, names))
+        return values
 
     def _value(self, node: ast.expr, names: Bindings) -> Any:
-        """What an expression stands for, as in Bindings. Raises Unread."""
+        """Return what an expression stands for, as in Bindings. Raises Unread."""
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = ast.unparse(node)
+            if name in names and name not in self.rebound:
+                return self._unchanged(names[name])
         match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.Name() | ast.Attribute() if (
-                name := ast.unparse(node)
-            ) in names and name not in self.rebound:
-                if self.changed and any(id(x) in self.changed for x in _objects(names[name])):
+            case ast.Constant():
+                return node.value
+            case ast.Attribute():
+                is_solution = node.attr == self.function
+                if is_solution and self._value(node.value, names) is Meaning.INSTANCE:
+                    return Meaning.METHOD
+            case ast.List():
+                return _apply(_make_list, *self._values(node.elts, names))
+            case ast.Tuple():
+                return _apply(_make_tuple, *self._values(node.elts, names))
+            case ast.Set():
+                return _apply(_make_set, *self._values(node.elts, names))
+            case ast.Dict():
+                keys = [key for key in node.keys if key is not None]
+                if len(keys) < len(node.keys):  # one is None for `**other`
                     raise Unread
-                return names[name]
-            case ast.Attribute(value=owner, attr=self.function) if (
-                self._value(owner, names) is Meaning.INSTANCE
-            ):
-                return Meaning.METHOD
-            case ast.List(elts=elts):
-                return _apply(lambda *v: [*v], *self._values(elts, names))
-            case ast.Tuple(elts=elts):
-                return _apply(lambda *v: v, *self._values(elts, names))
-            case ast.Set(elts=elts):
-                return _apply(lambda *v: {*v}, *self._values(elts, names))
-            case ast.Dict(keys=keys, values=values) if None not in keys:
-                given = [self._literal(k, names) for k in keys if k is not None]
-                return _apply(
-                    lambda *v: dict(zip(given, v, strict=True)), *self._values(values, names)
-                )
-            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-                return _apply(_OPERATORS[type(op)], self._value(operand, names))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _apply(
-                    _OPERATORS[type(op)], self._value(left, names), self._value(right, names)
-                )
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                values = self._values([left, *others], names)
-                pairs = zip(ops, values[:-1], values[1:], strict=True)
-                return _apply(
-                    lambda *v: all(v), *[_apply(_OPERATORS[type(op)], a, b) for op, a, b in pairs]
-                )
-            case ast.Subscript(value=whole, slice=at):
-                return _apply(operator.getitem, self._value(whole, names), self._value(at, names))
+                known = [self._literal(key, names) for key in keys]
+
+                def make_dict(*values: Any) -> dict[Any, Any]:
+                    return dict(zip(known, values, strict=True))
+
+                return _apply(make_dict, *self._values(node.values, names))
+            case ast.UnaryOp() if type(node.op) in _OPERATORS:
+                operand = self._value(node.operand, names)
+                return _apply(_OPERATORS[type(node.op)], operand)
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                left = self._value(node.left, names)
+                right = self._value(node.right, names)
+                return _apply(_OPERATORS[type(node.op)], left, right)
+            case ast.Compare():
+                values = self._values([node.left, *node.comparators], names)
+                results = []
+                for i, op in enumerate(node.ops):
+                    results.append(_apply(_OPERATORS[type(op)], values[i], values[i + 1]))
+                return _apply(_all_of, *results)
+            case ast.Subscript():
+                container = self._value(node.value, names)
+                index = self._value(node.slice, names)
+                return _apply(operator.getitem, container, index)
             case ast.Call():
                 return self._call(node, names)
         raise Unread
 
+    def _unchanged(self, value: Any) -> Any:
+        """Return the value. Raises Unread if something unread may have changed it."""
+        if self.changed and any(id(x) in self.changed for x in _objects(value)):
+            raise Unread
+        return value
+
     def _call(self, node: ast.Call, names: Bindings) -> Any:
-        match node.func:
-            case ast.Attribute(value=owner, attr=name) if name in _METHODS:
-                function = getattr(self._literal(owner, names), name, None)
-            case _:
-                function = self._value(node.func, names)
+        """Call a builtin, a literal's method or the canonical solution, or make an instance."""
+        called = node.func
+        if isinstance(called, ast.Attribute) and called.attr in _METHODS:
+            function = getattr(self._literal(called.value, names), called.attr, None)
+        else:
+            function = self._value(called, names)
         args = self._values(node.args, names)
         kwargs: dict[str, Any] = {}
-        for k in node.keywords:
-            value = self._literal(k.value, names)
-            kwargs |= {k.arg: value} if k.arg else value
+        for keyword in node.keywords:
+            value = self._literal(keyword.value, names)
+            if keyword.arg:
+                kwargs[keyword.arg] = value
+            else:
+                kwargs |= value
+        are_values = all(map(_is_value, args))
+
         if function is Meaning.CLASS and not args and not kwargs:
             return Meaning.INSTANCE
         if function is not Meaning.METHOD:
-            plain = all(map(_is_value, args)) or function in _FUNCTIONS
-            if not callable(function) or not _is_value(function) or not plain:
+            if not callable(function) or not _is_value(function):
                 raise Unread
-            return _apply(lambda *a: function(*a, **kwargs), *args)
-        if not all(map(_is_value, args)) or self.calls == MAX_CALLS:
+            if not are_values and function not in _FUNCTIONS:
+                raise Unread
+            return _apply(lambda *operands: function(*operands, **kwargs), *args)
+
+        if not are_values or self.calls == MAX_CALLS:
             raise Unread
         self.calls += 1
         given, named = deepcopy((args, kwargs))
@@ -525,6 +648,6 @@ class OwnTests:
         except Exception:
             return Returned(raised=True)
         finally:
-            # the answer's own lists would be others from here on
+            # The answer's own lists would be others from here on.
             if (given, named) != (args, kwargs):
                 self._forget(node, names)
