@@ -1,8 +1,9 @@
 """Policy-gradient losses: a typed batch of token log-probs → one loss per rollout. Pure functions.
 
-Axes: G rollouts, T completion tokens (right-padded). π is the trainer's distribution now, π_old the trainer's before
-this step's first update, π_s the sampler's. All losses are finite at any log-ratio: the mask is applied before exp,
-and log-ratios are cut at ±20 (e^20 ≈ 5e8), beyond which a token has no gradient.
+Axes: G rollouts, T completion tokens (right-padded). π is the trainer's distribution now, π_old the
+trainer's before this step's first update, π_s the sampler's. All losses are finite at any
+log-ratio: the mask is applied before exp, and log-ratios are cut at ±20 (e^20 ≈ 5e8), beyond which
+a token has no gradient.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from torch import Tensor
 from vgrout.config.loss import LOSSES as SPECS
 from vgrout.config.loss import LossConfig
 
+PerToken = Float[Tensor, "G T"]
+PerRollout = Float[Tensor, " G"]
+Mask = Bool[Tensor, "G T"]
+
 LOG_RATIO_MAX = 20.0
 
 
@@ -23,33 +28,35 @@ class Norm:
     """Normalisers of one optimiser step, the same for all its micro-batches."""
 
     rollouts: int  # G · P, groups without signal included
-    max_new: int
+    max_new: int  # longest completion that may be sampled, in tokens
     tokens: int  # completion tokens of all groups with signal
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """A batch of rollouts as a loss sees it. Log-probs in nats; only positions where `mask` holds count, the others may
-    hold anything, even −inf or NaN."""
+    """A batch of rollouts as a loss sees it. Log-probs are in nats.
 
-    logp: Float[Tensor, "G T"]  # of π; carries the gradient
-    logp_old: Float[Tensor, "G T"]
-    logp_sampler: Float[Tensor, "G T"]
-    advantages: Float[Tensor, " G"]
-    mask: Bool[Tensor, "G T"]
+    Only positions where `mask` is set count. The others may hold anything, even −inf or NaN.
+    """
+
+    logp: PerToken  # of π; carries the gradient
+    logp_old: PerToken  # of π_old
+    logp_sampler: PerToken  # of π_s
+    advantages: PerRollout
+    mask: Mask
     norm: Norm
-    logp_ref: Float[Tensor, "G T"] | None = None  # needed when beta > 0
-    logp_teacher: Float[Tensor, "G T"] | None = None  # needed when teacher_tau > 0
+    logp_ref: PerToken | None = None  # needed when beta > 0
+    logp_teacher: PerToken | None = None  # needed when teacher_tau > 0
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss with what its clip or mask left out."""
+    """The loss of each rollout, and which tokens its clip or mask left out."""
 
-    per_rollout: Float[Tensor, " G"]  # their sum is the step's loss
-    low: Bool[Tensor, "G T"]  # tokens without a policy gradient because their ratio is too low …
-    high: Bool[Tensor, "G T"]  # … or too high
-    kl: Float[Tensor, "G T"] | None  # to the reference, 0 where masked
+    per_rollout: PerRollout  # their sum is the step's loss
+    low: Mask  # tokens without a policy gradient because their ratio is too low …
+    high: Mask  # … or too high
+    kl: PerToken | None = None  # to the reference, 0 where masked
 
 
 def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
@@ -58,105 +65,146 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     output = LOSSES[cfg.loss](x, A, cfg)
     if not cfg.beta:
         return output
+
     assert x.logp_ref is not None
     kl = kl_to(x.logp, x.logp_ref, x.mask)
-    total = output.per_rollout + cfg.beta * reduce_tokens(kl, x, cfg)
-    return replace(output, per_rollout=total, kl=kl)
+    penalty = cfg.beta * reduce_tokens(kl, x, cfg)
+    return replace(output, per_rollout=output.per_rollout + penalty, kl=kl)
 
 
-def token_advantages(x: LossInput, cfg: LossConfig) -> Float[Tensor, "G T"]:
-    """adv_tau · A + teacher_tau · (logπ_teacher − logπ), detached (prime-rl's default loss); 1 and 0 by default."""
-    A = (cfg.adv_tau * x.advantages[:, None]).expand(x.mask.shape)
-    if cfg.teacher_tau:
-        assert x.logp_teacher is not None
-        A = A + cfg.teacher_tau * log_ratio(x.logp_teacher, x.logp, x.mask).detach()
-    return A
+def token_advantages(x: LossInput, cfg: LossConfig) -> PerToken:
+    """adv_tau · A + teacher_tau · (logπ_teacher − logπ), detached, as in prime-rl's default loss.
 
-
-def log_ratio(
-    logp: Float[Tensor, "G T"], base: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
-) -> Float[Tensor, "G T"]:
-    """logp − base in ±20, 0 where masked: exp of it, forward and backward, is finite.
-
-    Both sides are replaced before the subtraction: −inf − (−inf) on padding would be NaN.
+    By default adv_tau is 1 and teacher_tau 0: every token has the advantage of its rollout.
     """
-    zero = logp.new_zeros(())
-    difference = torch.where(mask, logp, zero) - torch.where(mask, base, zero)
-    return difference.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    A = cfg.adv_tau * x.advantages[:, None]
+    A = A.expand(x.mask.shape)
+    if not cfg.teacher_tau:
+        return A
+
+    assert x.logp_teacher is not None
+    teacher_ratio = log_ratio(x.logp_teacher, x.logp, x.mask)
+    return A + cfg.teacher_tau * teacher_ratio.detach()
 
 
-def reduce_tokens(loss: Float[Tensor, "G T"], x: LossInput, cfg: LossConfig) -> Float[Tensor, " G"]:
-    """Token losses (0 where masked) → per-rollout loss, by the loss's own normaliser.
-
-    grpo: Σ_t / (G · max_new · P) if unbiased, else mean over the rollout's tokens / (G · P).
-    dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
-    """
-    if SPECS[cfg.loss].by_step:
-        return loss.sum(1) / max(1, x.norm.tokens)
-    if cfg.unbiased:
-        return loss.sum(1) / (x.norm.rollouts * x.norm.max_new)
-    return loss.sum(1) / x.mask.sum(1).clamp(min=1) / x.norm.rollouts
+# ── the three losses
 
 
-def grpo(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+def grpo(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
     """GRPO (arXiv 2402.03300, eq. 3): −min(ρA, clip(ρ, 1−ε, 1+ε)A), ρ = π/π_old, ε = 0.2.
 
-    unbiased: Dr. GRPO (arXiv 2503.20783): a constant in place of 1/|o_i|, and no division by the group's std.
-    The minimum is PPO's clip (arXiv 1707.06347, eq. 7): a token whose ratio has left the bounds on the side to which
-    its advantage pushes loses its gradient.
+    The minimum is PPO's clip (arXiv 1707.06347, eq. 7): a token loses its gradient once its ratio
+    has left the bounds on the side to which its advantage pushes.
+
+    unbiased: Dr. GRPO (arXiv 2503.20783), which divides by a constant in place of |o_i|, and does
+        not divide by the group's std.
     """
+    lowest = 1 - cfg.low
+    highest = 1 + cfg.high
     ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-    loss = -torch.minimum(ρ * A, ρ.clamp(1 - cfg.low, 1 + cfg.high) * A)
-    low, high = (A < 0) & (ρ < 1 - cfg.low), (A > 0) & (ρ > 1 + cfg.high)
+    clipped = ρ.clamp(lowest, highest)
+
+    loss = -torch.minimum(ρ * A, clipped * A)
     loss = torch.where(x.mask, loss, 0.0)
-    return LossOutput(reduce_tokens(loss, x, cfg), low & x.mask, high & x.mask, None)
+    low = (A < 0) & (ρ < lowest)
+    high = (A > 0) & (ρ > highest)
+    return LossOutput(
+        per_rollout=reduce_tokens(loss, x, cfg),
+        low=low & x.mask,
+        high=high & x.mask,
+    )
 
 
-def dppo_tv(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
+def dppo_tv(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
     """DPPO (arXiv 2602.04879), total-variation form, symmetric: −keep · A · π/π_s ÷ Σ tokens.
 
-    keep: π − π_s in [−0.2, 0.2] (probabilities, detached); outside, a token is dropped whatever its advantage's sign.
+    A token is kept while π − π_s, a difference of probabilities, detached, lies in [−0.2, 0.2].
+    Outside of it the token is dropped, whatever the sign of its advantage.
     """
-    d = (probability(x.logp, x.mask) - probability(x.logp_sampler, x.mask)).detach()
-    low, high = d < -cfg.dppo_diff_low, d > cfg.dppo_diff_high
-    return _kept_ratio(x, A, low, high, cfg)
+    p = probability(x.logp.detach(), x.mask)
+    p_sampler = probability(x.logp_sampler, x.mask)
+    difference = p - p_sampler
+    low = difference < -cfg.dppo_diff_low
+    high = difference > cfg.dppo_diff_high
+    return importance_weighted(x, A, low, high, cfg)
 
 
-def icepop(x: LossInput, A: Float[Tensor, "G T"], cfg: LossConfig) -> LossOutput:
-    """IcePop (arXiv 2510.18855): −M(π/π_s) · A ÷ Σ tokens, M(k) = k in [0.2, 5], else 0: dropped, not clipped."""
-    ρ = log_ratio(x.logp, x.logp_sampler, x.mask).exp().detach()
-    return _kept_ratio(x, A, ρ < cfg.low, ρ > cfg.high, cfg)
+def icepop(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
+    """IcePop (arXiv 2510.18855): −M(π/π_s) · A ÷ Σ tokens, M(k) = k in [0.2, 5], else 0.
+
+    A token outside of the range is dropped, not clipped.
+    """
+    ρ = log_ratio(x.logp.detach(), x.logp_sampler, x.mask).exp()
+    low = ρ < cfg.low
+    high = ρ > cfg.high
+    return importance_weighted(x, A, low, high, cfg)
 
 
-def _kept_ratio(
+def importance_weighted(
     x: LossInput,
-    A: Float[Tensor, "G T"],
-    low: Bool[Tensor, "G T"],
-    high: Bool[Tensor, "G T"],
+    A: PerToken,
+    low: Mask,
+    high: Mask,
     cfg: LossConfig,
 ) -> LossOutput:
+    """−A · π/π_s on every token that is neither `low` nor `high`; those two are dropped."""
     keep = x.mask & ~(low | high)
     ρ = log_ratio(x.logp, x.logp_sampler, keep).exp()
     loss = torch.where(keep, -ρ * A, 0.0)
-    return LossOutput(reduce_tokens(loss, x, cfg), low & x.mask, high & x.mask, None)
+    return LossOutput(
+        per_rollout=reduce_tokens(loss, x, cfg),
+        low=low & x.mask,
+        high=high & x.mask,
+    )
 
 
-def probability(logp: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]) -> Float[Tensor, "G T"]:
-    """exp(logp), 0 where masked."""
-    return torch.where(mask, torch.where(mask, logp, 0.0).clamp(max=0).exp(), 0.0)
-
-
-LOSSES: dict[str, Callable[[LossInput, Float[Tensor, "G T"], LossConfig], LossOutput]] = {
+Loss = Callable[[LossInput, PerToken, LossConfig], LossOutput]
+LOSSES: dict[str, Loss] = {
     "grpo": grpo,
     "dppo_tv": dppo_tv,
     "icepop": icepop,
 }
 
 
-def kl_to(
-    logp: Float[Tensor, "G T"], ref: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"]
-) -> Float[Tensor, "G T"]:
-    """K3, the per-token estimator e^d − d − 1, d = log ref − logπ, of KL(π ‖ ref) on π's samples (Schulman,
-    "Approximating KL divergence"); 0 where masked."""
+# ── what they are made of
+
+
+def reduce_tokens(loss: PerToken, x: LossInput, cfg: LossConfig) -> PerRollout:
+    """Sum token losses, which are 0 where masked, over each rollout, by the loss's own normaliser.
+
+    grpo: Σ_t / (G · P · max_new) if unbiased, else the mean over the rollout's tokens / (G · P).
+    dppo_tv, icepop: Σ_t / Σ trainable tokens of the step.
+    """
+    total = loss.sum(1)
+    if SPECS[cfg.loss].by_step:
+        return total / max(1, x.norm.tokens)
+    if cfg.unbiased:
+        return total / (x.norm.rollouts * x.norm.max_new)
+    length = x.mask.sum(1).clamp(min=1)
+    return total / length / x.norm.rollouts
+
+
+def log_ratio(logp: PerToken, base: PerToken, mask: Mask) -> PerToken:
+    """logp − base, cut at ±20, 0 where masked: its exp is finite, forward and backward.
+
+    Both sides are masked before the subtraction: −inf − (−inf) on padding would be NaN.
+    """
+    zero = logp.new_zeros(())
+    logp = torch.where(mask, logp, zero)
+    base = torch.where(mask, base, zero)
+    return (logp - base).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+
+
+def probability(logp: PerToken, mask: Mask) -> PerToken:
+    """exp(logp), 0 where masked."""
+    logp = torch.where(mask, logp, 0.0).clamp(max=0)
+    return torch.where(mask, logp.exp(), 0.0)
+
+
+def kl_to(logp: PerToken, ref: PerToken, mask: Mask) -> PerToken:
+    """Estimate KL(π ‖ ref) per token, on samples of π; 0 where masked.
+
+    K3 = e^d − d − 1 with d = log ref − logπ (Schulman, "Approximating KL divergence").
+    """
     d = log_ratio(ref, logp, mask)
     return d.exp() - d - 1

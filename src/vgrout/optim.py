@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from vgrout.config.run import OptConfig
 from vgrout.loss_metrics import LossMetrics
@@ -15,15 +17,18 @@ from vgrout.tensor_types import Routed
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) on δS and δS_hack, linear warm-up, then cosine to 0.
+    """AdamW (arXiv 1711.05101) on δS and δS_hack; linear warm-up, then cosine to 0.
 
-    A vector that gets no gradient (None) is not stepped at all: no decay, no momentum, so an unused δS_hack stays 0.
-    Adam ignores a gradient's scale, so δS_hack learns as fast from a fifth of the gradient as δS from the rest.
+    A vector that gets no gradient (None) is not stepped at all: it neither decays nor follows its
+    momentum, so an unused δS_hack stays 0. Adam ignores a gradient's scale, so δS_hack learns as
+    fast from a fifth of the gradient as δS from the rest.
     """
 
     def __init__(self, adapter: SvdAdapter, cfg: OptConfig, steps: int) -> None:
-        self.adapter, self.cfg, self.steps = adapter, cfg, steps
-        # steps so far, skipped ones included: the schedule follows the trainer's steps
+        self.adapter = adapter
+        self.cfg = cfg
+        self.steps = steps
+        # The trainer's steps so far. Skipped ones count: the schedule follows the trainer.
         self.done = 0
         self._adamw = torch.optim.AdamW(
             [{"params": [adapter.δS]}, {"params": [adapter.δS_hack]}],
@@ -33,54 +38,81 @@ class Optimizer:
         )
 
     def step(
-        self, routed: Routed, loss: LossMetrics | None = None, *, again: bool = False
+        self,
+        routed: Routed,
+        loss: LossMetrics | None = None,
+        *,
+        again: bool = False,
     ) -> "Update":
-        """Clip both gradients by their joint norm, step, merge into the weights. loss: what was measured with them.
+        """Clip both gradients by their joint norm, step, and merge the vectors into the weights.
 
-        Neither vectors nor moments change where there is nothing to learn from, or a gradient or its norm is not
-        finite. The schedule moves on all the same, but for another update on the batch of the last one (`again`), which
-        has that one's learning rate.
+        Vectors and moments stay as they are if there is nothing to learn from, or if a gradient or
+        its norm is not finite. The schedule moves on all the same.
+
+        loss: what was measured with the gradients; it goes into the update.
+        again: this is another update on the batch of the last one. It has that one's learning rate,
+            and the schedule does not move on.
         """
-        lr = lr_at(self.done - again, self.cfg, self.steps)
-        self.done += not again
-        grads = routed.keep, routed.quar
-        # in fp64: the sum of squares of a large finite fp32 gradient must not overflow into a
-        # skipped step
-        norms = [
-            float(torch.linalg.vector_norm(g, dtype=torch.float64)) if g is not None else 0.0
-            for g in grads
-        ]
-        gn = math.hypot(*norms)
+        lr = self._next_lr(again)
+        keep_norm = l2_norm(routed.keep)
+        quar_norm = l2_norm(routed.quar)
+        gn = math.hypot(keep_norm, quar_norm)
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)
         if routed.keep is None and routed.quar is None:
             return Update(routed, loss)
-        kept, quarantine = self.adapter.δS, self.adapter.δS_hack
-        scale = min(1.0, self.cfg.grad_clip / gn) if gn else 1.0
-        for parameter, g in zip((kept, quarantine), grads, strict=True):
-            parameter.grad = (g * scale).to(parameter) if g is not None else None
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        before = kept.detach().clone()
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        self.adapter.merge()
-        delta, V = kept.detach() - before, routed.directions
+
+        before = self.adapter.δS.detach().clone()
+        self._set_gradients(routed, gn)
+        self._apply(lr)
+
+        q_egy = None
+        if routed.quar is not None:
+            both = keep_norm + quar_norm
+            q_egy = quar_norm / both if both else 0.0
+        applied = None
+        if routed.directions:
+            change = self.adapter.δS.detach() - before
+            applied = cos_upd(change, routed.directions, self.adapter.spans)
         return Update(
             routed,
             loss,
             stepped=True,
             gn=gn,
-            q_egy=(norms[1] / sum(norms) if any(norms) else 0.0)
-            if routed.quar is not None
-            else None,
+            q_egy=q_egy,
             lr=lr,
-            cos_upd=cos_upd(delta, V, self.adapter.spans) if V else None,
+            cos_upd=applied,
             realised=self.adapter.realised_share(),
         )
 
+    def _next_lr(self, again: bool) -> float:
+        """The learning rate of this update; moves the schedule on unless `again`."""
+        if not again:
+            self.done += 1
+        return lr_at(self.done - 1, self.cfg, self.steps)
+
+    def _set_gradients(self, routed: Routed, gn: float) -> None:
+        """Give both vectors their gradients, scaled to a joint norm of at most `grad_clip`."""
+        scale = 1.0
+        if gn > self.cfg.grad_clip:
+            scale = self.cfg.grad_clip / gn
+        learnt = (
+            (self.adapter.δS, routed.keep),
+            (self.adapter.δS_hack, routed.quar),
+        )
+        for vector, g in learnt:
+            vector.grad = None if g is None else (g * scale).to(vector)
+
+    def _apply(self, lr: float) -> None:
+        """Step along the gradients, forget them, and bring the weights up to date."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.adapter.merge()
+
     def state_dict(self) -> dict[str, Any]:
-        """Moments and position; the vectors themselves are in the adapter's state."""
+        """Moments and position in the schedule. The vectors are in the adapter's own state."""
         return {"step": self.done, "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,39 +133,53 @@ class Update:
     lr: float | None = None
     # hack-ward cosine of the change that AdamW applied to δS, weight decay included
     cos_upd: float | None = None
-    # share of what both vectors ask for that is in the weights; None: not measured
+    # share of the change both vectors ask for that is in the weights; None: not measured
     realised: float | None = None
 
     @classmethod
     def of_batch(cls, updates: Sequence["Update"]) -> "Update":
-        """Of a batch's updates the first, whose policy is the one that sampled, with the clip's numbers of them all; no
-        number of the loss where one was not finite."""
+        """Join the updates on one batch: the first one, with the clip's numbers of them all.
+
+        The policy of the first update is the one that sampled. If any update was not finite, the
+        joined one has no numbers of the loss.
+        """
         skipped = any(update.skipped for update in updates)
-        losses = [update.loss for update in updates if update.loss]
-        return replace(
-            updates[0], skipped=skipped, loss=None if skipped else LossMetrics.of_batch(losses)
-        )
+        loss = None
+        if not skipped:
+            measured = [update.loss for update in updates if update.loss]
+            loss = LossMetrics.of_batch(measured)
+        return replace(updates[0], skipped=skipped, loss=loss)
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""
-        measured = self.routed.diag.columns() if self.stepped else {}
-        own = {
+        columns: dict[str, Any] = {}
+        if self.loss is not None:
+            columns |= self.loss.columns()
+        if self.stepped:
+            columns |= self.routed.diag.columns()
+        return columns | {
             "gn": self.gn,
             "lr": self.lr,
             "q_egy": self.q_egy,
             "cos_upd": self.cos_upd,
             "realised": self.realised,
+            "skipped": int(self.skipped),
         }
-        return (
-            (self.loss.columns() if self.loss else {})
-            | measured
-            | own
-            | {"skipped": int(self.skipped)}
-        )
+
+
+def l2_norm(g: Float[Tensor, " R"] | None) -> float:
+    """‖g‖, 0 without a gradient. In fp64: squares of large finite fp32 numbers would overflow."""
+    if g is None:
+        return 0.0
+    return float(torch.linalg.vector_norm(g, dtype=torch.float64))
 
 
 def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
-    """Peak × (1e-3 → 1 over the warm-up, then ½(1 + cos) → 0 at `steps`); `step` counts from 0."""
+    """The learning rate of step `step`, counted from 0.
+
+    It rises linearly to `cfg.lr` over the warm-up, from 1e-3 of it, then falls to 0 at `steps` as
+    half a cosine.
+    """
     warmup = max(1, int(cfg.warmup_frac * steps + 1e-9))
     if step < warmup:
         return cfg.lr * (1e-3 + (1 - 1e-3) * step / warmup)

@@ -1,5 +1,7 @@
-"""Memory: how much is processed at once, and what a run needs, from the model's shapes alone. Torch-free: nothing is
-loaded, nothing fetched."""
+"""Memory: how much is processed at once, and what a run needs, from the model's shapes alone.
+
+Torch-free: nothing is loaded, nothing fetched.
+"""
 
 import sys
 from dataclasses import dataclass, replace
@@ -17,14 +19,14 @@ class Budget:
 
     tokens: int  # in one forward with a graph, padding included
     activations: int  # bytes that autograd keeps while a direction is extracted
-    kv: int  # bytes while sampling: of the keys and values, and of the logits
+    kv: int  # bytes of keys, values and logits while sampling
 
 
 # A 4B model keeps about 5.6 MB of activations a token. On a CPU a batch of 1,024 takes no more time
 # a token than one of 16,384 and holds a fraction of its activations. Qwen3-4B in bf16 has 147 kB of
 # keys and values a token: 24 GiB are about 100 rows of 1,700 tokens, while `full` wants 258 a step.
 USUAL = {"cpu": Budget(1_024, 2**30, 4 * GIB), "cuda": Budget(4_096, 24 * GIB, 24 * GIB)}
-# tokens of a forward on a GPU that holds them: in narrower ones the GPU waits for the host's calls
+# Most tokens of a forward, on a GPU that holds them. In fewer the GPU waits for the host's calls.
 WIDEST = 16_384
 
 # Logit elements held at once. Above it the head runs in chunks that backward computes again: 2^24
@@ -32,15 +34,15 @@ WIDEST = 16_384
 # head's weights more than it would multiply.
 HEAD_BUDGET = {"cpu": 2**24, "cuda": 2**26}
 
-# of the CUDA driver and its libraries, outside torch's own count
+# Bytes of the CUDA driver and its libraries, outside torch's own count.
 CONTEXT = {"cpu": 0, "cuda": 600 * 2**20}
-# of what is free: torch's allocator reserved 1.04 × what was in use at the peak of `fast` on an
-# H200
+# Share of the free memory that is planned with: torch's allocator reserved 1.04 × what was in use
+# at the peak of `fast` on an H200.
 SPARED = 0.92
 CARDS = (24, 48, 80, 141)  # GB
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
-# tokens of the copies that branches of packed rows may have of what leads to them, a token of the
-# budget
+# Branches of packed rows have copies of the keys and values that lead to them: at most so many
+# tokens of copies a token of the budget.
 BRANCHES = 16
 
 
@@ -56,16 +58,14 @@ class MemoryPlan:
     context: int  # the dither of bf16, and the driver's
     activations: int  # one micro-batch, and the copies of prompts that its branches read
     logits: int  # one chunk of the head, with its gradient
-    # while sampling: of the rows that go at once, again of their prompts, which are read apart,
-    # their logits
-    kv: int
+    kv: int  # while sampling: as `sampled_row`, of the rows that go at once
     weight_sets: int
     rows: int  # sampled at once
     budget: Budget
 
     @property
     def standing(self) -> int:
-        """What is there in every phase."""
+        """Bytes in use in every phase."""
         return self.weights + self.factors + self.merged + self.adapter + self.context
 
     @property
@@ -74,32 +74,158 @@ class MemoryPlan:
         return self.standing + max(self.activations + self.logits, self.kv)
 
     def lines(self) -> list[str]:
-        """As the dry run prints it."""
-
-        def g(n: int) -> str:
-            return f"{n / GIB:.2f}"
-
+        """The lines that the dry run prints."""
+        sets = "set" if self.weight_sets == 1 else "sets"
+        standing = (
+            f"weights {_gib(self.weights)} · SVD factors {_gib(self.factors)} · "
+            f"merged weights {_gib(self.merged)} ({self.weight_sets} {sets}) · "
+            f"adapter {_gib(self.adapter)} · driver, dither {_gib(self.context)} GiB"
+        )
+        phases = (
+            f"update of {self.budget.tokens:,} tokens: + activations {_gib(self.activations)} · "
+            f"logits {_gib(self.logits)} GiB; "
+            f"sampling {self.rows} rows at once: + keys and values {_gib(self.kv)} GiB"
+        )
         return [
-            f"memory        weights {g(self.weights)} · SVD factors {g(self.factors)} · merged weights "
-            f"{g(self.merged)} ({self.weight_sets} set{'s' if self.weight_sets > 1 else ''}) · adapter "
-            f"{g(self.adapter)} · driver, dither {g(self.context)} GiB",
-            f"              update of {self.budget.tokens:,} tokens: + activations {g(self.activations)} · logits "
-            f"{g(self.logits)} GiB; sampling {self.rows} rows at once: + keys and values {g(self.kv)} GiB",
-            f"              peak about {g(self.peak)} GiB, from shapes alone",
+            f"memory        {standing}",
+            f"              {phases}",
+            f"              peak about {_gib(self.peak)} GiB, from shapes alone",
         ]
 
 
+def _gib(n: int) -> str:
+    return f"{n / GIB:.2f}"
+
+
 def sampled_row(
-    token: int, layers: int, vocab: int, prompt: int, max_new: int, per_prompt: int
+    token: int,
+    layers: int,
+    vocab: int,
+    prompt: int,
+    max_new: int,
+    per_prompt: int,
 ) -> int:
-    """Bytes of a row while it is sampled. token: of its keys and values. The prompt is there once more for its
-    `per_prompt` answers, as it was read, and of one layer when it is copied to them; logits as the model gives them,
-    in fp32, their log-softmax, and tempered."""
-    return (
-        token * (prompt + max_new + -(-prompt // per_prompt))
-        + token // layers * prompt
-        + vocab * 14
-    )
+    """Bytes of one row while it is sampled: keys and values, and logits.
+
+    A row has keys and values of its own, its share of the prompt's as it was first read, and a copy
+    of one layer of the prompt's while they are copied. The logits exist as the model gives them, in
+    fp32, as log-softmax, and tempered.
+
+    token: bytes of the keys and values of one token.
+    prompt, max_new: tokens of the prompt, and of the longest answer.
+    per_prompt: answers to a prompt.
+    """
+    share_of_prompt = -(-prompt // per_prompt)  # rounded up
+    own = token * (prompt + max_new + share_of_prompt)
+    layer_copy = token // layers * prompt
+    return own + layer_copy + vocab * 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One optimiser step: its tokens, and their bytes."""
+
+    shapes: Shapes
+    device: str
+    size: int  # bytes of a weight
+    group: int
+    prompts: int
+    prompt_tokens: int
+    max_new: int
+    by_rollout: bool
+
+    @property
+    def rows(self) -> int:
+        """Rollouts."""
+        return self.group * self.prompts
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_tokens + self.max_new
+
+    @property
+    def family_tokens(self) -> int:
+        """Tokens of a prompt with all its answers, packed."""
+        return self.prompt_tokens + self.group * self.max_new
+
+    def token_activations(self) -> int:
+        """Bytes that autograd keeps of one token, the copies that branches read included.
+
+        A branch has copies of the keys and values that lead to it: on a CPU they are kept in every
+        layer; on a GPU it is one layer's, then their gradients, by query head before they are added
+        up. A rollout with a gradient of its own has a copy of its prompt's in every layer.
+        """
+        queries = self.shapes.heads * self.shapes.head_dim * self.size
+        copy = self.shapes.kv_bytes(self.size)
+        if self.device != "cpu":
+            copy = 2 * copy // self.shapes.layers + 2 * queries
+        branches = self.group if self.by_rollout else self.group - 1
+        copies = min(BRANCHES, branches * self.row_tokens / self.family_tokens)
+        return self.shapes.activation_bytes(self.size) + int(copy * copies)
+
+    def prompt_token_activations(self) -> int:
+        """Bytes of one token of a prompt that is read before its answers.
+
+        These are Vh x, and for each rollout a copy of the keys and values, with its gradient. 0 if
+        no rollout has a gradient of its own: prompts are then read with their answers.
+        """
+        if not self.by_rollout:
+            return 0
+        copies = 2 * self.group * self.shapes.kv_bytes(self.size)
+        return self.shapes.R * self.size + copies
+
+    def activations(self, tokens: int) -> int:
+        """Bytes that autograd keeps, `tokens` a forward; prompts are at most half of them."""
+        in_rows = min(self.prompts * self.family_tokens, tokens)
+        in_prompts = min(self.prompts * self.prompt_tokens, tokens // 2)
+        return in_rows * self.token_activations() + in_prompts * self.prompt_token_activations()
+
+    def logits(self) -> int:
+        """Bytes of one chunk of logits: in the weights' dtype and in fp32, and both gradients."""
+        chunk = max(1, HEAD_BUDGET[self.device] // self.shapes.vocab)
+        positions = min(self.rows * self.max_new, chunk)
+        return positions * self.shapes.vocab * 2 * (self.size + FP32)
+
+    def sampled_row(self) -> int:
+        """Bytes of one row while it is sampled."""
+        return sampled_row(
+            self.shapes.kv_bytes(self.size),
+            self.shapes.layers,
+            self.shapes.vocab,
+            self.prompt_tokens,
+            self.max_new,
+            self.group,
+        )
+
+    def adapter_vectors(self) -> int:
+        """Vectors of the adapter's size, R, that training holds."""
+        merged_and_not = 2 * 2
+        gradients = 2
+        moments = 2 * 2
+        fingerprint_signs = 4
+        # each rollout's gradient: collected under one set of weights, and the sum over both sets
+        of_rollouts = 2 * self.rows
+        return merged_and_not + gradients + moments + fingerprint_signs + of_rollouts
+
+    def dither(self) -> int:
+        """Bytes of the random integers by which half precision is rounded."""
+        if self.size >= FP32:
+            return 0
+        return FP32 * max(d_out * d_in for d_out, d_in in self.shapes.linears.values())
+
+    def budget_within(self, spare: int) -> Budget:
+        """The budget where `spare` bytes are left beside what stands in every phase."""
+        usual = USUAL[self.device]
+        token = self.token_activations()
+        # Prompts, however long, are at most half of the tokens.
+        two_tokens = 2 * token + self.prompt_token_activations()
+        fits = 2 * max(0, spare - self.logits()) // two_tokens
+        activations = min(usual.activations, fits * token)
+        if self.device == "cuda":
+            return Budget(max(self.row_tokens, min(WIDEST, fits)), activations, spare)
+        tokens = max(self.row_tokens, min(usual.tokens, fits))
+        return Budget(tokens, activations, min(usual.kv, spare))
 
 
 def plan(
@@ -117,67 +243,65 @@ def plan(
     beside: int = 0,
     full: bool = False,
 ) -> MemoryPlan:
-    """Bytes of a training run. device: "cuda" or "cpu". size: bytes of a weight. prompt_tokens: of a typical prompt.
-    routes: the method has a quarantine, so the model as trained and as deployed are two sets of weights. by_rollout: it
-    needs each rollout's own gradient, and so a copy of its prompt's keys and values for each. room: bytes that the run
-    may have, to which its budget is cut, or on a GPU stretched; None: the usual budget. beside: numbers of a teacher,
-    its factors and merged weights too. full: all weights learn, and none is decomposed."""
-    rows, row, usual = group * prompts, prompt_tokens + max_new, USUAL[device]
-    kept, token_kv = shapes.activation_bytes(size), shapes.kv_bytes(size)
-    # A branch's copies of keys and values: on a CPU kept in every layer; on a GPU one layer's, then
-    # their gradients, by query head before they are added up. A rollout with a gradient of its own
-    # has one of its prompt's in every layer.
-    q = shapes.heads * shapes.head_dim * size
-    copied = token_kv if device == "cpu" else 2 * token_kv // shapes.layers + 2 * q
-    family = prompt_tokens + group * max_new
-    branches = group if by_rollout else group - 1
-    kept += int(copied * min(BRANCHES, branches * row / family))
-    # Of prompts that are read before their answers: Vh x, and for each rollout a copy of the keys
-    # and values, with its gradient.
-    apart = shapes.R * size + 2 * group * token_kv if by_rollout else 0
-    positions = min(rows * max_new, max(1, HEAD_BUDGET[device] // shapes.vocab))
+    """Bytes of a training run.
+
+    device: "cuda" or "cpu".
+    size: bytes of a weight.
+    routes: the method has a quarantine, so the model as trained and as deployed are two sets of
+        weights.
+    by_rollout: the method needs each rollout's own gradient, and so a copy of its prompt's keys and
+        values for each.
+    prompt_tokens: of a typical prompt.
+    room: bytes that the run may have, to which its budget is cut, or on a GPU stretched. None: the
+        usual budget.
+    beside: how many numbers a teacher has, its factors and merged weights too.
+    full: all weights learn, and none is decomposed.
+    """
+    step = _Step(shapes, device, size, group, prompts, prompt_tokens, max_new, by_rollout)
     weight_sets = 2 if routes else 1
-    dither = FP32 * max(a * b for a, b in shapes.linears.values()) if size < FP32 else 0
-    of_row = sampled_row(token_kv, shapes.layers, shapes.vocab, prompt_tokens, max_new, group)
+    if full:
+        factors = merged = 0
+        adapter = 3 * shapes.parameters * size  # gradients and two moments
+    else:
+        factors = shapes.svd_cache_bytes(size)
+        merged = weight_sets * shapes.adapted * size
+        adapter = step.adapter_vectors() * shapes.R * FP32
     made = MemoryPlan(
         weights=(shapes.parameters + beside) * size,
-        factors=0 if full else shapes.svd_cache_bytes(size),
-        merged=0 if full else weight_sets * shapes.adapted * size,
-        # two vectors, as they are and as merged, two moments each, their gradients; fingerprints; a
-        # rollout's gradient, of a view and of both; of all weights, gradients and two moments
-        adapter=3 * shapes.parameters * size if full else (6 + 2 + 6 + 2 * rows) * shapes.R * FP32,
-        context=dither + CONTEXT[device],
+        factors=factors,
+        merged=merged,
+        adapter=adapter,
+        context=step.dither() + CONTEXT[device],
         activations=0,
-        # logits in the weights' dtype and in fp32, and the gradient of both
-        logits=positions * shapes.vocab * 2 * (size + FP32),
+        logits=step.logits(),
         kv=0,
         weight_sets=weight_sets,
         rows=0,
-        budget=usual,
+        budget=USUAL[device],
     )
     if room is not None:
         spare = max(0, int(SPARED * room) - made.standing)
-        # prompts, however long, are at most half of it
-        fits = 2 * max(0, spare - made.logits) // (2 * kept + apart)
-        kv, widest = (spare, WIDEST) if device == "cuda" else (min(usual.kv, spare), usual.tokens)
-        made = replace(
-            made,
-            budget=Budget(max(row, min(widest, fits)), min(usual.activations, fits * kept), kv),
-        )
-    tokens, at_once = max(made.budget.tokens, row), min(rows, max(1, made.budget.kv // of_row))
-    activations = (
-        min(prompts * family, tokens) * kept + min(prompts * prompt_tokens, tokens // 2) * apart
-    )
-    return replace(made, activations=activations, kv=at_once * of_row, rows=at_once)
+        made = replace(made, budget=step.budget_within(spare))
+    tokens = max(made.budget.tokens, step.row_tokens)
+    rows = min(step.rows, max(1, made.budget.kv // step.sampled_row()))
+    activations = step.activations(tokens)
+    return replace(made, activations=activations, kv=rows * step.sampled_row(), rows=rows)
 
 
 def plan_of(
     cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any
 ) -> MemoryPlan:
-    """A run's plan. room: bytes that are free for it; --memory-gib may allow fewer. Others: as `plan`."""
-    teacher = find_shapes(cfg.teacher_model_path) if cfg.loss.teacher_model else None
+    """A run's plan.
+
+    room: bytes that are free for it; --memory-gib may allow fewer.
+    more: the other arguments of `plan`.
+    """
     if cfg.run.memory_gib:
         room = min(room or sys.maxsize, int(cfg.run.memory_gib * GIB))
+    if cfg.loss.teacher_model:
+        teacher = find_shapes(cfg.teacher_model_path)
+        if teacher is not None:
+            beside += teacher.parameters
     return plan(
         shapes,
         group=cfg.scale.group,
@@ -186,6 +310,6 @@ def plan_of(
         routes=cfg.method.routes,
         by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         room=room,
-        beside=beside + (teacher.parameters if teacher else 0),
+        beside=beside,
         **more,
     )

@@ -1,6 +1,8 @@
-"""What a --model flag names: the organism, a folder, a GGUF file, a hub id, or an adapter over one; where it lies, its
-shapes, and what can be said of it without loading it. Torch-free. Nothing is fetched here: that is
-`python -m vgrout.download`."""
+"""Find the model that a --model flag names, and say what can be said of it without loading it.
+
+A flag names the organism, a folder, a GGUF file, a hub id, or an adapter over one of them.
+Torch-free. Nothing is fetched here: that is `python -m vgrout.download`.
+"""
 
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -25,18 +27,21 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits
     import torch
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
-# architectures whose blocks are those of `Shapes`
+# Architectures whose blocks are those of `Shapes`.
 LLAMAS = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-# layers that are adapted
+# Names of the Linears that are adapted.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def model_folder(model: str | Path) -> Path | None:
-    """The folder of a local model, a GGUF file's once converted, or the cached snapshot of a hub id; None: not on this
-    machine. No network."""
-    if (file := gguf_file(model)) is not None:
+    """The folder of a local model, of a converted GGUF file, or of a hub id's cached snapshot.
+
+    None: not on this machine. The network is not asked.
+    """
+    file = gguf_file(model)
+    if file is not None:
         model = unpacked(file)
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
@@ -51,69 +56,83 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """The same folder, after a check of its weights' files; a GGUF file is converted where it was not yet.
+    """The same folder, after a check of its weights' files. A GGUF file is converted if it was not.
 
     Raises:
-        Refused: one line that says what is wrong and what to run: no such model here, no configuration, or weights
-            that are missing, cut short, pickled or quantised. What else a model needs shows when it is loaded.
+        Refused: one line that says what is wrong and what to run: no such model here, no
+            configuration, or weights that are missing, cut short, pickled or quantised. What else a
+            model needs shows when it is loaded.
     """
-    if (file := gguf_file(model)) is not None:
+    file = gguf_file(model)
+    if file is not None:
         unpack(file, flag)
-    if (folder := model_folder(model)) is not None:
+    folder = model_folder(model)
+    if folder is not None:
         _check(folder, model, flag)
         return folder
-    why = f"not on this machine; run `vgrout download model {model}` where there is a network, or give a local folder"
     if Path(model).is_dir():
         why = (
             "a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
         )
     elif looks_like_path(model):
         why = "no such model; give a Hugging Face model folder, a .gguf file, or a hub id"
+    else:
+        why = (
+            f"not on this machine; run `vgrout download model {model}` where there is a network, "
+            "or give a local folder"
+        )
     raise Refused(f"{flag} {model}: {why}")
 
 
 def looks_like_path(model: str | Path) -> bool:
-    """Whether this is no hub id, NAME or OWNER/NAME: nothing that could be downloaded."""
+    """Whether this cannot be a hub id, NAME or OWNER/NAME, so that nothing could be downloaded."""
     if isinstance(model, Path) or Path(model).exists() or model.endswith(".gguf"):
         return True
     return not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)
 
 
 def advice(model: str | Path) -> str:
-    """What to do about a model that cannot be used: a local folder, another conversion, or a download."""
-    if (file := gguf_file(model)) is not None:
+    """What to do about a model that cannot be used, for the end of an error message."""
+    file = gguf_file(model)
+    if file is not None:
         return f"delete {unpacked(file)}, and it is converted again"
-    return (
-        "give a whole model folder"
-        if looks_like_path(model)
-        else f"run `vgrout download model {model}` again"
-    )
+    if looks_like_path(model):
+        return "give a whole model folder"
+    return f"run `vgrout download model {model}` again"
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """A model's config.json. Raises Refused, one line, where it cannot be read."""
-    config = from_json(read_text(folder / "config.json"), str(folder / "config.json"))
+    """Read a model's config.json. Raises Refused, one line, where it cannot be read."""
+    path = folder / "config.json"
+    config = from_json(read_text(path), str(path))
     if not isinstance(config, dict):
-        raise Refused(f"{folder / 'config.json'}: is no JSON object")
+        raise Refused(f"{path}: is no JSON object")
     return config
 
 
 def config_number(
     folder: Path, name: Literal["max_position_embeddings", "num_hidden_layers"]
 ) -> int | None:
-    """A number of a model's configuration: its window in tokens, or its blocks; None: not there under the usual name.
-    Raises as `configuration`."""
+    """A number of a model's configuration: its window in tokens, or how many blocks it has.
+
+    None: it is not there under the usual name. Raises as `configuration`.
+    """
     config = configuration(folder)
     inner = config.get("text_config")
-    value = (inner if isinstance(inner, dict) else config).get(name)
+    if isinstance(inner, dict):
+        config = inner
+    value = config.get(name)
     return value if type(value) is int else None
 
 
 def require_fitting(
     prompts: Sequence[Sequence[Message]], folder: Path, max_new: int, source: str
 ) -> None:
-    """Raises Refused, one line, if no prompt fits the window of the model in this folder, by the tokens of its
-    messages alone: the template adds some. source: where the prompts come from, for the message."""
+    """Raises Refused, one line, if no prompt fits the window of the model in this folder.
+
+    Only the tokens of a prompt's messages are counted; the template adds some. source: where the
+    prompts come from, for the message.
+    """
     window = config_number(folder, "max_position_embeddings")
     if window is not None and window <= max_new:
         raise Refused(
@@ -122,67 +141,90 @@ def require_fitting(
     file = folder / "tokenizer.json"
     if not prompts or window is None or not file.is_file():
         return
+    room = window - max_new
     with tokenizing(file):
         tokenizer = Tokenizer.from_file(str(file))
         for messages in prompts:  # as a rule the first one fits
-            tokens = sum(len(tokenizer.encode(m["content"]).ids) for m in messages)
-            if tokens <= window - max_new:
+            lengths = [len(tokenizer.encode(message["content"]).ids) for message in messages]
+            if sum(lengths) <= room:
                 return
-    raise none_fits(source, window - max_new)
+    raise none_fits(source, room)
 
 
 @contextmanager
 def tokenizing(where: str | Path) -> Generator[None]:
-    """Raises Refused, one line, for whatever the tokenizers library raises: a panic is no Exception."""
+    """Within the context, whatever the tokenizers library raises becomes Refused, one line.
+
+    A panic of that library is no Exception, so every BaseException is caught.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:
-        raise Refused(
-            f"{where}: is no usable tokenizer ({' '.join(str(e).split())[:160]})"
-        ) from None
+        why = " ".join(str(e).split())[:160]
+        raise Refused(f"{where}: is no usable tokenizer ({why})") from None
 
 
 def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Every tensor's shape, and the metadata, of a safetensors file of which no tensor is read.
+    """Every tensor's shape, and the metadata, of a safetensors file. No tensor is read.
 
     Raises:
-        Refused: one line: it cannot be read, is none, or is cut short.
+        Refused: one line: the file cannot be read, is not a safetensors file, or is cut short.
     """
     try:
         with open(path, "rb", opener=regular), safe_open(path, framework="np") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            shapes: dict[str, list[int]] = {}
+            for name in file.keys():  # noqa: SIM118
+                shapes[name] = file.get_slice(name).get_shape()
             return shapes, dict(file.metadata() or {})
     except (OSError, SafetensorError) as e:
         raise Refused(f"{flag} {path}: not a readable safetensors file ({e})") from None
 
 
 def _check(folder: Path, model: str | Path, flag: str) -> None:
-    """Raises Refused, one line, for files that would hang a reader, run code, or hold no weights to train on."""
+    """Raises Refused, one line, for a folder whose files cannot be trained on.
+
+    These are files that would hang a reader, run code, or hold no weights.
+    """
 
     def wrong(why: str) -> Refused:
         return Refused(f"{flag} {model}: {why}; {advice(model)}")
 
-    if odd := [p.name for p in folder.iterdir() if p.exists() and not (p.is_file() or p.is_dir())]:
-        raise wrong(f"{odd[0]} is not a regular file")
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise wrong(f"{path.name} is not a regular file")
     if configuration(folder).get("quantization_config"):
         raise wrong("its weights are quantised, which cannot be trained; give the full ones")
-    index = folder / "model.safetensors.index.json"
-    if (single := folder / "model.safetensors").is_file():
-        files = {single.name}
-    elif index.is_file():
-        shards = from_json(read_text(index), f"{flag} {index}")
-        of = shards.get("weight_map") if isinstance(shards, dict) else None
-        files = {*map(str, of.values())} if isinstance(of, dict) else set[str]()
-    else:
+    files = _weight_files(folder, flag)
+    if files is None:
         raise wrong(
-            "no model.safetensors in it; pickled weights (.bin) can run code: save them as safetensors"
+            "no model.safetensors in it; pickled weights (.bin) can run code: "
+            "save them as safetensors"
         )
-    tensors = sum(len(safetensors_head(folder / name, flag)[0]) for name in files)
+    tensors = 0
+    for name in files:
+        shapes, _ = safetensors_head(folder / name, flag)
+        tensors += len(shapes)
     blocks = config_number(folder, "num_hidden_layers") or 0
-    if blocks > tensors:  # transformers would make as many first
+    # transformers would make all these blocks before it missed their weights
+    if blocks > tensors:
         raise wrong(f"config.json has {blocks} layers, its weights are {tensors} tensors")
+
+
+def _weight_files(folder: Path, flag: str) -> set[str] | None:
+    """Names of the safetensors files that hold a model's weights. None: it has none."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return {single.name}
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    content = from_json(read_text(index), f"{flag} {index}")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        return set()
+    return {str(name) for name in weight_map.values()}
 
 
 # ── shapes
@@ -207,7 +249,8 @@ class Shapes:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """One layer's adapted Linears: name → (d_out, d_in)."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         return {
             "q_proj": (q, self.hidden),
             "k_proj": (kv, self.hidden),
@@ -221,12 +264,14 @@ class Shapes:
     @property
     def adapted(self) -> int:
         """Weights in adapted Linears."""
-        return self.layers * sum(a * b for a, b in self.linears.values())
+        return self.layers * sum(d_out * d_in for d_out, d_in in self.linears.values())
 
     @property
     def parameters(self) -> int:
         """All weights but norms and biases (under a thousandth)."""
-        return self.adapted + self.vocab * self.hidden * (1 if self.tied else 2)
+        embedding = self.vocab * self.hidden
+        head = 0 if self.tied else embedding
+        return self.adapted + embedding + head
 
     @property
     def R(self) -> int:
@@ -236,24 +281,29 @@ class Shapes:
     @property
     def factors(self) -> int:
         """Entries of every U and Vh."""
-        return self.layers * sum((a + b) * min(a, b) for a, b in self.linears.values())
+        of_layer = 0
+        for d_out, d_in in self.linears.values():
+            of_layer += (d_out + d_in) * min(d_out, d_in)
+        return self.layers * of_layer
 
     def svd_cache_bytes(self, itemsize: int) -> int:
-        """U and Vh in the weights' dtype, S in fp32."""
+        """Bytes of U and Vh in the weights' dtype, and of S in fp32."""
         return self.factors * itemsize + self.R * FP32
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def activation_bytes(self, itemsize: int) -> int:
-        """What autograd keeps of one token for a backward through frozen weights, the adapted Linears' inputs included.
+        """Bytes that autograd keeps of one token for a backward through frozen weights.
 
-        Counted from the Qwen3 of transformers: two norms (their input in fp32), the inputs of q/k/v and gate/up;
-        queries and keys before their norms (fp32), queries, keys, values, what attention returns, the input of o;
-        gate, its silu, up, and the input of down.
+        The inputs of the adapted Linears are included. Counted from the Qwen3 of transformers: two
+        norms (their input in fp32), the inputs of q/k/v and gate/up; queries and keys before their
+        norms (fp32), queries, keys, values, what attention returns, the input of o; gate, its silu,
+        up, and the input of down.
         """
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         layer = (
             self.hidden * (2 * FP32 + 2 * itemsize)
             + q * (FP32 + 3 * itemsize)
@@ -263,9 +313,13 @@ class Shapes:
         return self.layers * layer
 
 
+# Keys of a config.json that give the first sizes of `Shapes`; two more may be left out.
 SIZES = (
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
-    *("num_key_value_heads", "head_dim"),  # which may be left out
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
 )
 
 # Public facts, so that a plan needs no download.
@@ -277,31 +331,39 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
     if config.get("num_experts") or config.get("num_local_experts"):
         return None
     sizes: list[Any] = [config.get(name) for name in SIZES]
-    layers, d, mlp, heads, vocab, kv_heads, head_dim = sizes
-    if not all(
-        type(size) is int and size > 0
-        for size in (layers, d, mlp, heads, vocab, kv_heads or 1, head_dim or 1)
-    ):
-        return None
-    tied = bool(config.get("tie_word_embeddings", False))
-    return Shapes(layers, d, mlp, heads, kv_heads or heads, head_dim or d // heads, vocab, tied)
+    layers, hidden, mlp, heads, vocab = sizes
+    kv_heads = config.get("num_key_value_heads")
+    head_dim = config.get("head_dim")
+    for size in (*sizes, kv_heads or 1, head_dim or 1):
+        if type(size) is not int or size <= 0:
+            return None
+    return Shapes(
+        layers=layers,
+        hidden=hidden,
+        mlp=mlp,
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=head_dim or hidden // heads,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
 
 
 def find_shapes(model: str | Path) -> Shapes | None:
-    """Shapes of a local folder, a downloaded hub id, or a model that is known by name; None of any other."""
+    """Shapes of a local folder, a downloaded hub id, or a model known by name. None: of another."""
     folder = model_folder(model)
-    if folder is not None:
-        try:
-            return shapes_of(configuration(folder))
-        except (OSError, Refused):
-            return None
-    return KNOWN.get(str(model))
+    if folder is None:
+        return KNOWN.get(str(model))
+    try:
+        return shapes_of(configuration(folder))
+    except (OSError, Refused):
+        return None
 
 
 # ── a flag's value
 
 CPUINFO = Path("/proc/cpuinfo")
-# weights below which a model is a miniature: other defaults, and a second thread only costs
+# A model with fewer weights is a miniature: it has other defaults, and a second thread only costs.
 SMALL = 2**24
 
 
@@ -312,18 +374,25 @@ def is_small(model: str | Path) -> bool:
 
 
 def resolved_dtype(dtype: Dtype, model: str | Path, *, gpu: bool) -> Literal["fp32", "bf16"]:
-    """What --dtype means for this model here. On a CPU a miniature keeps fp32, whose numbers are exact."""
+    """What --dtype means for this model here.
+
+    On a CPU a miniature keeps fp32, whose numbers are exact.
+    """
     if dtype != "auto":
         return dtype
-    return "bf16" if gpu or (cpu_multiplies_bf16() and not is_small(model)) else "fp32"
+    if gpu or (cpu_multiplies_bf16() and not is_small(model)):
+        return "bf16"
+    return "fp32"
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has AVX-512 BF16 or AMX; without them bf16 is slower than fp32. Linux alone says so."""
-    return (
-        CPUINFO.is_file()
-        and re.search(r"\b(avx512_bf16|amx_bf16)\b", CPUINFO.read_text()) is not None
-    )
+    """Whether this CPU has AVX-512 BF16 or AMX; without them bf16 is slower than fp32.
+
+    Only Linux says so.
+    """
+    if not CPUINFO.is_file():
+        return False
+    return re.search(r"\b(avx512_bf16|amx_bf16)\b", CPUINFO.read_text()) is not None
 
 
 # ── an adapter over a model
@@ -333,7 +402,7 @@ _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Saved:
-    """An adapter's file with what was written into it; nothing is loaded yet."""
+    """An adapter's file and its metadata; its tensors are not read yet."""
 
     path: Path
     metadata: dict[str, str]
@@ -343,17 +412,20 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Optimiser steps behind it."""
+        """How many optimiser steps were done when it was saved."""
         return int(self.metadata.get("step", 0))
 
     @property
     def final(self) -> bool:
-        """Whether it is the run's last, and the run came to its last step."""
+        """Whether it is the run's last adapter, and the run came to its last step."""
         return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
 
     @property
     def dtype(self) -> "torch.dtype":
-        """dtype of the weights that it was trained on: their singular vectors, rounded to it, are its basis."""
+        """dtype of the weights that it was trained on.
+
+        Their singular vectors, rounded to it, are the adapter's basis.
+        """
         import torch
 
         return torch.bfloat16 if self.metadata.get("dtype") == "bfloat16" else torch.float32
@@ -362,28 +434,46 @@ class Saved:
 def find_adapter(
     run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter"
 ) -> Saved:
-    """The adapter of a run directory (train.safetensors, or the one saved after `step` steps), or a file as such.
+    """Find the adapter of a run directory, or an adapter's file itself.
 
-    model: in place of the run's own. flag: that named it.
+    step: take the adapter that was saved after so many steps. None: train.safetensors.
+    model: base model to use in place of the run's own.
+    flag: the flag that named the run or file.
 
     Raises:
-        Refused: one line: no such file or step, not an adapter of this program, or its base model is not here.
+        Refused: one line: no such file or step, not an adapter of this program, or its base model
+            is not here.
     """
     path = run
-    if run.is_dir() or step is not None:
-        path = run / ("train.safetensors" if step is None else f"ckpt_step{step:04d}.safetensors")
-        there = sorted(int(m[1]) for p in run.glob("*") if (m := _CHECKPOINT.fullmatch(p.name)))
-        if step not in (None, *there):
-            raise Refused(
-                f"--step {step}: {run} has {', '.join(map(str, there)) or 'no evaluation checkpoint'}"
-            )
-    metadata = safetensors_head(path, flag)[1]
+    if step is not None:
+        path = _checkpoint(run, step)
+    elif run.is_dir():
+        path = run / "train.safetensors"
+    where = f"{flag} {path}"
+    _, metadata = safetensors_head(path, flag)
     if "cfg" not in metadata or not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
-        raise Refused(f"{flag} {path}: not an adapter saved by a run")
-    cfg = from_dict(from_json(metadata["cfg"], where := f"{flag} {path}"), where)
-    base = organism.MODEL_DIR if model == ORGANISM else model or cfg.model_path
+        raise Refused(f"{where}: not an adapter saved by a run")
+    cfg = from_dict(from_json(metadata["cfg"], where), where)
+    base: str | Path = model or cfg.model_path
+    if model == ORGANISM:
+        base = organism.MODEL_DIR
     folder = require_model(base)
-    return Saved(path, metadata, cfg, folder if gguf_file(base) else base, folder)
+    # other programs load a GGUF file's converted folder
+    loadable = base if gguf_file(base) is None else folder
+    return Saved(path, metadata, cfg, loadable, folder)
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    """The adapter that a run saved after `step` steps. Raises Refused if there is none."""
+    steps: list[int] = []
+    for path in run.glob("*"):
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match is not None:
+            steps.append(int(match[1]))
+    if step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "no evaluation checkpoint"
+        raise Refused(f"--step {step}: {run} has {there}")
+    return run / f"ckpt_step{step:04d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -407,15 +497,24 @@ class FoundModel:
 
     @property
     def numbers(self) -> int:
-        """In memory: its weights; under an adapter U, Vh and merged weights too. 0 where its shapes are not known."""
-        s = self.shapes
-        return s.parameters + (s.factors + s.adapted if self.adapter else 0) if s else 0
+        """How many numbers it has in memory; 0 where its shapes are not known.
+
+        These are its weights; under an adapter U, Vh and merged weights too.
+        """
+        shapes = self.shapes
+        if shapes is None:
+            return 0
+        if self.adapter is None:
+            return shapes.parameters
+        return shapes.parameters + shapes.factors + shapes.adapted
 
     def vocabulary(self) -> dict[str, int] | None:
-        """Token → id, from the tokenizer's file alone; None where there is no such file."""
+        """Token → id, from the tokenizer's file alone. None: there is no such file."""
         file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            return None
         with tokenizing(file):
-            return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None
+            return Tokenizer.from_file(str(file)).get_vocab()
 
     def identity(self) -> dict[str, str | None]:
         """Name of the base and sha256 of the adapter's file, for a run's records."""
@@ -423,18 +522,19 @@ class FoundModel:
 
 
 def find_source(given: str, flag: str) -> FoundModel:
-    """The model that `given`, the value of `flag`, names.
+    """Find the model that `given`, the value of `flag`, names.
 
     Raises:
         Refused: one line: nothing of that name here, or not a model or an adapter of this program.
     """
-    path = Path(given)
     if given == ORGANISM:
         organism.EMBEDDED.require_sound(f"{flag} organism:")
-    elif path.suffix == ".safetensors" or (path / "train.safetensors").is_file():
+        folder = require_model(organism.MODEL_DIR, flag)
+        return FoundModel(given, name=given, folder=folder, adapter=None)
+    path = Path(given)
+    if path.suffix == ".safetensors" or (path / "train.safetensors").is_file():
         saved = find_adapter(path, flag=flag)
         name = saved.cfg.scale.model if saved.cfg.scale.organism is None else str(saved.model)
         return FoundModel(given, name, saved.folder, saved.path)
-    return FoundModel(
-        given, given, require_model(organism.MODEL_DIR if given == ORGANISM else given, flag), None
-    )
+    folder = require_model(given, flag)
+    return FoundModel(given, name=given, folder=folder, adapter=None)
