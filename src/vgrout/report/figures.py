@@ -20,9 +20,8 @@ from pandas import DataFrame
 
 from vgrout.config.presets import recorded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.envs.code.modes import MODES
 from vgrout.report import stats
-from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline
+from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline, flaws_of
 from vgrout.report.stats import Estimate
 from vgrout.report.tables import compare, level
 
@@ -261,7 +260,7 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
     ]
     if not found:
         return None
-    flaws = [m for m in MODES if any(m in c.first.flaws for c in found)]
+    flaws = flaws_of(found)
     fig, panels = _panels(found, 3.1, 2.4, sharey=True)
     for axes, c in panels:
         shown = {m: c.first.final["by_mode"][m].get("in_dist") for m in c.first.flaws}
