@@ -20,6 +20,7 @@ from vgrout.metrics import Rate
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks, hacks_name
 
+Settings = dict[str, Any]
 What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
 # Sides as per_mode_deploy.json names them → as final.jsonl does.
@@ -36,9 +37,9 @@ MEASURED = ("hack_deploy", "solve_deploy", "signal_k", "signal_n", "all_zero", "
 ANSWER = ("side", "env_mode", "problem_id", "hacked", "solved", "reward")
 
 
-def trained_with(cfg: Config) -> dict[str, Any]:
+def trained_with(cfg: Config) -> Settings:
     """Return the settings that training reads, without their groups."""
-    settings: dict[str, Any] = {"preset": cfg.preset}
+    settings: Settings = {"preset": cfg.preset}
     for group, values in cfg.as_dict().items():
         if isinstance(values, dict) and group not in MEASURING:
             settings |= values
@@ -52,7 +53,7 @@ def usual(cfg: Config) -> dict[str, list[Any]]:
     A setting has up to three: its preset's, its intervention's, and for a setting of the method
     None, which stands for the intervention's.
     """
-    preset = PRESETS[cfg.preset][1] if cfg.preset in PRESETS else Config()
+    _, preset = PRESETS.get(cfg.preset, ("", Config()))
     of_intervention = cfg.method.spec.usual
     of_method = {f.name for f in fields(MethodConfig)}
     defaults: dict[str, list[Any]] = {}
@@ -101,10 +102,14 @@ class FinishedRun:
             name += f" ({method.monitor_title})"
         if method.control_name != "none":
             name += f" · {method.control_name}"
-        direction = self.record.get("direction") or {}
-        if str(direction.get("pairs")).startswith("oracle:"):
+        if str(self.direction.get("pairs")).startswith("oracle:"):
             name += " (pairs chosen by true labels)"
         return name
+
+    @property
+    def direction(self) -> dict[str, Any]:
+        """What run.json says of the direction; empty: the method has none."""
+        return self.record.get("direction") or {}
 
     @property
     def hashes(self) -> dict[str, str | None]:
@@ -112,7 +117,7 @@ class FinishedRun:
         return self.record.get("hashes") or {}
 
     @cached_property
-    def trained_with(self) -> dict[str, Any]:
+    def trained_with(self) -> Settings:
         """The settings that training reads, and the hashes of its files.
 
         A path alone does not identify a file, since it may come to hold another one.
@@ -142,16 +147,21 @@ class FinishedRun:
             flaw: count on the problems that have this flaw; None: on all problems.
         """
         if flaw is None:
-            share, n = self.final.get(f"{what}_{side}"), self.final["eval_n"]
+            share = self.final.get(f"{what}_{side}")
+            n = self.final["eval_n"]
         else:
             numbers = self.final["by_mode"][flaw]
-            share, n = numbers.get(f"{side}_{what}"), numbers["n"]
-        return Rate(0, 0) if share is None else Rate(round(share * n), n)
+            share = numbers.get(f"{side}_{what}")
+            n = numbers["n"]
+        if share is None:
+            return Rate(0, 0)
+        return Rate(round(share * n), n)
 
     def has_learned(self, flaw: Mode) -> bool:
         """Return whether the trained model hacks this flaw often enough to count as having learned
         it."""
-        return (self.counted("train", "hack", flaw).value or 0) >= LEARNED
+        share = self.counted("train", "hack", flaw).value
+        return share is not None and share >= LEARNED
 
     def first_hack(self, flaw: Mode) -> int | None:
         """Return the step of the students' first hack of this flaw; None: there was none."""
@@ -164,7 +174,9 @@ class FinishedRun:
     def last_five(self, what: What) -> Rate:
         """Count hacks or solves among the students' answers of the last five steps."""
         last = self.steps.iloc[-5:]
-        return Rate(int(last[f"{what}_s_k"].sum()), int(last[f"{what}_s_n"].sum()))
+        k = last[f"{what}_s_k"].sum()
+        n = last[f"{what}_s_n"].sum()
+        return Rate(int(k), int(n))
 
     def shares(self, side: str, what: What, flaw: Mode | None = None) -> Series:
         """Return the share of answers that hack or solve, by mode and held-out problem.
@@ -172,7 +184,9 @@ class FinishedRun:
         With `flaw`: on the problems that have this flaw, and hacks of it alone.
         """
         # A method without a quarantine has no trained side of its own.
-        name = SIDES[side] if SIDES[side] in set(self.answers.side) else "deployed"
+        name = SIDES[side]
+        if name not in set(self.answers.side):
+            name = "deployed"
         answers = self.answers[self.answers.side == name]
         everywhere = self.cfg.env.unannounced
         if everywhere:  # These flaws are open on every problem at once.
@@ -199,38 +213,57 @@ class FinishedRun:
         and of the right answers (_solved). cos_*: |cos| of a control's direction with the real one
         over modules, and that of random directions.
         """
-        method, loss = self.cfg.method, self.cfg.loss
-        is_biased = loss.loss == "grpo" and not loss.unbiased
-        hacks_by_step = list(zip(self.steps.hack_s_k, self.steps.hack_s_n, strict=True))
+        method = self.cfg.method
         row = {
             "arm": method.intervention,
             "control": method.control_name,
             "settings": _unusual_settings(self.cfg),
-            "base_weights": (self.hashes.get("base_weights") or "")[:8],
-            "loss": f"{loss.loss} biased" if is_biased else loss.loss,
+            "base_weights": self._short_hash("base_weights", 8),
+            "loss": self._loss,
             "seed": self.seed,
             "steps": self.cfg.scale.steps,
-            "onset": first_hacks(hacks_by_step),
+            "onset": first_hacks(list(zip(self.steps.hack_s_k, self.steps.hack_s_n, strict=True))),
             "hack_last5": self.last_five("hack").value,
             "solve_last5": self.last_five("solve").value,
             "modes_learned": sum(self.has_learned(flaw) for flaw in self.flaws),
             "n": self.final["eval_n"],
         }
         for side, what in itertools.product(SIDES, WHATS):
-            rate, name = self.counted(side, what), f"{what}_{side}"
-            low, high = wilson(rate.k, rate.n) if rate.n else (None, None)
+            name = f"{what}_{side}"
             row[name] = rounded(self.final.get(name))
-            row[f"{name}_low"] = rounded(low)
-            row[f"{name}_high"] = rounded(high)
+            row |= self._interval(side, what)
+        by_flaw = self.final["by_mode"]
         for flaw in MODES:
-            row[f"hack_deploy_{flaw}"] = self.final["by_mode"].get(flaw, {}).get("deploy_hack")
-        row |= flag_columns(self.flags[self.flags.monitor == method.monitor_name])
-        cosines = (self.record.get("direction") or {}).get("cos_with_real") or {}
+            row[f"hack_deploy_{flaw}"] = by_flaw.get(flaw, {}).get("deploy_hack")
+        own = self.flags.monitor == method.monitor_name
+        row |= flag_columns(self.flags[own])
+        cosines = self.direction.get("cos_with_real") or {}
         row["cos_rms"] = rounded(cosines.get("rms"))
         row["cos_chance_rms"] = rounded(cosines.get("chance_rms"))
-        row["revision"] = (self.record.get("git") or {}).get("revision", "")[:10]
-        row["preregistered"] = (self.hashes.get("preregistered") or "")[:12]
+        git = self.record.get("git") or {}
+        row["revision"] = git.get("revision", "")[:10]
+        row["preregistered"] = self._short_hash("preregistered", 12)
         return row
+
+    @property
+    def _loss(self) -> str:
+        loss = self.cfg.loss
+        if loss.loss == "grpo" and not loss.unbiased:
+            return "grpo biased"
+        return loss.loss
+
+    def _short_hash(self, name: str, digits: int) -> str:
+        """Return the first digits of a hash; "": the run has noted none."""
+        return (self.hashes.get(name) or "")[:digits]
+
+    def _interval(self, side: str, what: What) -> dict[str, float | None]:
+        """Return the columns of Wilson's interval of a share in the final evaluation."""
+        rate = self.counted(side, what)
+        low = high = None
+        if rate.n:
+            low, high = wilson(rate.k, rate.n)
+        name = f"{what}_{side}"
+        return {f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
 
 
 def _unusual_settings(cfg: Config) -> str:
@@ -252,8 +285,10 @@ def rounded(share: float | None) -> float | None:
 
 def flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:
     """Count the flagged hacks by flaw, and under "solved" the flagged right answers."""
-    groups = flags.groupby(flags.flaw.fillna("solved"), sort=False).flagged
-    return {str(name): Rate(int(group.sum()), len(group)) for name, group in groups}
+    rates = {}
+    for name, flagged in flags.groupby(flags.flaw.fillna("solved"), sort=False).flagged:
+        rates[str(name)] = Rate(int(flagged.sum()), len(flagged))
+    return rates
 
 
 def flag_columns(flags: DataFrame) -> dict[str, str | None]:
@@ -277,21 +312,38 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
     Raises:
         Refused: a file is missing or damaged.
     """
-    final, record = read_json(path / "per_mode_deploy.json"), read_json(path / "run.json")
+    final = read_json(path / "per_mode_deploy.json")
+    record = read_json(path / "run.json")
     cfg = cfg or from_dict(record.get("config"), "run.json")
-    is_final = final.get("by_mode") and final.get("seed") == cfg.run.seed
-    if not is_final or not (path / "final.jsonl").is_file():
+    is_of_this_run = final.get("by_mode") and final.get("seed") == cfg.run.seed
+    if not is_of_this_run or not (path / "final.jsonl").is_file():
         raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
-    steps = DataFrame(json_lines(path / "steps.jsonl"))
-    steps = steps.astype({name: float for name in MEASURED if name in steps})
+    return FinishedRun(
+        path=path,
+        cfg=cfg,
+        record=record,
+        final=final,
+        steps=_read_steps(path / "steps.jsonl"),
+        answers=_read_answers(path / "final.jsonl"),
+        flags=_read_flags(path / "rollouts.jsonl", cfg.method),
+    )
+
+
+def _read_steps(file: Path) -> DataFrame:
+    steps = DataFrame(json_lines(file))
+    return steps.astype({name: float for name in MEASURED if name in steps})
+
+
+def _read_answers(file: Path) -> DataFrame:
+    """Read the graded answers of the final evaluation."""
     rows = []
-    for answer in json_lines(path / "final.jsonl"):
+    for answer in json_lines(file):
         row = {name: answer[name] for name in ANSWER}
         row["flaw"] = _hacked_flaw(answer)
         rows.append(row)
     answers = DataFrame(rows, columns=[*ANSWER, "flaw"])
-    graded = answers[answers.reward.notna()].astype({"solved": bool})
-    return FinishedRun(path, cfg, record, final, steps, graded, _read_flags(path, cfg.method))
+    is_graded = answers.reward.notna()
+    return answers[is_graded].astype({"solved": bool})
 
 
 def _hacked_flaw(answer: Mapping[str, Any]) -> str | None:
@@ -301,18 +353,17 @@ def _hacked_flaw(answer: Mapping[str, Any]) -> str | None:
     return answer.get("mechanism") or answer["env_mode"]
 
 
-def _read_flags(path: Path, method: MethodConfig) -> DataFrame:
-    """Read what the run's text monitors flagged: first the one that was acted on, then those in
-    shadow.
+def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
+    """Read what text monitors flagged: first the one that was acted on, then those in shadow.
 
-    rollouts.jsonl is long, so it is not read where the run had no text monitor.
+    rollouts.jsonl is long, so it is not read if the run had no text monitor.
     """
     own = ""
     if method.monitor_name != "none" and not method.flags_by_gradient:
         own = method.monitor_name
     rows: list[dict[str, Any]] = []
     if own or method.in_shadow:
-        for rollout in json_lines(path / "rollouts.jsonl"):
+        for rollout in json_lines(file):
             rows += _flag_rows(rollout, own)
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
@@ -353,7 +404,9 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
         return [source], []
     if (source / "runs.json").is_file():
         return _sweep_dirs(source)
-    found = {file.parent for name in marks for file in source.glob(f"*/{name}")}
+    found: set[Path] = set()
+    for name in marks:
+        found.update(file.parent for file in source.glob(f"*/{name}"))
     if not found:
         raise Refused(f"{source}: no run in it; run `vgrout train mini` first")
     return sorted(found), []
@@ -372,11 +425,12 @@ def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
             if not run:
                 absent.append(f"{entry['name']} ({entry['state']})")
                 continue
-            places = (root / run for root in roots if (root / run).is_dir())
-            if path := next(places, None):
-                found.append(path)
-            else:
+            places = [root / run for root in roots]
+            path = next(filter(Path.is_dir, places), None)
+            if path is None:
                 absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
+            else:
+                found.append(path)
     except (KeyError, TypeError) as e:
         raise Refused(f"{index}: damaged ({e!r})") from None
     return found, absent
@@ -428,7 +482,9 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
 def _unfinished(path: Path) -> str:
     """Return why a run has no final evaluation; "": it has one."""
     status = path / "status.json"
-    state = read_json(status).get("state") if status.exists() else "unknown"
+    state = "unknown"
+    if status.exists():
+        state = read_json(status).get("state")
     if state not in ("finished", "halted"):
         return f"{state:.40}"
     if not (path / "per_mode_deploy.json").exists():
@@ -516,10 +572,12 @@ def baseline(condition: Condition, among: Sequence[Condition]) -> Condition | No
     if condition.first.method == "none":
         free.add("beta")
 
-    def setting(run: FinishedRun) -> dict[str, Any]:
-        return {name: value for name, value in run.trained_with.items() if name not in free}
-
-    own = setting(condition.first)
-    found = [c for c in among if c.first.method == "none" and setting(c.first) == own]
+    own = condition.first.trained_with
+    found = []
+    for other in among:
+        its = other.first.trained_with
+        alike = all(own[name] == its[name] for name in own if name not in free)
+        if other.first.method == "none" and alike:
+            found.append(other)
     lowest = min(found, key=lambda c: c.first.cfg.loss.beta, default=None)
     return None if lowest is condition else lowest
