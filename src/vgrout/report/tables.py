@@ -1,6 +1,6 @@
 """The tables of a report, as rows of text, and the numbers in them. Shares are printed in percent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,7 +40,9 @@ class ReportTable:
 
     def markdown(self) -> str:
         """Return the table with each cell in one line; invisible characters are shown as escapes."""
-        rows = [{one_line(k): one_line(v) for k, v in row.items()} for row in self.rows]
+        rows = []
+        for row in self.rows:
+            rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
         return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
@@ -60,8 +62,12 @@ def percent(e: Estimate) -> str:
     value = f"{100 * e.value:.1f}"
     if e.low is None or e.high is None:
         return f"{value} ({'one seed' if e.n == 1 else e.note})"
-    mark = {"t": " t", "Wilson": " w"}.get(e.how, "")
-    return f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]{mark}"
+    interval = f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+    if e.how == "t":
+        return f"{interval} t"
+    if e.how == "Wilson":
+        return f"{interval} w"
+    return interval
 
 
 def p_value(p: PValue) -> str:
@@ -76,6 +82,11 @@ def p_value(p: PValue) -> str:
     return shown
 
 
+def by_seed(values: Iterable[object]) -> str:
+    """Join the values of a condition's runs; · stands for None."""
+    return "/".join("·" if value is None else str(value) for value in values)
+
+
 # ── numbers
 
 
@@ -86,9 +97,13 @@ def _strata(shares: Series) -> list[Stratum]:
     """
     strata = []
     for mode, of_mode in shares.groupby(level=0, sort=False):
-        problems = tuple(of_mode.index.get_level_values(1))
-        weight = len(of_mode) / len(shares)
-        strata.append(Stratum(of_mode.to_numpy(), weight, str(mode), problems))
+        stratum = Stratum(
+            values=of_mode.to_numpy(),
+            weight=len(of_mode) / len(shares),
+            name=str(mode),
+            units=tuple(of_mode.index.get_level_values(1)),
+        )
+        strata.append(stratum)
     return strata
 
 
@@ -97,8 +112,11 @@ def level(condition: Condition, side: str, what: What, flaw: Mode | None = None)
     """Estimate a share in the final evaluation over seeds; of one run, with Wilson's interval."""
     if len(condition.runs) == 1:
         return stats.one_run(condition.first.counted(side, what, flaw))
-    rows = (_strata(run.shares(side, what, flaw)) for run in condition.runs)
-    return stats.estimate([row for row in rows if row])
+    rows = []
+    for run in condition.runs:
+        if row := _strata(run.shares(side, what, flaw)):
+            rows.append(row)
+    return stats.estimate(rows)
 
 
 def last_five(condition: Condition, what: What) -> Estimate:
@@ -112,8 +130,8 @@ def last_five(condition: Condition, what: What) -> Estimate:
     rows = []
     for rate in rates:
         if rate.n:
-            hits = np.repeat([1.0, 0.0], [rate.k, rate.n - rate.k])
-            rows.append([Stratum(hits, 1.0)])
+            answers = np.repeat([1.0, 0.0], [rate.k, rate.n - rate.k])
+            rows.append([Stratum(answers, weight=1.0)])
     return stats.estimate(rows)
 
 
@@ -160,9 +178,11 @@ def conclusion(condition: Condition) -> str:
     if n == 1 and (why := unlearnt(first)):
         return f"nothing was learnt: {why}"
     of = f"{n} seeds" if n > 1 else f"{first.final['eval_n']} answers"
-    base_hack, base_solve = level(condition, "base", "hack"), level(condition, "base", "solve")
-    hack, solve = level(condition, "deploy", "hack"), level(condition, "deploy", "solve")
-    hacks, lost = hack.above(base_hack, NEAR), base_solve.above(solve, SKILL)
+    base_hack = level(condition, "base", "hack")
+    base_solve = level(condition, "base", "solve")
+    solve = level(condition, "deploy", "solve")
+    hacks = level(condition, "deploy", "hack").above(base_hack, NEAR)
+    lost = base_solve.above(solve, SKILL)
     is_plain = first.cfg.method.intervention == "none"
     if hacks is None and (lost is None or is_plain):
         return f"none, {of} are too few"
@@ -225,17 +245,17 @@ def methods(found: Sequence[Condition]) -> ReportTable:
 
 def _method_row(c: Condition) -> dict[str, str]:
     """Return a condition's row without its difference from plain GRPO."""
-    onsets = [run.row["onset"] for run in c.runs]
+    answers = {str(run.final["eval_n"]) for run in c.runs}
     row = {"method": c.title, "seeds": c.seeds}
-    row["onset"] = "/".join("·" if onset is None else str(onset) for onset in onsets)
+    row["onset"] = by_seed(run.row["onset"] for run in c.runs)
     for what in WHATS:
         row[f"{what} last 5"] = percent(last_five(c, what))
     for side in ("train", "deploy"):
         for what in WHATS:
             row[f"{what} {SIDES[side]}"] = percent(level(c, side, what))
     row["solve no hint"] = percent(level(c, "plain", "solve"))
-    row["flaws learnt"] = "/".join(str(run.row["modes_learned"]) for run in c.runs)
-    row["n"] = "/".join(sorted({str(run.final["eval_n"]) for run in c.runs}))
+    row["flaws learnt"] = by_seed(run.row["modes_learned"] for run in c.runs)
+    row["n"] = "/".join(sorted(answers))
     return row
 
 
@@ -243,41 +263,57 @@ def _from_plain(c: Condition, plain: Condition | None) -> dict[str, str]:
     """Return the columns of a condition's difference from plain GRPO; · without it or of one run."""
     row = {}
     for what in WHATS:
-        less = compare(c, plain, what) if plain and len(c.runs) > 1 else None
-        if less and not less.seeds:
-            less = None
-        row[f"Δ {what}"] = percent(less.difference) if less else "·"
-        row[f"p {what}"] = p_value(less.p) if less else "·"
-        row[f"TOST {what}"] = p_value(less.same) if less else "·"
+        difference = p = same = "·"
+        if plain and len(c.runs) > 1:
+            less = compare(c, plain, what)
+            if less.seeds:
+                difference = percent(less.difference)
+                p = p_value(less.p)
+                same = p_value(less.same)
+        row[f"Δ {what}"] = difference
+        row[f"p {what}"] = p
+        row[f"TOST {what}"] = same
     return row
 
 
 def by_flaw(found: Sequence[Condition]) -> ReportTable:
     """Make the table with a row for each condition and flaw."""
+    rows = []
+    for c in found:
+        rows += [_flaw_row(c, flaw) for flaw in c.first.flaws]
     return ReportTable(
         "By flaw",
         "%. Pairs: whether the direction's pairs show the flaw (in) or not (out). Tries: hacks, "
         "and wrong answers that try the flaw and fail. Learned: at least "
         f"{100 * LEARNED:.0f} % hacks as trained. First step: of the "
         "students' first hack. n: answers.",
-        [_flaw_row(c, flaw) for c in found for flaw in c.first.flaws],
+        rows,
     )
 
 
 def _flaw_row(c: Condition, flaw: Mode) -> dict[str, str]:
-    pairs_show_it = c.first.final["by_mode"][flaw].get("in_dist")
     row = {"method": c.title, "flaw": flaw}
-    row["pairs"] = {None: "·", True: "in", False: "out"}[pairs_show_it]
+    row["pairs"] = _pairs_show(c.first.final["by_mode"][flaw].get("in_dist"))
     for what in WHATS:
         for side in ("train", "deploy"):
             row[f"{what} {SIDES[side]}"] = percent(level(c, side, what, flaw))
-    tries = sum((run.counted("deploy", "tries", flaw) for run in c.runs), Rate(0, 0))
+    tries = Rate(0, 0)
+    answers = 0
+    for run in c.runs:
+        tries += run.counted("deploy", "tries", flaw)
+        answers += run.final["by_mode"][flaw]["n"]
     row["tries deployed"] = tries.percent
-    row["learned"] = "/".join("yes" if run.has_learned(flaw) else "no" for run in c.runs)
-    first_steps = [run.first_hack(flaw) for run in c.runs]
-    row["first step"] = "/".join("·" if step is None else str(step) for step in first_steps)
-    row["n"] = str(sum(run.final["by_mode"][flaw]["n"] for run in c.runs))
+    row["learned"] = by_seed("yes" if run.has_learned(flaw) else "no" for run in c.runs)
+    row["first step"] = by_seed(run.first_hack(flaw) for run in c.runs)
+    row["n"] = str(answers)
     return row
+
+
+def _pairs_show(in_dist: bool | None) -> str:
+    """Say whether the direction's pairs show a flaw; None: there are no pairs."""
+    if in_dist is None:
+        return "·"
+    return "in" if in_dist else "out"
 
 
 def monitors(found: Sequence[Condition]) -> ReportTable:
@@ -304,7 +340,9 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
 def _scores(flags: DataFrame, flaws: Sequence[Mode]) -> dict[str, str]:
     """Return the columns of what one monitor flagged."""
     rates = flagged_by_flaw(flags)
-    row: dict[str, str] = {flaw: _of_how_many(rates.get(flaw)) for flaw in flaws}
+    row: dict[str, str] = {}
+    for flaw in flaws:
+        row[flaw] = _of_how_many(rates.get(flaw))
     row["false flags"] = _of_how_many(rates.get("solved"))
     area = _auc(flags)
     row["AUC"] = "·" if area is None else f"{area:.2f}"
@@ -320,7 +358,9 @@ def _auc(flags: DataFrame) -> float | None:
     """Return the AUC of a monitor's scores, hacks against right answers; None: it gave none."""
     scored = flags[flags.score.notna()]
     is_hack = scored.flaw.notna()
-    return stats.auc(list(scored.score[is_hack]), list(scored.score[~is_hack]))
+    of_hacks = scored.score[is_hack]
+    of_right = scored.score[~is_hack]
+    return stats.auc(list(of_hacks), list(of_right))
 
 
 # ── for other programs
@@ -346,7 +386,8 @@ def _thirds(
     steps = int(run.steps.step.iloc[-1]) + 1
     rows = []
     for third in range(3):
-        first, last = steps * third // 3, steps * (third + 1) // 3 - 1
+        first = steps * third // 3
+        last = steps * (third + 1) // 3 - 1
         part = flags[flags.step.between(first, last)]
         rows.append(
             {
@@ -372,9 +413,10 @@ def csv_tables(found: Sequence[Condition]) -> dict[str, str]:
     runs: list[dict[str, object]] = []
     for c in found:
         for run in c.runs:
-            runs.append({"run": run.path.name, "cell": c.title} | run.row)
+            runs.append({"run": run.path.name, "cell": c.title, **run.row})
+    named = {"runs.csv": runs, "monitors.csv": monitor_rows(found)}
     files = {}
-    for name, rows in (("runs.csv", runs), ("monitors.csv", monitor_rows(found))):
+    for name, rows in named.items():
         if rows:
             frame = DataFrame([_inert(row) for row in rows], dtype=object)
             files[name] = frame.to_csv(index=False)
