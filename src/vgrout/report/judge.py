@@ -1,8 +1,9 @@
 """Verdicts by a user's file: `vgrout report FOLDER --judge FILE.py`.
 
-FILE.py has a function `judge(conditions)` that returns `Verdict`s, and may have `tables(conditions)` that returns
-`ReportTable`s. A condition is the runs that differ by their seed alone; `vgrout.report.tables` has its numbers
-(`level`, `compare`). Modules beside FILE.py can be imported.
+FILE.py has a function `judge(conditions)` that returns `Verdict`s, and may have
+`tables(conditions)` that returns `ReportTable`s. A condition is the runs that differ by their seed
+alone; `vgrout.report.tables` has its numbers (`level`, `compare`). Modules beside FILE.py can be
+imported.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from vgrout.errors import Refused
 from vgrout.report.load import Condition
@@ -28,30 +30,48 @@ class Verdict:
 
 
 def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
-    """The file's own tables, and that of its verdicts. Raises Refused, one line, if the file cannot be imported, has
-    no `judge`, raises, or returns anything else."""
+    """Return the file's own tables, and the table of its verdicts.
+
+    Raises:
+        Refused: one line, if the file cannot be imported, has no `judge`, raises, or returns
+            anything else.
+    """
+    rows = []
+    tables = []
+    try:
+        module = _import(file)
+        verdicts = module.judge(found)
+        own_tables = module.tables(found) if hasattr(module, "tables") else ()
+        for v in verdicts:
+            row = {"hypothesis": v.id, "about": v.about}
+            rows.append(row | {"verdict": v.outcome, "numbers": v.numbers})
+        for table in own_tables:
+            tables.append(ReportTable(table.name, table.caption, table.rows))
+    except Exception as e:  # whatever a user's file may raise
+        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
+    return [*tables, ReportTable("Verdicts", _standing(file, found), rows)]
+
+
+def _import(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    # where dataclasses look up annotations that are strings
+    # Dataclasses look up annotations that are strings there.
     sys.modules.setdefault(file.stem, module)
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
-    try:
-        spec.loader.exec_module(module)
-        verdicts, own = module.judge(found), getattr(module, "tables", lambda _: ())(found)
-        rows = [
-            {"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers}
-            for v in verdicts
-        ]
-        own = [ReportTable(t.name, t.caption, t.rows) for t in own]
-    except Exception as e:  # whatever a user's file may raise
-        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
+    spec.loader.exec_module(module)
+    return module
+
+
+def _standing(file: Path, found: Sequence[Condition]) -> str:
+    """Say how many runs were started under the rules by which they are judged."""
     digest = preregistered(file.resolve().parent) or ""
-    recorded = [(r.record.get("hashes") or {}).get("preregistered") for c in found for r in c.runs]
-    standing = (
-        f"Of {len(recorded)} runs {recorded.count(digest)} were started under these very rules and statistics "
-        f"({digest[:12]}), {len(recorded) - recorded.count(digest) - recorded.count(None)} under others, "
-        f"{recorded.count(None)} under none."
+    recorded = [run.hashes.get("preregistered") for c in found for run in c.runs]
+    these = recorded.count(digest)
+    none = recorded.count(None)
+    others = len(recorded) - these - none
+    return (
+        f"Of {len(recorded)} runs {these} were started under these very rules and statistics "
+        f"({digest[:12]}), {others} under others, {none} under none."
     )
-    return [*own, ReportTable("Verdicts", standing, rows)]
