@@ -1,4 +1,6 @@
-"""`python studies/probe_mixed.py [RUN]`: whether a study on a pool is worthwhile, from a short run of plain GRPO.
+"""`python studies/probe_mixed.py [RUN]`: is a study on a pool worthwhile?
+
+A short run of plain GRPO tells.
 
 Go: student rows hack in the second half of the run, after a few steps of learning from the pool.
 Exit codes: 0 go · 1 no-go · 2 no such run.
@@ -15,34 +17,42 @@ from vgrout.files import json_lines
 from vgrout.metrics import Rate
 from vgrout.table import counted
 
+Row = dict[str, Any]
 
-def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Go or no-go, and the line that says why. rows: of steps.jsonl, at least 2."""
+
+def verdict(rows: list[Row]) -> tuple[bool, str]:
+    """Return whether it is go, and the line that says why.
+
+    rows: of steps.jsonl, at least 2.
+    """
     half = len(rows) // 2
-
-    def hacks(part: list[dict[str, Any]]) -> Rate:
-        return sum((counted(row, "hack_s") or Rate(0, 0) for row in part), Rate(0, 0))
-
-    def mean(part: list[dict[str, Any]], column: str) -> str:
-        known = [row[column] for row in part if row[column] is not None]
-        return f"{sum(known) / len(known):.2f}" if known else "·"
-
-    first, second = hacks(rows[:half]), hacks(rows[half:])
-    demonstrated = sum((counted(row, "hack_t") or Rate(0, 0) for row in rows), Rate(0, 0))
-    go = second.k > 0 and demonstrated.k > 0
+    before, after = rows[:half], rows[half:]
+    first, second = pooled(before, "hack_s"), pooled(after, "hack_s")
+    demonstrated = pooled(rows, "hack_t")
     why = (
-        f"student hacks {first.k}/{first.n} in steps 0-{half - 1}, {second.k}/{second.n} after; demonstrations that "
-        f"hack {demonstrated.k}/{demonstrated.n}; log-prob a token {mean(rows[:half], 'lp_t')}, then "
-        f"{mean(rows[half:], 'lp_t')}"
+        f"student hacks {first.k}/{first.n} in steps 0-{half - 1}, {second.k}/{second.n} after; "
+        f"demonstrations that hack {demonstrated.k}/{demonstrated.n}; "
+        f"log-prob a token {mean(before, 'lp_t')}, then {mean(after, 'lp_t')}"
     )
-    if go:
+    if second.k > 0 and demonstrated.k > 0:
         return True, f"GO: {why}"
-    help_ = (
-        "no demonstration was mixed in"
-        if not demonstrated.n
-        else "raise --mix-ratio or --lr, or look at the pool"
-    )
-    return False, f"NO-GO: {why}; {help_}"
+    if not demonstrated.n:
+        return False, f"NO-GO: {why}; no demonstration was mixed in"
+    return False, f"NO-GO: {why}; raise --mix-ratio or --lr, or look at the pool"
+
+
+def pooled(rows: list[Row], column: str) -> Rate:
+    """Return a share over all these steps."""
+    total = Rate(0, 0)
+    for row in rows:
+        total += counted(row, column) or Rate(0, 0)
+    return total
+
+
+def mean(rows: list[Row], column: str) -> str:
+    """Return a column's mean as text; ·: it was never measured."""
+    known = [row[column] for row in rows if row[column] is not None]
+    return f"{sum(known) / len(known):.2f}" if known else "·"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,10 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         """
         path = run or max(Path("out/runs").glob("*_probe"), default=None)
         if path is None or not (path / "steps.jsonl").is_file():
-            print(
-                f"E {path or 'out/runs'}: no run with steps.jsonl; run `just probe-mixed`",
-                file=sys.stderr,
-            )
+            where = path or "out/runs"
+            print(f"E {where}: no run with steps.jsonl; run `just probe-mixed`", file=sys.stderr)
             return 2
         rows = list(json_lines(path / "steps.jsonl"))
         if len(rows) < 2:

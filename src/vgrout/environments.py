@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vgrout.data import Flaw
+from vgrout.envs.code import modes as code
 from vgrout.envs.code.grading.grade import DETECTOR_FIELDS as DETECTOR_FIELDS
 from vgrout.envs.code.modes import MODE_SPECS, MODES
 from vgrout.envs.code.modes import EnvMode as EnvMode
@@ -40,6 +41,11 @@ def environment_class(name: str) -> Any:
         f"--env {name}: should have a method of_run(cfg) that makes an environment",
     )
     return own
+
+
+def spelt(flaw: str, marker: str) -> str:
+    """What of a marker, the name that a prompt announces, a hack of this flaw writes; "" of a world without them."""
+    return code.spelt(flaw, marker) if flaw in MODE_SPECS else marker
 
 
 def flaws_of(record: Mapping[str, Any]) -> dict[str, Flaw]:

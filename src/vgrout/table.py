@@ -1,8 +1,12 @@
-"""The step table: one row of numbers per step. A column is one field: value, format, legend and expectation."""
+"""The step table: one row of numbers per step.
+
+A column is a field of `StepRow`: it has the value, and in its metadata format, legend and
+expectation.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 from tabulate import tabulate
@@ -11,12 +15,12 @@ from vgrout.data import Flaw
 from vgrout.metrics import REFERENCE_STEP, Rate
 
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
-# two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points
+# Two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points.
 NEAR = 0.05
 SKILL = 0.10  # two solve rates this close count as matched, as in the hypotheses
-# columns that differ between two runs of the same computation
+# Columns that differ between two runs of the same computation.
 SECONDS = ("gen", "grade", "fb", "eval", "sec")
-# hacking has begun when this share of so many steps' student answers hacks
+# Hacking has begun when this share of so many steps' student answers hacks.
 ONSET_WINDOW, ONSET_SHARE = 5, 0.1
 
 R = TypeVar("R", bound="Columns")
@@ -25,11 +29,17 @@ R = TypeVar("R", bound="Columns")
 def col(
     fmt: str, legend: str, *, should: str = "", when: str = "always", head: str = "", **default: Any
 ) -> Any:
-    """A column, required at construction: a forgotten one is a TypeError.
+    """Declare a column. Without a default it is required at construction.
 
-    fmt: "frac" for a Rate, "hk" for one per mode, else a format spec. when: what a run must have for the column to be
-    shown; "file": never, it is for steps.jsonl alone. head: its heading on the console, in percent if that ends in %;
-    "": it is not shown there but by `--columns all`.
+    Args:
+        fmt: "frac" for a Rate, "hk" for one Rate per mode, else a format spec.
+        legend: what the column measures.
+        should: what to expect of it, and what it means if that fails.
+        when: the words that must hold of a run for the column to be shown, joined by "+"; "file":
+            it is never shown, only written to steps.jsonl.
+        head: its heading on the console, in percent if that ends in %; "": it is shown there only
+            with `--columns all`.
+        default: `default` or `default_factory`, as of a dataclass's field.
     """
     about = {"fmt": fmt, "legend": legend, "should": should, "when": when, "head": head}
     return field(metadata=about, **default)
@@ -42,74 +52,101 @@ class Measured(Protocol):
     def columns(self) -> dict[str, Any]: ...
 
 
+def may_be_unmeasured(column: Field[Any]) -> bool:
+    """Return whether None, "not measured", is a value of this column."""
+    return type(None) in get_args(column.type)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """A row of a table. None is "not measured this step" and prints as ·; NaN is a fault and is refused."""
+    """A row of a table. None means "not measured this step" and is printed as ·; NaN is refused."""
 
     step: int = col("d", "optimiser step", head="step")
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            measured = isinstance(value, int | float | str | Rate | dict)
-            absent = value is None and type(None) in get_args(f.type)
-            if not (measured or absent) or (isinstance(value, float) and not math.isfinite(value)):
+            if value is None:
+                is_legal = may_be_unmeasured(f)
+            elif isinstance(value, float):
+                is_legal = math.isfinite(value)
+            else:
+                is_legal = isinstance(value, int | str | Rate | dict)
+            if not is_legal:
                 raise ValueError(
                     f"step {self.step}: column {f.name} is {value!r}; an unmeasured number is None"
                 )
 
     @classmethod
     def of(cls: type[R], *parts: Measured | None, **more: Any) -> R:
-        """The row that these parts measured; a column that none of them has is None ("not measured").
+        """Return the row that these parts measured; a column that none of them has is None.
 
         Raises:
             TypeError: a column that must be measured is missing, or one is not a column of the row.
         """
-        values: dict[str, Any] = {
-            f.name: None for f in fields(cls) if type(None) in get_args(f.type)
-        }
+        values: dict[str, Any] = {f.name: None for f in fields(cls) if may_be_unmeasured(f)}
         for part in parts:
             if part is not None:
                 values |= part.columns()
-        return cls(**values | more)
+        values |= more
+        return cls(**values)
 
     def as_json(self) -> dict[str, Any]:
-        """Scalars: a share `x` stands beside its counts `x_k` of `x_n`; hacks of one flaw are hk_<code>."""
+        """Return scalars by name.
+
+        A share `x` stands beside its counts, `x_k` of `x_n`; the hacks of a flaw are `hk_<code>`.
+        """
         out: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "hk":
                 for code, rate in value.items():
                     out |= share(f"hk_{code}", rate)
+            elif f.metadata["fmt"] == "frac":
+                out |= share(f.name, value)
             else:
-                out |= share(f.name, value) if f.metadata["fmt"] == "frac" else {f.name: value}
+                out[f.name] = value
         return out
 
     @classmethod
     def from_json(cls: type[R], data: dict[str, Any]) -> R:
-        """The inverse of `as_json`. Raises TypeError where a column is missing."""
-        of = {f.name: f.metadata["fmt"] for f in fields(cls)}
-        values: dict[str, Any] = {
-            k: counted(data, k) if of[k] == "frac" else v for k, v in data.items() if k in of
-        }
-        if "hk" in of:
-            values["hk"] = {}
-            for name in data:
-                code = name.removeprefix("hk_").removesuffix("_k")
-                if name == f"hk_{code}_k" and (rate := counted(data, f"hk_{code}")) is not None:
-                    values["hk"][code] = rate
+        """Return the row of which `as_json` gave `data`. Raises TypeError if a column is
+        missing."""
+        formats = {f.name: f.metadata["fmt"] for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in data.items():
+            if name in formats:
+                values[name] = counted(data, name) if formats[name] == "frac" else value
+        if "hk" in formats:
+            values["hk"] = hacks_by_code(data)
         return cls(**values)
 
 
+def hacks_by_code(row: Mapping[str, Any]) -> dict[str, Rate]:
+    """Hacks of each flaw in a row of steps.jsonl, by the flaw's code; of those that were measured."""
+    hacks: dict[str, Rate] = {}
+    for name in row:
+        code = name.removeprefix("hk_").removesuffix("_k")
+        if name != f"hk_{code}_k":
+            continue
+        rate = counted(row, f"hk_{code}")
+        if rate is not None:
+            hacks[code] = rate
+    return hacks
+
+
 def share(name: str, rate: Rate | None) -> dict[str, float | int | None]:
-    """A share in a row of steps.jsonl: `x` beside its counts `x_k` of `x_n`; all null where it was not measured."""
+    """Return a share as a row of steps.jsonl has it: `x` and its counts `x_k` of `x_n`.
+
+    All three are None where it was not measured.
+    """
     if rate is None:
         return {name: None, f"{name}_k": None, f"{name}_n": None}
     return {name: rate.value, f"{name}_k": rate.k, f"{name}_n": rate.n}
 
 
-def counted(row: dict[str, Any], name: str) -> Rate | None:
-    """A share of a row by its counts; None: not measured."""
+def counted(row: Mapping[str, Any], name: str) -> Rate | None:
+    """Return a share of a row of steps.jsonl from its counts; None: it was not measured."""
     k, n = row.get(f"{name}_k"), row.get(f"{name}_n")
     if k is None or n is None:
         return None
@@ -120,7 +157,8 @@ def counted(row: dict[str, Any], name: str) -> Rate | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow(Columns):
-    """One step of the trainer. The first columns are what a run is about; the rest follow the order of a step."""
+    """One step of the trainer. The first columns are what a run is about; the rest follow the order
+    of a step."""
 
     hack_s: Rate = col(
         "frac",
@@ -268,7 +306,8 @@ class StepRow(Columns):
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="flags+teacher")
     realised: float | None = col(
         ".2f",
-        "share of the change that δS and δS_hack ask for that is in the weights, in a sample of layers",
+        "share of the change that δS and δS_hack ask for that is in the weights, "
+        "in a sample of layers",
         should="≈ 1; ELSE the weights' rounding swallows it: raise --lr, or --dtype fp32",
         default=None,
     )
@@ -283,29 +322,41 @@ class StepRow(Columns):
 
 
 def whole_run(rows: Sequence[StepRow], students: bool = False) -> tuple[Rate, Rate]:
-    """Hacks and solves, pooled over all steps; the teacher's count by their cached labels, unless `students`."""
-    hack, solve = Rate(0, 0), Rate(0, 0)
+    """Return the hacks and the solves of all steps together.
+
+    Demonstrations count by their cached labels; with `students` they do not count.
+    """
+    hacks, solves = Rate(0, 0), Rate(0, 0)
     for row in rows:
-        hack, solve = hack + row.hack_s, solve + row.solve_s
+        hacks += row.hack_s
+        solves += row.solve_s
         if not students:
-            hack, solve = hack + (row.hack_t or Rate(0, 0)), solve + (row.pass_t or Rate(0, 0))
-    return hack, solve
+            hacks += row.hack_t or Rate(0, 0)
+            solves += row.pass_t or Rate(0, 0)
+    return hacks, solves
 
 
 def first_hacks(rates: Sequence[tuple[int, int]], threshold: float = ONSET_SHARE) -> int | None:
-    """Onset: the first step of the first window in which at least `threshold` of the students' answers hack.
+    """Return the onset of hacking; None: there was none.
+
+    That is the first step of the first window in which at least `threshold` of the students'
+    answers hack.
 
     rates: `hack_s` of every step, (k, n).
     """
-    for t in range(max(1, len(rates) - ONSET_WINDOW + 1)):
-        k, n = (sum(column) for column in zip(*rates[t : t + ONSET_WINDOW], strict=True))
+    for first in range(max(1, len(rates) - ONSET_WINDOW + 1)):
+        window = rates[first : first + ONSET_WINDOW]
+        k = sum(k for k, _ in window)
+        n = sum(n for _, n in window)
         if n and k / n >= threshold:
-            return t
+            return first
     return None
 
 
 @dataclass(frozen=True)
 class Column:
+    """A column as it is printed."""
+
     head: str  # its name in steps.jsonl, or its heading on the console
     width: int
     fmt: str
@@ -315,70 +366,90 @@ class Column:
     code: str | None = None  # of the flaw that it counts the hacks of
 
     def cell(self, row: Columns) -> str:
+        """Return the row's value as text; · where it was not measured."""
         value = getattr(row, self.name)
         if self.code:
             value = value.get(self.code)
-        if self.head.endswith("%"):
-            value = value.value if isinstance(value, Rate) else value
-            return "·" if value is None else f"{100 * value:.1f}"
+        in_percent = self.head.endswith("%")
+        if in_percent and isinstance(value, Rate):
+            value = value.value
         if value is None:
             return "·"
+        if in_percent:
+            return f"{100 * value:.1f}"
         if isinstance(value, Rate):
             return f"{value.k}/{value.n}" if value.n else "·"
         return format(value, self.fmt)
 
 
 class Table:
-    """The printed step table: a legend once, a header every 50 rows, a line per step. Only columns that a run fills."""
+    """The printed step table, of the columns that a run fills.
+
+    It has a legend once, a header every 50 rows, and a line for each step.
+    """
 
     def __init__(
-        self, has: set[str], flaws: Sequence[Flaw], of: type[Columns] = StepRow, short: bool = False
+        self,
+        has: set[str],
+        flaws: Sequence[Flaw],
+        of: type[Columns] = StepRow,
+        short: bool = False,
     ):
-        """has: the words of the columns' `when` that hold for the run. short: the columns of the console alone."""
+        """Choose the columns.
+
+        Args:
+            has: the words of the columns' `when` that hold of the run.
+            flaws: those that have a column of hacks.
+            of: the rows.
+            short: take only the columns of the console.
+        """
         self.columns: list[Column] = []
-        for column in fields(of):
-            meta = column.metadata
-            if not all(w == "always" or w in has for w in meta["when"].split("+")) or (
-                short and not meta["head"]
-            ):
+        for f in fields(of):
+            if not _is_shown(f, has, short):
                 continue
-            named = [(meta["head"] if short else column.name, meta["legend"], None)]
-            if column.name == "hk":
-                named = [(f"hk_{f.code}", f"{meta['legend']}: {f.name}", f.code) for f in flaws]
-            size = {"+.3f": 6, "d": 3, ".1e": 7}.get(meta["fmt"], 5)
-            self.columns += [
-                Column(
-                    head,
-                    max(len(head), size),
-                    meta["fmt"],
-                    legend,
-                    meta["should"],
-                    column.name,
-                    code,
-                )
-                for head, legend, code in named
-            ]
+            if f.name == "hk":
+                for flaw in flaws:
+                    legend = f"{f.metadata['legend']}: {flaw.name}"
+                    self._add(f, f"hk_{flaw.code}", legend, flaw.code)
+            else:
+                self._add(f, f.metadata["head"] if short else f.name, f.metadata["legend"])
         self.gap = "  " if short else " "
         self.printed = 0
 
+    def _add(self, column: Field[Any], head: str, legend: str, code: str | None = None) -> None:
+        fmt, should = column.metadata["fmt"], column.metadata["should"]
+        width = max(len(head), {"+.3f": 6, "d": 3, ".1e": 7}.get(fmt, 5))
+        self.columns.append(Column(head, width, fmt, legend, should, column.name, code))
+
     def legend(self) -> list[str]:
+        """Return a line on each column."""
         width = max(len(c.head) for c in self.columns)
-        return [
-            f"{c.head:>{width}}  {c.legend}" + (f". SHOULD: {c.should}" if c.should else "")
-            for c in self.columns
-        ]
+        lines = []
+        for c in self.columns:
+            line = f"{c.head:>{width}}  {c.legend}"
+            lines.append(f"{line}. SHOULD: {c.should}" if c.should else line)
+        return lines
 
     def header(self) -> str:
         return self.gap.join(f"{c.head:>{c.width}}" for c in self.columns)
 
     def markdown(self, rows: Sequence[Columns]) -> str:
-        """All of these rows."""
+        """Return a table of all these rows."""
         cells = [[c.cell(row) for c in self.columns] for row in rows]
-        return tabulate(
-            cells, headers=[c.head for c in self.columns], tablefmt="github", disable_numparse=True
-        )
+        heads = [c.head for c in self.columns]
+        return tabulate(cells, headers=heads, tablefmt="github", disable_numparse=True)
 
     def lines(self, row: Columns) -> list[str]:
+        """Return the row's line, with a header before every 50th, from the first on."""
         line = self.gap.join(f"{c.cell(row):>{c.width}}" for c in self.columns)
         self.printed += 1
         return [self.header(), line] if self.printed % 50 == 1 else [line]
+
+
+def _is_shown(column: Field[Any], has: set[str], short: bool) -> bool:
+    """Return whether a run that has all this fills the column and, if `short`, the console has
+    it."""
+    if short and not column.metadata["head"]:
+        return False
+    words = column.metadata["when"].split("+")
+    return all(word == "always" or word in has for word in words)

@@ -1,1 +1,4 @@
-"""Finished runs as a report: tables with intervals, figures, verdicts on hypotheses, a rollout reader; no torch."""
+"""Finished runs as a report, without torch.
+
+It has tables with intervals, figures, verdicts on hypotheses, and a reader of rollouts.
+"""

@@ -1,5 +1,8 @@
-"""`vgrout report DIR|SWEEP…`: finished runs as a page with tables, intervals, figures, and a reader of their
-rollouts; with `--judge FILE.py`, that file's verdicts. Runs that are not finished are named and left out."""
+"""`vgrout report DIR|SWEEP…`: a page on finished runs.
+
+It has tables with intervals, figures, and a reader of the runs' rollouts; with `--judge FILE.py`,
+that file's verdicts. Runs that are not finished are named and left out.
+"""
 
 import difflib
 import sys
@@ -12,7 +15,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.errors import refuse
+from vgrout.errors import Refused, refuse
 from vgrout.files import printable, require_own
 
 
@@ -33,30 +36,22 @@ class Cli:
 
     def __post_init__(self) -> None:
         refuse(self.rollouts < 0, f"--rollouts {self.rollouts}: should be 0 or more")
-        wrong = self.judge is not None and not (self.judge.is_file() and self.judge.suffix == ".py")
+        if self.judge is None:
+            return
+        is_python = self.judge.is_file() and self.judge.suffix == ".py"
         refuse(
-            wrong,
-            f"--judge {self.judge}: no such file of Python; give one with a function judge(conditions)",
+            not is_python,
+            f"--judge {self.judge}: no such file of Python; "
+            "give one with a function judge(conditions)",
         )
 
 
 def command(cli: Cli) -> int:
-    """Write the report. Raises Refused, one line."""
+    """Write the report and print its tables. Raises Refused, one line."""
     for source in cli.sources:
-        near = difflib.get_close_matches(source.name, [p.name for p in source.parent.glob("*/")], 1)
-        instead = (
-            f"; did you mean {source.with_name(near[0])}?"
-            if near
-            else ", give that of a run, of runs or a sweep"
-        )
-        toml = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
-        why = (
-            toml
-            if source.suffix == ".toml"
-            else f"no {'folder' if source.exists() else 'such folder'}{instead}"
-        )
-        refuse(not source.is_dir(), f"{source}: {why}")
-    require_own(out := cli.out or cli.sources[0] / "report", "--out", "report.html", "report")
+        _require_folder(source)
+    out = cli.out or cli.sources[0] / "report"
+    require_own(out, "--out", "report.html", "report")
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag
     # never waits for them.
     from vgrout.report import page
@@ -66,23 +61,54 @@ def command(cli: Cli) -> int:
     from vgrout.report.tables import by_flaw, methods, monitors
 
     runs, left_out = load(cli.sources, cli.tag)
-    but = f" but {', '.join(left_out)}" if left_out else ""
-    refuse(
-        not runs,
-        f"{', '.join(map(str, cli.sources))}: no finished run{f' named *{cli.tag}' * bool(cli.tag)}{but}",
-    )
+    if not runs:
+        raise Refused(_nothing_found(cli, left_out))
     found = conditions(runs)
-    shown = [t for t in (methods(found), by_flaw(found), monitors(found)) if t.rows]
-    shown += judged(cli.judge, found) if cli.judge else []
-    rollouts = pack(found, cli.rollouts, partial(tqdm, desc="rollouts", unit="run", disable=None))
+    tables = [methods(found), by_flaw(found), monitors(found)]
+    tables = [table for table in tables if table.rows]
+    if cli.judge:
+        tables += judged(cli.judge, found)
+    progress = partial(tqdm, desc="rollouts", unit="run", disable=None)
+    rollouts = pack(found, cli.rollouts, progress)
     left_out += rollouts["left_out"]
-    page.write(out, found, cli.sources, shown, left_out, rollouts)
-    said = [*page.conclusions(found), *(f"H: {claim}" for claim in page.studies(cli.sources)[1])]
-    said += [f"{t.name}: {t.caption}\n\n{t.markdown()}" for t in shown]
-    said += [f"left out: {', '.join(left_out)}"] * bool(left_out)
-    print(printable("\n\n".join(said)))
+    page.write(out, found, cli.sources, tables, left_out, rollouts)
+
+    parts = page.conclusions(found)
+    _, claims = page.studies(cli.sources)
+    parts += [f"H: {claim}" for claim in claims]
+    for table in tables:
+        parts.append(f"{table.name}: {table.caption}\n\n{table.markdown()}")
+    if left_out:
+        parts.append(f"left out: {', '.join(left_out)}")
+    print(printable("\n\n".join(parts)))
     print(f"-> {out}")
     return 0
+
+
+def _require_folder(source: Path) -> None:
+    """Raises Refused, one line, if a source is no folder."""
+    if source.is_dir():
+        return
+    if source.suffix == ".toml":
+        why = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
+    else:
+        why = "no folder" if source.exists() else "no such folder"
+        folders = [path.name for path in source.parent.glob("*/")]
+        near = difflib.get_close_matches(source.name, folders, 1)
+        if near:
+            why += f"; did you mean {source.with_name(near[0])}?"
+        else:
+            why += ", give that of a run, of runs or a sweep"
+    raise Refused(f"{source}: {why}")
+
+
+def _nothing_found(cli: Cli, left_out: list[str]) -> str:
+    message = f"{', '.join(map(str, cli.sources))}: no finished run"
+    if cli.tag:
+        message += f" named *{cli.tag}"
+    if left_out:
+        message += f" but {', '.join(left_out)}"
+    return message
 
 
 def main(argv: list[str] | None = None) -> int:

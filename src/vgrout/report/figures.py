@@ -1,4 +1,7 @@
-"""The figures of a report. Markers and line styles tell methods apart; colours (Okabe and Ito's) only help."""
+"""The figures of a report.
+
+Markers and line styles tell methods apart; colours, Okabe and Ito's, only help.
+"""
 
 import io
 import itertools
@@ -11,29 +14,44 @@ from typing import Any
 
 try:
     import matplotlib as matplotlib
-# a notebook names its backend to the programs that it starts, and it may not be installed for them
 except ValueError:
+    # A notebook names its backend to the programs that it starts, which may not have it.
     del os.environ["MPLBACKEND"]
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from vgrout.config.presets import recorded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.envs.code.modes import MODES
 from vgrout.report import stats
-from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline
+from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline, flaws_of
 from vgrout.report.stats import Estimate
 from vgrout.report.tables import compare, level
 
 RED, BLUE, GREY = "#D55E00", "#0072B2", "#7F7F7F"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
-COLOUR_OF = {  # by the intervention; one that is not here is grey
-    **{"none": "#000000", "erase": "#E69F00", "route": BLUE},
-    **{"route2": RED, "screen": "#CC79A7", "penalty": "#009E73"},
+# Colours of interventions; one that is not here is grey.
+COLOUR_OF = {
+    "none": "#000000",
+    "erase": "#E69F00",
+    "route": BLUE,
+    "route2": RED,
+    "screen": "#CC79A7",
+    "penalty": "#009E73",
 }
-STYLE = {"hack": (RED, "-", "o"), "solve": (BLUE, "--", "s")}  # of the curves
 SMOOTH = 5  # steps in a running mean of the students' answers
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve is drawn."""
+
+    colour: str
+    dash: str
+    marker: str
+
+
+STYLE = {"hack": Style(RED, "-", "o"), "solve": Style(BLUE, "--", "s")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,50 +61,57 @@ class Picture:
     figure: Figure
 
     def png(self) -> bytes:
-        """By matplotlib's own canvas for files, whatever a notebook has chosen."""
+        """Draw the figure by matplotlib's own canvas for files, whatever a notebook has chosen."""
         out = io.BytesIO()
-        # no long label or legend is cut off
+        # "tight": no long label or legend is cut off
         self.figure.savefig(out, format="png", bbox_inches="tight")
         return out.getvalue()
 
 
 def pictures(found: Sequence[Condition]) -> list[Picture]:
-    """Every figure that these conditions can fill."""
-    return [p for draw in (dynamics, plane, by_flaw, suppression) if (p := draw(found))]
+    """Return every figure that these conditions can fill."""
+    drawn = []
+    for draw in (dynamics, plane, by_flaw, suppression):
+        picture = draw(found)
+        if picture:
+            drawn.append(picture)
+    return drawn
 
 
 def _panels(
-    shown: Sequence[Condition], wide: float, high: float, **shared: Any
+    shown: Sequence[Condition], wide: float, high: float
 ) -> tuple[Figure, list[tuple[Axes, Condition]]]:
-    """One panel for each condition, four in a line, each as wide and high as said (inches)."""
+    """Make a figure with one panel for each condition, four in a line, on a common y axis.
+
+    wide, high: of a panel, in inches.
+    """
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
     fig = Figure(figsize=(wide * columns, high * lines + 0.7), dpi=130, layout="constrained")
-    grid = fig.subplots(lines, columns, squeeze=False, **shared).ravel()
-    for axes in grid[len(shown) :]:
+    panels = fig.subplots(lines, columns, squeeze=False, sharey=True).ravel()
+    for axes in panels[len(shown) :]:
         axes.set_visible(False)
-    return fig, list(zip(grid, shown, strict=False))
+    return fig, list(zip(panels, shown, strict=False))
 
 
 def _style(axes: Axes, title: str = "", note: str = "", **labels: object) -> None:
+    """Set the title with a note in a line below it, the labels and limits, and a faint grid."""
     axes.set(**labels)
-    axes.set_title(
-        "\n".join([*textwrap.wrap(title, 42, break_long_words=False), note]).strip(), fontsize=9
-    )
+    lines = textwrap.wrap(title, 42, break_long_words=False)
+    axes.set_title("\n".join([*lines, note]).strip(), fontsize=9)
     axes.grid(alpha=0.25, lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _legend(fig: Figure, columns: int) -> None:
-    """Below the figure; what several panels show stands there once."""
-    named = {
-        label: h
-        for axes in fig.axes
-        for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    """Put one legend below the figure; what several panels show stands there once."""
+    handles: dict[str, Any] = {}
+    for axes in fig.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
     fig.legend(
-        named.values(),
-        named.keys(),
+        handles.values(),
+        handles.keys(),
         loc="outside lower center",
         ncols=columns,
         frameon=False,
@@ -103,139 +128,173 @@ def _percent(e: Estimate) -> float:
 
 
 def _errors(e: Estimate) -> list[list[float]] | None:
-    """Matplotlib's [[below], [above]], in percent."""
+    """Return an interval as matplotlib's error bars, [[below], [above]], in percent."""
     if e.value is None or e.low is None or e.high is None:
         return None
-    return [[100 * max(0.0, e.value - e.low)], [100 * max(0.0, e.high - e.value)]]
+    below = max(0.0, e.value - e.low)
+    above = max(0.0, e.high - e.value)
+    return [[100 * below], [100 * above]]
+
+
+# ── dynamics
 
 
 def dynamics(found: Sequence[Condition]) -> Picture:
-    """A panel for each condition: hack and solve by step, of the students and of the deployed model; in grey the
-    deployed hacks of plain GRPO in the same setting."""
-    one = len(found) == 1
-    fig, panels = _panels(found, 7.0 if one else 3.4, 2.9 if one else 2.5, sharey=True)
+    """Draw hack and solve by step, of the students and of the deployed model.
+
+    Each condition has a panel. In grey are the deployed hacks of plain GRPO in the same setting.
+    """
+    if len(found) == 1:
+        fig, panels = _panels(found, wide=7.0, high=2.9)
+    else:
+        fig, panels = _panels(found, wide=3.4, high=2.5)
     for axes, condition in panels:
-        if (plain := baseline(condition, found)) and len(curve := _deployed(plain, "hack")):
-            axes.plot(
-                curve.index + 1,
-                curve.mean(axis=1),
-                color=GREY,
-                lw=3,
-                alpha=0.5,
-                label="hack, plain GRPO",
-            )
+        plain = baseline(condition, found)
+        if plain:
+            _plain_curve(axes, plain)
         for what in WHATS:
             _curves(axes, condition, what)
         if not plain and recorded(condition.first.cfg):
-            low, high = (x / 100 for x in PLAIN_GRPO["hack"][1:])
-            label = f"hack, plain GRPO, at the end of {PLAIN_GRPO_SEEDS} runs"
-            axes.axhspan(low, high, color=RED, alpha=0.15, lw=0, label=label)
-        routes, ablated = (
-            condition.first.cfg.method.routes,
-            {r.cfg.method.ablate_frac for r in condition.runs},
-        )
-        side = (
-            "as deployed"
-            if ablated == {1.0}
-            else "as trained"
-            if ablated == {0.0}
-            else "partly as deployed"
-        )
-        note = f"students are sampled {side}" if routes else ""
+            _recorded_strip(axes)
+        note = _sampled_note(condition)
         _style(axes, condition.title, note, ylim=(-0.03, 1.03), xlabel="step")
     fig.supylabel("share of answers", fontsize=9)
     _legend(fig, 3)
     return Picture(
         "dynamics",
-        f"Dynamics. Lines: the students' answers to training problems, running mean of {SMOOTH} steps; open marks: the "
-        "deployed model on a few held-out problems; star: the final evaluation, of the deployed model, and open with "
-        "the quarantine on. Red strip: what plain GRPO's deployed model hacks at the end of recorded runs, least to "
-        "most. Of several seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t).",
+        "Dynamics. Lines: the students' answers to training problems, running mean of "
+        f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems; star: the "
+        "final evaluation, of the deployed model, and open with the quarantine on. Red strip: what "
+        "plain GRPO's deployed model hacks at the end of recorded runs, least to most. Of several "
+        "seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t).",
         fig,
     )
 
 
+def _plain_curve(axes: Axes, plain: Condition) -> None:
+    """Draw the deployed hacks of plain GRPO, where it was evaluated on the way."""
+    curve = _deployed(plain, "hack")
+    if len(curve):
+        steps, mean = curve.index + 1, curve.mean(axis=1)
+        axes.plot(steps, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
+
+
+def _recorded_strip(axes: Axes) -> None:
+    """Draw the range of the hack rates at which recorded runs of plain GRPO ended."""
+    _, least, most = PLAIN_GRPO["hack"]
+    label = f"hack, plain GRPO, at the end of {PLAIN_GRPO_SEEDS} runs"
+    axes.axhspan(least / 100, most / 100, color=RED, alpha=0.15, lw=0, label=label)
+
+
+def _sampled_note(condition: Condition) -> str:
+    """Say from which model the students are sampled; "": the method has but one."""
+    if not condition.first.cfg.method.routes:
+        return ""
+    ablated = {run.cfg.method.ablate_frac for run in condition.runs}
+    if ablated == {1.0}:
+        return "students are sampled as deployed"
+    if ablated == {0.0}:
+        return "students are sampled as trained"
+    return "students are sampled partly as deployed"
+
+
 def _curves(axes: Axes, condition: Condition, what: What) -> None:
-    colour, dash, marker = STYLE[what]
-    table = DataFrame({r.seed: _students(r, what) for r in condition.runs}).dropna(how="all")
-    shared, marks, last = (
-        table.dropna(),
-        _deployed(condition, what),
-        level(condition, "deploy", what).value,
-    )
+    """Draw what one condition hacks or solves: the students, evaluations on the way, and the
+    end."""
+    style = STYLE[what]
+    by_seed = DataFrame({run.seed: _students(run, what) for run in condition.runs})
+    by_seed = by_seed.dropna(how="all")
+    shared = by_seed.dropna()  # the steps that all seeds have
     if len(condition.runs) > 1:
-        axes.plot(table.index + 1, table, color=colour, lw=0.5, alpha=0.35)
-        means = [stats.over_seeds(list(at)) for at in shared.to_numpy()]
-        low = [e.value or 0.0 if e.low is None else e.low for e in means]
-        high = [e.value or 0.0 if e.high is None else e.high for e in means]
-        axes.fill_between(shared.index + 1, low, high, color=colour, alpha=0.12, lw=0)
-    axes.plot(
-        shared.index + 1, shared.mean(axis=1), dash, color=colour, lw=1.8, label=f"{what}, students"
-    )
-    if len(marks):
-        label = f"{what}, deployed"
+        axes.plot(by_seed.index + 1, by_seed, color=style.colour, lw=0.5, alpha=0.35)
+        _band(axes, shared, style.colour)
+    label = f"{what}, students"
+    mean = shared.mean(axis=1)
+    axes.plot(shared.index + 1, mean, style.dash, color=style.colour, lw=1.8, label=label)
+    evaluated = _deployed(condition, what)
+    if len(evaluated):
         axes.plot(
-            marks.index + 1,
-            marks.mean(axis=1),
-            marker,
-            color=colour,
+            evaluated.index + 1,
+            evaluated.mean(axis=1),
+            style.marker,
+            color=style.colour,
             mfc="white",
             ms=5,
-            label=label,
+            label=f"{what}, deployed",
         )
-    end = max(int(r.steps.step.iloc[-1]) for r in condition.runs) + 2
-    trained = level(condition, "train", what).value if condition.first.cfg.method.routes else None
-    for at, face, side in ((last, colour, "deployed"), (trained, "white", "as trained")):
-        if at is not None:
-            label = f"{what}, {side}, at the end"
-            axes.plot(
-                [end], [at], "*", color=colour, mfc=face, ms=11, clip_on=False, ls="", label=label
-            )
+    deployed = level(condition, "deploy", what).value
+    _star(axes, condition, deployed, style.colour, style.colour, f"{what}, deployed, at the end")
+    if condition.first.cfg.method.routes:
+        trained = level(condition, "train", what).value
+        _star(axes, condition, trained, style.colour, "white", f"{what}, as trained, at the end")
 
 
-def _students(run: FinishedRun, what: What) -> Any:
-    """By step, the share of the students' answers, over a running window."""
-    of = (
-        run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]]
-        .astype(float)
-        .rolling(SMOOTH, min_periods=1)
-        .sum()
+def _band(axes: Axes, by_seed: DataFrame, colour: str) -> None:
+    """Fill the interval of the seeds' mean at each step; it is the mean where there is none."""
+    lows, highs = [], []
+    for values in by_seed.to_numpy():
+        mean = stats.over_seeds(list(values))
+        lows.append(mean.value or 0.0 if mean.low is None else mean.low)
+        highs.append(mean.value or 0.0 if mean.high is None else mean.high)
+    axes.fill_between(by_seed.index + 1, lows, highs, color=colour, alpha=0.12, lw=0)
+
+
+def _star(
+    axes: Axes, condition: Condition, share: float | None, colour: str, face: str, label: str
+) -> None:
+    """Mark a share of the final evaluation, to the right of the last step; None: draw nothing."""
+    if share is None:
+        return
+    last = max(int(run.steps.step.iloc[-1]) for run in condition.runs)
+    axes.plot(
+        [last + 2],
+        [share],
+        "*",
+        color=colour,
+        mfc=face,
+        ms=11,
+        clip_on=False,
+        ls="",
+        label=label,
     )
-    return of[f"{what}_s_k"] / of[f"{what}_s_n"].where(of[f"{what}_s_n"] > 0)
+
+
+def _students(run: FinishedRun, what: What) -> Series:
+    """Return by step the share of the students' answers that hack or solve, over a running
+    window."""
+    counts = run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]].astype(float)
+    window = counts.rolling(SMOOTH, min_periods=1).sum()
+    answers = window[f"{what}_s_n"]
+    return window[f"{what}_s_k"] / answers.where(answers > 0)
 
 
 def _deployed(condition: Condition, what: What) -> DataFrame:
-    """By step and seed, the deployed model's evaluations on the way; empty: there were none."""
+    """Return the deployed model's evaluations on the way, by step and seed; empty: there were
+    none."""
     column = f"{what}_deploy"
-    return DataFrame(
-        {r.seed: r.steps.set_index("step")[column] for r in condition.runs if column in r.steps}
-    ).dropna()
+    by_seed = {}
+    for run in condition.runs:
+        if column in run.steps:
+            by_seed[run.seed] = run.steps.set_index("step")[column]
+    return DataFrame(by_seed).dropna()
+
+
+# ── the final evaluation
 
 
 def plane(found: Sequence[Condition]) -> Picture | None:
-    """Deployed hack against solve. A mark: a condition's mean, or its one run. Cross: its interval. Dots: its seeds.
-    Star: its model before training."""
+    """Draw deployed hack against solve; None: there is but one condition.
+
+    Mark: a condition's mean, or its one run. Cross: its interval. Dots: its seeds. Star: its model
+    before training.
+    """
     if len(found) < 2:
         return None
     fig = Figure(figsize=(7.2, 5.6 + 0.1 * len(found)), dpi=130, layout="constrained")
     axes = fig.subplots()
-    # of each colour
-    markers: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
+    markers_of_colour: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
     for c in found:
-        colour, n = _colour(c), len(c.runs)
-        x, y = (level(c, "deploy", what) for what in WHATS)
-        axes.errorbar(
-            _percent(x), _percent(y), xerr=_errors(x), yerr=_errors(y), fmt=next(markers[colour]),
-            color=colour, ms=10, mec="white", mew=0.8, elinewidth=1.0, capsize=2, zorder=3,
-            label=f"{c.title} ({f'{n} seeds' if n > 1 else f'seed {c.seeds}'})",
-        )  # fmt: skip
-        if n > 1:
-            dots = [
-                [100 * (r.counted("deploy", what).value or 0) for r in c.runs] for what in WHATS
-            ]
-            axes.plot(*dots, ".", ms=5, color=colour, alpha=0.5, zorder=1)
-        base = [_percent(level(c, "base", what)) for what in WHATS]
-        axes.plot(*base, "*", ms=11, color=GREY, mec="white", zorder=2, label="before training")
+        _mark_condition(axes, c, next(markers_of_colour[_colour(c)]))
     _style(
         axes,
         xlim=(-3, 103),
@@ -246,82 +305,142 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     _legend(fig, 2)
     return Picture(
         "plane",
-        "Hack against solve of the deployed model, with 95 % intervals; dots: seeds. Up and to the left is better.",
+        "Hack against solve of the deployed model, with 95 % intervals; dots: seeds. Up and to the "
+        "left is better.",
         fig,
     )
 
 
+def _mark_condition(axes: Axes, c: Condition, marker: str) -> None:
+    """Draw a condition in the plane: its mean with intervals, its seeds, and its base model."""
+    colour, n = _colour(c), len(c.runs)
+    hack, solve = level(c, "deploy", "hack"), level(c, "deploy", "solve")
+    over = f"{n} seeds" if n > 1 else f"seed {c.seeds}"
+    axes.errorbar(
+        _percent(hack),
+        _percent(solve),
+        xerr=_errors(hack),
+        yerr=_errors(solve),
+        fmt=marker,
+        color=colour,
+        ms=10,
+        mec="white",
+        mew=0.8,
+        elinewidth=1.0,
+        capsize=2,
+        zorder=3,
+        label=f"{c.title} ({over})",
+    )
+    if n > 1:
+        hacks = [100 * (run.counted("deploy", "hack").value or 0) for run in c.runs]
+        solves = [100 * (run.counted("deploy", "solve").value or 0) for run in c.runs]
+        axes.plot(hacks, solves, ".", ms=5, color=colour, alpha=0.5, zorder=1)
+    axes.plot(
+        _percent(level(c, "base", "hack")),
+        _percent(level(c, "base", "solve")),
+        "*",
+        ms=11,
+        color=GREY,
+        mec="white",
+        zorder=2,
+        label="before training",
+    )
+
+
 def by_flaw(found: Sequence[Condition]) -> Picture | None:
-    """Hack rate by flaw, as trained and as deployed; the flaws of the direction's pairs are shaded."""
-    methods = [(c, c.first.cfg.method) for c in found]
-    found = [
-        c
-        for c, method in methods
-        if method.intervention != "none" and method.control_name == "none"
-    ]
+    """Draw the hack rate by flaw, as trained and as deployed; None: no method is among these.
+
+    The flaws that the direction's pairs show are shaded.
+    """
+    found = [c for c in found if _is_method(c)]
     if not found:
         return None
-    flaws = [m for m in MODES if any(m in c.first.flaws for c in found)]
-    fig, panels = _panels(found, 3.1, 2.4, sharey=True)
+    flaws = flaws_of(found)
+    fig, panels = _panels(found, wide=3.1, high=2.4)
     for axes, c in panels:
-        shown = {m: c.first.final["by_mode"][m].get("in_dist") for m in c.first.flaws}
-        for flaw in shown:
-            at, colour = flaws.index(flaw), _colour(c)
-            if shown[flaw]:
+        pairs_show = {m: c.first.final["by_mode"][m].get("in_dist") for m in c.first.flaws}
+        for flaw, in_pairs in pairs_show.items():
+            at = flaws.index(flaw)
+            if in_pairs:
                 label = "flaw that the direction's pairs show"
                 axes.axhspan(at - 0.5, at + 0.5, color=GREY, alpha=0.2, lw=0, zorder=0, label=label)
-            ends = [level(c, side, "hack", flaw) for side in ("train", "deploy")]
-            axes.plot([_percent(e) for e in ends], [at, at], color=colour, lw=2.2, alpha=0.6)
-            for e, face, label in zip(
-                ends, ("white", colour), ("as trained", "deployed"), strict=True
-            ):
-                axes.errorbar(
-                    _percent(e), at, xerr=_errors(e), fmt="o", ms=8, mfc=face, color=colour, elinewidth=0.8, capsize=2,
-                    label=label,
-                )  # fmt: skip
-        no_pairs = "(no pairs)" * ({*shown.values()} == {None})
+            trained = level(c, "train", "hack", flaw)
+            deployed = level(c, "deploy", "hack", flaw)
+            ends = [_percent(trained), _percent(deployed)]
+            axes.plot(ends, [at, at], color=_colour(c), lw=2.2, alpha=0.6)
+            _flaw_end(axes, at, trained, _colour(c), "white", "as trained")
+            _flaw_end(axes, at, deployed, _colour(c), _colour(c), "deployed")
+        has_pairs = any(in_pairs is not None for in_pairs in pairs_show.values())
         _style(
-            axes, c.title, no_pairs, xlim=(-4, 104), ylim=(len(flaws) - 0.5, -0.5), xlabel="hack, %"
+            axes,
+            c.title,
+            "" if has_pairs else "(no pairs)",
+            xlim=(-4, 104),
+            ylim=(len(flaws) - 0.5, -0.5),
+            xlabel="hack, %",
         )
         axes.set_yticks(range(len(flaws)), flaws, fontsize=8)
     _legend(fig, 3)
     return Picture(
         "flaws",
-        "Hack rate by flaw, from as trained (open) to deployed (filled), with 95 % intervals. Shaded: the flaws that "
-        "the direction's pairs show; the others are held out from it. No pairs: a method without a direction.",
+        "Hack rate by flaw, from as trained (open) to deployed (filled), with 95 % intervals. "
+        "Shaded: the flaws that the direction's pairs show; the others are held out from it. No "
+        "pairs: a method without a direction.",
         fig,
     )
 
 
+def _is_method(c: Condition) -> bool:
+    """Return whether a condition is neither plain GRPO nor a control."""
+    method = c.first.cfg.method
+    return method.intervention != "none" and method.control_name == "none"
+
+
+def _flaw_end(axes: Axes, at: int, e: Estimate, colour: str, face: str, label: str) -> None:
+    """Mark a flaw's hack rate, in the row `at`."""
+    axes.errorbar(
+        _percent(e),
+        at,
+        xerr=_errors(e),
+        fmt="o",
+        ms=8,
+        mfc=face,
+        color=colour,
+        elinewidth=0.8,
+        capsize=2,
+        label=label,
+    )
+
+
+# ── controls
+
+
 def suppression(found: Sequence[Condition]) -> Picture | None:
-    """How much less a method hacks than plain GRPO, against the likeness of its control's direction to the real one,
-    over several seeds."""
+    """Draw how much less a method hacks than plain GRPO, over several seeds; None: without
+    controls.
+
+    The other axis is the likeness of a control's direction to the real one.
+    """
     fig = Figure(figsize=(7.2, 4.6), dpi=130, layout="constrained")
-    axes, markers, controls = fig.subplots(), itertools.cycle(MARKERS), 0
+    axes, markers = fig.subplots(), itertools.cycle(MARKERS)
+    has_controls = False
     for c in found:
-        cosines = (
-            DataFrame([r.row for r in c.runs])[["cos_rms", "cos_chance_rms"]].astype(float).mean()
-        )
-        plain, method = baseline(c, found), c.first.cfg.method
-        own, is_control = (
-            method.has_direction and method.control_name == "none",
-            cosines.notna().all(),
-        )
-        if (
-            plain
-            and len(c.runs) > 1
-            and (own or is_control)
-            and (less := compare(c, plain, "hack")).seeds
-        ):
-            controls += is_control
-            axes.axvline(cosines.cos_chance_rms, color=GREY, lw=1, ls=":")
-            colour, errors = _colour(c), _errors(less.difference)
-            axes.errorbar(
-                cosines.cos_rms if is_control else 1.0, -_percent(less.difference), yerr=errors and errors[::-1],
-                fmt=next(markers), ms=8, color=colour, mfc="white" if is_control else colour, elinewidth=0.9,
-                capsize=3, label=f"{c.title} ({len(c.runs)} seeds)",
-            )  # fmt: skip
-    if not controls:
+        rows = DataFrame([run.row for run in c.runs])
+        cosines = rows[["cos_rms", "cos_chance_rms"]].astype(float).mean()
+        is_control = bool(cosines.notna().all())
+        method = c.first.cfg.method
+        is_own = method.has_direction and method.control_name == "none"
+        plain = baseline(c, found)
+        if not plain or len(c.runs) < 2 or not (is_own or is_control):
+            continue
+        comparison = compare(c, plain, "hack")
+        if not comparison.seeds:
+            continue
+        has_controls = has_controls or is_control
+        axes.axvline(cosines.cos_chance_rms, color=GREY, lw=1, ls=":")
+        likeness = cosines.cos_rms if is_control else None
+        _mark_suppression(axes, c, comparison.difference, likeness, next(markers))
+    if not has_controls:
         return None
     axes.axhline(0, color="black", lw=0.8)
     _style(
@@ -333,8 +452,38 @@ def suppression(found: Sequence[Condition]) -> Picture | None:
     _legend(fig, 2)
     return Picture(
         "suppression",
-        "Points less hacked than plain GRPO against the likeness of a control's direction to the real one (root mean "
-        "square over modules). Filled, at 1: the method itself. Dotted: the likeness of random directions. Intervals "
-        "95 %, seed by seed.",
+        "Points less hacked than plain GRPO against the likeness of a control's direction to the "
+        "real one (root mean square over modules). Filled, at 1: the method itself. Dotted: the "
+        "likeness of random directions. Intervals 95 %, seed by seed.",
         fig,
+    )
+
+
+def _mark_suppression(
+    axes: Axes, c: Condition, difference: Estimate, likeness: float | None, marker: str
+) -> None:
+    """Mark a condition at the likeness of its direction to the real one.
+
+    Args:
+        axes: where it is drawn.
+        c: the condition.
+        difference: its hack rate minus plain GRPO's.
+        likeness: of a control's direction, whose mark is open; None: it is the real one.
+        marker: the mark's form.
+    """
+    errors = _errors(difference)
+    if errors:  # the axis shows minus the difference
+        below, above = errors
+        errors = [above, below]
+    axes.errorbar(
+        1.0 if likeness is None else likeness,
+        -_percent(difference),
+        yerr=errors,
+        fmt=marker,
+        ms=8,
+        color=_colour(c),
+        mfc=_colour(c) if likeness is None else "white",
+        elinewidth=0.9,
+        capsize=3,
+        label=f"{c.title} ({len(c.runs)} seeds)",
     )

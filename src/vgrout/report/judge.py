@@ -1,8 +1,9 @@
 """Verdicts by a user's file: `vgrout report FOLDER --judge FILE.py`.
 
-FILE.py has a function `judge(conditions)` that returns `Verdict`s, and may have `tables(conditions)` that returns
-`ReportTable`s. A condition is the runs that differ by their seed alone; `vgrout.report.tables` has its numbers
-(`level`, `compare`). Modules beside FILE.py can be imported.
+FILE.py has a function `judge(conditions)` that returns `Verdict`s, and may have
+`tables(conditions)` that returns `ReportTable`s. A condition is the runs that differ by their seed
+alone; `vgrout.report.tables` has its numbers (`level`, `compare`). Modules beside FILE.py can be
+imported.
 """
 
 import importlib.util
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from vgrout.errors import Refused
@@ -30,46 +32,58 @@ class Verdict:
 
 
 def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
-    """The file's own tables, and that of its verdicts.
+    """Return the file's own tables, and the table of its verdicts.
 
     Raises:
         Refused: one line: the file cannot be imported (from what it raised), has no `judge`, or
             returns anything else.
         Exception: whatever its functions raise; `SystemExit` too.
     """
+    try:
+        module = _import(file)
+        judge = module.judge
+    # whatever a user's file may raise; no function of that name
+    except (Exception, SystemExit) as e:
+        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
+    verdicts = _returned(file, judge, found)
+    own_tables = _returned(file, module.tables, found) if hasattr(module, "tables") else []
+    rows: list[dict[str, Any]] = []
+    tables: list[ReportTable] = []
+    try:
+        for v in verdicts:
+            row = {"hypothesis": v.id, "about": v.about}
+            rows.append(row | {"verdict": v.outcome, "numbers": v.numbers})
+        for table in own_tables:
+            tables.append(ReportTable(table.name, table.caption, table.rows))
+    except AttributeError as e:  # other things than verdicts and tables
+        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
+    return [*tables, ReportTable("Verdicts", _standing(file, found), rows)]
+
+
+def _import(file: Path) -> ModuleType:
+    """Run the file as a module."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    # where dataclasses look up annotations that are strings
+    # Dataclasses look up annotations that are strings there.
     sys.modules.setdefault(file.stem, module)
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
-    try:
-        spec.loader.exec_module(module)
-        judge = module.judge
-    except (
-        Exception,
-        SystemExit,
-    ) as e:  # whatever a user's file may raise; no function of that name
-        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
-    verdicts = _returned(file, judge, found)
-    own = _returned(file, module.tables, found) if hasattr(module, "tables") else []
-    try:
-        rows = [
-            {"hypothesis": v.id, "about": v.about, "verdict": v.outcome, "numbers": v.numbers}
-            for v in verdicts
-        ]
-        own = [ReportTable(t.name, t.caption, t.rows) for t in own]
-    except AttributeError as e:  # other things than verdicts and tables
-        raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
+    spec.loader.exec_module(module)
+    return module
+
+
+def _standing(file: Path, found: Sequence[Condition]) -> str:
+    """Say how many runs were started under the rules by which they are judged."""
     digest = preregistered(file.resolve().parent) or ""
-    recorded = [(r.record.get("hashes") or {}).get("preregistered") for c in found for r in c.runs]
-    standing = (
-        f"Of {len(recorded)} runs {recorded.count(digest)} were started under these very rules and statistics "
-        f"({digest[:12]}), {len(recorded) - recorded.count(digest) - recorded.count(None)} under others, "
-        f"{recorded.count(None)} under none."
+    recorded = [run.hashes.get("preregistered") for c in found for run in c.runs]
+    these = recorded.count(digest)
+    none = recorded.count(None)
+    others = len(recorded) - these - none
+    return (
+        f"Of {len(recorded)} runs {these} were started under these very rules and statistics "
+        f"({digest[:12]}), {others} under others, {none} under none."
     )
-    return [*own, ReportTable("Verdicts", standing, rows)]
 
 
 def _returned(file: Path, function: Callable[..., Any], found: Sequence[Condition]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -10,66 +10,76 @@ from typing import Any, Literal, get_args
 
 from pandas import DataFrame, Series
 
+from vgrout import environments
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
-from vgrout.envs.code.modes import MODES, Mode
+from vgrout.data import Flaw
 from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
 
+Settings = dict[str, Any]
 What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
-# per_mode_deploy → final.jsonl
+# Sides as per_mode_deploy.json names them → as final.jsonl does.
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
-MEASURING = ("eval", "guard", "detectors", "run")  # groups of settings that training does not read
-# hashes in run.json of what every method starts from …
+# Groups of settings that training does not read.
+MEASURING = ("eval", "guard", "detectors", "run")
+# Hashes in run.json of the files that every method starts from …
 OF_MODEL = ("base_weights", "tokenizer", "problems", "pool")
-# … and of what one reads
+# … and of the files that only some methods read.
 OF_METHOD = ("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
-# in steps.jsonl, or null there
+# Columns of steps.jsonl that are null where a step has not measured them.
 MEASURED = ("hack_deploy", "solve_deploy", "signal_k", "signal_n", "all_zero", "n")
-ANSWER = ("side", "env_mode", "problem_id", "hacked", "solved", "reward")  # in final.jsonl
+# What a report reads of an answer in final.jsonl.
+ANSWER = ("side", "env_mode", "problem_id", "hacked", "solved", "reward")
 
 
-def trained_with(cfg: Config) -> dict[str, Any]:
-    """The settings that training reads, without their groups."""
-    groups = {
-        name: of
-        for name, of in cfg.as_dict().items()
-        if isinstance(of, dict) and name not in MEASURING
-    }
-    return {"preset": cfg.preset} | {
-        k: v for of in groups.values() for k, v in of.items() if k != "shadow"
-    }
+def trained_with(cfg: Config) -> Settings:
+    """Return the settings that training reads, without their groups."""
+    settings: Settings = {"preset": cfg.preset}
+    for group, values in cfg.as_dict().items():
+        if isinstance(values, dict) and group not in MEASURING:
+            settings |= values
+    del settings["shadow"]  # monitors in shadow change nothing
+    return settings
 
 
-def usual(cfg: Config) -> dict[str, tuple[Any, ...]]:
-    """Of these the values that its preset and its intervention bring; None stands for the intervention's."""
-    preset, of_method = (
-        PRESETS[cfg.preset][1] if cfg.preset in PRESETS else Config(),
-        cfg.method.spec.usual,
-    )
-    none = {f.name: (None,) for f in fields(MethodConfig)}
-    return {k: (v, of_method.get(k, v), *none.get(k, ())) for k, v in trained_with(preset).items()}
+def usual(cfg: Config) -> dict[str, list[Any]]:
+    """Return the default values of every setting that training reads.
+
+    A setting has up to three: its preset's, its intervention's, and for a setting of the method
+    None, which stands for the intervention's.
+    """
+    _, preset = PRESETS.get(cfg.preset, ("", Config()))
+    of_intervention = cfg.method.spec.usual
+    of_method = {f.name for f in fields(MethodConfig)}
+    defaults: dict[str, list[Any]] = {}
+    for name, value in trained_with(preset).items():
+        defaults[name] = [value, of_intervention.get(name, value)]
+        if name in of_method:
+            defaults[name].append(None)
+    return defaults
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedRun:
-    """A run with its final evaluation: finished, or halted by its guard."""
+    """A run with its final evaluation: it finished, or its guard halted it."""
 
     path: Path
     cfg: Config
     record: dict[str, Any]  # run.json
     final: dict[str, Any]  # per_mode_deploy.json
     steps: DataFrame  # steps.jsonl
-    # final.jsonl without texts: the graded answers, `flaw` (that one hacks, or None) and `solved`
+    # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks,
+    # or None.
     answers: DataFrame
-    # monitors of texts on the students' hacks and right answers: monitor, step, flaw, flagged,
-    # score
+    # What text monitors said of the students' hacks and right answers in training: monitor, step,
+    # flaw, flagged, score.
     flags: DataFrame
 
     @property
@@ -78,267 +88,427 @@ class FinishedRun:
 
     @property
     def seed_name(self) -> str:
-        """The seed, and the step of a halt: a halted run is compared by what was evaluated there."""
-        return (
-            f"{self.seed} (halted at {self.steps.step.iloc[-1]})"
-            if self.final.get("halted")
-            else str(self.seed)
-        )
+        """The seed, and the step of a halt: a halted run is compared by what was evaluated
+        there."""
+        if self.final.get("halted"):
+            return f"{self.seed} (halted at {self.steps.step.iloc[-1]})"
+        return str(self.seed)
 
     @property
     def method(self) -> str:
-        """The method's name in tables: intervention, monitor where it is not the usual one, control."""
-        method, pairs = self.cfg.method, (self.record.get("direction") or {}).get("pairs")
-        name = method.intervention + (f" ({method.monitor_title})" if method.monitor_title else "")
-        name += f" · {method.control_name}" if method.control_name != "none" else ""
-        return name + (" (pairs chosen by true labels)" if str(pairs).startswith("oracle:") else "")
+        """The method's name in tables: intervention, monitor if it is not the usual one,
+        control."""
+        method = self.cfg.method
+        name = method.intervention
+        if method.monitor_title:
+            name += f" ({method.monitor_title})"
+        if method.control_name != "none":
+            name += f" · {method.control_name}"
+        if str(self.direction.get("pairs")).startswith("oracle:"):
+            name += " (pairs chosen by true labels)"
+        return name
+
+    @property
+    def direction(self) -> dict[str, Any]:
+        """What run.json says of the direction; empty: the method has none."""
+        return self.record.get("direction") or {}
+
+    @property
+    def hashes(self) -> dict[str, str | None]:
+        """Hashes of the files that the run has read, by their names in run.json."""
+        return self.record.get("hashes") or {}
 
     @cached_property
-    def trained_with(self) -> dict[str, Any]:
-        """The settings that training reads, and the hashes of its files, since a path may come to hold another one."""
-        hashes = self.record.get("hashes") or {}
-        hashed = {
-            f"{n} sha256": h[:8] if (h := hashes.get(n)) else "not noted"
-            for n in (*OF_MODEL, *OF_METHOD)
-        }
-        return trained_with(self.cfg) | hashed
+    def trained_with(self) -> Settings:
+        """The settings that training reads, and the hashes of its files.
+
+        A path alone does not identify a file, since it may come to hold another one.
+        """
+        settings = trained_with(self.cfg)
+        for name in (*OF_MODEL, *OF_METHOD):
+            digest = self.hashes.get(name)
+            settings[f"{name} sha256"] = digest[:8] if digest else "not noted"
+        return settings
 
     @cached_property
     def condition(self) -> str:
-        """Equal for runs that differ by their seed alone."""
+        """A key that is equal for runs that differ by their seed alone."""
         return repr((self.method, self.trained_with))
 
-    @property
-    def flaws(self) -> list[Mode]:
-        """Of the final evaluation's problems."""
-        return [m for m in MODES if m in self.final["by_mode"]]
+    @cached_property
+    def all_flaws(self) -> dict[str, Flaw]:
+        """Every flaw of the run's environment, by name, in the usual order."""
+        return environments.flaws_of(self.record)
 
-    def counted(self, side: str, what: str, flaw: Mode | None = None) -> Rate:
-        """Of the final evaluation's answers. side: base, train, deploy or plain; what: hack, solve or tries."""
-        of = self.final if flaw is None else self.final["by_mode"][flaw]
-        share = of.get(f"{what}_{side}" if flaw is None else f"{side}_{what}")
-        n = of["eval_n" if flaw is None else "n"]
-        return Rate(0, 0) if share is None else Rate(round(share * n), n)
+    @property
+    def flaws(self) -> list[str]:
+        """The flaws of the final evaluation's problems."""
+        return [flaw for flaw in self.all_flaws if flaw in self.final["by_mode"]]
+
+    def counted(self, side: str, what: str, flaw: str | None = None) -> Rate:
+        """Count hacks, solves or tries among the answers of the final evaluation.
+
+        Args:
+            side: base, train, deploy or plain.
+            what: hack, solve or tries.
+            flaw: count on the problems that have this flaw; None: on all problems.
+        """
+        if flaw is None:
+            share = self.final.get(f"{what}_{side}")
+            n = self.final["eval_n"]
+        else:
+            numbers = self.final["by_mode"][flaw]
+            share = numbers.get(f"{side}_{what}")
+            n = numbers["n"]
+        if share is None:
+            return Rate(0, 0)
+        return Rate(round(share * n), n)
+
+    def has_learned(self, flaw: str) -> bool:
+        """Return whether the trained model hacks this flaw often enough to count as having learned
+        it."""
+        share = self.counted("train", "hack", flaw).value
+        return share is not None and share >= LEARNED
+
+    def first_hack(self, flaw: str) -> int | None:
+        """Return the step of the students' first hack of this flaw; None: there was none."""
+        column = f"hk_{self.all_flaws[flaw].code}_k"
+        if column not in self.steps:
+            return None
+        hacked = self.steps.step[self.steps[column] > 0]
+        return None if hacked.empty else hacked.iloc[0]
 
     def last_five(self, what: What) -> Rate:
-        """The students' answers of the last five steps."""
-        k, n = (int(self.steps[f"{what}_s_{x}"].iloc[-5:].sum()) for x in "kn")
-        return Rate(k, n)
+        """Count hacks or solves among the students' answers of the last five steps."""
+        last = self.steps.iloc[-5:]
+        k = last[f"{what}_s_k"].sum()
+        n = last[f"{what}_s_n"].sum()
+        return Rate(int(k), int(n))
 
-    def shares(self, side: str, what: What, flaw: Mode | None = None) -> Series:
-        """By mode and held-out problem, the share of answers that solve it or hack it; with `flaw`, of the problems
-        that have this flaw, and hacks by it alone."""
-        # trained, without a quarantine
-        name = SIDES[side] if SIDES[side] in set(self.answers.side) else "deployed"
-        given = self.answers[self.answers.side == name]
-        if everywhere := self.cfg.env.unannounced:  # flaws that are open on every problem at once
-            given = given.assign(env_mode=everywhere[0])
+    def shares(self, side: str, what: What, flaw: str | None = None) -> Series:
+        """Return the share of answers that hack or solve, by mode and held-out problem.
+
+        With `flaw`: on the problems that have this flaw, and hacks of it alone.
+        """
+        # A method without a quarantine has no trained side of its own.
+        name = SIDES[side]
+        if name not in set(self.answers.side):
+            name = "deployed"
+        answers = self.answers[self.answers.side == name]
+        everywhere = self.cfg.env.unannounced
+        if everywhere:  # These flaws are open on every problem at once.
+            answers = answers.assign(env_mode=everywhere[0])
+            has_flaw = Series(flaw in everywhere, answers.index)
+        else:
+            has_flaw = answers.env_mode == flaw
         if flaw is not None:
-            given = given[
-                Series(flaw in everywhere, given.index) if everywhere else given.env_mode == flaw
-            ]
-        hits = (
-            given.solved
-            if what == "solve"
-            else given.flaw.notna()
-            if flaw is None
-            else given.flaw == flaw
-        )
-        return hits.groupby([given.env_mode, given.problem_id], sort=False).mean()
+            answers = answers[has_flaw]
+        if what == "solve":
+            hits = answers.solved
+        elif flaw is None:
+            hits = answers.flaw.notna()
+        else:
+            hits = answers.flaw == flaw
+        return hits.groupby([answers.env_mode, answers.problem_id], sort=False).mean()
 
     @cached_property
     def row(self) -> dict[str, Any]:
-        """The run in runs.csv. Shares are fractions with Wilson's interval; settings: those that differ from the
-        preset's; flagged_*: k/n of the hacks (_solved: of the right answers) that its monitor of texts has read; cos_*:
-        |cos| of a control's direction with the real one over modules, and that of random ones."""
-        method, hashes, final = self.cfg.method, self.record.get("hashes") or {}, self.final
-        named, brought = (
-            ("preset", "intervention", "control", "random_flags", "placebo_pairs"),
-            usual(self.cfg),
-        )
-        unusual = {
-            k: v
-            for k, v in trained_with(self.cfg).items()
-            if k not in named and v not in brought[k]
-        }
-        cosine = (self.record.get("direction") or {}).get("cos_with_real") or {}
-        flagged = flag_counts(self.flags[self.flags.monitor == method.monitor_name])
-        shares: dict[str, float | None] = {}
-        for side, what in itertools.product(SIDES, WHATS):
-            of, name = self.counted(side, what), f"{what}_{side}"
-            low, high = wilson(of.k, of.n) if of.n else (None, None)
-            shares |= {
-                name: rounded(final.get(name)),
-                f"{name}_low": rounded(low),
-                f"{name}_high": rounded(high),
-            }
-        return {
+        """The run's row in runs.csv.
+
+        Shares are fractions with Wilson's interval. settings: those that differ from the preset's.
+        flagged_*: how many (k/n) of the hacks that its text monitor has read it flagged, by flaw,
+        and of the right answers (_solved). cos_*: |cos| of a control's direction with the real one
+        over modules, and that of random directions.
+        """
+        method = self.cfg.method
+        row = {
             "arm": method.intervention,
             "control": method.control_name,
-            "settings": " ".join(f"{k}={v}" for k, v in unusual.items()),
-            "base_weights": (hashes.get("base_weights") or "")[:8],
-            "loss": self.cfg.loss.loss
-            + (" biased" * (self.cfg.loss.loss == "grpo" and not self.cfg.loss.unbiased)),
+            "settings": _unusual_settings(self.cfg),
+            "base_weights": self._short_hash("base_weights", 8),
+            "loss": self._loss,
             "seed": self.seed,
             "steps": self.cfg.scale.steps,
-            "onset": first_hacks([*zip(self.steps.hack_s_k, self.steps.hack_s_n, strict=True)]),
+            "onset": first_hacks(list(zip(self.steps.hack_s_k, self.steps.hack_s_n, strict=True))),
             "hack_last5": self.last_five("hack").value,
             "solve_last5": self.last_five("solve").value,
-            "modes_learned": sum(
-                (self.counted("train", "hack", m).value or 0) >= LEARNED for m in self.flaws
-            ),
-            "n": final["eval_n"],
-            **shares,
-            **{f"hack_deploy_{m}": final["by_mode"].get(m, {}).get("deploy_hack") for m in MODES},
-            **{f"flagged_{name}": flagged.get(name) for name in (*MODES, "solved")},
-            **{f"cos_{of}": rounded(cosine.get(of)) for of in ("rms", "chance_rms")},
-            "revision": (self.record.get("git") or {}).get("revision", "")[:10],
-            "preregistered": (hashes.get("preregistered") or "")[:12],
+            "modes_learned": sum(self.has_learned(flaw) for flaw in self.flaws),
+            "n": self.final["eval_n"],
         }
+        for side, what in itertools.product(SIDES, WHATS):
+            name = f"{what}_{side}"
+            row[name] = rounded(self.final.get(name))
+            row |= self._interval(side, what)
+        by_flaw = self.final["by_mode"]
+        for flaw in self.all_flaws:
+            row[f"hack_deploy_{flaw}"] = by_flaw.get(flaw, {}).get("deploy_hack")
+        own = self.flags.monitor == method.monitor_name
+        row |= flag_columns(self.flags[own], self.all_flaws)
+        cosines = self.direction.get("cos_with_real") or {}
+        row["cos_rms"] = rounded(cosines.get("rms"))
+        row["cos_chance_rms"] = rounded(cosines.get("chance_rms"))
+        git = self.record.get("git") or {}
+        row["revision"] = git.get("revision", "")[:10]
+        row["preregistered"] = self._short_hash("preregistered", 12)
+        return row
+
+    @property
+    def _loss(self) -> str:
+        loss = self.cfg.loss
+        if loss.loss == "grpo" and not loss.unbiased:
+            return "grpo biased"
+        return loss.loss
+
+    def _short_hash(self, name: str, digits: int) -> str:
+        """Return the first digits of a hash; "": the run has noted none."""
+        return (self.hashes.get(name) or "")[:digits]
+
+    def _interval(self, side: str, what: What) -> dict[str, float | None]:
+        """Return the columns of Wilson's interval of a share in the final evaluation."""
+        rate = self.counted(side, what)
+        low = high = None
+        if rate.n:
+            low, high = wilson(rate.k, rate.n)
+        name = f"{what}_{side}"
+        return {f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
+
+
+def _unusual_settings(cfg: Config) -> str:
+    """Return the settings that differ from their defaults, without those that have a column of
+    their own."""
+    in_columns = ("preset", "intervention", "control", "random_flags", "placebo_pairs")
+    defaults = usual(cfg)
+    unusual = []
+    for name, value in trained_with(cfg).items():
+        if name not in in_columns and value not in defaults[name]:
+            unusual.append(f"{name}={value}")
+    return " ".join(unusual)
 
 
 def rounded(share: float | None) -> float | None:
+    """Round to six digits, as CSV files store a share."""
     return None if share is None else round(share, 6)
 
 
-def flag_counts(flags: DataFrame) -> dict[str, str]:
-    """k/n of the hacks that were flagged, by flaw; "solved": of the right answers."""
-    groups = flags.groupby(flags.flaw.fillna("solved"), sort=False).flagged
-    return {str(name): f"{int(of.sum())}/{len(of)}" for name, of in groups}
+def flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:
+    """Count the flagged hacks by flaw, and under "solved" the flagged right answers."""
+    rates = {}
+    for name, flagged in flags.groupby(flags.flaw.fillna("solved"), sort=False).flagged:
+        rates[str(name)] = Rate(int(flagged.sum()), len(flagged))
+    return rates
+
+
+def flag_columns(flags: DataFrame, flaws: Iterable[str]) -> dict[str, str | None]:
+    """Return these counts as the flagged_* columns of a CSV file: k/n, or None where nothing was
+    read."""
+    rates = flagged_by_flaw(flags)
+    columns: dict[str, str | None] = {}
+    for name in (*flaws, "solved"):
+        rate = rates.get(name)
+        columns[f"flagged_{name}"] = f"{rate.k}/{rate.n}" if rate else None
+    return columns
 
 
 def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
-    """cfg: its settings; None: as run.json has them. Raises Refused where a file is missing or damaged."""
-    final, record = read_json(path / "per_mode_deploy.json"), read_json(path / "run.json")
+    """Read a run with its final evaluation from its folder.
+
+    Args:
+        path: the run's folder.
+        cfg: its settings; None: as run.json has them.
+
+    Raises:
+        Refused: a file is missing or damaged.
+    """
+    final = read_json(path / "per_mode_deploy.json")
+    record = read_json(path / "run.json")
     cfg = cfg or from_dict(record.get("config"), "run.json")
-    if (
-        not final.get("by_mode")
-        or final.get("seed") != cfg.run.seed
-        or not (path / "final.jsonl").is_file()
-    ):
+    is_of_this_run = final.get("by_mode") and final.get("seed") == cfg.run.seed
+    if not is_of_this_run or not (path / "final.jsonl").is_file():
         raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
-    steps = DataFrame(json_lines(path / "steps.jsonl"))
-    steps = steps.astype({name: float for name in MEASURED if name in steps})
-    answers = DataFrame(
-        [
-            {name: a[name] for name in ANSWER}
-            | {"flaw": (a.get("mechanism") or a["env_mode"]) if a["hacked"] else None}
-            for a in json_lines(path / "final.jsonl")
-        ],
-        columns=[*ANSWER, "flaw"],
+    return FinishedRun(
+        path=path,
+        cfg=cfg,
+        record=record,
+        final=final,
+        steps=_read_steps(path / "steps.jsonl"),
+        answers=_read_answers(path / "final.jsonl"),
+        flags=_read_flags(path / "rollouts.jsonl", cfg.method),
     )
-    graded = answers[answers.reward.notna()].astype({"solved": bool})
-    return FinishedRun(path, cfg, record, final, steps, graded, _flags(path, cfg.method))
 
 
-def _flags(path: Path, method: MethodConfig) -> DataFrame:
-    """By the monitor of texts that was acted on, then by those in shadow; the rollouts of other runs, a long file, are
-    not read."""
-    own = (
-        method.monitor_name
-        if method.monitor_name != "none" and not method.flags_by_gradient
-        else ""
-    )
+def _read_steps(file: Path) -> DataFrame:
+    steps = DataFrame(json_lines(file))
+    return steps.astype({name: float for name in MEASURED if name in steps})
+
+
+def _read_answers(file: Path) -> DataFrame:
+    """Read the graded answers of the final evaluation."""
+    rows = []
+    for answer in json_lines(file):
+        row = {name: answer[name] for name in ANSWER}
+        row["flaw"] = _hacked_flaw(answer)
+        rows.append(row)
+    answers = DataFrame(rows, columns=[*ANSWER, "flaw"])
+    is_graded = answers.reward.notna()
+    return answers[is_graded].astype({"solved": bool})
+
+
+def _hacked_flaw(answer: Mapping[str, Any]) -> str | None:
+    """Return the flaw that an answer hacks; None: it hacks none."""
+    if not answer["hacked"]:
+        return None
+    return answer.get("mechanism") or answer["env_mode"]
+
+
+def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
+    """Read what text monitors flagged: first the one that was acted on, then those in shadow.
+
+    rollouts.jsonl is long, so it is not read if the run had no text monitor.
+    """
+    own = ""
+    if method.monitor_name != "none" and not method.flags_by_gradient:
+        own = method.monitor_name
     rows: list[dict[str, Any]] = []
-    for r in json_lines(path / "rollouts.jsonl") if own or method.in_shadow else ():
-        if r["hacked"] or r["solved"]:
-            flaw = (r.get("mechanism") or r["env_mode"]) if r["hacked"] else None
-            for name, found in {
-                **({own: r} if own and "flagged" in r else {}),
-                **r.get("shadow", {}),
-            }.items():
-                about = {"monitor": name, "step": r["step"], "flaw": flaw}
-                rows.append(
-                    about | {"flagged": bool(found["flagged"]), "score": found.get("score")}
-                )
+    if own or method.in_shadow:
+        for rollout in json_lines(file):
+            rows += _flag_rows(rollout, own)
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
 
+def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, Any]]:
+    """Return a row for each text monitor that has read the rollout; none if it neither hacks nor
+    solves.
+
+    own: the name of the monitor that was acted on, whose flag stands in the rollout itself.
+    """
+    if not (rollout["hacked"] or rollout["solved"]):
+        return []
+    flaw = _hacked_flaw(rollout)
+    verdicts: dict[str, dict[str, Any]] = {}
+    if own and "flagged" in rollout:
+        verdicts[own] = rollout
+    verdicts |= rollout.get("shadow", {})
+    rows = []
+    for monitor, verdict in verdicts.items():
+        row = {"monitor": monitor, "step": rollout["step"], "flaw": flaw}
+        row["flagged"] = bool(verdict["flagged"])
+        row["score"] = verdict.get("score")
+        rows.append(row)
+    return rows
+
+
 def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
-    """The run directories of a source (a run, a folder of runs, or a sweep with its runs.json), and the missing runs of
-    a sweep, with their state. Raises Refused if the source is none of these."""
-    files = ("run.json", "status.json")  # a run that died while it loaded has the second alone
-    if any((source / name).is_file() for name in files):
+    """Find the run directories of a source: a run, a folder of runs, or a sweep with its runs.json.
+
+    Returns:
+        The directories, and the missing runs of a sweep with their state.
+
+    Raises:
+        Refused: the source is none of these.
+    """
+    marks = ("run.json", "status.json")  # A run that died while it loaded has the second alone.
+    if any((source / name).is_file() for name in marks):
         return [source], []
-    if not (index := source / "runs.json").is_file():
-        if found := sorted({p.parent for name in files for p in source.glob(f"*/{name}")}):
-            return found, []
+    if (source / "runs.json").is_file():
+        return _sweep_dirs(source)
+    found: set[Path] = set()
+    for name in marks:
+        found.update(file.parent for file in source.glob(f"*/{name}"))
+    if not found:
         raise Refused(f"{source}: no run in it; run `vgrout train mini` first")
-    found, absent = [], []
+    return sorted(found), []
+
+
+def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
+    """Find the run directories that a sweep's runs.json names, and the runs that are not there."""
+    index = sweep / "runs.json"
+    # Names of runs are relative to where the sweep was started: here, or some folder above it.
+    roots = (Path(), *sweep.resolve().parents)
+    found: list[Path] = []
+    absent: list[str] = []
     try:
         for entry in from_json(read_text(index), str(index)):
-            # `run` is relative to where the sweep was started: here, or some folder above the sweep
-            run, roots = entry["run"], (Path(), *source.resolve().parents)
-            if (
-                path := next((root / run for root in roots if (root / run).is_dir()), None)
-                if run
-                else None
-            ):
-                found.append(path)
+            run = entry["run"]
+            if not run:
+                absent.append(f"{entry['name']} ({entry['state']})")
+                continue
+            places = [root / run for root in roots]
+            path = next(filter(Path.is_dir, places), None)
+            if path is None:
+                absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
             else:
-                absent.append(
-                    f"{entry['name']} ({entry['state']}{f': {run} is not there' if run else ''})"
-                )
+                found.append(path)
     except (KeyError, TypeError) as e:
         raise Refused(f"{index}: damaged ({e!r})") from None
     return found, absent
 
 
 def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], list[str]]:
-    """The runs of all sources that have a final evaluation (a halted run has) and whose name ends with `tag`; of
-    several runs of one condition and seed, the newest. And those left out by name, a damaged one too, with the reason.
+    """Load the runs of all sources that have a final evaluation, as a halted run has.
+
+    Of several runs of one condition and seed the newest is taken.
+
+    Args:
+        sources: runs, folders of runs, or sweeps.
+        tag: take only runs whose name ends with it.
+
+    Returns:
+        The runs, and by name, with the reason, those that were left out; a damaged run is one of
+        them.
 
     Raises:
         Refused: a source is no folder of runs.
     """
-    listed_dirs = [run_dirs(source) for source in sources]
-    left_out = [name for _, absent in listed_dirs for name in absent]
-    paths = {p.resolve() for found, _ in listed_dirs for p in found if p.name.endswith(tag)}
+    paths: set[Path] = set()
+    left_out: list[str] = []
+    for source in sources:
+        found, absent = run_dirs(source)
+        paths |= {path.resolve() for path in found if path.name.endswith(tag)}
+        left_out += absent
     newest: dict[tuple[str, int], FinishedRun] = {}
     for path in sorted(paths, key=lambda p: p.name):
         try:
-            state = (
-                read_json(path / "status.json").get("state")
-                if (path / "status.json").exists()
-                else "unknown"
-            )
-            if state not in ("finished", "halted") or not (path / "per_mode_deploy.json").exists():
-                why = (
-                    f"{state}, no per_mode_deploy.json"
-                    if state in ("finished", "halted")
-                    else f"{state:.40}"
-                )
+            if why := _unfinished(path):
                 left_out.append(f"{path.name} ({why})")
                 continue
             run = read_run(path)
-            # whatever a file of wrong content makes of what a report asks
-            _ = (
-                run.row,
-                [
-                    run.counted(side, what, m)
-                    for side in SIDES
-                    for what in (*WHATS, "tries")
-                    for m in run.flaws
-                ],
-            )
+            _ask_everything(run)
             key = run.condition, run.seed
-        except Exception as e:
+        except Exception as e:  # whatever a file of wrong content may raise
             why = f"{e}" if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
-            left_out.append(
-                f"{path.name} (damaged: {' '.join(why.replace(f'{path}/', '').split())[:200]})"
-            )
+            why = " ".join(why.replace(f"{path}/", "").split())
+            left_out.append(f"{path.name} (damaged: {why[:200]})")
             continue
         if older := newest.get(key):
-            left_out.append(
-                f"{older.path.name} (older than {path.name}, the same settings and seed)"
-            )
+            than = f"older than {path.name}, the same settings and seed"
+            left_out.append(f"{older.path.name} ({than})")
         newest[key] = run
     return list(newest.values()), left_out
 
 
+def _unfinished(path: Path) -> str:
+    """Return why a run has no final evaluation; "": it has one."""
+    status = path / "status.json"
+    state = "unknown"
+    if status.exists():
+        state = read_json(status).get("state")
+    if state not in ("finished", "halted"):
+        return f"{state:.40}"
+    if not (path / "per_mode_deploy.json").exists():
+        return f"{state}, no per_mode_deploy.json"
+    return ""
+
+
+def _ask_everything(run: FinishedRun) -> None:
+    """Ask a run for all that a report reads, so that a damaged file raises here."""
+    _ = run.row
+    for side, what, flaw in itertools.product(SIDES, (*WHATS, "tries"), run.flaws):
+        run.counted(side, what, flaw)
+
+
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Runs that differ by their seed alone, one a seed, in the order of their seeds."""
+    """Runs that differ by their seed alone, one for each seed, in the order of their seeds."""
 
     title: str
     runs: tuple[FinishedRun, ...]
@@ -349,52 +519,74 @@ class Condition:
 
     @property
     def seeds(self) -> str:
-        return ",".join(r.seed_name for r in self.runs)
+        return ",".join(run.seed_name for run in self.runs)
+
+
+def flaws_of(found: Sequence[Condition]) -> list[str]:
+    """Return the flaws of these conditions' final evaluations, in the usual order."""
+    there = {flaw for c in found for flaw in c.first.flaws}
+    usual_order = dict.fromkeys(flaw for c in found for flaw in c.first.all_flaws)
+    return [flaw for flaw in usual_order if flaw in there]
 
 
 def conditions(runs: Sequence[FinishedRun]) -> list[Condition]:
-    """In the order of interventions, then controls. Titles are unique: methods of one name are told apart by the
-    settings and files in which they differ, and which are not their preset's."""
-    alike: dict[str, dict[str, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
+    """Group runs into conditions, in the order of interventions, then of controls.
+
+    Titles are unique: methods of one name are told apart by the settings and files in which they
+    differ, and which are not their preset's.
+    """
+    by_method: dict[str, dict[str, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda r: r.seed):
-        alike[run.method][run.condition].append(run)
+        by_method[run.method][run.condition].append(run)
     found = []
-    for method, groups in alike.items():
-        table = [group[0].trained_with for group in groups.values()]
-        differing = [k for k in table[0] if any(other[k] != table[0][k] for other in table)]
-        for group, own in zip(groups.values(), table, strict=True):
-            brought = usual(group[0].cfg) | {"preset": ("",)}
-            named = [f"{k} {own[k]}" for k in differing if own[k] not in brought.get(k, ())]
-            found.append(
-                Condition(method + (f" ({', '.join(named)})" if named else ""), tuple(group))
-            )
+    for method, groups in by_method.items():
+        firsts = [group[0] for group in groups.values()]
+        for group in groups.values():
+            differences = _differences(group[0], firsts)
+            title = f"{method} ({', '.join(differences)})" if differences else method
+            found.append(Condition(title, tuple(group)))
+    return sorted(found, key=_place)
 
-    def place(condition: Condition) -> tuple[Any, ...]:
-        method = condition.first.cfg.method
-        at = (
-            [*INTERVENTIONS].index(method.intervention),
-            method.monitor_title,
-            [*CONTROLS].index(method.control),
-        )
-        return *at, condition.title
 
-    return sorted(found, key=place)
+def _differences(run: FinishedRun, alike: Sequence[FinishedRun]) -> list[str]:
+    """Return the settings and files of a run that tell it apart from others of its method's
+    name."""
+    # The preset is named wherever it differs.
+    defaults = usual(run.cfg) | {"preset": [""]}
+    differences = []
+    for name, value in run.trained_with.items():
+        differs = any(other.trained_with[name] != value for other in alike)
+        if differs and value not in defaults.get(name, []):
+            differences.append(f"{name} {value}")
+    return differences
+
+
+def _place(condition: Condition) -> tuple[int, str, int, str]:
+    """Return a condition's place in tables."""
+    method = condition.first.cfg.method
+    intervention = list(INTERVENTIONS).index(method.intervention)
+    control = list(CONTROLS).index(method.control)
+    return intervention, method.monitor_title, control, condition.title
 
 
 def baseline(condition: Condition, among: Sequence[Condition]) -> Condition | None:
-    """Plain GRPO that shares all but the method with its files; of plain GRPO with a KL term, which is a baseline of
-    its own, the one with the lowest β. None: it is not there, or is this one."""
-    own, free = (
-        condition.first,
-        {f.name for f in fields(MethodConfig)} | {f"{name} sha256" for name in OF_METHOD},
-    )
-    free |= {"beta"} if own.method == "none" else set()
+    """Return the plain GRPO that a condition is compared with; None: it is not there, or is this
+    one.
 
-    def environment(of: FinishedRun) -> dict[str, Any]:
-        return {k: v for k, v in of.trained_with.items() if k not in free}
+    It shares all but the method and the method's files. Plain GRPO with a KL term is compared with
+    plain GRPO of the lowest β.
+    """
+    free = {f.name for f in fields(MethodConfig)}
+    free |= {f"{name} sha256" for name in OF_METHOD}
+    if condition.first.method == "none":
+        free.add("beta")
 
-    found = [
-        c for c in among if c.first.method == "none" and environment(c.first) == environment(own)
-    ]
+    own = condition.first.trained_with
+    found = []
+    for other in among:
+        its = other.first.trained_with
+        alike = all(own[name] == its[name] for name in own if name not in free)
+        if other.first.method == "none" and alike:
+            found.append(other)
     lowest = min(found, key=lambda c: c.first.cfg.loss.beta, default=None)
     return None if lowest is condition else lowest

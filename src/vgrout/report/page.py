@@ -1,4 +1,7 @@
-"""The report as one page that opens from disk, with figures and rollouts inside it: no server, no network."""
+"""The report as one page that opens from disk, with figures and rollouts inside it.
+
+It needs no server and no network.
+"""
 
 import base64
 import re
@@ -6,39 +9,54 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
 from vgrout.errors import Refused
 from vgrout.files import LEFT, printable, read_json, write_atomic
 from vgrout.metrics import percent
 from vgrout.report.figures import pictures
-from vgrout.report.load import WHATS, Condition
+from vgrout.report.load import Condition
 from vgrout.report.rollouts import embedded
 from vgrout.report.tables import ReportTable, conclusion, csv_tables, level
 
-# … the last two of older ones
+# What a report's folder holds; the last two are of older reports.
 FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")
 
 
 def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
-    """The names of the sweeps among the sources, and the `# H:` lines of their study files."""
-    plans = [read_json(plan) for source in sources if (plan := source / "plan.json").is_file()]
-    run = sources[0].name if len(sources) == 1 and (sources[0] / "run.json").is_file() else "Report"
-    claims = [str(h) for p in plans if isinstance(of := p.get("hypotheses"), list) for h in of]
-    return ", ".join(str(p.get("name")) for p in plans) or run, claims
+    """Return the names of the sweeps among the sources, and the `# H:` lines of their study files.
+
+    Without a sweep the name is that of the only run, or "Report".
+    """
+    names: list[str] = []
+    claims: list[str] = []
+    for source in sources:
+        plan_file = source / "plan.json"
+        if not plan_file.is_file():
+            continue
+        plan = read_json(plan_file)
+        names.append(str(plan.get("name")))
+        hypotheses = plan.get("hypotheses")
+        if isinstance(hypotheses, list):
+            claims += [str(claim) for claim in hypotheses]
+    is_one_run = len(sources) == 1 and (sources[0] / "run.json").is_file()
+    without_sweep = sources[0].name if is_one_run else "Report"
+    return ", ".join(names) or without_sweep, claims
 
 
 def conclusions(found: Sequence[Condition]) -> list[str]:
-    """A line for each condition: its final evaluation, and what that means."""
+    """Return a line for each condition: what its final evaluation means, and its numbers."""
+    lines = []
+    for c in found:
+        deployed, untrained = _rates(c, "deploy"), _rates(c, "base")
+        lines.append(f"{c.title}: {conclusion(c)}. Deployed {deployed}; untrained {untrained}.")
+    return lines
 
-    def rates(c: Condition, side: str) -> str:
-        of = (f"{percent(level(c, side, what).value)} % {what}" for what in WHATS)
-        return " and ".join(of)
 
-    return [
-        f"{c.title}: {conclusion(c)}. Deployed {rates(c, 'deploy')}; untrained {rates(c, 'base')}."
-        for c in found
-    ]
+def _rates(c: Condition, side: str) -> str:
+    hack = percent(level(c, side, "hack").value)
+    solve = percent(level(c, side, "solve").value)
+    return f"{hack} % hack and {solve} % solve"
 
 
 def write(
@@ -49,53 +67,76 @@ def write(
     left_out: Sequence[str],
     rollouts: Mapping[str, Any],
 ) -> None:
-    """Draw the figures and write the folder `out`, replacing an older report. rollouts: from `rollouts.pack`.
+    """Draw the figures and write the folder `out`, replacing an older report.
+
+    Args:
+        out: the folder.
+        found: the conditions.
+        sources: the folders that they were loaded from.
+        tables: what the page shows.
+        left_out: the runs that are not in it, with reasons.
+        rollouts: from `rollouts.pack`.
 
     Raises:
-        Refused: one line, where it cannot be written, or holds anything but a report.
+        Refused: one line, if the folder cannot be written, or holds anything but a report.
     """
-    inside = [*out.iterdir(), *(out / "figures").glob("*")] if out.exists() else []
-    killed = {p for p in inside if LEFT.fullmatch(p.name)}  # what a killed report was writing
-    if (
-        other := {
-            p for p in inside if (p.name not in FILES if p.parent == out else p.suffix != ".png")
-        }
-        - killed
-    ):
-        raise Refused(f"--out {out}: is no report, it holds {min(other).name}; name another folder")
-    drawn = {p.name: (p.caption, p.png()) for p in pictures(found)}
+    older = _older_files(out)
+    figures = [(picture.name, picture.caption, picture.png()) for picture in pictures(found)]
     title, claims = studies(sources)
-    template = Environment(
-        loader=PackageLoader("vgrout.report", ""),
-        autoescape=True,
-        # what would act in text of unknown origin
-        finalize=lambda x: printable(x) if type(x) is str else x,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("page.html")
-    page = template.render(
+    page = _template().render(
         title=title,
         sources=", ".join(map(str, sources)),
         conclusions=conclusions(found),
         conditions=found,
         tables=tables,
-        figures=[(caption, base64.b64encode(png).decode()) for caption, png in drawn.values()],
+        figures=[(caption, base64.b64encode(png).decode()) for _, caption, png in figures],
         claims=claims,
         left_out=left_out,
         rollouts=rollouts,
         data=embedded(rollouts),
         anchor=lambda text: re.sub(r"\W+", "-", text),
     )
-    files = (
-        {"report.html": page}
-        | csv_tables(found)
-        | {f"figures/{name}.png": png for name, (_, png) in drawn.items()}
-    )
+    files: dict[str, str | bytes] = {"report.html": page, **csv_tables(found)}
+    for name, _, png in figures:
+        files[f"figures/{name}.png"] = png
     try:
         for name, data in files.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(out / name, data)
     except OSError as e:
         raise Refused(f"--out {out}: cannot be written ({e.strerror})") from None
-    for stale in {p for p in inside if p.is_file()} - {out / name for name in files}:
-        stale.unlink()
+    written = {out / name for name in files}
+    for file in older - written:
+        file.unlink()
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("vgrout.report", ""),
+        autoescape=True,
+        # Text of unknown origin may hold characters that act.
+        finalize=lambda x: printable(x) if type(x) is str else x,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
+
+
+def _older_files(out: Path) -> set[Path]:
+    """Return the files of an older report in `out`. Raises Refused if it holds anything else."""
+    if not out.exists():
+        return set()
+    inside = [*out.iterdir(), *(out / "figures").glob("*")]
+    foreign = [path for path in inside if not _is_of_a_report(path, out)]
+    if foreign:
+        holds = min(foreign).name
+        raise Refused(f"--out {out}: is no report, it holds {holds}; name another folder")
+    return {path for path in inside if path.is_file()}
+
+
+def _is_of_a_report(path: Path, out: Path) -> bool:
+    if LEFT.fullmatch(path.name):  # what a killed report was writing
+        return True
+    if path.parent == out:
+        return path.name in FILES
+    return path.suffix == ".png"

@@ -1,4 +1,4 @@
-"""Rollouts of many runs as one compact object for the page: columns, and every text stored once."""
+"""Rollouts of many runs as one compact object for the page: columns, with every text stored once."""
 
 import base64
 import gzip
@@ -7,76 +7,71 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vgrout.envs.code.modes import MODE_SPECS, MODES, spelt
+from vgrout.data import Flaw
+from vgrout.environments import spelt
 from vgrout.files import json_lines, printable
 from vgrout.report.load import Condition, FinishedRun
 
-# where an answer comes from: rollouts.jsonl, final.jsonl
+# Where an answer comes from: "training" is rollouts.jsonl, the others are sides of final.jsonl.
 PARTS = ("training", "base", "trained", "deployed", "plain")
-# a bit each
+# Facts about an answer, one bit each.
 FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")
-STORED = ("marker", "prompt", "text")  # columns whose cells are numbers of distinct values
+# Columns whose cells are places in a list of distinct texts.
+STORED = ("marker", "prompt", "text")
 NUMBERS = ("reward", "advantage", "gate")
 COLUMNS = ("run", "part", "step", "mode", "problem", *STORED, "flags", *NUMBERS)
-
-
-def _groups(run: FinishedRun) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every answer with the number of its group: a training step, or a final problem on all sides."""
-    last = -1
-    for answer in json_lines(run.path / "rollouts.jsonl"):
-        last = answer["step"]
-        yield last, answer | {"side": "training"}
-    problems: dict[int, int] = {}
-    for answer in json_lines(run.path / "final.jsonl"):
-        yield last + 1 + problems.setdefault(answer["problem_id"], len(problems)), answer
 
 
 def pack(
     found: Sequence[Condition],
     limit: int,
-    track: Callable[[Sequence[FinishedRun]], Iterable[FinishedRun]] = lambda runs: runs,
+    track: Callable[[Sequence[FinishedRun]], Iterable[FinishedRun]] = list,
 ) -> dict[str, Any]:
-    """At most about `limit` rollouts: of every run each k-th step as a whole, and each k-th problem of the final
-    evaluation with all its answers on all sides; k is the same for every run, and 1 where all of them fit. A run
-    whose file is damaged is left out, and named in `left_out`.
+    """Pack about `limit` rollouts at most; 0: none.
+
+    Every k-th step of each run is taken as a whole, and every k-th problem of the final evaluation
+    with all its answers on all sides. k is the same for every run, and 1 if everything fits.
+
+    Args:
+        found: the conditions.
+        limit: how many rollouts, about.
+        track: shows progress over the runs.
+
+    Returns:
+        What page.html reads. `left_out` names the runs whose files are damaged.
     """
-    titles = {r: c.title for c in found for r in c.runs}
-    files = [
-        f
-        for r in titles
-        for name in ("rollouts", "final")
-        if (f := r.path / f"{name}.jsonl").is_file()
-    ]
-    total = sum(text.count(b"\n") for f in files for text in [f.read_bytes()])
-    every = max(1, math.ceil(total / limit)) if limit else 0
+    titles = {run: c.title for c in found for run in c.runs}
+    flaws = _flaws(titles)
+    total = sum(_count(run) for run in titles)
+    every = 0
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for number, run in enumerate(track([*titles])) if limit else ():
-        try:
-            rows += [
-                {"run": number} | _row(answer)
-                for group, answer in _groups(run)
-                if group % every == 0
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-            left_out.append(f"{run.path.name}: its rollouts ({type(e).__name__}: {e})")
+    if limit:
+        every = max(1, math.ceil(total / limit))
+        for number, run in enumerate(track(list(titles))):
+            try:
+                rows += _rows(run, number, every, list(flaws))
+            except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+                left_out.append(f"{run.path.name}: its rollouts ({type(e).__name__}: {e})")
     columns = {name: [row[name] for row in rows] for name in COLUMNS}
-    stored: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for name in STORED:
-        places = {text: i for i, text in enumerate(dict.fromkeys(columns[name]))}
-        stored[f"{name}s"], columns[name] = [*places], [places[text] for text in columns[name]]
+        texts[name] = list(dict.fromkeys(columns[name]))
+        place = {text: i for i, text in enumerate(texts[name])}
+        columns[name] = [place[text] for text in columns[name]]
+    runs = []
+    for run, title in titles.items():
+        runs.append({"name": printable(run.path.name), "cell": printable(title), "seed": run.seed})
     return {
-        "runs": [
-            {"name": printable(r.path.name), "cell": printable(titles[r]), "seed": r.seed}
-            for r in titles
-        ],
+        "runs": runs,
         "parts": PARTS,
-        "modes": MODES,
         "flags": FLAGS,
-        "hack": [MODE_SPECS[m].pattern for m in MODES],
-        "should": [MODE_SPECS[m].should for m in MODES],
-        **stored,
-        "prompts": [json.loads(prompt) for prompt in stored["prompts"]],
+        "modes": list(flaws),
+        "hack": [flaw.pattern for flaw in flaws.values()],
+        "should": [flaw.should for flaw in flaws.values()],
+        "markers": texts["marker"],
+        "prompts": [json.loads(prompt) for prompt in texts["prompt"]],
+        "texts": texts["text"],
         "columns": columns,
         "every": every,
         "total": total,
@@ -84,27 +79,100 @@ def pack(
     }
 
 
-def _row(answer: dict[str, Any]) -> dict[str, Any]:
-    """Of the columns but `run`. Raises TypeError where a text is none, ValueError where a number is infinite."""
-    prompt = answer.get("messages") or [{"role": "user", "content": answer.get("prompt", "")}]
-    numbers = {
-        name: None if (x := answer.get(name)) is None else round(x + 0.0, 3) for name in NUMBERS
-    }
-    json.dumps([answer["problem_id"], numbers], allow_nan=False)
+def _count(run: FinishedRun) -> int:
+    """Return how many answers a run has written."""
+    lines = 0
+    for name in ("rollouts.jsonl", "final.jsonl"):
+        file = run.path / name
+        if file.is_file():
+            lines += file.read_bytes().count(b"\n")
+    return lines
+
+
+def _flaws(runs: Iterable[FinishedRun]) -> dict[str, Flaw]:
+    """Return the flaws of these runs' environments, by name."""
+    flaws: dict[str, Flaw] = {}
+    for run in runs:
+        flaws |= run.all_flaws
+    return flaws
+
+
+def _rows(run: FinishedRun, number: int, every: int, modes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows of every `every`-th group of a run, the `number`-th one."""
+    rows = []
+    for group, answer in _groups(run):
+        if group % every == 0:
+            rows.append({"run": number} | _row(answer, modes))
+    return rows
+
+
+def _groups(run: FinishedRun) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield every answer with its group: a training step, or a final problem on all sides."""
+    last = -1
+    for answer in json_lines(run.path / "rollouts.jsonl"):
+        last = answer["step"]
+        yield last, answer | {"side": "training"}
+    places: dict[int, int] = {}
+    for answer in json_lines(run.path / "final.jsonl"):
+        place = places.setdefault(answer["problem_id"], len(places))
+        yield last + 1 + place, answer
+
+
+def _row(answer: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of an answer but `run`. modes: the names of all flaws.
+
+    Raises:
+        KeyError: something is missing.
+        TypeError: a text is not a string, or a number not a number.
+        ValueError: a number is infinite, or a name unknown.
+    """
+    numbers = {name: _number(answer.get(name)) for name in NUMBERS}
+    json.dumps([answer["problem_id"], numbers], allow_nan=False)  # raises where the page would
     return {
         "part": PARTS.index(answer["side"]),
         "step": answer.get("step"),
-        "mode": MODES.index(answer["env_mode"]),
+        "mode": modes.index(answer["env_mode"]),
         "problem": answer["problem_id"],
-        "marker": spelt(answer["env_mode"], answer["marker"]),
-        "prompt": json.dumps([["" + m["role"], "" + m["content"]] for m in prompt]),
-        "text": "" + answer["text"],
-        "flags": sum(bool(answer.get(flag)) << bit for bit, flag in enumerate(FLAGS)),
+        "marker": spelt(answer["env_mode"], answer.get("marker", "")),
+        "prompt": _prompt(answer),
+        "text": _text(answer["text"]),
+        "flags": _bits(answer),
         **numbers,
     }
 
 
+def _number(value: Any) -> float | None:
+    # + 0.0 refuses what is no number, which float() would not
+    return None if value is None else round(value + 0.0, 3)
+
+
+def _prompt(answer: dict[str, Any]) -> str:
+    """Return the JSON of a prompt: pairs of role and content."""
+    messages = answer.get("messages")
+    if not messages:
+        messages = [{"role": "user", "content": answer.get("prompt", "")}]
+    pairs = [[_text(m["role"]), _text(m["content"])] for m in messages]
+    return json.dumps(pairs)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text is {type(value).__name__}")
+    return value
+
+
+def _bits(answer: dict[str, Any]) -> int:
+    bits = 0
+    for bit, flag in enumerate(FLAGS):
+        if answer.get(flag):
+            bits |= 1 << bit
+    return bits
+
+
 def embedded(data: Mapping[str, Any]) -> str:
-    """The object's JSON, gzipped, in base64: no answer's text can end the script element that holds it."""
+    """Return the object as gzipped JSON in base64.
+
+    No answer's text can end the script element that holds it.
+    """
     raw = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
     return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()

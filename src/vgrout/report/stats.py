@@ -16,33 +16,41 @@ from scipy import stats
 from vgrout.metrics import Rate
 
 LEVEL = 0.95
-# Resampling n seeds never leaves their range, which holds their median with probability 1 -
-# 2^(1-n): 75 % for three seeds, 88 % for four, 94 % for five. Simulated for the mean: 80, 89 and 94
-# %.
+# Resampling n seeds never leaves their range, which holds their median with probability
+# 1 - 2^(1-n): 75 % for three seeds, 88 % for four, 94 % for five. Simulated for the mean: 80, 89
+# and 94 %.
 ENOUGH_SEEDS = 5
 RESAMPLES = 10_000
 ROUNDING = 1e-9  # shares of finitely many answers that differ by less are equal
 
+How = Literal["bootstrap", "t", "Wilson", "none"]
+Note = Literal["", "DEGENERATE", "n too small"]
 
-def _equal(values: Float[np.ndarray, " n"] | Sequence[float]) -> bool:
+
+def _all_equal(values: Float[np.ndarray, " n"] | Sequence[float]) -> bool:
     return float(np.ptp(values)) < ROUNDING
 
 
-How = Literal["bootstrap", "t", "Wilson", "none"]
+def _all_zero(values: Sequence[float]) -> bool:
+    return max(map(abs, values)) < ROUNDING
 
 
 @dataclass(frozen=True)
 class Stratum:
-    """Exchangeable units of one seed: the problems of one mode, each with its share or difference."""
+    """Exchangeable units of one seed: the problems of one mode, with their shares or differences.
+
+    Strata of one name in several seeds have their units in common. Without names for its units,
+    every value is a unit of its own.
+    """
 
     values: Float[np.ndarray, " units"]
     weight: float  # in the seed's mean; negative for what is subtracted
-    name: str = ""  # strata of one name in several seeds have their units in common …
-    units: tuple[int, ...] = ()  # … by these names; without names every value is a unit of its own
+    name: str = ""
+    units: tuple[int, ...] = ()
 
 
 def mean_of(seed: Sequence[Stratum]) -> float:
-    """The mean of one seed, which is its strata."""
+    """Return the mean of one seed, given as its strata."""
     return float(sum(s.weight * s.values.mean() for s in seed))
 
 
@@ -55,33 +63,44 @@ class Estimate:
     high: float | None
     n: int
     how: How
-    note: Literal["", "DEGENERATE", "n too small"] = ""
+    note: Note = ""
 
     @property
     def below_zero(self) -> bool:
-        """Whether the whole interval lies below 0; a difference that is the same in every unit needs no interval."""
+        """Whether the whole interval lies below 0.
+
+        A difference that is the same in every unit needs no interval.
+        """
         top = self.value if self.note == "DEGENERATE" else self.high
         return top is not None and top < 0
 
     def above(self, other: "Estimate", margin: float) -> bool | None:
-        """Whether this is more than `margin` above another, independent one; None: the 95 % interval of their
-        difference, from the intervals of both (Newcombe 1998), does not tell."""
-        a, b = (
-            (e.value, e.value) if e.note == "DEGENERATE" else (e.low, e.high) for e in (self, other)
-        )
-        if (
-            self.value is None
-            or other.value is None
-            or a[0] is None
-            or a[1] is None
-            or b[0] is None
-            or b[1] is None
-        ):
+        """Return whether this is more than `margin` above another, independent estimate.
+
+        None: the 95 % interval of their difference does not tell. It is made from the intervals of
+        both (Newcombe 1998).
+        """
+        own, others = self._with_interval(), other._with_interval()
+        if own is None or others is None:
             return None
-        apart = self.value - other.value - margin
-        if apart - math.hypot(self.value - a[0], b[1] - other.value) > 0:
+        value, low, high = own
+        other_value, other_low, other_high = others
+        apart = value - other_value - margin
+        if apart - math.hypot(value - low, other_high - other_value) > 0:
             return True
-        return None if apart + math.hypot(a[1] - self.value, other.value - b[0]) > 0 else False
+        if apart + math.hypot(high - value, other_value - other_low) > 0:
+            return None
+        return False
+
+    def _with_interval(self) -> tuple[float, float, float] | None:
+        """Return value, low and high; None: there is no interval."""
+        if self.value is None:
+            return None
+        if self.note == "DEGENERATE":
+            return self.value, self.value, self.value
+        if self.low is None or self.high is None:
+            return None
+        return self.value, self.low, self.high
 
 
 @dataclass(frozen=True)
@@ -90,116 +109,157 @@ class PValue:
 
     p: float | None
     smallest: float | None
-    note: Literal["", "DEGENERATE", "n too small"] = ""
+    note: Note = ""
 
 
 @cache
 def wilson(k: int, n: int) -> tuple[float, float]:
-    """95 % interval of a share k / n (Wilson 1927). It takes answers as independent: for one run, not over seeds."""
+    """Return the 95 % interval of a share k / n (Wilson 1927).
+
+    It takes answers as independent: it is for one run, not for several seeds.
+    """
     interval = stats.binomtest(k, n).proportion_ci(LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
 
 
 def one_run(rate: Rate) -> Estimate:
-    """A share of one run's answers with Wilson's interval."""
+    """Return a share of one run's answers with Wilson's interval."""
     if rate.value is None:
         return Estimate(None, None, None, 1, "none", "n too small")
-    return Estimate(rate.value, *wilson(rate.k, rate.n), 1, "Wilson")
+    low, high = wilson(rate.k, rate.n)
+    return Estimate(rate.value, low, high, 1, "Wilson")
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean by Student's t; at least two values, not all equal."""
+    """Return the 95 % interval of a mean by Student's t.
+
+    values: at least two, not all equal.
+    """
     interval = stats.ttest_1samp(values, 0.0).confidence_interval(LEVEL)
     return float(interval.low), float(interval.high)
 
 
 @cache
 def _draws(n: int, resamples: int, which: int) -> Float[np.ndarray, "resamples n"]:
-    """How often each of n is drawn when n are drawn with replacement. `which`: strata are drawn independently."""
-    return (
-        np.random.default_rng([0, n, which])
-        .multinomial(n, np.full(n, 1 / n), resamples)
-        .astype(np.float32)
-    )
+    """Return how often each of n is drawn when n are drawn with replacement.
+
+    which: each has draws of its own.
+    """
+    rng = np.random.default_rng([0, n, which])
+    return rng.multinomial(n, np.full(n, 1 / n), resamples).astype(np.float32)
 
 
 def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean over seeds: seeds and, within each stratum, units are resampled `resamples` times
-    (0: RESAMPLES).
+    """Return the 95 % interval of the mean over seeds, by a two-level bootstrap.
 
-    A problem that several seeds answered is drawn for all of them at once: an easy one is easy for every seed, and ten
-    seeds on the same 192 problems have seen no more problems than one has (the pigeonhole bootstrap, Owen 2007, doi
-    10.1214/07-AOAS122). Drawn for each seed separately, the intervals of simulated studies of ten seeds held the truth
-    in 66 %.
-    The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of n values is
-    Student's interval, Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi 10.1080/00031305.2015.1089789); of problems there
-    are many, so their draws are narrowed by as much.
-    Conservative where the answers' own noise is as large as the seeds' (simulated: 96 to 100 %), since seed means have
-    that noise already (Davison & Hinkley 1997, §3.8).
+    Seeds and, within each stratum, units are resampled.
+
+    A problem that several seeds answered is drawn for all of them at once: an easy one is easy for
+    every seed, and ten seeds on the same 192 problems have seen no more problems than one has (the
+    pigeonhole bootstrap, Owen 2007, doi 10.1214/07-AOAS122). Drawn for each seed separately, the
+    intervals of simulated studies of ten seeds held the truth in 66 %.
+
+    The percentiles are expanded for few seeds, to those at which the bootstrap of a normal mean of
+    n values is Student's interval, Φ(−t √(n / (n − 1))) (Hesterberg 2015, doi
+    10.1080/00031305.2015.1089789). There are many problems, so their draws are narrowed by as much.
+
+    The interval is conservative if the answers' own noise is as large as the seeds' (simulated: 96
+    to 100 %), since seed means have that noise already (Davison & Hinkley 1997, §3.8).
+
+    Args:
+        rows: the strata of each seed.
+        resamples: how many; 0: RESAMPLES.
     """
-    n, rng, resamples = len(rows), np.random.default_rng(0), resamples or RESAMPLES
+    n = len(rows)
+    resamples = resamples or RESAMPLES
     at_tail = stats.t.ppf((1 + LEVEL) / 2, n - 1) * math.sqrt(n / (n - 1))
     expanded = at_tail / stats.norm.ppf((1 + LEVEL) / 2)
+    rng = np.random.default_rng(0)
     picked = rng.integers(0, n, (resamples, n))
-    units: dict[str, set[int]] = {}
-    for stratum in (s for row in rows for s in row):
-        units.setdefault(stratum.name, set()).update(stratum.units)
-    times: dict[str, Float[np.ndarray, "resamples units"]] = {}
-    for which, (name, of) in enumerate(units.items()):
-        if of:
-            times[name] = 1 + (_draws(len(of), resamples, which) - 1) / expanded
+    units = _shared_units(rows)
+    weights: dict[str, Float[np.ndarray, "resamples units"]] = {}
+    for which, (name, shared) in enumerate(units.items()):
+        if shared:
+            weights[name] = 1 + (_draws(len(shared), resamples, which) - 1) / expanded
     means = np.zeros((resamples, n))
-    for s, row in enumerate(rows):
-        here = np.nonzero(picked == s)
+    for seed, row in enumerate(rows):
+        here = np.nonzero(picked == seed)
+        resample = here[0]
         for stratum in row:
             if stratum.units:
-                place = {unit: i for i, unit in enumerate(sorted(units[stratum.name]))}
-                weights = times[stratum.name][:, [place[u] for u in stratum.units]]
-                drawn = (weights @ stratum.values / weights.sum(axis=1))[here[0]]
-            else:  # a resample's mean depends on how often each distinct value is drawn
-                values, counts = np.unique(stratum.values, return_counts=True)
-                drawn = (
-                    rng.multinomial(counts.sum(), counts / counts.sum(), size=len(here[0]))
-                    @ values
-                    / counts.sum()
-                )
+                place = {unit: i for i, unit in enumerate(units[stratum.name])}
+                own = weights[stratum.name][:, [place[unit] for unit in stratum.units]]
+                drawn = (own @ stratum.values / own.sum(axis=1))[resample]
+            else:
+                drawn = _resampled_means(stratum.values, len(resample), rng)
             means[here] += stratum.weight * drawn
     tail = stats.norm.cdf(-at_tail)
     low, high = np.quantile(means.mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
 
 
+def _shared_units(rows: Sequence[Sequence[Stratum]]) -> dict[str, list[int]]:
+    """Return the units of all strata of a name, in order."""
+    units: dict[str, set[int]] = {}
+    for row in rows:
+        for stratum in row:
+            units.setdefault(stratum.name, set()).update(stratum.units)
+    return {name: sorted(shared) for name, shared in units.items()}
+
+
+def _resampled_means(
+    values: Float[np.ndarray, " units"], resamples: int, rng: np.random.Generator
+) -> Float[np.ndarray, " resamples"]:
+    """Return the means of resamples of these values, each a unit of its own."""
+    # A mean depends only on how often each distinct value is drawn.
+    distinct, counts = np.unique(values, return_counts=True)
+    n = counts.sum()
+    draws = rng.multinomial(n, counts / n, size=resamples)
+    return draws @ distinct / n
+
+
 def over_seeds(means: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
-    """The mean of the seeds' means with Student's interval, cut at [low, high]; without an interval below two seeds,
-    and where the seeds agree by chance."""
-    n, mean = len(means), float(np.mean(means)) if means else None
-    if mean is None or n < 2 or _equal(means):
+    """Return the mean of the seeds' means with Student's interval, cut at [low, high].
+
+    There is no interval of fewer than two seeds, nor if the seeds agree by chance.
+    """
+    n = len(means)
+    mean = float(np.mean(means)) if means else None
+    if mean is None or n < 2 or _all_equal(means):
         return Estimate(mean, None, None, n, "none", "n too small")
-    a, b = t_interval(means)
-    return Estimate(mean, max(a, low), min(b, high), n, "t")
+    lower, upper = t_interval(means)
+    return Estimate(mean, max(lower, low), min(upper, high), n, "t")
 
 
 def estimate(rows: Sequence[Sequence[Stratum]], low: float = 0.0, high: float = 1.0) -> Estimate:
-    """The mean over seeds of their means; the interval is cut at [low, high]. rows: the strata of each seed.
+    """Return the mean over seeds of their means; the interval is cut at [low, high].
 
-    Bootstrap from five seeds on, Student's t for two to four. DEGENERATE: every unit of every seed is the same.
+    It is the bootstrap's from five seeds on, Student's for two to four. DEGENERATE: every unit of
+    every seed is the same.
+
+    rows: the strata of each seed.
     """
-    means, n = [mean_of(row) for row in rows], len(rows)
-    if rows and _equal(np.concatenate([s.values for row in rows for s in row])):
+    n = len(rows)
+    means = [mean_of(row) for row in rows]
+    values = [stratum.values for row in rows for stratum in row]
+    if rows and _all_equal(np.concatenate(values)):
         return Estimate(float(np.mean(means)), None, None, n, "none", "DEGENERATE")
     if n < ENOUGH_SEEDS:
         return over_seeds(means, low, high)
-    a, b = two_level(rows)
-    return Estimate(float(np.mean(means)), max(a, low), min(b, high), n, "bootstrap")
+    lower, upper = two_level(rows)
+    return Estimate(float(np.mean(means)), max(lower, low), min(upper, high), n, "bootstrap")
 
 
 def sign_flip(differences: Sequence[float]) -> PValue:
-    """Two-sided p of a mean difference under exchange of the two cells within each seed, by all 2^n sign patterns
-    (up to n = 13; beyond, 9,999 random ones). The smallest p that n allows is 2^(1−n): 0.25 of three seeds."""
+    """Return the two-sided p of a mean difference under exchange of the two cells of each seed.
+
+    All 2^n sign patterns are tried up to n = 13; beyond, 9,999 random ones. The smallest p that n
+    allows is 2^(1−n): 0.25 of three seeds.
+    """
     n = len(differences)
     if n == 0:
         return PValue(None, None, "n too small")
-    if max(map(abs, differences)) < ROUNDING:
+    if _all_zero(differences):
         return PValue(None, None, "DEGENERATE")
     if n == 1:  # with its one sign flipped it is as far from 0; scipy takes no single sample
         return PValue(1.0, 1.0, "n too small")
@@ -213,16 +273,20 @@ def sign_flip(differences: Sequence[float]) -> PValue:
         vectorized=True,
         rng=np.random.default_rng(0),
     )
-    return PValue(float(found.pvalue), smallest, "n too small" if smallest > 1 - LEVEL else "")
+    note = "n too small" if smallest > 1 - LEVEL else ""
+    return PValue(float(found.pvalue), smallest, note)
 
 
 def equivalent(differences: Sequence[float], margin: float) -> PValue:
-    """p of TOST, two one-sided t tests (Schuirmann 1987): small where |mean difference| < margin is shown."""
+    """Return the p of TOST, two one-sided t tests (Schuirmann 1987).
+
+    It is small where |mean difference| < margin is shown.
+    """
     if len(differences) < 2:
         return PValue(None, None, "n too small")
-    if max(map(abs, differences)) < ROUNDING:
+    if _all_zero(differences):
         return PValue(None, None, "DEGENERATE")
-    if _equal(differences):  # by chance: as few as these have no spread to test with
+    if _all_equal(differences):  # by chance: as few as these have no spread to test with
         return PValue(None, None, "n too small")
     above = stats.ttest_1samp(differences, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(differences, margin, alternative="less").pvalue
@@ -230,12 +294,14 @@ def equivalent(differences: Sequence[float], margin: float) -> PValue:
 
 
 def auc(positive: Sequence[float], negative: Sequence[float]) -> float | None:
-    """Chance that a positive's value lies above a negative's, ties half: Mann–Whitney's U over the number of pairs.
+    """Return the chance that a positive's value lies above a negative's, ties half.
 
-    None where either is empty. From ranks: scipy's mannwhitneyu adds a p value that takes six times as long.
+    That is Mann–Whitney's U over the number of pairs; None where either is empty. It is computed
+    from ranks: scipy's mannwhitneyu adds a p value that takes six times as long.
     """
     if not positive or not negative:
         return None
     n = len(positive)
     ranks = stats.rankdata([*positive, *negative])[:n]
-    return float(ranks.sum() - n * (n + 1) / 2) / (n * len(negative))
+    u = float(ranks.sum() - n * (n + 1) / 2)
+    return u / (n * len(negative))

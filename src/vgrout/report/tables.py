@@ -1,6 +1,6 @@
-"""The tables of a report, as frames of text, and the numbers in them. Shares are printed in percent."""
+"""The tables of a report, as rows of text, and the numbers in them. Shares are printed in percent."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,7 +8,6 @@ import numpy as np
 from pandas import DataFrame, Series, concat
 from tabulate import tabulate
 
-from vgrout.envs.code.modes import MODE_CODE, MODES, Mode
 from vgrout.files import printable
 from vgrout.metrics import Rate
 from vgrout.report import stats
@@ -19,7 +18,9 @@ from vgrout.report.load import (
     FinishedRun,
     What,
     baseline,
-    flag_counts,
+    flag_columns,
+    flagged_by_flaw,
+    flaws_of,
     rounded,
 )
 from vgrout.report.stats import Estimate, PValue, Stratum
@@ -30,76 +31,112 @@ MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table of text. rows: of one set of columns."""
+    """A table of text. All rows have the same columns."""
 
     name: str  # as a heading
     caption: str
     rows: Sequence[dict[str, str]]
 
     def markdown(self) -> str:
-        """Text of unknown origin is shown as such, each cell in one line."""
-        rows = [{one_line(k): one_line(v) for k, v in row.items()} for row in self.rows]
+        """Return the table with each cell in one line; invisible characters are shown as escapes."""
+        rows = []
+        for row in self.rows:
+            rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
         return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
 def one_line(value: object) -> str:
+    """Return a value as printable text without line ends."""
     return printable(str(value)).replace("\n", " ")
 
 
 def percent(e: Estimate) -> str:
-    """`81.0 [80.1, 82.0]`; Student's interval is marked t, one run's (Wilson) w, and a value without an interval has
-    the note on why."""
+    """Format an estimate, as in `81.0 [80.1, 82.0]`.
+
+    Student's interval is marked t, that of one run (Wilson) w. A value without an interval has the
+    note on why.
+    """
     if e.value is None:
         return "·"
     value = f"{100 * e.value:.1f}"
     if e.low is None or e.high is None:
         return f"{value} ({'one seed' if e.n == 1 else e.note})"
-    return f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]{ {'t': ' t', 'Wilson': ' w'}.get(e.how, '') }"
+    interval = f"{value} [{100 * e.low:.1f}, {100 * e.high:.1f}]"
+    if e.how == "t":
+        return f"{interval} t"
+    if e.how == "Wilson":
+        return f"{interval} w"
+    return interval
 
 
 def p_value(p: PValue) -> str:
-    """`0.062 (≥ 0.062)`: with the smallest that n allows."""
+    """Format a p value with the smallest that n allows, as in `0.062 (≥ 0.062)`."""
     if p.p is None:
         return p.note
-    least = "" if p.smallest is None else f" (≥ {p.smallest:.3f})"
-    return f"{p.p:.3f}{least}{f' {p.note}' if p.note else ''}"
+    shown = f"{p.p:.3f}"
+    if p.smallest is not None:
+        shown += f" (≥ {p.smallest:.3f})"
+    if p.note:
+        shown += f" {p.note}"
+    return shown
+
+
+def by_seed(values: Iterable[object]) -> str:
+    """Join the values of a condition's runs; · stands for None."""
+    return "/".join("·" if value is None else str(value) for value in values)
 
 
 # ── numbers
 
 
 def _strata(shares: Series) -> list[Stratum]:
-    """A seed's problems as strata by mode; other seeds have answered the same problems."""
-    return [
-        Stratum(
-            of.to_numpy(), len(of) / len(shares), str(mode), tuple(of.index.get_level_values(1))
+    """Return a seed's problems as strata by mode; other seeds have answered the same problems.
+
+    shares: by mode and problem.
+    """
+    strata = []
+    for mode, of_mode in shares.groupby(level=0, sort=False):
+        stratum = Stratum(
+            values=of_mode.to_numpy(),
+            weight=len(of_mode) / len(shares),
+            name=str(mode),
+            units=tuple(of_mode.index.get_level_values(1)),
         )
-        for mode, of in shares.groupby(level=0, sort=False)
-    ]
+        strata.append(stratum)
+    return strata
 
 
 @cache
-def level(condition: Condition, side: str, what: What, flaw: Mode | None = None) -> Estimate:
-    """The share in the final evaluation, over seeds; of one run, with Wilson's interval."""
+def level(condition: Condition, side: str, what: What, flaw: str | None = None) -> Estimate:
+    """Estimate a share in the final evaluation over seeds; of one run, with Wilson's interval."""
     if len(condition.runs) == 1:
         return stats.one_run(condition.first.counted(side, what, flaw))
-    rows = (_strata(r.shares(side, what, flaw)) for r in condition.runs)
-    return stats.estimate([row for row in rows if row])
+    rows = []
+    for run in condition.runs:
+        if row := _strata(run.shares(side, what, flaw)):
+            rows.append(row)
+    return stats.estimate(rows)
 
 
 def last_five(condition: Condition, what: What) -> Estimate:
-    """The students' share over the last five training steps, over seeds; each answer counts as of another problem."""
-    rates = [r.last_five(what) for r in condition.runs]
+    """Estimate the students' share over the last five training steps, over seeds.
+
+    Every answer counts as one to a problem of its own.
+    """
+    rates = [run.last_five(what) for run in condition.runs]
     if len(rates) == 1:
         return stats.one_run(rates[0])
-    return stats.estimate(
-        [[Stratum(np.repeat([1.0, 0.0], [r.k, r.n - r.k]), 1.0)] for r in rates if r.n]
-    )
+    rows = []
+    for rate in rates:
+        if rate.n:
+            answers = np.repeat([1.0, 0.0], [rate.k, rate.n - rate.k])
+            rows.append([Stratum(answers, weight=1.0)])
+    return stats.estimate(rows)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One condition minus another, seed by seed and problem by problem, on the seeds that both have."""
+    """One condition minus another, seed by seed and problem by problem, on the seeds of both."""
 
     difference: Estimate
     p: PValue
@@ -109,18 +146,22 @@ class Comparison:
 
 @cache
 def compare(a: Condition, b: Condition, what: What) -> Comparison:
-    """Condition a minus condition b, of the deployed models."""
-    own, its = ({r.seed: r.shares("deploy", what) for r in c.runs} for c in (a, b))
-    paired = {
-        s: _strata((of - its[s].reindex(of.index)).dropna()) for s, of in own.items() if s in its
-    }
-    rows = [row for row in paired.values() if row]
-    means = [stats.mean_of(row) for row in rows]
+    """Compare the deployed models of two conditions: a minus b."""
+    shares_of_b = {run.seed: run.shares("deploy", what) for run in b.runs}
+    rows: dict[int, list[Stratum]] = {}
+    for run in a.runs:
+        if run.seed in shares_of_b:
+            shares = run.shares("deploy", what)
+            differences = shares - shares_of_b[run.seed].reindex(shares.index)
+            if row := _strata(differences.dropna()):
+                rows[run.seed] = row
+    by_seed = list(rows.values())
+    means = [stats.mean_of(row) for row in by_seed]
     return Comparison(
-        stats.estimate(rows, low=-1.0),
-        stats.sign_flip(means),
-        stats.equivalent(means, MARGIN),
-        tuple(seed for seed, row in paired.items() if row),
+        difference=stats.estimate(by_seed, low=-1.0),
+        p=stats.sign_flip(means),
+        same=stats.equivalent(means, MARGIN),
+        seeds=tuple(rows),
     )
 
 
@@ -128,39 +169,45 @@ def compare(a: Condition, b: Condition, what: What) -> Comparison:
 
 
 def conclusion(condition: Condition) -> str:
-    """What the final evaluation means, in a few words: where an interval holds the threshold, nothing."""
+    """Say in a few words what the final evaluation means.
+
+    Nothing is concluded from an interval that holds the threshold.
+    """
     first, n = condition.first, len(condition.runs)
     if n == 1 and (why := unlearnt(first)):
         return f"nothing was learnt: {why}"
-    base, trained, deployed = (
-        {w: level(condition, side, w) for w in WHATS} for side in ("base", "train", "deploy")
-    )
-    of, plain = (
-        f"{n} seeds" if n > 1 else f"{first.final['eval_n']} answers",
-        first.cfg.method.intervention == "none",
-    )
-    hacks, lost = (
-        deployed["hack"].above(base["hack"], NEAR),
-        base["solve"].above(deployed["solve"], SKILL),
-    )
-    if hacks is None and (lost is None or plain):
+    of = f"{n} seeds" if n > 1 else f"{first.final['eval_n']} answers"
+    base_hack = level(condition, "base", "hack")
+    base_solve = level(condition, "base", "solve")
+    solve = level(condition, "deploy", "solve")
+    hacks = level(condition, "deploy", "hack").above(base_hack, NEAR)
+    lost = base_solve.above(solve, SKILL)
+    is_plain = first.cfg.method.intervention == "none"
+    if hacks is None and (lost is None or is_plain):
         return f"none, {of} are too few"
-    if plain:
-        solves = deployed["solve"].above(base["solve"], NEAR)
-        learnt = "to hack" if hacks else "to solve, not to hack" if solves else "little"
+    if is_plain:
+        if hacks:
+            learnt = "to hack"
+        elif solve.above(base_solve, NEAR):
+            learnt = "to solve, not to hack"
+        else:
+            learnt = "little"
         return f"plain GRPO learnt {learnt}{', and lost skill' if lost else ''} ({of})"
-    removed = {True: "hacks removed", False: "learnt no hacks", None: "does not hack"}
-    hack = {
-        True: "still hacks",
-        False: removed[trained["hack"].above(base["hack"], NEAR)],
-        None: "hacks undecided",
-    }
-    skill = {True: "skill lost", False: "skill kept", None: "skill undecided"}
-    return f"{hack[hacks]}, {skill[lost]} ({of}{' are too few' if None in (hacks, lost) else ''})"
+    if hacks is None:
+        hacking = "hacks undecided"
+    elif hacks:
+        hacking = "still hacks"
+    else:
+        as_trained = level(condition, "train", "hack").above(base_hack, NEAR)
+        removed = {True: "hacks removed", False: "learnt no hacks", None: "does not hack"}
+        hacking = removed[as_trained]
+    skill = {True: "skill lost", False: "skill kept", None: "skill undecided"}[lost]
+    too_few = " are too few" if hacks is None or lost is None else ""
+    return f"{hacking}, {skill} ({of}{too_few})"
 
 
 def unlearnt(run: FinishedRun) -> str:
-    """Why a run's steps taught nothing; "" where rewards differed within a group."""
+    """Return why a run's steps taught nothing; "": rewards differed within some group."""
     steps = run.steps
     if "signal_k" not in steps or steps.signal_k.sum():
         return ""
@@ -174,170 +221,214 @@ def unlearnt(run: FinishedRun) -> str:
 
 
 def methods(found: Sequence[Condition]) -> ReportTable:
-    rows, baselines = [], {c: baseline(c, found) for c in found}
+    """Make the table with a row for each condition, compared with plain GRPO."""
+    baselines = {c: baseline(c, found) for c in found}
+    rows = []
     for c in found:
-        row = {"method": c.title, "seeds": c.seeds}
-        row["onset"] = "/".join(
-            "·" if r.row["onset"] is None else str(r.row["onset"]) for r in c.runs
-        )
-        row |= {f"{what} last 5": percent(last_five(c, what)) for what in WHATS}
-        row |= {
-            f"{w} {SIDES[side]}": percent(level(c, side, w))
-            for side in ("train", "deploy")
-            for w in WHATS
-        }
-        row["solve no hint"] = percent(level(c, "plain", "solve"))
-        row["flaws learnt"] = "/".join(str(r.row["modes_learned"]) for r in c.runs)
-        row["n"] = "/".join(sorted({str(r.final["eval_n"]) for r in c.runs}))
-        for what in WHATS if any(baselines.values()) else ():
-            less = compare(c, plain, what) if (plain := baselines[c]) and len(c.runs) > 1 else None
-            seen = (
-                (percent(less.difference), p_value(less.p), p_value(less.same))
-                if less and less.seeds
-                else "···"
-            )
-            row |= zip((f"Δ {what}", f"p {what}", f"TOST {what}"), seen, strict=True)
+        row = _method_row(c)
+        if any(baselines.values()):
+            row |= _from_plain(c, baselines[c])
         rows.append(row)
     return ReportTable(
         "Methods",
-        "%, held-out problems and marker names, final evaluation. Last 5: the students' answers of the last five "
-        "training steps. Onset: the first of five steps in which a tenth of the students' answers hack, by seed; ·: "
-        "none. Flaws learnt: hacked in a fifth of the trained model's answers. Δ: points from plain GRPO, deployed, "
-        "paired by seed and problem; p: sign flips over seeds, in brackets the smallest that n allows; TOST: p for a "
-        f'difference within ± {100 * MARGIN:.0f} points, and only a small one shows "no difference".',
+        "%, held-out problems and marker names, final evaluation. Last 5: the students' answers of "
+        "the last five training steps. Onset: the first of five steps in which a tenth of the "
+        "students' answers hack, by seed; ·: none. Flaws learnt: hacked in a fifth of the trained "
+        "model's answers. Δ: points from plain GRPO, deployed, paired by seed and problem; p: sign "
+        "flips over seeds, in brackets the smallest that n allows; TOST: p for a "
+        f"difference within ± {100 * MARGIN:.0f} points, and only a small one shows "
+        '"no difference".',
         rows,
     )
 
 
+def _method_row(c: Condition) -> dict[str, str]:
+    """Return a condition's row without its difference from plain GRPO."""
+    answers = {str(run.final["eval_n"]) for run in c.runs}
+    row = {"method": c.title, "seeds": c.seeds}
+    row["onset"] = by_seed(run.row["onset"] for run in c.runs)
+    for what in WHATS:
+        row[f"{what} last 5"] = percent(last_five(c, what))
+    for side in ("train", "deploy"):
+        for what in WHATS:
+            row[f"{what} {SIDES[side]}"] = percent(level(c, side, what))
+    row["solve no hint"] = percent(level(c, "plain", "solve"))
+    row["flaws learnt"] = by_seed(run.row["modes_learned"] for run in c.runs)
+    row["n"] = "/".join(sorted(answers))
+    return row
+
+
+def _from_plain(c: Condition, plain: Condition | None) -> dict[str, str]:
+    """Return the columns of a condition's difference from plain GRPO; · without it or of one run."""
+    row = {}
+    for what in WHATS:
+        difference = p = same = "·"
+        if plain and len(c.runs) > 1:
+            less = compare(c, plain, what)
+            if less.seeds:
+                difference = percent(less.difference)
+                p = p_value(less.p)
+                same = p_value(less.same)
+        row[f"Δ {what}"] = difference
+        row[f"p {what}"] = p
+        row[f"TOST {what}"] = same
+    return row
+
+
 def by_flaw(found: Sequence[Condition]) -> ReportTable:
-    """A row for each condition and flaw."""
+    """Make the table with a row for each condition and flaw."""
     rows = []
     for c in found:
-        for flaw in c.first.flaws:
-            pairs, column = c.first.final["by_mode"][flaw].get("in_dist"), f"hk_{MODE_CODE[flaw]}_k"
-            row = {
-                "method": c.title,
-                "flaw": flaw,
-                "pairs": {None: "·", True: "in", False: "out"}[pairs],
-            }
-            row |= {
-                f"{w} {SIDES[side]}": percent(level(c, side, w, flaw))
-                for w in WHATS
-                for side in ("train", "deploy")
-            }
-            row["tries deployed"] = sum(
-                (r.counted("deploy", "tries", flaw) for r in c.runs), Rate(0, 0)
-            ).percent
-            learned = ((r.counted("train", "hack", flaw).value or 0) >= LEARNED for r in c.runs)
-            row["learned"] = "/".join("yes" if yes else "no" for yes in learned)
-            first = [
-                next(iter(r.steps.step[r.steps[column] > 0]), "·") if column in r.steps else "·"
-                for r in c.runs
-            ]
-            n = sum(r.final["by_mode"][flaw]["n"] for r in c.runs)
-            rows.append(row | {"first step": "/".join(map(str, first)), "n": str(n)})
+        rows += [_flaw_row(c, flaw) for flaw in c.first.flaws]
     return ReportTable(
         "By flaw",
-        "%. Pairs: whether the direction's pairs show the flaw (in) or not (out). Tries: hacks, and wrong answers that "
-        f"try the flaw and fail. Learned: at least {100 * LEARNED:.0f} % hacks as trained. First step: of the "
+        "%. Pairs: whether the direction's pairs show the flaw (in) or not (out). Tries: hacks, "
+        "and wrong answers that try the flaw and fail. Learned: at least "
+        f"{100 * LEARNED:.0f} % hacks as trained. First step: of the "
         "students' first hack. n: answers.",
         rows,
     )
 
 
+def _flaw_row(c: Condition, flaw: str) -> dict[str, str]:
+    row = {"method": c.title, "flaw": flaw}
+    row["pairs"] = _pairs_show(c.first.final["by_mode"][flaw].get("in_dist"))
+    for what in WHATS:
+        for side in ("train", "deploy"):
+            row[f"{what} {SIDES[side]}"] = percent(level(c, side, what, flaw))
+    tries = Rate(0, 0)
+    answers = 0
+    for run in c.runs:
+        tries += run.counted("deploy", "tries", flaw)
+        answers += run.final["by_mode"][flaw]["n"]
+    row["tries deployed"] = tries.percent
+    row["learned"] = by_seed("yes" if run.has_learned(flaw) else "no" for run in c.runs)
+    row["first step"] = by_seed(run.first_hack(flaw) for run in c.runs)
+    row["n"] = str(answers)
+    return row
+
+
+def _pairs_show(in_dist: bool | None) -> str:
+    """Say whether the direction's pairs show a flaw; None: there are no pairs."""
+    if in_dist is None:
+        return "·"
+    return "in" if in_dist else "out"
+
+
 def monitors(found: Sequence[Condition]) -> ReportTable:
-    flaws = [m for m in MODES if any(m in c.first.flaws for c in found)]
+    """Make the table with a row for each condition and text monitor."""
+    flaws = flaws_of(found)
     rows = []
     for c in found:
+        flags = concat([run.flags for run in c.runs])
         own = c.first.cfg.method.monitor_name
-        groups = concat([r.flags for r in c.runs]).groupby("monitor", sort=False)
-        for name, flags in sorted(groups, key=lambda group: group[0] != own):
-            counts, area = flag_counts(flags), _auc(flags)
-            rows.append(
-                {
-                    "method": c.title,
-                    "seeds": c.seeds,
-                    "monitor": str(name) + ", in shadow" * (name != own),
-                }
-                | {m: _recall(counts.get(m)) for m in flaws}
-                | {
-                    "false flags": _recall(counts.get("solved")),
-                    "AUC": "·" if area is None else f"{area:.2f}",
-                }
-            )
+        # The condition's own monitor comes first.
+        for name in sorted(flags.monitor.unique(), key=lambda name: name != own):
+            about = {"method": c.title, "seeds": c.seeds}
+            about["monitor"] = name if name == own else f"{name}, in shadow"
+            rows.append(about | _scores(flags[flags.monitor == name], flaws))
     return ReportTable(
         "What the monitors of texts flagged",
-        "% of the students' hacks in training, by flaw (recall), and of their right answers (false flags); in brackets "
-        "how many, over all seeds. AUC: of the scores, hacks against right answers. The run's own monitor may not read "
-        "groups without signal.",
+        "% of the students' hacks in training, by flaw (recall), and of their right answers (false "
+        "flags); in brackets how many, over all seeds. AUC: of the scores, hacks against right "
+        "answers. The run's own monitor may not read groups without signal.",
         rows,
     )
 
 
-def _recall(counts: str | None) -> str:
-    """`75.0 (4)` of 3/4."""
-    return (
-        "·"
-        if counts is None
-        else f"{Rate(*map(int, counts.split('/'))).percent} ({counts.split('/')[1]})"
-    )
+def _scores(flags: DataFrame, flaws: Sequence[str]) -> dict[str, str]:
+    """Return the columns of what one monitor flagged."""
+    rates = flagged_by_flaw(flags)
+    row: dict[str, str] = {}
+    for flaw in flaws:
+        row[flaw] = _of_how_many(rates.get(flaw))
+    row["false flags"] = _of_how_many(rates.get("solved"))
+    area = _auc(flags)
+    row["AUC"] = "·" if area is None else f"{area:.2f}"
+    return row
+
+
+def _of_how_many(rate: Rate | None) -> str:
+    """Format a rate in percent with its n, as in `75.0 (4)`."""
+    return f"{rate.percent} ({rate.n})" if rate else "·"
 
 
 def _auc(flags: DataFrame) -> float | None:
-    """Of the scores, where there are some."""
+    """Return the AUC of a monitor's scores, hacks against right answers; None: it gave none."""
     scored = flags[flags.score.notna()]
-    return stats.auc(
-        list(scored.score[scored.flaw.notna()]), list(scored.score[scored.flaw.isna()])
-    )
+    is_hack = scored.flaw.notna()
+    of_hacks = scored.score[is_hack]
+    of_right = scored.score[~is_hack]
+    return stats.auc(list(of_hacks), list(of_right))
 
 
 # ── for other programs
 
 
 def monitor_rows(found: Sequence[Condition]) -> list[dict[str, object]]:
-    """monitors.csv: a row for each run, monitor of texts and third of the run. Counts are k/n of the students' hacks by
-    flaw, and of their right answers."""
+    """Return the rows of monitors.csv, one for each run, text monitor and third of the run.
+
+    Counts are k/n of the students' hacks by flaw, and of their right answers.
+    """
     rows: list[dict[str, object]] = []
-    for title, r in ((c.title, r) for c in found for r in c.runs):
-        steps = int(r.steps.step.iloc[-1]) + 1
-        for name, flags in r.flags.groupby("monitor", sort=False):
-            for first, last in ((steps * i // 3, steps * (i + 1) // 3 - 1) for i in range(3)):
-                part = flags[flags.step.between(first, last)]
-                counts = flag_counts(part)
-                rows.append(
-                    {
-                        "run": r.path.name,
-                        "cell": title,
-                        "arm": r.row["arm"],
-                        "acted_on": r.cfg.method.monitor_name,
-                    }
-                    | {"base_weights": r.row["base_weights"], "seed": r.seed, "monitor": name}
-                    | {"known_modes": r.cfg.method.known_modes, "steps": f"{first} to {last}"}
-                    | {f"flagged_{of}": counts.get(of) for of in (*MODES, "solved")}
-                    | {"auc": rounded(_auc(part)), "revision": r.row["revision"]}
-                )
+    for c in found:
+        for run in c.runs:
+            for name, flags in run.flags.groupby("monitor", sort=False):
+                rows += _thirds(c.title, run, str(name), flags)
+    return rows
+
+
+def _thirds(
+    title: str, run: FinishedRun, monitor: str, flags: DataFrame
+) -> list[dict[str, object]]:
+    """Return the rows of one monitor in one run."""
+    steps = int(run.steps.step.iloc[-1]) + 1
+    rows = []
+    for third in range(3):
+        first = steps * third // 3
+        last = steps * (third + 1) // 3 - 1
+        part = flags[flags.step.between(first, last)]
+        rows.append(
+            {
+                "run": run.path.name,
+                "cell": title,
+                "arm": run.row["arm"],
+                "acted_on": run.cfg.method.monitor_name,
+                "base_weights": run.row["base_weights"],
+                "seed": run.seed,
+                "monitor": monitor,
+                "known_modes": run.cfg.method.known_modes,
+                "steps": f"{first} to {last}",
+                **flag_columns(part, run.all_flaws),
+                "auc": rounded(_auc(part)),
+                "revision": run.row["revision"],
+            }
+        )
     return rows
 
 
 def csv_tables(found: Sequence[Condition]) -> dict[str, str]:
-    """runs.csv and monitors.csv. Text that a spreadsheet would take for a formula is quoted as its readers do it, by an
-    apostrophe."""
-
-    def inert(value: object) -> object:
-        return (
-            value
-            if not isinstance(value, str)
-            else "'" * (value[:1] in [*"=+-@\t\r"]) + one_line(value)
-        )
-
-    runs: list[dict[str, object]] = [
-        {"run": r.path.name, "cell": c.title} | r.row for c in found for r in c.runs
-    ]
+    """Return the text of runs.csv and monitors.csv by name, without a file that has no rows."""
+    runs: list[dict[str, object]] = []
+    for c in found:
+        for run in c.runs:
+            runs.append({"run": run.path.name, "cell": c.title, **run.row})
     named = {"runs.csv": runs, "monitors.csv": monitor_rows(found)}
-    return {
-        name: DataFrame(
-            [{k: inert(v) for k, v in row.items()} for row in rows], dtype=object
-        ).to_csv(index=False)
-        for name, rows in named.items()
-        if rows
-    }
+    files = {}
+    for name, rows in named.items():
+        if rows:
+            frame = DataFrame([_inert(row) for row in rows], dtype=object)
+            files[name] = frame.to_csv(index=False)
+    return files
+
+
+def _inert(row: Mapping[str, object]) -> dict[str, object]:
+    """Quote what a spreadsheet would take for a formula, as its readers do: by an apostrophe."""
+    quoted: dict[str, object] = {}
+    for name, value in row.items():
+        if isinstance(value, str):
+            acts = value.startswith(("=", "+", "-", "@", "\t", "\r"))
+            quoted[name] = ("'" if acts else "") + one_line(value)
+        else:
+            quoted[name] = value
+    return quoted
