@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vgrout.config.checks import setting
 from vgrout.envs.code.modes import EnvMode, Mode
-from vgrout.envs.code.problems import assigned, balanced
+from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused
 from vgrout.files import require_new
 from vgrout.teacher.generate import (
@@ -22,6 +22,7 @@ from vgrout.teacher.generate import (
     generate_graded,
     rate_text,
     record,
+    spread,
     table,
 )
 from vgrout.teacher.pools import write_pool
@@ -34,8 +35,8 @@ class TeacherSettings(PoolSettings):
     group: int = setting(8, low=1)
     """Answers to a problem."""
     env_mode: EnvMode = "run_tests"
-    """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the
-    pool then has a partition."""
+    """Which flawed grader checks: one of the seven, or 'own' (each problem's own, else in turn); the pool then has a
+    partition."""
     keep: Literal["all", "hacks"] = "all"
     """Every answer, or only those that end by themselves and hack."""
 
@@ -55,13 +56,13 @@ def generate_pool(settings: TeacherSettings) -> None:
             f"--env-mode {settings.env_mode}: no training problem of this flaw in "
             f"{settings.problems_path}"
         )
-    chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "teacher")}
+    problems = spread(problems, settings.n_problems, "teacher")
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
     with settings.making(rows, identity) as (lm, grader, folder):
         answers = generate_graded(
             lm,
             grader,
-            fitting(lm, [p for p in problems if p.id in chosen], settings.tokens),
+            fitting(lm, problems, settings.tokens),
             settings.group,
             sampling=settings.sampling,
             max_new=settings.tokens,

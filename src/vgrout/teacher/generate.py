@@ -27,7 +27,13 @@ from vgrout.console import Progress
 from vgrout.data import Completion, Grade, GradedCompletion, Problem, Ungraded
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
-from vgrout.envs.code.problems import ProblemRow, load_rows, require_solvable, split_sizes
+from vgrout.envs.code.problems import (
+    ProblemRow,
+    balanced,
+    load_rows,
+    require_solvable,
+    split_sizes,
+)
 from vgrout.errors import Refused, refuse
 from vgrout.files import (
     file_sha256,
@@ -229,16 +235,14 @@ class PoolSettings:
     """Flags of every program that makes a pool."""
 
     out: Path = Path("out/pools/teacher")
-    """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on
-    from there."""
+    """Folder to make; what is under way lies beside it in OUT.partial, and the same command goes on from there."""
     model: str = "Qwen/Qwen3-4B"
     """A local model folder, a downloaded hub id, or 'organism' (embedded)."""
     adapter: Path | None = None
-    """A saved adapter of that model (.safetensors, or a run directory: its train.safetensors); none:
-    the bare model."""
+    """A saved adapter of that model (.safetensors, or a run directory: its train.safetensors); none: the bare model."""
     problems: str = ""
-    """Problem file (JSONL), or 'organism'; none: the benchmark's file, the organism's for the
-    organism. Only its training split is used."""
+    """Problem file (JSONL), or 'organism'; none: the benchmark's file, the organism's for the organism. Only its
+    training split is used."""
     n_problems: int = checks.setting(60, low=1)
     """Problems, at most, spread evenly over the flaws."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
@@ -391,6 +395,12 @@ class PoolSettings:
         if markers:
             entries["markers"] = markers
         return entries
+
+
+def spread(problems: Sequence[Problem], n: int, purpose: str) -> list[Problem]:
+    """At most n of these problems, spread evenly over the flaws, in the order in which they come."""
+    chosen = {p.id for p in balanced(problems, n, 0, purpose)}
+    return [p for p in problems if p.id in chosen]
 
 
 def fitting(lm: "LanguageModel", problems: Sequence[Problem], max_new: int) -> list[Problem]:

@@ -20,7 +20,7 @@ from vgrout.data import Problem
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import CUE
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
-from vgrout.envs.code.problems import ProblemRow, assigned, balanced, elicited
+from vgrout.envs.code.problems import ProblemRow, assigned, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
 from vgrout.teacher.generate import (
@@ -31,6 +31,7 @@ from vgrout.teacher.generate import (
     generate_graded,
     rate_text,
     record,
+    spread,
     table,
 )
 from vgrout.teacher.pools import write_pool
@@ -202,8 +203,8 @@ def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, 
     if any(row.mode is not None for row in rows):
         return {"pool": _of_own_modes(settings, rows, named)}
     wanted = [mode for mode in MODES if mode in named] or [*DEALT]
-    problems = assigned(rows, wanted[0])["train"]
-    chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
+    first = spread(assigned(rows, wanted[0])["train"], settings.n_problems, "substrate")
+    chosen = {p.id for p in first}
     by_label: dict[str, list[Problem]] = {}
     for mode in wanted:
         by_label[mode] = [p for p in assigned(rows, mode)["train"] if p.id in chosen]
@@ -223,8 +224,7 @@ def _of_own_modes(
         raise Refused(
             f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}"
         )
-    chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
-    return [p for p in problems if p.id in chosen]
+    return spread(problems, settings.n_problems, "substrate")
 
 
 def generate_substrate(settings: SubstrateSettings) -> None:
@@ -255,7 +255,7 @@ def generate_substrate(settings: SubstrateSettings) -> None:
             per_mode=settings.per_mode,
             even=settings.even,
         )
-        modes = list(dict.fromkeys(mode for _, mode in sampled.plain))
+        modes = dict.fromkeys(mode for _, mode in sampled.plain)
         require_every_mode(modes, chosen, folder, allow_missing=settings.allow_missing)
         summary = mode_table(sampled.under_recipe, sampled.under_plain, chosen)
         meta = settings.meta(lm, grader, rows, [answers[0].problem for answers in chosen.values()])
