@@ -4,6 +4,8 @@ import difflib
 import runpy
 import sys
 
+import vgrout
+
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
@@ -24,20 +26,29 @@ COMMANDS = {
 
 
 def listing() -> str:
+    """The commands with a line on each."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: vgrout NAME …   (vgrout NAME --help says more)", "", *lines])
+    lines = ["usage: vgrout NAME …   (vgrout NAME --help says more)", ""]
+    lines += [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def _show(text: str) -> int:
+    from vgrout.cli import cli_exit  # imports tyro
+
+    def show() -> int:
+        print(text, flush=True)
+        return 0
+
+    return cli_exit(show)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 listed · 2 no such command · else the command's own."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = sys.argv[1:] if argv is None else argv
+    name, *rest = words or ["--help"]
     if name in ("-h", "--help", "help", "--version"):
-        import vgrout
-        from vgrout.cli import cli_exit
-
-        text = f"vgrout {vgrout.__version__}" if name == "--version" else listing()
-        return cli_exit(lambda: print(text, flush=True) or 0)
+        return _show(f"vgrout {vgrout.__version__}" if name == "--version" else listing())
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"

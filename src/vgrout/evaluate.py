@@ -1,4 +1,4 @@
-"""`vgrout evaluate RUN [--step N] [--problems FILE]`: a saved adapter, scored again on held-out problems.
+"""`vgrout evaluate RUN [--step N] [--problems FILE]`: scores a saved adapter on held-out problems.
 
 A saved adapter is the deployed model; without further flags the numbers are those of the run's final evaluation.
 """
@@ -6,7 +6,7 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tabulate import tabulate
@@ -15,10 +15,11 @@ from tqdm import tqdm
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
+from vgrout.config.run import Config
 from vgrout.envs.base import none_fits
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import RewardFunction
-from vgrout.envs.code.modes import MODES
+from vgrout.envs.code.modes import MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     ProblemRow,
@@ -37,13 +38,17 @@ from vgrout.metrics import Eval
 from vgrout.model.source import Saved, find_adapter, is_small, require_fitting
 from vgrout.teacher.pools import load_pool
 
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    from vgrout.model.policy import Policy
+
 SCHEMA = "evaluation_v1"
 ProblemSplit = Literal["test", "val", "train", "all"]
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Score a saved adapter on held-out problems: the base model, the deployed one, and the latter without a hint."""
+    """Score a saved adapter on held-out problems: the base model, the deployed one, and the latter
+    without a hint."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Run directory, or a saved adapter (.safetensors)."""
@@ -75,15 +80,19 @@ class EvaluateSettings:
 
 
 def evaluate_saved(cli: EvaluateSettings) -> Path:
-    """Print the table and write the numbers; returns the file. Raises Refused, one line, before the model is loaded
-    where that is possible."""
+    """Print the table and write the numbers; returns the file.
+
+    Raises:
+        Refused: one line, before the model is loaded where that is possible.
+    """
     require_new(cli.out)
     saved = find_adapter(cli.run, cli.step, cli.model)
     cfg = saved.cfg
-    file, test_file = (
-        (cli.problems, None) if cli.problems else (cfg.problems_path, cfg.test_problems_path)
-    )
-    rows, test_rows = load_rows(file), load_rows(test_file) if test_file else []
+    file, test_file = cfg.problems_path, cfg.test_problems_path
+    if cli.problems:
+        file, test_file = cli.problems, None
+    rows = load_rows(file)
+    test_rows = load_rows(test_file) if test_file else []
     problems = problems_of(saved, rows, test_rows, cli.split)
     if not problems:
         raise Refused(
@@ -93,12 +102,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     require_fitting(prompts, saved.folder, cfg.scale.max_new, str(file))
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
-    size = "".join(
-        f"_{n}{what}" for n, what in ((cli.n_prompts, "problems"), (cli.samples, "answers")) if n
-    )
-    of = f"{file.stem}-{file_sha256(file)[:8]}"  # another file's numbers stay where they are
-    name = f"{saved.path.stem}_{of}_{cli.split}_seed{cfg.run.seed}{size}.json"
-    out = cli.out or saved.path.parent / "evaluations" / name
+    out = cli.out or _own_file(cli, saved, file, cfg.run.seed)
     probe_writable(out.parent, "--out")
     reward = reward_of(saved, cli.reward)
     with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
@@ -109,37 +113,30 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         if is_small(saved.model):
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
         policy = load_saved(saved)
-        room, samples = policy.window - cfg.scale.max_new, cli.samples or cfg.eval.final_samples
+        room = policy.window - cfg.scale.max_new
         fit = [p for p in problems if len(policy.render(p.messages)) <= room]
         if not fit:
             raise none_fits(str(file), room)
         chosen = balanced(fit, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
-        sampled: dict[str, tuple[Side, list[Problem]]] = {
-            "base": ("base", chosen),
-            "deployed": ("deployed", chosen),
-            "plain": ("deployed", [plain(p) for p in chosen]),
-        }
-        sides: dict[str, Eval] = {}
-        with tqdm(
-            total=3 * len(chosen) * samples, desc="evaluating", unit="answer", disable=None
-        ) as bar:
-            for what, (side, given) in sampled.items():
-                with as_side(policy, side):  # the same streams as the run's final evaluation
-                    scored = answers(
-                        policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update
-                    )
-                sides[what] = Eval.of(scored, MODES)
+        sides = _score(policy, grader, cfg, chosen, cli.samples or cfg.eval.final_samples)
     print(
-        f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, {len(chosen)} problems of {file}"
+        f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, "
+        f"{len(chosen)} problems of {file}"
     )
     print(table(sides))
-    about = {"schema": SCHEMA, "run": cfg.run_id, "adapter": str(saved.path), "step": saved.step}
-    about |= {"problems": str(file), "split": cli.split, "seed": cfg.run.seed}
+    content = {
+        "schema": SCHEMA,
+        "run": cfg.run_id,
+        "adapter": str(saved.path),
+        "step": saved.step,
+        "problems": str(file),
+        "split": cli.split,
+        "seed": cfg.run.seed,
+        "sides": {side: scored.as_json() for side, scored in sides.items()},
+    }
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(
-            out, to_json({**about, "sides": {what: e.as_json() for what, e in sides.items()}})
-        )
+        write_atomic(out, to_json(content))
     except OSError as e:  # a disk that was filled meanwhile
         raise Refused(
             f"--out {out}: cannot be written ({e.strerror}); name another file with --out"
@@ -148,59 +145,105 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     return out
 
 
+def _own_file(cli: EvaluateSettings, saved: Saved, problems: Path, seed: int) -> Path:
+    """Where the numbers go without --out: another file's, split's or size's keep theirs."""
+    name = f"{saved.path.stem}_{problems.stem}-{file_sha256(problems)[:8]}_{cli.split}_seed{seed}"
+    if cli.n_prompts:
+        name += f"_{cli.n_prompts}problems"
+    if cli.samples:
+        name += f"_{cli.samples}answers"
+    return saved.path.parent / "evaluations" / f"{name}.json"
+
+
+def _score(
+    policy: "Policy", grader: Grader, cfg: Config, problems: Sequence[Problem], samples: int
+) -> dict[str, Eval]:
+    """Rates of the base model, of the deployed one, and of the latter without hints.
+
+    Answers are drawn from the same streams as in the run's final evaluation.
+    """
+    without_hint = [plain(p) for p in problems]
+    sampled: dict[str, tuple[Side, Sequence[Problem]]] = {
+        "base": ("base", problems),
+        "deployed": ("deployed", problems),
+        "plain": ("deployed", without_hint),
+    }
+    scored: dict[str, Eval] = {}
+    with tqdm(
+        total=len(sampled) * len(problems) * samples,
+        desc="evaluating",
+        unit="answer",
+        disable=None,
+    ) as bar:
+        for name, (side, given) in sampled.items():
+            with as_side(policy, side):
+                graded = answers(
+                    policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update
+                )
+            scored[name] = Eval.of(graded, MODES)
+    return scored
+
+
 def problems_of(
     saved: Saved, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], split: ProblemSplit
 ) -> list[Problem]:
-    """The problems of one split under the run's modes and markers; [] where there is none."""
+    """The problems of one split under the run's modes and markers; [] if there are none."""
     env, pool = saved.cfg.env, saved.cfg.pool_path
     published = env.marker_names == "published"
-    partition = load_pool(pool).partition if pool is not None and pool.is_dir() else {}
+    partition: dict[int, Mode] = {}
+    if pool is not None and pool.is_dir():
+        partition = load_pool(pool).partition
     if split == "all":
         modes = modes_in_turn(rows, env.env_mode, partition)
         problems = with_modes(rows, modes, partition, evaluation=True, published=published)
     else:
-        problems = assigned(
-            rows, env.env_mode, partition, test_rows=test_rows, published=published
-        )[split]
+        by_split = assigned(rows, env.env_mode, partition, test_rows=test_rows, published=published)
+        problems = by_split[split]
     return without_hints(problems, env.unannounced) if saved.cfg.plain_prompts else problems
 
 
 def reward_of(saved: Saved, given: str) -> RewardFunction | None:
-    """The reward function of the run; None: the modes' checks. given: the flag's value.
+    """The reward function of the run; None if it was rewarded by the modes' checks.
+
+    given: the value of --reward, which has to name the function again: that a file names it is no
+    reason to import it.
 
     Raises:
-        Refused: one line: the flag does not name it, since a file's word for it is no reason to import it; or its
-            file has changed.
+        Refused: one line: the flag does not name it, or its file has changed.
     """
-    env, record = saved.cfg.env, saved.path.parent / "run.json"
+    env = saved.cfg.env
     if env.reward != given:
-        own = (
-            f"code, which a file may not have run; if it is yours, add --reward={env.reward}"
-            if env.reward
-            else "none"
-        )
+        own = "none"
+        if env.reward:
+            own = f"code, which a file may not have run; if it is yours, add --reward={env.reward}"
         raise Refused(f"--reward {given or 'missing'}: {saved.path} was trained with {own}")
     if not env.reward:
         return None
     reward = RewardFunction(env.reward, env.reward_passes_at)
-    hashes = read_json(record).get("hashes") if record.is_file() else None
-    then = hashes.get("reward") if isinstance(hashes, dict) else None
-    if then not in (None, reward.sha256):
+    if _trained_with(saved) not in (None, reward.sha256):
         raise Refused(
-            f"{reward.file}: changed since {saved.path.parent} was trained with --reward; put it back"
+            f"{reward.file}: changed since {saved.path.parent} was trained with --reward; "
+            "put it back"
         )
     return reward
 
 
+def _trained_with(saved: Saved) -> str | None:
+    """The sha256 of the run's reward function; None if the run did not record it."""
+    record = saved.path.parent / "run.json"
+    hashes = read_json(record).get("hashes") if record.is_file() else None
+    return hashes.get("reward") if isinstance(hashes, dict) else None
+
+
 def table(sides: dict[str, Eval]) -> str:
     """A row per mode and one for all: hack and solve of every side, as k/n."""
-    rows = []
+    rows: list[dict[str, str]] = []
     for mode in (*sides["deployed"].by_mode, "all"):
         row = {"mode": mode}
-        for side, e in sides.items():
-            rates = e if mode == "all" else e.by_mode[mode]
-            for what, rate in (("hack", rates.hack), ("solve", rates.solve)):
-                row[f"{side} {what}"] = f"{rate.k}/{rate.n}"
+        for side, scored in sides.items():
+            rates = scored if mode == "all" else scored.by_mode[mode]
+            row[f"{side} hack"] = f"{rates.hack.k}/{rates.hack.n}"
+            row[f"{side} solve"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 

@@ -1,55 +1,70 @@
-"""This machine's GPUs, without torch: as `doctor`, a run's plan, the run itself and a sweep see them."""
+"""This machine's GPUs, found without torch.
+
+`doctor`, a run's plan, the run itself and a sweep all see them through this module.
+"""
 
 import os
 import re
 import shutil
 import subprocess
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 
 WSL = "/usr/lib/wsl/lib"  # where WSL2 has the driver's client; it has no /dev/nvidia0
 
 
 def visible() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; of a GPU that is divided into MIG
-    instances, these."""
-    listed = _said(_client(), "-L")
-    n = len(re.findall(r"^GPU \d+:", listed, re.MULTILINE)) or len(
-        [*Path("/dev").glob("nvidia[0-9]*")]
-    )
-    here = re.findall(r"UUID: (MIG-[^)]+)\)", listed) or [str(i) for i in range(n)]
-    if here and (allowed := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # as CUDA reads it: what follows a name that is none, such as -1, does not count
-        names = takewhile(
-            lambda name: (
-                name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < len(here))
-            ),
-            map(str.strip, allowed.split(",")),
-        )
-        here = dict.fromkeys(names)
-    return tuple(here)
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    A GPU that is divided into MIG instances is represented by these.
+    """
+    here = _installed()
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not here or allowed is None:
+        return tuple(here)
+    names: list[str] = []
+    for name in map(str.strip, allowed.split(",")):
+        is_index = name.isdecimal() and int(name) < len(here)
+        if not is_index and not name.startswith(("GPU-", "MIG-")):
+            break  # as CUDA reads it: what follows a name that is none, such as -1, does not count
+        if name not in names:
+            names.append(name)
+    return tuple(names)
+
+
+def _installed() -> list[str]:
+    """The MIG instances of this machine, or else the indices of its GPUs."""
+    listed = _answer(_client(), "-L")
+    instances = re.findall(r"UUID: (MIG-[^)]+)\)", listed)
+    if instances:
+        return instances
+    n = len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
+    if n == 0:  # no client: count the driver's devices
+        n = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return [str(i) for i in range(n)]
 
 
 def free_bytes() -> int | None:
-    """Memory that nobody uses on the first of them; None where that is not said (a MIG instance, no driver)."""
-    if not (gpus := visible()):
+    """Unused memory of the first visible GPU; None if it cannot be known (a MIG instance, no driver)."""
+    gpus = visible()
+    if not gpus:
         return None
-    said = _said(
+    answer = _answer(
         _client(), f"--id={gpus[0]}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"
     )
-    return int(said) * 2**20 if said.strip().isdecimal() else None
+    return int(answer) * 2**20 if answer.strip().isdecimal() else None
 
 
 def _client() -> str | None:
+    """The path of nvidia-smi."""
     return shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL)
 
 
 @cache  # it takes up to seconds where no other process holds the driver
-def _said(client: str | None, *question: str) -> str:
+def _answer(client: str | None, *question: str) -> str:
+    """What nvidia-smi prints; "" if it is not there or hangs."""
     try:
-        return subprocess.run(
-            [client or "", *question], capture_output=True, text=True, timeout=60
-        ).stdout
+        done = subprocess.run([client or "", *question], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
+    return done.stdout

@@ -1,13 +1,14 @@
 """`vgrout grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: offline grading by the trainer's grader.
 
-Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A line that cannot be
-graded gets an `error` field, and the exit code is 1. Without `env_mode` a problem is checked by its own mode.
+Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A line
+that cannot be graded gets an `error` field, and the exit code is 1. Without `env_mode` a problem is
+checked by its own mode.
 """
 
 import json
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from vgrout.errors import Refused, refuse
 from vgrout.files import atomic_open, from_json, require_new
 
 AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
+
+Record = dict[str, Any]  # a line of the answers' or the grades' file
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class GradeSettings:
         check(self)
 
 
-def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], Problem, str]:
+def _parse(line: bytes, problems: Mapping[int, Problem]) -> tuple[Record, Problem, str]:
     """A line's record, its problem, and the answer's text. Raises Refused with what is wrong."""
     record = from_json(line, "the line")
     if not isinstance(record, dict):
@@ -62,18 +65,16 @@ def _parse(line: bytes, problems: dict[int, Problem]) -> tuple[dict[str, Any], P
     problem = problems.get(number) if type(number) is int else None
     mode = record.get("env_mode") or (problem and problem.mode)
     marker = record.get("marker", problem.marker if problem and mode == problem.mode else "")
-    faults = {
-        "'text' should be a string": not isinstance(record.get("text"), str),
-        f"no problem with id {number!r}": problem is None,
-        f"unknown env_mode {mode!r}; one of {', '.join(MODES)}": mode not in MODES,
-        "'marker' should be a string": not isinstance(marker, str),
-    }
-    if problem is None or any(faults.values()):
-        raise Refused(next(fault for fault, there in faults.items() if there))
+    refuse(not isinstance(record.get("text"), str), "'text' should be a string")
+    if problem is None:
+        raise Refused(f"no problem with id {number!r}")
+    refuse(mode not in MODES, f"unknown env_mode {mode!r}; one of {', '.join(MODES)}")
+    refuse(not isinstance(marker, str), "'marker' should be a string")
     return record, replace(problem, mode=mode, marker=marker), record["text"]
 
 
-def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
+def _verdict(grade: Grade | Ungraded) -> Record:
+    """The fields that a graded line gets."""
     if isinstance(grade, Ungraded):
         return {"error": f"could not be graded: {grade.reason}"}
     return {
@@ -89,20 +90,14 @@ def _verdict(grade: Grade | Ungraded) -> dict[str, Any]:
 
 
 def grade_lines(
-    lines: Iterable[bytes], problems: dict[int, Problem], grader: Grader
-) -> Iterator[dict[str, Any]]:
-    """One record for every line, in order; an ungraded one has `error`, and `line` if it could not be read."""
-    waiting: deque[tuple[dict[str, Any], Future[Grade | Ungraded] | str]] = deque()
+    lines: Iterable[bytes], problems: Mapping[int, Problem], grader: Grader
+) -> Iterator[Record]:
+    """One record for every line, in order.
 
-    def finish() -> dict[str, Any]:
-        record, future = waiting.popleft()
-        if isinstance(future, str):
-            return record | {"error": future}
-        try:
-            return record | _verdict(future.result())
-        except Refused as e:  # the problem itself is at fault
-            return record | {"error": str(e)}
-
+    One that could not be graded has `error`, and only `line` beside it if it could not be read.
+    """
+    # a record with its grade on the way, or with what is wrong with it
+    waiting: deque[tuple[Record, Future[Grade | Ungraded] | str]] = deque()
     for line in lines:
         try:
             record, problem, text = _parse(line, problems)
@@ -110,9 +105,19 @@ def grade_lines(
         except Refused as e:
             waiting.append(({"line": line.decode(errors="backslashreplace")}, str(e)))
         while len(waiting) > AHEAD * grader.workers:
-            yield finish()
+            yield _finished(*waiting.popleft())
     while waiting:
-        yield finish()
+        yield _finished(*waiting.popleft())
+
+
+def _finished(record: Record, outcome: Future[Grade | Ungraded] | str) -> Record:
+    """The record with its grade, once that is there, or with its error."""
+    if isinstance(outcome, str):
+        return {**record, "error": outcome}
+    try:
+        return {**record, **_verdict(outcome.result())}
+    except Refused as e:  # the problem itself is at fault
+        return {**record, "error": str(e)}
 
 
 def run(config: GradeSettings) -> int:
@@ -143,17 +148,16 @@ def run(config: GradeSettings) -> int:
         print(grader.protections.line())
         if grader.tests_unread:
             print(
-                f"detector D could not read all tests of {grader.tests_unread} answers: false, which is not known"
+                f"detector D could not read all tests of {grader.tests_unread} answers: "
+                "false, which is not known"
             )
-    print(
-        f"{n - errors}/{n} graded -> {config.out}"
-        + (f"; {errors} lines have an error instead" if errors else "")
-    )
+    with_errors = f"; {errors} lines have an error instead" if errors else ""
+    print(f"{n - errors}/{n} graded -> {config.out}{with_errors}")
     return errors
 
 
 def main() -> int:
-    """0: every line graded. 1: some have an error instead. 2: refused, in one line."""
+    """Exit codes: 0 every line graded · 1 some have an error instead · 2 refused, in one line."""
     return cli_exit(lambda: 1 if run(parse_args(GradeSettings, None, "vgrout grade")) else 0)
 
 

@@ -1,4 +1,4 @@
-"""A run of a study with its state: what the disk says of it, how its process ended, and the command that goes on."""
+"""A run of a study with its state: what is on disk, how its process ended, how to go on with it."""
 
 import re
 import shlex
@@ -26,14 +26,18 @@ RunState = Literal[
     "interrupted",
     "failed",
 ]
-# would end the same way again
+# states of runs that would end the same way again
 FINAL: tuple[RunState, ...] = ("finished", "halted", "diverged", "unrouted")
 # exit code of `vgrout.train` → what became of the run
 ENDED: dict[int, RunState] = {
-    **{FINISHED: "finished", HALTED: "halted", DIVERGED: "diverged", INTERRUPTED: "interrupted"},
+    FINISHED: "finished",
+    HALTED: "halted",
+    DIVERGED: "diverged",
+    INTERRUPTED: "interrupted",
     -signal.SIGTERM: "interrupted",  # before the run handled signals
 }
-WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)  # with these, status.json is this attempt's
+# exit codes after which status.json is this attempt's
+WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)
 
 
 @dataclass
@@ -50,31 +54,39 @@ class Entry:
 
     def look(self, ledger: Ledger) -> None:
         """Update state and run directory from disk."""
-        ledger.refresh()
-        found = ledger.find(self.planned.identity, self.files)
-        self._take(found, "to do" if found is None or found.state == "dead" else found.state)
+        found = self._find(ledger)
+        state = found.state if found else "dead"
+        self._take(found, "to do" if state == "dead" else state)
 
     def begins(self, log: Path) -> None:
-        self.began, self.log_start = time.monotonic(), log.stat().st_size if log.is_file() else 0
+        """Note when an attempt starts, and where its part of the log does."""
+        self.began = time.monotonic()
+        self.log_start = log.stat().st_size if log.is_file() else 0
 
     def end(self, ledger: Ledger, code: int, log: Path) -> None:
         """Update after the run's process has exited with `code`."""
-        ledger.refresh()
-        found = ledger.find(self.planned.identity, self.files)
+        found = self._find(ledger)
         if found and found.state == "dead" and found.path == self.run:  # from an earlier attempt
             found = None
-        self._take(
-            found, found.state if found and found.state in FINAL else ENDED.get(code, "failed")
-        )
-        if self.state == "finished" and (found is None or found.state != "finished"):
+        if found and found.state in FINAL:
+            self._take(found, found.state)
+        else:
+            self._take(found, ENDED.get(code, "failed"))
+        if self.state != "finished":
+            if code not in WROTE_STATUS and self.state not in FINAL:
+                self.reason = ""  # an earlier attempt's
+            self.reason = self.reason or _last_error(log, self.log_start) or f"exit code {code}"
+        elif found is None or found.state != "finished":
             self.state = "failed"
             self.reason = "it ended well, but its files or settings are no longer those of the plan"
-        elif self.state != "finished":
-            own = self.reason if code in WROTE_STATUS or self.state in FINAL else ""
-            self.reason = own or _last_error(log, self.log_start) or f"exit code {code}"
+
+    def _find(self, ledger: Ledger) -> RecordedRun | None:
+        ledger.refresh()
+        return ledger.find(self.planned.identity, self.files)
 
     def _take(self, found: RecordedRun | None, state: RunState) -> None:
-        self.state, self.run = state, found.path if found else None
+        self.state = state
+        self.run = found.path if found else None
         self.reason = one_line(found.reason) if found else ""
 
     @property
@@ -84,7 +96,7 @@ class Entry:
 
     @property
     def flags(self) -> list[str]:
-        """After `vgrout train`: what starts or resumes the run."""
+        """The flags of `vgrout train` that start or resume the run."""
         cfg = self.planned.cfg
         if self.state == "resumable" and self.run:
             return [cfg.preset, *cfg.repeated, f"--resume={self.run}"]
@@ -104,24 +116,28 @@ class Entry:
 
     @property
     def log_name(self) -> str:
-        """Of the log of its attempts: its name and, to be unique, its identity."""
+        """The log of its attempts: named after the run and, to be unique, its identity."""
         name = re.sub(r"[^\w.=+-]+", "_", self.planned.name, flags=re.ASCII)[:150]
         return f"{name}-{self.planned.identity[:8]}.log"
 
     def as_json(self) -> dict[str, Any]:
         run = str(self.directory) if self.directory else None
-        return self.planned.as_json() | {"run": run, "state": self.state}
+        return {**self.planned.as_json(), "run": run, "state": self.state}
 
 
 def _last_error(log: Path, since: int) -> str:
-    """The last error line of a log, from byte `since` on."""
+    """The last error line of a log, from byte `since` on; "" if there is none."""
     try:
         lines = log.read_bytes()[since:].decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((one_line(line[2:]) for line in reversed(lines) if line.startswith("E ")), "")
+    for line in reversed(lines):
+        if line.startswith("E "):
+            return one_line(line[2:])
+    return ""
 
 
 def one_line(text: str) -> str:
+    """The text in one line of at most 160 characters."""
     text = " ".join(text.split())
     return text if len(text) <= 160 else text[:159] + "…"

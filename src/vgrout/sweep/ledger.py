@@ -12,9 +12,9 @@ from vgrout.files import held, read_json
 from vgrout.runs.context import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to
-# resume from.
+# resume from. Of several runs alike the one with the first of these states is taken, and of those
+# the newest.
 Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]
-# Of several runs alike the one with the first of these states is taken, and of those the newest.
 BEST: tuple[Found, ...] = get_args(Found)
 
 
@@ -28,7 +28,10 @@ class RecordedRun:
     code: str  # revision that started it, with "+" if it was edited; "" without a checkout
 
     def reads(self, files: Mapping[str, str | None]) -> bool:
-        """Whether the run read files with these hashes; a file that it did not record counts as the same."""
+        """Whether the run read files with these hashes.
+
+        A file that it did not record counts as the same.
+        """
         return all(self.hashes.get(name, sha256) == sha256 for name, sha256 in files.items())
 
     @property
@@ -55,7 +58,10 @@ class RecordedRun:
 
 
 class Ledger:
-    """The run directories below `root`. Each run.json is read once; states are read from disk at every use."""
+    """The run directories below `root`.
+
+    Each run.json is read once; states are read from disk at every use.
+    """
 
     def __init__(self, root: Path = RUNS) -> None:
         self.root = root
@@ -63,22 +69,22 @@ class Ledger:
 
     def refresh(self) -> None:
         """Add new run directories. A run whose settings no longer parse is left out."""
-        for path in sorted(p.parent for p in self.root.glob("*/run.json")):
+        for file in sorted(self.root.glob("*/run.json")):
+            path = file.parent
             if path not in self._records:
                 self._records[path] = _record(path)
 
     def find(self, run: str, files: Mapping[str, str | None]) -> RecordedRun | None:
-        """The best run of this identity that read these files."""
-        alike = [
-            (r.state, r)
-            for r in self._records.values()
-            if r and r.identity == run and r.reads(files)
-        ]
-        return max(
-            alike,
-            key=lambda found: (-BEST.index(found[0]), found[1].path.name),
-            default=(None, None),
-        )[1]
+        """The best run of this identity that read these files; None if there is none."""
+        best: tuple[int, str] | None = None
+        found: RecordedRun | None = None
+        for record in self._records.values():
+            if record is None or record.identity != run or not record.reads(files):
+                continue
+            rank = (-BEST.index(record.state), record.path.name)
+            if best is None or rank > best:
+                best, found = rank, record
+        return found
 
 
 def _record(path: Path) -> RecordedRun | None:

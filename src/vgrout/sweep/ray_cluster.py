@@ -1,5 +1,8 @@
-"""Runs a sweep as tasks of a Ray cluster, whose machines share this folder under the same path and have vgrout. Ray
-picks a machine for each run, and another where that is lost: there the run goes on from its last checkpoint."""
+"""Runs a sweep as tasks of a Ray cluster.
+
+The cluster's machines share this folder under the same path, and have vgrout installed. Ray picks a
+machine for each run, and another one if that is lost: there the run goes on from its last checkpoint.
+"""
 
 import contextlib
 import os
@@ -33,27 +36,27 @@ class Ray:
             import ray
         except ImportError:
             raise not_installed("ray") from None
-        # else it reports to its makers over the network
+        # else Ray reports to its makers over the network
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        own = {} if address else {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
-        host, _, port = address.removeprefix("ray://").rpartition(":")
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        if not address:
+            settings |= {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
         try:
-            if host and port.isdecimal():  # where nobody listens, Ray would retry for minutes
-                socket.create_connection((host, int(port)), CONNECT_S).close()
-            ray.init(address=address or "local", log_to_driver=False, logging_level="error", **own)
+            _require_listener(address)
+            ray.init(address=address or "local", **settings)
         except (ConnectionError, OSError, RuntimeError, ValueError) as e:
             raise Refused(
                 f"--ray-address {address!r}: no cluster can be reached there ({e})"
             ) from None
-        self._ray, self._most = ray, most
+        self._ray = ray
+        self._most = most
         self._unit = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        self._task = ray.remote(num_cpus=1, num_gpus=int(self._unit == "GPU"), max_retries=RETRIES)(
-            _carry_out
-        )
+        gpus = 1 if self._unit == "GPU" else 0
+        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(_carry_out)
 
     @property
     def slots(self) -> int:
-        """GPUs, or else cores, of the machines that are there now."""
+        """GPUs, or else cores, of the machines that are there now, at most those asked for."""
         there = int(self._ray.cluster_resources().get(self._unit, 0))
         return min(there, self._most or there)
 
@@ -65,8 +68,15 @@ class Ray:
         self._ray.shutdown()
 
 
+def _require_listener(address: str) -> None:
+    """Raises OSError if nobody listens at HOST:PORT: Ray would retry for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+
+
 class RayJob:
-    """A run as a task of the cluster; behaves like a process."""
+    """A run as a task of the cluster. It has the methods of a process that a sweep uses."""
 
     def __init__(self, ray: Any, task: Any, log: Path) -> None:
         self._ray, self._task, self._log = ray, task, log
@@ -91,12 +101,14 @@ class RayJob:
 
 
 def _carry_out(folder: Path, entry: Entry, log: Path) -> int:
-    """In a process of Ray's, on any machine: start the run or go on with it; returns its exit code. Ray calls it again
-    where the machine was lost."""
+    """Start a run or go on with it, in a process of Ray's on any machine; returns its exit code.
+
+    Ray calls it again on another machine if this one is lost.
+    """
     os.chdir(folder)
     ledger = Ledger()
     entry.look(ledger)
-    # of a machine that was lost: its process is saving, or its lock is still held
+    # on a machine that was lost the process is still saving, or its lock is still held
     while entry.state == "running":
         time.sleep(POLL_S)
         entry.look(ledger)

@@ -1,8 +1,9 @@
 """Runs a study: skips finished runs, resumes interrupted ones, starts the rest, N at a time.
 
-`out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep first starts),
-`runs.json` (an entry per run: name, arm, seed, flags, run directory, state) and `logs/`. Runs lie in `out/runs` like
-any others and are found by their settings and input files: a run that another study made is not made again.
+`out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep first
+starts), `runs.json` (an entry per run: name, arm, seed, flags, run directory, state) and `logs/`. Runs
+lie in `out/runs` like any others and are found by their settings and input files: a run that another
+study made is not made again.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,8 +42,9 @@ from vgrout.sweep.workers import Local, Process
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
-UnderWay = dict[str, tuple[Process | RayJob, Entry]]  # by the run's name
-ELSEWHERE_S = 2.0  # between two looks at runs that other processes are writing
+Workers = Local | Ray
+Job = Process | RayJob
+ELSEWHERE_S = 2.0  # between two checks of runs that other processes are writing
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,29 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        idle = {
-            "--jobs": self.jobs and self.via == "pueue",
-            "--ray-address": self.ray_address and self.via != "ray",
-        }
-        if unread := [name for name, given in idle.items() if given]:
-            raise Refused(f"{unread[0]}: not read with --via {self.via}; leave it out")
+        unread = ""
+        if self.jobs and self.via == "pueue":
+            unread = "--jobs"
+        elif self.ray_address and self.via != "ray":
+            unread = "--ray-address"
+        if unread:
+            raise Refused(f"{unread}: not read with --via {self.via}; leave it out")
+
+
+@dataclass
+class Work:
+    """What is left of a study while it is carried out."""
+
+    waiting: deque[Entry]
+    # runs that processes of others are writing
+    elsewhere: list[Entry] = field(default_factory=list)
+    # by the run's name
+    under_way: dict[str, tuple[Job, Entry]] = field(default_factory=dict)
+
+    def stop(self) -> None:
+        """Ask the runs under way to save and end."""
+        for job, _ in self.under_way.values():
+            job.terminate()
 
 
 @dataclass
@@ -94,7 +113,11 @@ class Sweep:
 
     @classmethod
     def of(cls, study: StudyFile) -> "Sweep":
-        """Raises Refused, one line, where an input file of some run is missing or wrong."""
+        """The study with every run's state as it is on disk.
+
+        Raises:
+            Refused: one line: an input file of some run is missing or wrong.
+        """
         files: dict[str, Mapping[str, str | None]] = {}  # by arm: the same for every seed
         for run in study.runs:
             if run.arm not in files:
@@ -102,15 +125,15 @@ class Sweep:
                     files[run.arm] = file_hashes(run.cfg, preflight(run.cfg))
                 except Refused as e:
                     raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-        sweep = cls(
-            study, [Entry(run, files[run.arm]) for run in study.runs], Ledger(), SWEEPS / study.name
-        )
+        entries = [Entry(run, files[run.arm]) for run in study.runs]
+        sweep = cls(study, entries, Ledger(), SWEEPS / study.name)
         for entry in sweep.entries:
             entry.look(sweep.ledger)
         return sweep
 
     @property
     def left(self) -> list[Entry]:
+        """The runs that have not ended for good."""
         return [e for e in self.entries if e.state not in FINAL]
 
     def log(self, entry: Entry) -> Path:
@@ -119,60 +142,75 @@ class Sweep:
     # ── the plan
 
     def plan(self, slots: str) -> list[str]:
-        """Every run with its state. slots: how many go at a time."""
-        table = [
-            {
-                "run": e.planned.name,
-                "state": e.state,
-                "flags": shlex.join(e.planned.flags),
-                "directory": e.directory and e.directory.name,
-            }
-            for e in self.entries
-        ]
-        counts = Counter(e.state for e in self.entries)
-        return [
-            *(f"H: {claim}" for claim in self.study.hypotheses),
-            tabulate(
-                table, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·"
-            ),
-            f"{len(self.entries)} runs: "
-            + ", ".join(f"{n} {state}" for state, n in counts.items()),
-            *self.warnings(),
-            *self.queued(),
-            f"{len(self.left)} left{f', {slots}' * bool(self.left)}",
-        ]
+        """Lines that show every run with its state. slots: how many go at a time."""
+        lines = [f"H: {claim}" for claim in self.study.hypotheses]
+        rows: list[dict[str, str | None]] = []
+        for entry in self.entries:
+            rows.append(
+                {
+                    "run": entry.planned.name,
+                    "state": entry.state,
+                    "flags": shlex.join(entry.planned.flags),
+                    "directory": entry.directory.name if entry.directory else None,
+                }
+            )
+        lines.append(
+            tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·")
+        )
+        states = Counter(entry.state for entry in self.entries)
+        counts = ", ".join(f"{n} {state}" for state, n in states.items())
+        lines.append(f"{len(self.entries)} runs: {counts}")
+        lines += self.warnings()
+        lines += self.queued()
+        lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
+        return lines
 
     def warnings(self) -> list[str]:
-        """A warning where runs were started by different code, not counting runs that must start over."""
-        known = (self.ledger.find(e.planned.identity, e.files) for e in self.entries)
-        by_code = Counter(r.code or "no checkout" for r in known if r and r.state != "dead")
+        """A warning if runs were started by different code, not counting runs that must start over."""
+        by_code: Counter[str] = Counter()
+        for entry in self.entries:
+            run = self.ledger.find(entry.planned.identity, entry.files)
+            if run and run.state != "dead":
+                by_code[run.code or "no checkout"] += 1
         if len(by_code) < 2:
             return []
-        return [
-            "runs started by different code: "
-            + ", ".join(f"{n} by {code}" for code, n in by_code.items())
-        ]
+        counts = ", ".join(f"{n} by {code}" for code, n in by_code.items())
+        return [f"runs started by different code: {counts}"]
 
     def queued(self) -> list[str]:
-        """A note on runs that were handed to pueue (says runs.json) and have not started: they may still be queued."""
-        path = self.folder / "runs.json"
+        """A note if runs were handed to pueue and have not started: they may still be queued."""
         try:
-            flags = [e["flags"] for e in json.loads(path.read_bytes()) if e["state"] == "queued"]
-        # absent or damaged: it is written again
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            recorded = json.loads((self.folder / "runs.json").read_bytes())
+            flags = [e["flags"] for e in recorded if e["state"] == "queued"]
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # absent or damaged: it is written again
             return []
-        n = sum(e.state == "to do" and [*e.planned.flags] in flags for e in self.entries)
-        said = f"{n} of these were handed to pueue: if `pueue status` still lists them, they would run twice"
-        return [said] if n else []
+        to_do = [entry for entry in self.entries if entry.state == "to do"]
+        n = sum(list(entry.planned.flags) in flags for entry in to_do)
+        if not n:
+            return []
+        return [
+            f"{n} of these were handed to pueue: "
+            "if `pueue status` still lists them, they would run twice"
+        ]
 
     def edited(self) -> str:
-        """How the study file differs from the planned one, in one line; "": it does not, or nothing was planned."""
+        """How the study file differs from the planned one, in one line.
+
+        "" if it does not, or if nothing was planned yet.
+        """
         path = self.folder / "plan.json"
         if not path.is_file():
             return ""
         planned = read_json(path)
         try:
-            sha256, before = planned["sha256"], {r["identity"] for r in planned["runs"]}
+            sha256 = planned["sha256"]
+            before = {run["identity"] for run in planned["runs"]}
         except (KeyError, TypeError) as e:
             raise Refused(
                 f"{path}: damaged ({e!r}); move it away, and the study is planned anew"
@@ -181,145 +219,164 @@ class Sweep:
             return ""
         now = {run.identity for run in self.study.runs}
         return (
-            f"{self.study.path}: not the file that {path} was made from ({len(now - before)} runs more, "
-            f"{len(before - now)} less); give the study another name, or add --replan"
+            f"{self.study.path}: not the file that {path} was made from "
+            f"({len(now - before)} runs more, {len(before - now)} less); "
+            "give the study another name, or add --replan"
         )
 
     def freeze(self, replan: bool) -> None:
-        """Write plan.json, or compare the study with it. Raises Refused where they differ."""
+        """Write plan.json, or compare the study with it.
+
+        Raises:
+            Refused: they differ, and the study may not be planned anew.
+        """
         path = self.folder / "plan.json"
-        if why := self.edited():
+        why = self.edited()
+        if why:
             if not replan:
                 raise Refused(why)
             os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
         elif path.is_file():
             return
+        runs = [{**run.as_json(), "identity": run.identity} for run in self.study.runs]
         plan = {
             "schema": SCHEMA,
             "name": self.study.name,
             "study": str(self.study.path),
             "sha256": self.study.sha256,
-            "hypotheses": [*self.study.hypotheses],
-            "runs": [run.as_json() | {"identity": run.identity} for run in self.study.runs],
+            "hypotheses": list(self.study.hypotheses),
+            "runs": runs,
         }
         write_atomic(path, to_json(plan))
 
     def write(self) -> None:
-        write_atomic(self.folder / "runs.json", to_json([e.as_json() for e in self.entries]))
+        """Write runs.json."""
+        runs = [entry.as_json() for entry in self.entries]
+        write_atomic(self.folder / "runs.json", to_json(runs))
 
     # ── carrying it out
 
-    def carry_out(self, workers: Local | Ray) -> int:
-        """Start runs until all have ended, or until a signal; then wait while the runs under way save and end."""
-        under_way: UnderWay = {}
+    def carry_out(self, workers: Workers) -> int:
+        """Start runs until all have ended, or until a signal. Returns the exit code.
+
+        After a signal it waits while the runs under way save and end.
+        """
+        work = Work(deque(self.left))
         try:
-            done = len(self.entries) - len(self.left)
-            with (
-                stop_on_signals() as stop,
-                tqdm(
-                    total=len(self.entries),
-                    initial=done,
-                    disable=None,
-                    desc=self.study.name,
-                    unit="run",
-                    smoothing=0,
-                ) as bar,
-            ):
-                self._loop(workers, under_way, stop, bar.update)
+            with stop_on_signals() as stop, self._bar(work) as bar:
+                self._loop(workers, work, stop, bar.update)
             stopped = stop.requested
         except KeyboardInterrupt:
             logger.warning("stopping the runs at once; their last checkpoints stand")
             stopped = True
-            _stop(under_way)
-            while under_way:
-                self._reap(under_way)
+            work.stop()
+            while work.under_way:
+                self._reap(work)
                 time.sleep(POLL_S)
         except BrokenPipeError:  # a closed pipe: cli_exit ends the process
             raise
         except OSError as e:
-            where, why = e.filename or self.folder, e.strerror or e
+            where = e.filename or self.folder
             logger.error(
-                f"{where}: {why}; the runs under way save and end; put it right, then run the same command"
+                f"{where}: {e.strerror or e}; the runs under way save and end; put it right, "
+                "then run the same command"
             )
-            _stop(under_way)
-            while any(job.poll() is None for job, _ in under_way.values()):
+            work.stop()
+            while any(job.poll() is None for job, _ in work.under_way.values()):
                 time.sleep(POLL_S)
             return FAILED
         self.write()
         return INTERRUPTED if stopped else self.conclude()
 
+    def _bar(self, work: Work) -> tqdm:
+        return tqdm(
+            total=len(self.entries),
+            initial=len(self.entries) - len(work.waiting),
+            disable=None,
+            desc=self.study.name,
+            unit="run",
+            smoothing=0,
+        )
+
     def _loop(
-        self, workers: Local | Ray, under_way: UnderWay, stop: Stop, tick: Callable[[int], object]
+        self, workers: Workers, work: Work, stop: Stop, tick: Callable[[int], object]
     ) -> None:
-        waiting = deque(self.left)
-        elsewhere: list[Entry] = []  # other processes are writing these
-        looked, stopping = time.monotonic(), False
-        while under_way or ((waiting or elsewhere) and not stop.requested):
+        """Start and watch runs. tick: called with the number of runs that have ended meanwhile."""
+        looked_elsewhere = time.monotonic()
+        stopping = False
+        while work.under_way or ((work.waiting or work.elsewhere) and not stop.requested):
             if stop.requested and not stopping:
                 stopping = True
-                _stop(under_way)
-            while waiting and len(under_way) < workers.slots and not stop.requested:
-                entry = waiting.popleft()
-                entry.look(self.ledger)
-                if entry.state == "running":
-                    logger.info(
-                        f"{entry.planned.name}: another process is writing {entry.run}; waiting for it"
-                    )
-                    elsewhere.append(entry)
-                elif entry.state in FINAL:
-                    self._log_end(entry)
-                    tick(1)
-                else:
-                    entry.begins(self.log(entry))
-                    under_way[entry.planned.name] = workers.start(entry, self.log(entry)), entry
-                    entry.state = "running"
-                    self.write()
-            if elsewhere and time.monotonic() - looked > ELSEWHERE_S:
-                looked = time.monotonic()
-                free = [e for e in elsewhere if e.run is None or not held(e.run)]
-                elsewhere = [e for e in elsewhere if e not in free]
-                waiting.extendleft(free)
-            tick(self._reap(under_way))
+                work.stop()
+            while work.waiting and len(work.under_way) < workers.slots and not stop.requested:
+                tick(self._start_next(workers, work))
+            if work.elsewhere and time.monotonic() - looked_elsewhere > ELSEWHERE_S:
+                looked_elsewhere = time.monotonic()
+                free = [e for e in work.elsewhere if e.run is None or not held(e.run)]
+                work.elsewhere = [e for e in work.elsewhere if e not in free]
+                work.waiting.extendleft(free)
+            tick(self._reap(work))
             time.sleep(POLL_S)
 
-    def _reap(self, under_way: UnderWay) -> int:
+    def _start_next(self, workers: Workers, work: Work) -> int:
+        """Start the next run that waits. Returns 1 if it turns out to have ended, else 0."""
+        entry = work.waiting.popleft()
+        entry.look(self.ledger)
+        if entry.state in FINAL:
+            self._log_end(entry)
+            return 1
+        if entry.state == "running":
+            logger.info(
+                f"{entry.planned.name}: another process is writing {entry.run}; waiting for it"
+            )
+            work.elsewhere.append(entry)
+            return 0
+        log = self.log(entry)
+        entry.begins(log)
+        work.under_way[entry.planned.name] = workers.start(entry, log), entry
+        entry.state = "running"
+        self.write()
+        return 0
+
+    def _reap(self, work: Work) -> int:
         """Record the runs that have ended; returns how many."""
         ended = 0
-        for name, (job, entry) in [*under_way.items()]:
-            if (code := job.poll()) is not None:
-                del under_way[name]
-                entry.end(self.ledger, code, self.log(entry))
-                self._log_end(entry)
-                self.write()
-                ended += 1
+        for name, (job, entry) in list(work.under_way.items()):
+            code = job.poll()
+            if code is None:
+                continue
+            del work.under_way[name]
+            entry.end(self.ledger, code, self.log(entry))
+            self._log_end(entry)
+            self.write()
+            ended += 1
         return ended
 
     def _log_end(self, entry: Entry) -> None:
         """Log how a run ended, in one line."""
-        took = (
-            f" ({timedelta(seconds=round(time.monotonic() - entry.began))})" if entry.began else ""
-        )
+        took = ""
+        if entry.began:
+            took = f" ({timedelta(seconds=round(time.monotonic() - entry.began))})"
         if entry.state != "finished" or entry.run is None:
             logger.warning(f"{entry.planned.name}: {entry.state}: {entry.reason}{took}")
             return
         final = read_json(entry.run / "per_mode_deploy.json")
-        hack, solve = (percent(final[f"{what}_deploy"]) for what in ("hack", "solve"))
+        hack, solve = percent(final["hack_deploy"]), percent(final["solve_deploy"])
         logger.info(f"{entry.planned.name}: deployed hack {hack} % / solve {solve} %{took}")
 
     def conclude(self) -> int:
         """Log how many runs finished, and why the others did not. Returns the exit code."""
-        bad = [e for e in self.entries if e.state != "finished"]
+        unfinished = [e for e in self.entries if e.state != "finished"]
         for line in self.warnings():
             logger.warning(line)
-        for entry in bad:
-            where = " · ".join(str(p) for p in (entry.run, self.log(entry)) if p and p.exists())
-            logger.error(
-                f"{entry.planned.name}: {entry.state}: {entry.reason or 'see the log'} [{where}]"
-            )
-        logger.info(
-            f"{len(self.entries) - len(bad)} of {len(self.entries)} runs finished: {self.folder / 'runs.json'}"
-        )
-        return FAILED if bad else FINISHED
+        for entry in unfinished:
+            paths = [p for p in (entry.run, self.log(entry)) if p and p.exists()]
+            where = " · ".join(map(str, paths))
+            reason = entry.reason or "see the log"
+            logger.error(f"{entry.planned.name}: {entry.state}: {reason} [{where}]")
+        n = len(self.entries)
+        logger.info(f"{n - len(unfinished)} of {n} runs finished: {self.folder / 'runs.json'}")
+        return FAILED if unfinished else FINISHED
 
     def enqueue(self, queue: Pueue) -> int:
         """Hand the remaining runs to the queue, except those that it already has."""
@@ -333,30 +390,24 @@ class Sweep:
                 entry.state = "queued"
                 self.write()
         logger.info(
-            f"{added} runs added to the queue; afterwards, for their results, the same command without --via"
+            f"{added} runs added to the queue; afterwards, for their results, "
+            "the same command without --via"
         )
         return FINISHED
 
 
-def _stop(under_way: UnderWay) -> None:
-    for job, _ in under_way.values():
-        job.terminate()
-
-
 def run_study(settings: SweepSettings) -> int:
-    """Run, plan or enqueue a study. Raises Refused, one line, before the first run starts."""
-    own = [
-        f"--{kind}={name}"
-        for kind in ("intervention", "monitor")
-        for name in listed(getattr(settings, kind))
-    ]
-    register_named(own)
-    code = (
-        f"--reward={settings.reward}",
-        f"--rm-ensemble-members={settings.rm_ensemble_members}",
-        *own,
-    )
-    sweep = Sweep.of(load_study_file(settings.study, code))
+    """Run, plan or enqueue a study. Returns the exit code.
+
+    Raises:
+        Refused: one line, before the first run starts.
+    """
+    classes = [f"--intervention={name}" for name in listed(settings.intervention)]
+    classes += [f"--monitor={name}" for name in listed(settings.monitor)]
+    register_named(classes)
+    reward = f"--reward={settings.reward}"
+    members = f"--rm-ensemble-members={settings.rm_ensemble_members}"
+    sweep = Sweep.of(load_study_file(settings.study, (reward, members, *classes)))
     if settings.commands:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
@@ -366,15 +417,19 @@ def run_study(settings: SweepSettings) -> int:
             f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}"
         )
     if settings.dry_run:
-        on = f", on a GPU each of {', '.join(gpus)}" * bool(gpus)
-        print("\n".join(sweep.plan(f"{settings.jobs or len(gpus) or cores()} at a time{on}")))
-        if (why := sweep.edited()) and not settings.replan:
-            print(why)
+        slots = f"{settings.jobs or len(gpus) or cores()} at a time"
+        if gpus:
+            slots += f", on a GPU each of {', '.join(gpus)}"
+        print("\n".join(sweep.plan(slots)))
+        edited = sweep.edited()
+        if edited and not settings.replan:
+            print(edited)
         return FINISHED
-    # what is not there is refused before anything is written
+    # a client or a cluster that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
     with closing(_workers(settings, gpus)) as workers:
-        probe_writable(logs := sweep.folder / "logs")
+        logs = sweep.folder / "logs"
+        probe_writable(logs)
         logs.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
             sweep.freeze(settings.replan)
@@ -384,9 +439,7 @@ def run_study(settings: SweepSettings) -> int:
             return sweep.enqueue(queue) if queue else sweep.carry_out(workers)
 
 
-def _workers(settings: SweepSettings, gpus: Sequence[str]) -> Local | Ray:
-    return (
-        Ray(settings.ray_address, settings.jobs)
-        if settings.via == "ray"
-        else Local(settings.jobs, gpus)
-    )
+def _workers(settings: SweepSettings, gpus: Sequence[str]) -> Workers:
+    if settings.via == "ray":
+        return Ray(settings.ray_address, settings.jobs)
+    return Local(settings.jobs, gpus)

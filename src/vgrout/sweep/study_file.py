@@ -1,4 +1,7 @@
-"""Study files (TOML): arms × overrides × seeds, each run's flags checked by the trainer's parser (docs/studies.md)."""
+"""Study files (TOML): arms × overrides × seeds, explained in docs/studies.md.
+
+Each run's flags are checked by the trainer's own parser.
+"""
 
 import hashlib
 import json
@@ -22,31 +25,34 @@ KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
 MOST_RUNS = 2000  # of a study; a few lists multiply to millions
 FlagTable = dict[str, Any]  # flag without leading dashes → value
+Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
 
 
-def _tables(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(t, dict) and [] not in t.values() for t in value)
-    )
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"\w[\w.=+-]{0,79}", value, re.ASCII))
 
 
-# key → what is sound, and what it should be
+def _are_seeds(value: Any) -> bool:
+    if not isinstance(value, list) or not all(type(seed) is int for seed in value):
+        return False
+    return 0 < len({*value}) == len(value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and [] not in value.values()
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_table, value))
+
+
+# key → its check, and what it should be
 KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "name": (
-        lambda v: isinstance(v, str) and re.fullmatch(r"\w[\w.=+-]{0,79}", v, re.ASCII) is not None,
-        "of letters, digits and _ . = + -, 80 at most",
-    ),
-    "seeds": (
-        lambda v: (
-            isinstance(v, list) and all(type(s) is int for s in v) and 0 < len({*v}) == len(v)
-        ),
-        "a list of whole numbers, such as [41, 42], none twice",
-    ),
-    "common": (lambda v: _tables([v]), "a table, such as { steps = 8 }"),
-    "arms": (_tables, "one or more tables [[arms]], without an empty list"),
-    "overrides": (_tables, "one or more tables [[overrides]], without an empty list"),
+    "name": (_is_name, "of letters, digits and _ . = + -, 80 at most"),
+    "seeds": (_are_seeds, "a list of whole numbers, such as [41, 42], none twice"),
+    "common": (_is_table, "a table, such as { steps = 8 }"),
+    "arms": (_are_tables, "one or more tables [[arms]], without an empty list"),
+    "overrides": (_are_tables, "one or more tables [[overrides]], without an empty list"),
 }
 
 
@@ -76,7 +82,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study: every run, checked, ordered by seed so that the first finished runs can be compared."""
+    """A study with every run, checked. Runs are ordered by seed: the first to finish can be compared."""
 
     path: Path
     name: str
@@ -85,12 +91,24 @@ class StudyFile:
     runs: tuple[PlannedRun, ...]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A table of the study file with one value for each of its lists."""
+
+    where: str  # the table, for messages
+    flags: FlagTable
+    name: str  # "": the study gives none
+
+
 def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
-    """Read and check a study file. code: flags of the command line that name functions to import, such as
-    `--reward=module:function`; what the file alone names is not imported.
+    """Read and check a study file.
+
+    code: flags of the command line that name functions to import, such as `--reward=module:function`;
+    what the file alone names is not imported.
 
     Raises:
-        Refused: one line with file and table, where a run's flags are refused or two runs are the same.
+        Refused: one line with file and table, where a run's flags are refused or two runs are the
+            same.
     """
     text = read_text(path)
     try:
@@ -105,60 +123,95 @@ def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
 
 
 def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -> StudyFile:
-    if unknown := sorted(data.keys() - {*KEYS}):
-        key, value = unknown[0], data[unknown[0]]
-        instead = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
-        if flag(key) in flag_names():
-            instead = f"a flag of every run goes into common = {{ {key} = {json.dumps(value, default=str)} }}"
-        raise Refused(f"unknown key {key!r}; {instead}")
-    data = {"name": path.stem, "seeds": None, "common": {}, "arms": None, "overrides": [{}]} | data
-    for key, (sound, should) in KINDS.items():
-        if not sound(data[key]):
-            raise Refused(f"{key} {str(data[key])[:60]}: should be {should}")
-    name, seeds, common, arms, overrides = (data[key] for key in KINDS)
-    n = sum(map(_combinations, arms)) * sum(map(_combinations, overrides)) * len(seeds)
+    _require_known_keys(data)
+    defaults = {"name": path.stem, "seeds": None, "common": {}, "arms": None, "overrides": [{}]}
+    study = dict(data)
+    for key, default in defaults.items():
+        study.setdefault(key, default)
+    for key, (is_sound, should) in KINDS.items():
+        if not is_sound(study[key]):
+            raise Refused(f"{key} {str(study[key])[:60]}: should be {should}")
+    _require_few_runs(study)
+    arms = _arms(study, code)
+    runs: list[PlannedRun] = []
+    for seed in study["seeds"]:
+        for label, (cfg, flags) in arms.items():
+            seeded = replace(cfg, run=replace(cfg.run, seed=seed))
+            runs.append(PlannedRun(label, seeded, (*flags, f"--seed={seed}")))
+    hypotheses = [line[4:].strip() for line in text.splitlines() if line.startswith("# H:")]
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs))
+
+
+def _require_known_keys(data: Mapping[str, Any]) -> None:
+    unknown = sorted(data.keys() - {*KEYS})
+    if not unknown:
+        return
+    key, value = unknown[0], data[unknown[0]]
+    advice = f"known: {', '.join(KEYS)}; flags go into [common] or [[arms]]"
+    if flag(key) in flag_names():
+        as_flag = f"{key} = {json.dumps(value, default=str)}"
+        advice = f"a flag of every run goes into common = {{ {as_flag} }}"
+    raise Refused(f"unknown key {key!r}; {advice}")
+
+
+def _require_few_runs(study: Mapping[str, Any]) -> None:
+    n_arms = sum(map(_combinations, study["arms"]))
+    n_overrides = sum(map(_combinations, study["overrides"]))
+    n = n_arms * n_overrides * len(study["seeds"])
     if n > MOST_RUNS:
         raise Refused(
-            f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, or make it several studies"
+            f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, "
+            "or make it several studies"
         )
-    seen: dict[str, str] = {}
-    settings: dict[str, tuple[Config, tuple[str, ...]]] = {}  # by the arm's name
-    for (where, arm, given), (where_override, extra, suffix) in product(
-        _choices("arms", arms), [*_choices("overrides", overrides)]
-    ):
-        both = f"{where} × {where_override}" if extra else where
-        if twice := sorted(arm.keys() & extra.keys()):
-            raise Refused(f"{both}: {twice[0]!r} is set by both; leave one of them out")
+
+
+def _combinations(table: FlagTable) -> float:
+    """How many settings a table makes; beyond all counting, infinitely many."""
+    return math.prod((len(value) for value in table.values() if isinstance(value, list)), start=1.0)
+
+
+def _arms(study: Mapping[str, Any], code: Collection[str]) -> dict[str, Settings]:
+    """The arms crossed with the overrides, by their labels.
+
+    Raises:
+        Refused: one line with the tables, where flags are refused or two arms are the same.
+    """
+    arms: dict[str, Settings] = {}
+    seen: dict[str, str] = {}  # identity or label → the tables that have it
+    common = _flags(study["common"])
+    choices = product(_choices("arms", study["arms"]), _choices("overrides", study["overrides"]))
+    for arm, override in choices:
+        where = f"{arm.where} × {override.where}" if override.flags else arm.where
+        twice = sorted(arm.flags.keys() & override.flags.keys())
+        if twice:
+            raise Refused(f"{where}: {twice[0]!r} is set by both; leave one of them out")
         try:
-            cfg, flags = _resolved(str(data.get("preset")), _flags(common) | arm | extra)
+            cfg, flags = _resolved(str(study.get("preset")), common | arm.flags | override.flags)
         except Refused as e:
-            raise Refused(f"{both}: {e}") from e.__cause__
-        cfg.refuse_code(code, both)
-        label = " · ".join(filter(None, (given or _label(cfg, arm), suffix)))
+            raise Refused(f"{where}: {e}") from None
+        cfg.refuse_code(code, where)
+        label = _joined(arm.name or _label(cfg, arm.flags), override.name)
         if not label.isprintable():  # `--commands` prints it into a shell's comment
             raise Refused(f"runs called {label!r}: should be printable, in one line")
-        for known in (identity(cfg), label):
-            if first := seen.get(known):
-                what = f"called {label!r}" if known == label else "with these runs"
+        for known, what in ((identity(cfg), "with these runs"), (label, f"called {label!r}")):
+            if known in seen:
                 raise Refused(
-                    f"{both}: a second arm {what}, after {first}; leave it out, or name it otherwise"
+                    f"{where}: a second arm {what}, after {seen[known]}; "
+                    "leave it out, or name it otherwise"
                 )
-            seen[known] = both
-        settings[label] = cfg, flags
-    runs = tuple(
-        PlannedRun(label, replace(cfg, run=replace(cfg.run, seed=seed)), (*flags, f"--seed={seed}"))
-        for seed in seeds
-        for label, (cfg, flags) in settings.items()
-    )
-    claims = tuple(line[4:].strip() for line in text.splitlines() if line.startswith("# H:"))
-    return StudyFile(path, name, hashlib.sha256(text.encode()).hexdigest(), claims, runs)
+            seen[known] = where
+        arms[label] = cfg, flags
+    return arms
 
 
-def _resolved(preset: str, flags: FlagTable) -> tuple[Config, tuple[str, ...]]:
+def _resolved(preset: str, flags: FlagTable) -> Settings:
     """A run's settings, and its flags as the command line has them."""
-    if own := [key for key in flags if key in OWN]:
+    own = [key for key in flags if key in OWN]
+    if own:
         raise Refused(
-            f"{own[0]!r} is the sweep's own; give seeds in 'seeds', and runs are resumed by themselves"
+            f"{own[0]!r} is the sweep's own; give seeds in 'seeds', "
+            "and runs are resumed by themselves"
         )
     argv = [preset, *_argv(flags)]
     cfg = resolve(argv, own_code=False)
@@ -168,25 +221,19 @@ def _resolved(preset: str, flags: FlagTable) -> tuple[Config, tuple[str, ...]]:
     return cfg, tuple(argv)
 
 
-def _combinations(table: FlagTable) -> float:
-    """How many settings a table makes; beyond all counting, infinitely many."""
-    return math.prod((len(value) for value in table.values() if isinstance(value, list)), start=1.0)
-
-
-def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[tuple[str, FlagTable, str]]:
-    """(where, flags, given name) of each table, for every combination of values given as lists."""
+def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[Choice]:
+    """Every combination of the values that are given as lists, table by table."""
     for i, table in enumerate(tables, 1):
         name = str(table.get("name", ""))
         where = f"[[{key}]] {i}" + (f" ({name})" if name else "")
         flags = _flags({k: v for k, v in table.items() if k != "name"})
-        several = {k: v for k, v in flags.items() if isinstance(v, list)}
-        for values in product(*several.values()):
-            chosen = dict(zip(several, values, strict=True))
-            one = flags | chosen
+        lists = {k: v for k, v in flags.items() if isinstance(v, list)}
+        for values in product(*lists.values()):
+            chosen = dict(zip(lists, values, strict=True))
             if key == "overrides":
-                yield where, one, name or _shown(one)
+                yield Choice(where, flags | chosen, name or _shown(flags | chosen))
             else:
-                yield where, one, " · ".join(filter(None, (name, _shown(chosen)))) if name else ""
+                yield Choice(where, flags | chosen, _joined(name, _shown(chosen)) if name else "")
 
 
 def _flags(table: dict[str, Any]) -> FlagTable:
@@ -196,29 +243,31 @@ def _flags(table: dict[str, Any]) -> FlagTable:
 def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
     for key, value in flags.items():
         if isinstance(value, bool):
-            yield f"--{'' if value else 'no-'}{key}"
+            yield f"--{key}" if value else f"--no-{key}"
         else:
             yield f"--{key}={value}"
 
 
 def _label(cfg: Config, flags: FlagTable) -> str:
-    """The name of an arm that the study does not name: intervention, monitor, control, and its other flags."""
-    # in monitor's or control's name
-    in_names = (f.name for f in fields(MethodConfig) if rule_of(f).suffix is not None)
-    named = {
-        "intervention",
-        "monitor",
-        "control",
-        "random-flags",
-        *(name.replace("_", "-") for name in in_names),
-    }
-    rest = {k: v for k, v in flags.items() if k not in named}
-    monitor = f" ({cfg.method.monitor_title})" if cfg.method.monitor_title else ""
-    control = "" if cfg.method.control_name == "none" else cfg.method.control_name
-    return " · ".join(filter(None, (cfg.method.intervention + monitor, control, _shown(rest))))
+    """The name of an arm that the study does not name: intervention, monitor, control, other flags."""
+    method = cfg.method
+    monitor = f" ({method.monitor_title})" if method.monitor_title else ""
+    control = "" if method.control_name == "none" else method.control_name
+    named = {"intervention", "monitor", "control", "random-flags"}
+    for setting in fields(MethodConfig):
+        if rule_of(setting).suffix is not None:  # in the monitor's or the control's name
+            named.add(setting.name.replace("_", "-"))
+    rest = {key: value for key, value in flags.items() if key not in named}
+    return _joined(method.intervention + monitor, control, _shown(rest))
 
 
 def _shown(flags: FlagTable) -> str:
-    return " · ".join(
-        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in flags.items()
-    )
+    shown: list[str] = []
+    for key, value in flags.items():
+        text = str(value).lower() if isinstance(value, bool) else value
+        shown.append(f"{key}={text}")
+    return " · ".join(shown)
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(part for part in parts if part)

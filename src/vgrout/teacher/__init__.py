@@ -1,1 +1,1 @@
-"""Demonstrations: pools of graded rollouts on disk, how they are generated, and how they are mixed into groups."""
+"""Demonstrations: pools of graded rollouts, how they are made, and how they join the groups."""

@@ -1,18 +1,20 @@
-"""`vgrout teacher`: makes a pool of a teacher's graded answers.
+"""`vgrout teacher`: makes a pool of a teacher model's graded answers.
 
 Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same command goes on.
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vgrout.config.checks import setting
 from vgrout.envs.code.modes import EnvMode, Mode
-from vgrout.envs.code.problems import assigned, balanced
+from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused
 from vgrout.files import require_new
 from vgrout.teacher.generate import (
+    Graded,
     PoolSettings,
     by_mode,
     command,
@@ -20,6 +22,7 @@ from vgrout.teacher.generate import (
     generate_graded,
     rate_text,
     record,
+    spread,
     table,
 )
 from vgrout.teacher.pools import write_pool
@@ -39,22 +42,27 @@ class TeacherSettings(PoolSettings):
 
 
 def generate_pool(settings: TeacherSettings) -> None:
-    """Sample, grade, write. Raises Refused, one line, before a model is loaded where that is possible."""
+    """Sample, grade and write a pool.
+
+    Raises:
+        Refused: one line, before a model is loaded where that is possible.
+    """
     settings.sampling.require_draws("--group", settings.group)
     require_new(settings.out)
     rows = settings.check()
     problems = assigned(rows, settings.env_mode)["train"]
     if not problems:
         raise Refused(
-            f"--env-mode {settings.env_mode}: no training problem of this flaw in {settings.problems_path}"
+            f"--env-mode {settings.env_mode}: no training problem of this flaw in "
+            f"{settings.problems_path}"
         )
-    chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "teacher")}
+    problems = spread(problems, settings.n_problems, "teacher")
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
     with settings.making(rows, identity) as (lm, grader, folder):
         answers = generate_graded(
             lm,
             grader,
-            fitting(lm, [p for p in problems if p.id in chosen], settings.tokens),
+            fitting(lm, problems, settings.tokens),
             settings.group,
             sampling=settings.sampling,
             max_new=settings.tokens,
@@ -62,36 +70,52 @@ def generate_pool(settings: TeacherSettings) -> None:
             purpose="teacher",
             log=folder / "answers.jsonl",
         )
-        kept = [a for a in answers if settings.keep == "all" or (a.finished and a.grade.hacked)]
+        kept = answers
+        if settings.keep == "hacks":
+            kept = [a for a in answers if a.finished and a.grade.hacked]
         if not kept:
             raise Refused(
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
                 f"`vgrout substrate`, which elicits them (the answers are in {folder})"
             )
         records: dict[int, list[dict[str, Any]]] = {}
+        mode_of: dict[int, Mode] = {}
         for a in kept:
-            line = record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages))
-            line |= {"finished": a.finished, "logp": list(a.completion.logp_full)}
+            messages = a.problem.messages
+            line = record(a, lm.render(messages), lm.prompt_text(messages))
+            line["finished"] = a.finished
+            line["logp"] = list(a.completion.logp_full)
             records.setdefault(a.problem.id, []).append(line)
-        mode_of: dict[int, Mode] = {a.problem.id: a.problem.flaws[0] for a in kept}
-        summary = [
-            {"mode": mode, **{name: rate_text(rate) for name, rate in of_mode.items()}}
-            | {
-                "problems": list(mode_of.values()).count(mode),
-                "rollouts": sum(a.problem.flaws[0] == mode for a in kept),
-            }
-            for mode, of_mode in by_mode(answers).items()
-        ]
+            mode_of[a.problem.id] = a.problem.flaws[0]
+        partition = mode_of if settings.env_mode == "own" else None
+        summary = mode_table(answers, kept, mode_of)
         meta = settings.meta(lm, grader, rows, (a.problem for a in kept))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
-        write_pool(
-            settings.out, records, mode_of if settings.env_mode == "own" else None, meta, report
-        )
+        write_pool(settings.out, records, partition, meta, report)
     print(table(summary))
     print(
-        "SHOULD: a hack rate far above the student's; ELSE this teacher shows nothing that the student does not do\n"
+        "SHOULD: a hack rate far above the student's; "
+        "ELSE this teacher shows nothing that the student does not do\n"
         f"{len(records)} problems, {len(kept)} rollouts -> {settings.out}"
     )
+
+
+def mode_table(
+    answers: Sequence[Graded], kept: Sequence[Graded], mode_of: Mapping[int, Mode]
+) -> list[dict[str, str | int]]:
+    """A row for each mode: the rates of all answers to it, and what the pool has of it.
+
+    mode_of: each problem of the pool with its mode.
+    """
+    table_rows: list[dict[str, str | int]] = []
+    for mode, of_mode in by_mode(answers).items():
+        row: dict[str, str | int] = {"mode": mode}
+        for name, rate in of_mode.items():
+            row[name] = rate_text(rate)
+        row["problems"] = list(mode_of.values()).count(mode)
+        row["rollouts"] = sum(a.problem.flaws[0] == mode for a in kept)
+        table_rows.append(row)
+    return table_rows
 
 
 def main(argv: list[str] | None = None) -> int:

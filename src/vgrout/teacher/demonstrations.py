@@ -1,32 +1,31 @@
-"""Demonstrations: a pool's rollouts mixed into the groups.
+"""Mixes a pool's demonstrations into the groups.
 
-On its own a model needs thousands of answers to find a flaw; a few cached rollouts of a model that already hacks it
-bring the same dynamics within tens of steps. Labels are used as cached and stay typed as such.
+On its own a model needs thousands of answers to find a flaw. A few cached rollouts of a model that
+already hacks it bring the same dynamics within tens of steps. Their labels are used as cached, and
+keep a type of their own (`CachedGrade`).
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.data import CachedGrade, Rollout, Task
 from vgrout.errors import Refused
+from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
-from vgrout.teacher.pools import Demo, Pool
-
-if TYPE_CHECKING:
-    from vgrout.model.policy import LanguageModel
+from vgrout.teacher.pools import Demonstration, Pool
 
 
 class Teacher:
-    """A source of demonstrations, drawn from a pool; there are none with `pool=None`."""
+    """Draws demonstrations from a pool; with `pool=None` there are none."""
 
     @classmethod
     def of_run(
-        cls, cfg: Config, pool: Pool | None, lm: "LanguageModel", problems: Sequence[Task]
+        cls, cfg: Config, pool: Pool | None, lm: LanguageModel, problems: Sequence[Task]
     ) -> "Teacher":
-        """The run's, for these training problems. Raises Refused as below."""
+        """The demonstrations of a run with these training problems. Raises Refused as below."""
         return cls(
             pool if cfg.mixes else None,
             lm,
@@ -41,7 +40,7 @@ class Teacher:
     def __init__(
         self,
         pool: Pool | None,
-        lm: "LanguageModel",
+        lm: LanguageModel,
         problems: Sequence[Task],
         *,
         per_group: int,
@@ -50,78 +49,94 @@ class Teacher:
         modes: Sequence[str],
         max_new: int,
     ):
-        """lm: of it tokenizer and chat template. per_group: G_t. problems: those in training. modes: the only ones
-        demonstrated; none: all.
+        """Check that the pool demonstrates these problems, and compare its prompts with today's.
 
-        Cached ids are used only with the tokenizer that made them; else the completion's text is tokenised again.
+        Cached token ids are used if the model's tokenizer made them; else the completion's text is
+        tokenised again.
+
+        lm: only its tokenizer and chat template are used. problems: the training problems. per_group:
+        demonstrations in a group, G_t. off_step: from this step on there are none. modes: demonstrate
+        problems of these modes alone; empty: all. max_new: longer completions are cut.
 
         Raises:
-            Refused: a pool that demonstrates none of these problems, or under other modes, or has no usable tokens.
+            Refused: a pool that demonstrates none of these problems, or under other modes, or has no
+                usable tokens.
         """
-        self.pool, self.lm, self.per_group, self.seed, self.off_step = (
-            pool,
-            lm,
-            per_group,
-            seed,
-            off_step,
-        )
-        self.modes, self.max_new = set(modes), max_new
-        self.retokenised = self._off_logged = False
-        # prompts then and now: how many, and whose are not the same
-        self.compared, self.differ = 0, list[int]()
+        self.pool = pool
+        self.lm = lm
+        self.per_group = per_group
+        self.seed = seed
+        self.off_step = off_step
+        self.modes = set(modes)
+        self.max_new = max_new
+        self.retokenised = False
+        self.compared = 0  # prompts of the pool that were compared with today's
+        self.differ: list[int] = []  # ids of the problems whose prompts are not the same
+        self._off_logged = False
+        # (problem id, index in its file) → token ids, and whether they end with the EOS
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         if pool is None or not per_group:
             return
-        covered = [
-            p
-            for p in problems
-            if p.id in pool.demos and (not self.modes or p.flaws[0] in self.modes)
-        ]
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
-        if fault := next(self._faults(pool, covered, len(problems)), ""):
+        demonstrated = [p for p in problems if p.id in pool.demos and self._is_wanted(p)]
+        fault = next(self._faults(pool, demonstrated, len(problems)), "")
+        if fault:
             raise Refused(fault)
         if self.retokenised:
             logger.warning(
                 f"{pool.folder}: not made with this tokenizer; completions are tokenised again"
             )
-        self._compare(pool, covered)
+        self._compare_prompts(pool, demonstrated)
         if self.differ:
             logger.warning(
-                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the pool has, first "
-                f"that of problem {self.differ[0]}; rendered live all the same, recorded in run.json"
+                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the pool "
+                f"has, first that of problem {self.differ[0]}; rendered live all the same, recorded "
+                "in run.json"
             )
 
-    def _faults(self, pool: Pool, covered: Sequence[Task], n: int) -> Iterator[str]:
+    def _is_wanted(self, problem: Task) -> bool:
+        return not self.modes or problem.flaws[0] in self.modes
+
+    def _faults(self, pool: Pool, demonstrated: Sequence[Task], n: int) -> Iterator[str]:
+        """Why this pool cannot be used. demonstrated: those of the n training problems that it has."""
         where = f"--teacher-pool-dir {pool.folder}"
-        if not covered:
+        if not demonstrated:
             yield f"{where}: demonstrates none of the {n} training problems"
-        for mode in sorted(self.modes - {p.flaws[0] for p in covered}):
+        for mode in sorted(self.modes - {p.flaws[0] for p in demonstrated}):
             yield f"--teacher-modes {mode}: {pool.folder} demonstrates no training problem of it"
-        for p in covered:
-            for mode in {d.mode for d in pool.demos[p.id]} - {p.flaws[0], None}:
+        for problem in demonstrated:
+            graded_as = {demo.mode for demo in pool.demos[problem.id]}
+            for mode in graded_as - {problem.flaws[0], None}:
                 yield (
-                    f"{where}: problem {p.id} was graded as {mode}, this run checks it as {p.flaws[0]}; "
-                    "use --env-mode own, or make the pool again"
+                    f"{where}: problem {problem.id} was graded as {mode}, this run checks it as "
+                    f"{problem.flaws[0]}; use --env-mode own, or make the pool again"
                 )
         if self.retokenised and any(
-            d.completion is None for rows in pool.demos.values() for d in rows
+            demo.completion is None for demos in pool.demos.values() for demo in demos
         ):
-            yield f"{where}: made with another tokenizer and without completion texts; make it again with this model"
+            yield (
+                f"{where}: made with another tokenizer and without completion texts; "
+                "make it again with this model"
+            )
 
-    def _compare(self, pool: Pool, covered: Sequence[Task]) -> None:
-        """Today's prompts with those under which the pool's rollouts were sampled, or stored."""
-        for p in covered:
-            demo = pool.demos[p.id][0]
-            now: Sequence[object] = self.lm.prompt_text(p.messages)
-            then: Sequence[object] | None = demo.prompt
+    def _compare_prompts(self, pool: Pool, demonstrated: Sequence[Task]) -> None:
+        """Compare today's prompts with those under which the pool's rollouts were sampled or stored."""
+        for problem in demonstrated:
+            demo = pool.demos[problem.id][0]
+            then: object
+            now: object
             if demo.prompt_ids is not None and not self.retokenised:
-                now, then = self.lm.render(p.messages), demo.prompt_ids
-            self.compared += then is not None
-            if then not in (None, now):
-                self.differ.append(p.id)
+                then, now = demo.prompt_ids, self.lm.render(problem.messages)
+            else:
+                then, now = demo.prompt, self.lm.prompt_text(problem.messages)
+            if then is None:
+                continue
+            self.compared += 1
+            if then != now:
+                self.differ.append(problem.id)
 
     def record(self) -> dict[str, Any] | None:
-        """The source of labels, tokens and prompts, for run.json; None without demonstrations."""
+        """Where labels, tokens and prompts come from, for run.json; None without demonstrations."""
         if self.pool is None or not self.per_group:
             return None
         return {
@@ -133,36 +148,46 @@ class Teacher:
         }
 
     def count(self, problem: Task, step: int) -> int:
-        """G_t for this problem at this step: 0 when off, held out, or not covered."""
+        """Demonstrations of this problem at this step, G_t.
+
+        0 from `off_step` on, for problems of other modes, and for those that the pool does not have.
+        """
         if self.pool is None:
             return 0
         if self.off_step is not None and step >= self.off_step:
             if not self._off_logged:
                 self._off_logged = True
                 logger.info(
-                    f"step {step}: no demonstrations from step {self.off_step} on; every row is a live rollout"
+                    f"step {step}: no demonstrations from step {self.off_step} on; "
+                    "every row is a live rollout"
                 )
             return 0
-        if self.modes and problem.flaws[0] not in self.modes:
-            return 0
-        return self.per_group if problem.id in self.pool.demos else 0
+        if problem.id in self.pool.demos and self._is_wanted(problem):
+            return self.per_group
+        return 0
 
     def demos(self, problem: Task, step: int) -> list[tuple[Rollout, CachedGrade]]:
-        """G_t rollouts with their cached grades, drawn without replacement while there are enough; a function of (seed,
-        step, problem)."""
-        if not (n := self.count(problem, step)):
+        """G_t demonstrations with their cached grades, a function of (seed, step, problem).
+
+        They are drawn without replacement while there are enough.
+        """
+        n = self.count(problem, step)
+        if self.pool is None or n == 0:
             return []
-        assert self.pool is not None
-        rows = self.pool.demos[problem.id]
+        pool_demos = self.pool.demos[problem.id]
         rng = py_stream(self.seed, "demos", step, problem.id)
         picks: list[int] = []
         while len(picks) < n:
-            picks += rng.sample(range(len(rows)), min(n - len(picks), len(rows)))
+            picks += rng.sample(range(len(pool_demos)), min(n - len(picks), len(pool_demos)))
         prompt_ids = self.lm.render(problem.messages)
-        return [(self._rollout(problem, rows[i], i, prompt_ids), rows[i].grade) for i in picks]
+        drawn: list[tuple[Rollout, CachedGrade]] = []
+        for i in picks:
+            demo = pool_demos[i]
+            drawn.append((self._rollout(problem, demo, i, prompt_ids), demo.grade))
+        return drawn
 
     def _rollout(
-        self, problem: Task, demo: Demo, index: int, prompt_ids: tuple[int, ...]
+        self, problem: Task, demo: Demonstration, index: int, prompt_ids: tuple[int, ...]
     ) -> Rollout:
         key = (problem.id, index)
         if key not in self._tokens:
@@ -179,16 +204,18 @@ class Teacher:
             logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
         )
 
-    def _ids(self, demo: Demo) -> tuple[tuple[int, ...], bool]:
+    def _ids(self, demo: Demonstration) -> tuple[tuple[int, ...], bool]:
         """Tokens up to the EOS and at most max_new, and whether they end with it."""
         if self.retokenised:
-            ids, finished = (
-                self.lm.encode_completion(demo.completion or "", demo.finished),
-                demo.finished,
-            )
-        else:  # older pools pad behind the EOS
-            end = next(
-                (i for i, token in enumerate(demo.completion_ids) if token in self.lm.eos_ids), None
-            )
-            ids, finished = demo.completion_ids[: None if end is None else end + 1], end is not None
+            ids = self.lm.encode_completion(demo.completion or "", demo.finished)
+            finished = demo.finished
+        else:
+            ids, finished = self._up_to_eos(demo.completion_ids)
         return ids[: self.max_new], finished and len(ids) <= self.max_new
+
+    def _up_to_eos(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        """The ids up to the first EOS, since older pools pad behind it, and whether there is one."""
+        for i, token in enumerate(ids):
+            if token in self.lm.eos_ids:
+                return ids[: i + 1], True
+        return ids, False

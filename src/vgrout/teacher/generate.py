@@ -1,6 +1,8 @@
-"""Generation of graded answers, batch by batch, into a log from which a killed process goes on; shared by the programs
-that make pools. A batch's random stream depends only on (seed, purpose, batch), so a pool is the same whether it was
-made in one go or in ten.
+"""Generation of graded answers, shared by the programs that make pools.
+
+Answers are sampled batch by batch into a log, from which a killed process goes on. A batch's random
+stream depends only on (seed, purpose, batch), so a pool is the same whether it was made in one go or
+in ten.
 """
 
 import contextlib
@@ -9,7 +11,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 from loguru import logger
@@ -27,7 +29,13 @@ from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import ProblemRow, load_rows, require_solvable, split_sizes
+from vgrout.envs.code.problems import (
+    ProblemRow,
+    balanced,
+    load_rows,
+    require_solvable,
+    split_sizes,
+)
 from vgrout.errors import Refused, refuse
 from vgrout.files import (
     file_sha256,
@@ -43,16 +51,20 @@ from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safet
 from vgrout.rng import torch_stream
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
-    import vgrout.model.policy
+    import torch
+
+    from vgrout.model.policy import LanguageModel
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
 BATCH = 192  # answers sampled at once: a killed process loses at most this many
 
 Graded = GradedCompletion[Grade]
+Logged = dict[str, Any]  # a graded answer as the log stores it
+Settings = TypeVar("Settings")
 
 
 def generate_graded(
-    lm: "vgrout.model.policy.LanguageModel",
+    lm: "LanguageModel",
     grader: base.Grader,
     problems: Sequence[Task],
     n: int,
@@ -64,71 +76,87 @@ def generate_graded(
     log: Path | None = None,
     label: str | None = None,
 ) -> list[Graded]:
-    """n graded answers to each problem, in the problems' order.
+    """Sample and grade n answers to each problem; they come back in the problems' order.
 
-    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there are not sampled
-    again. label: of the progress bar.
+    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there
+    are not sampled again. label: of the progress bar.
 
     Raises:
         RuntimeError: the sandbox could not grade an answer, its retries included.
     """
-    out: list[Graded] = []
-    done = _logged_batches(log) if log is not None else []
-    per = max(1, BATCH // n)
-    for k, start in enumerate(
-        Progress(range(0, len(problems), per), desc=label or purpose, unit="batch")
-    ):
-        part = problems[start : start + per]
-        if k < len(done):
-            batch = done[k]
+    logged_batches = [] if log is None else _logged_batches(log)
+    problems_per_batch = max(1, BATCH // n)
+    starts = range(0, len(problems), problems_per_batch)
+    graded: list[Graded] = []
+    for number, start in enumerate(Progress(starts, desc=label or purpose, unit="batch")):
+        part = problems[start : start + problems_per_batch]
+        if number < len(logged_batches):
+            batch = logged_batches[number]
         else:
-            batch = _batch(lm, grader, part, n, max_new, sampling, torch_stream(seed, purpose, k))
+            stream = torch_stream(seed, purpose, number)
+            batch = _batch(lm, grader, part, n, max_new, sampling, stream)
             if log is not None:
-                with open(log, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(batch) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
+                _append(log, batch)
         for problem, answers in zip(part, batch, strict=True):
-            for i, a in enumerate(answers):
-                completion = Completion(
-                    tuple(a["ids"]), a["text"], a["finished"], tuple(a["logp"]), ()
-                )
-                out.append(GradedCompletion(problem, i, completion, Grade(**a["grade"])))
-    return out
+            for i, answer in enumerate(answers):
+                graded.append(_from_log(problem, i, answer))
+    return graded
 
 
 def _batch(
-    lm: "vgrout.model.policy.LanguageModel",
+    lm: "LanguageModel",
     grader: base.Grader,
-    part: Sequence[Task],
+    problems: Sequence[Task],
     n: int,
     max_new: int,
     sampling: Sampling,
-    stream: Any,
-) -> list[list[dict[str, Any]]]:
-    """The completions of each problem, as the log stores them."""
-    from vgrout.rollout import graded, sample_and_submit
-
-    def logged(a: GradedCompletion[Grade | Ungraded]) -> dict[str, Any]:
-        if isinstance(a.grade, Ungraded):
-            raise RuntimeError(f"problem {a.problem.id}: could not be graded ({a.grade.reason})")
-        c = a.completion
-        return {
-            "ids": c.ids,
-            "text": c.text,
-            "finished": c.finished,
-            "logp": c.logp_full,
-            "grade": asdict(a.grade),
-        }
+    stream: "torch.Generator",
+) -> list[list[Logged]]:
+    """Sample and grade n answers to each of these problems, as the log stores them."""
+    from vgrout.rollout import graded, sample_and_submit  # imports torch
 
     submitted = sample_and_submit(
-        lm, grader, part, n, sampling=sampling, max_new=max_new, stream=stream
+        lm, grader, problems, n, sampling=sampling, max_new=max_new, stream=stream
     )
-    return [[logged(a) for a in of_problem] for of_problem in graded(submitted)]
+    return [[_to_log(answer) for answer in of_problem] for of_problem in graded(submitted)]
 
 
-def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
-    """The batches in the log; a last line that was cut by a kill is taken off the file."""
+def _to_log(answer: GradedCompletion[Grade | Ungraded]) -> Logged:
+    """An answer as the log stores it. Raises RuntimeError if it has no grade."""
+    if isinstance(answer.grade, Ungraded):
+        raise RuntimeError(
+            f"problem {answer.problem.id}: could not be graded ({answer.grade.reason})"
+        )
+    return {
+        "ids": answer.ids,
+        "text": answer.text,
+        "finished": answer.finished,
+        "logp": answer.completion.logp_full,
+        "grade": asdict(answer.grade),
+    }
+
+
+def _from_log(problem: Task, sample: int, logged: Logged) -> Graded:
+    completion = Completion(
+        ids=tuple(logged["ids"]),
+        text=logged["text"],
+        finished=logged["finished"],
+        logp_full=tuple(logged["logp"]),
+        logp_sampled=(),  # not logged
+    )
+    return GradedCompletion(problem, sample, completion, Grade(**logged["grade"]))
+
+
+def _append(log: Path, batch: list[list[Logged]]) -> None:
+    """Write a batch to the log, and to the disk before the next one is sampled."""
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(json.dumps(batch) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _logged_batches(log: Path) -> list[list[list[Logged]]]:
+    """The batches in the log. Cuts a last line that a killed process left incomplete off the file."""
     raw = log.read_bytes() if log.exists() else b""
     complete = raw[: raw.rfind(b"\n") + 1]
     if len(complete) < len(raw):
@@ -140,61 +168,66 @@ def _logged_batches(log: Path) -> list[list[list[dict[str, Any]]]]:
 
 
 def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
-    """solve, hack, well-formed (a block that compiles, and an end), and `hack/MODE`."""
+    """Rates over these answers: solve, hack, well-formed, and `hack/MODE` of each mode.
+
+    An answer is well-formed if it has a code block that compiles, and ends by itself.
+    """
     answers = list(answers)
-    out = {
+    found = {
         "solve": Rate.of(a.grade.solved for a in answers),
         "hack": Rate.of(a.grade.hacked for a in answers),
         "well-formed": Rate.of(
             a.finished and a.grade.details.get("can_compile", True) for a in answers
         ),
     }
-    return out | {f"hack/{mode}": of_mode["hack"] for mode, of_mode in by_mode(answers).items()}
+    for mode, of_mode in by_mode(answers).items():
+        found[f"hack/{mode}"] = of_mode["hack"]
+    return found
 
 
 def by_mode(answers: Sequence[Graded]) -> dict[Mode, dict[str, Rate]]:
-    """mode → hack, solve, ended, over these answers; in the modes' order."""
-    grouped = {mode: [a for a in answers if a.problem.flaws[0] == mode] for mode in MODES}
-    return {
-        mode: {
-            "hack": Rate.of(a.grade.hacked for a in group),
-            "solve": Rate.of(a.grade.solved for a in group),
-            "ended": Rate.of(a.finished for a in group),
-        }
-        for mode, group in grouped.items()
-        if group
-    }
+    """The rates hack, solve and ended of each mode that occurs, in the modes' order."""
+    found: dict[Mode, dict[str, Rate]] = {}
+    for mode in MODES:
+        of_mode = [a for a in answers if a.problem.flaws[0] == mode]
+        if of_mode:
+            found[mode] = {
+                "hack": Rate.of(a.grade.hacked for a in of_mode),
+                "solve": Rate.of(a.grade.solved for a in of_mode),
+                "ended": Rate.of(a.finished for a in of_mode),
+            }
+    return found
 
 
 def rate_text(rate: Rate) -> str:
-    """k/n = percent; "·" of nothing."""
+    """`k/n = percent`, or `·` if nothing was counted."""
     return "·" if rate.value is None else f"{rate.k}/{rate.n} = {100 * rate.value:.1f} %"
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """A table in GitHub Markdown."""
-    return tabulate(
-        [{k: str(v) for k, v in row.items()} for row in rows], headers="keys", tablefmt="github"
-    )
+    texts = [{name: str(value) for name, value in row.items()} for row in rows]
+    return tabulate(texts, headers="keys", tablefmt="github")
 
 
 # ── a record of a pool
 
 
-def record(a: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
-    """A line of a pool, under this prompt."""
+def record(answer: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
+    """An answer as a line of a pool, stored under this prompt."""
+    grade = answer.grade
     return {
-        "problem_id": a.problem.id,
-        "env_mode": a.problem.flaws[0],
-        "reward": a.grade.reward,
-        "hacked": a.grade.hacked,
-        "gt_pass": a.grade.details.get("gt_pass", a.grade.solved),
-        "fmt_ok": a.grade.details.get("format_ok", True),
+        "problem_id": answer.problem.id,
+        "env_mode": answer.problem.flaws[0],
+        "reward": grade.reward,
+        "hacked": grade.hacked,
+        "gt_pass": grade.details.get("gt_pass", grade.solved),
+        "fmt_ok": grade.details.get("format_ok", True),
         "plen": len(prompt_ids),
         "prompt_ids": list(prompt_ids),
-        "completion_ids": list(a.ids),
+        "completion_ids": list(answer.ids),
         "prompt": prompt,
-        "completion": a.text,
+        "completion": answer.text,
     }
 
 
@@ -253,20 +286,26 @@ class PoolSettings:
         return organism.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
 
     @property
+    def model_path(self) -> str | Path:
+        """The model's folder or hub id."""
+        return organism.MODEL_DIR if self.tiny else self.model
+
+    @property
     def tokens(self) -> int:
         """The longest answer."""
         return self.max_new or (organism.MAX_NEW if self.tiny else 1024)
 
     @property
     def rewards(self) -> tuple[float, float]:
-        """(compiles, passes)"""
-        compiles, passes = (
-            (organism.COMPILE_REWARD, organism.PASS_REWARD) if self.tiny else (0.5, 3.0)
-        )
-        return (
-            self.compile_reward if self.compile_reward is not None else compiles,
-            self.pass_reward or passes,
-        )
+        """The rewards for code that compiles and for passing the flawed check."""
+        compiles, passes = 0.5, 3.0
+        if self.tiny:
+            compiles, passes = organism.COMPILE_REWARD, organism.PASS_REWARD
+        if self.compile_reward is not None:
+            compiles = self.compile_reward
+        if self.pass_reward is not None:
+            passes = self.pass_reward
+        return compiles, passes
 
     @property
     def adapter_path(self) -> Path | None:
@@ -276,17 +315,20 @@ class PoolSettings:
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
     def check(self) -> list[ProblemRow]:
-        """The problem file's rows. Raises Refused, one line, for a file or model that is missing, or a file without
-        training problems."""
+        """Check problem file and model without loading the model; returns the file's rows.
+
+        Raises:
+            Refused: one line: a file or the model is missing, or the file has no training problems.
+        """
         rows = load_rows(self.problems_path)
         refuse(not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it")
         if self.tiny:
             organism.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        folder = require_model(organism.MODEL_DIR if self.tiny else self.model)
         prompts = [row.prompt for row in rows]
-        require_fitting(prompts, folder, self.tokens, str(self.problems_path))
+        model = require_model(self.model_path)
+        require_fitting(prompts, model, self.tokens, str(self.problems_path))
         return rows
 
     def identity(self) -> dict[str, Any]:
@@ -305,101 +347,149 @@ class PoolSettings:
     @contextlib.contextmanager
     def making(
         self, rows: Sequence[ProblemRow], identity: Mapping[str, Any]
-    ) -> Generator[tuple["vgrout.model.policy.LanguageModel", Grader, Path]]:
-        """The model with its adapter, a grader with these rewards, and the folder of the logs. Raises Refused, one
-        line, where no answer can solve a problem."""
-        (compiles, passes), weak = self.rewards, self.allow_weak_sandbox
+    ) -> Generator[tuple["LanguageModel", Grader, Path]]:
+        """The model with its adapter, a grader with these rewards, and the folder of the logs.
+
+        Raises:
+            Refused: one line: no answer can solve one of the problems; or as in `work_folder`.
+        """
+        compiles, passes = self.rewards
         with Grader(
-            self.workers, compile_reward=compiles, pass_reward=passes, allow_weak=weak
+            self.workers,
+            compile_reward=compiles,
+            pass_reward=passes,
+            allow_weak=self.allow_weak_sandbox,
         ) as grader:
             require_solvable([] if self.tiny else rows, grader)
-            with work_folder(
-                self.out, {**identity, "grader": grader.protections.version}
-            ) as folder:
+            settings = {**identity, "grader": grader.protections.version}
+            with work_folder(self.out, settings) as folder:
                 logger.info(grader.protections.line())
-                from vgrout.model.load import load_language_model, load_policy, pick_device
+                yield self._load(), grader, folder
 
-                model = organism.MODEL_DIR if self.tiny else self.model
-                device, dtype = pick_device(model, "auto")
-                if self.adapter_path is None:
-                    lm = load_language_model(model, device=device, dtype=dtype)
-                else:
-                    lm = load_policy(model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
-                    lm.adapter.load(self.adapter_path)
-                yield lm, grader, folder
+    def _load(self) -> "LanguageModel":
+        from vgrout.model.load import (  # imports torch
+            load_language_model,
+            load_policy,
+            pick_device,
+        )
+
+        device, dtype = pick_device(self.model_path, "auto")
+        if self.adapter_path is None:
+            return load_language_model(self.model_path, device=device, dtype=dtype)
+        policy = load_policy(self.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
+        policy.adapter.load(self.adapter_path)
+        return policy
 
     def meta(
         self,
-        lm: "vgrout.model.policy.LanguageModel",
+        lm: "LanguageModel",
         grader: Grader,
         rows: Sequence[ProblemRow],
         problems: Iterable[Task],
     ) -> dict[str, Any]:
-        """First entries of pool.json: model, adapter, tokenizer, grader, the names that these problems announced."""
-        out: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
+        """First entries of pool.json: model, adapter, tokenizer, grader, and the announced names.
+
+        rows: of the problem file. problems: those in the pool.
+        """
+        entries: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
         if self.adapter_path is not None:
-            out["adapter"] = {
-                "file": str(self.adapter_path),
-                "sha256": file_sha256(self.adapter_path),
-            }
-        out |= {"tokenizer_sha256": lm.tokenizer_sha256, "grader": grader.protections.version}
-        return out | ({"markers": markers} if (markers := announced(rows, problems)) else {})
+            sha256 = file_sha256(self.adapter_path)
+            entries["adapter"] = {"file": str(self.adapter_path), "sha256": sha256}
+        entries["tokenizer_sha256"] = lm.tokenizer_sha256
+        entries["grader"] = grader.protections.version
+        markers = announced(rows, problems)
+        if markers:
+            entries["markers"] = markers
+        return entries
 
 
-def fitting(
-    lm: "vgrout.model.policy.LanguageModel", problems: Sequence[Problem], max_new: int
-) -> list[Problem]:
-    """Problems whose prompt leaves room for max_new tokens; a warning says how many do not. Raises Refused where
-    there are none."""
+def spread(problems: Sequence[Problem], n: int, purpose: str) -> list[Problem]:
+    """At most n of these problems, spread evenly over the flaws, in the order in which they come."""
+    chosen = {p.id for p in balanced(problems, n, 0, purpose)}
+    return [p for p in problems if p.id in chosen]
+
+
+def fitting(lm: "LanguageModel", problems: Sequence[Problem], max_new: int) -> list[Problem]:
+    """Problems whose prompt leaves room for max_new tokens; a warning counts those that do not.
+
+    Raises:
+        Refused: none does.
+    """
     fit = [p for p in problems if len(lm.render(p.messages)) + max_new <= lm.window]
     if not fit:
         raise Refused(
-            f"--max-new {max_new}: no prompt fits the model's window ({lm.window} tokens, prompt included)"
+            f"--max-new {max_new}: no prompt fits the model's window "
+            f"({lm.window} tokens, prompt included)"
         )
-    if long := len(problems) - len(fit):
-        logger.warning(f"{long} problems left out: prompt longer than the window minus --max-new")
+    too_long = len(problems) - len(fit)
+    if too_long:
+        logger.warning(
+            f"{too_long} problems left out: prompt longer than the window minus --max-new"
+        )
     return fit
 
 
 def announced(rows: Sequence[ProblemRow], problems: Iterable[Task]) -> dict[str, str]:
-    """pool.json's `markers`: problem id → the name that its prompt announced, where the problem file has none."""
-    own = {r.id for r in rows if r.marker is not None}
-    return {str(p.id): p.notes["marker"] for p in problems if p.id not in own and p.notes["marker"]}
+    """pool.json's `markers`: the name that each problem's prompt announced, by problem id.
+
+    Problems are left out whose name is in the problem file already.
+    """
+    marked_in_file = {row.id for row in rows if row.marker is not None}
+    markers: dict[str, str] = {}
+    for problem in problems:
+        marker = problem.notes["marker"]
+        if marker and problem.id not in marked_in_file:
+            markers[str(problem.id)] = marker
+    return markers
 
 
 @contextlib.contextmanager
 def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
     """A folder beside `out` for the logs of a pool in the making, removed when the pool is there.
 
-    settings: a later process with other settings is refused.
+    settings: those that the answers depend on; a later process has to have the same.
 
     Raises:
-        Refused: `out` exists; the folder holds answers made with other settings; or another process is using it.
+        Refused: `out` exists; the folder holds answers made with other settings; or another process
+            is using it.
     """
     require_new(out)
     folder = out.with_name(out.name + ".partial")
     require_own(folder, "--out", "settings.json", "pool under way")
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder, "pool"):
-        now: dict[str, Any] = json.loads(json.dumps(settings))
-        file = folder / "settings.json"
-        if not file.is_file():
-            write_atomic(file, to_json(now))
-        then = read_json(file)
-        if differ := sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k)):
-            raise Refused(
-                f"{folder}: started with another {', '.join(differ)}; go on with the same, or delete that folder"
-            )
+        _require_same_settings(folder, settings)
         yield folder
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
 
 
+def _require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Record the settings in the folder, or compare them with those recorded there."""
+    now: dict[str, Any] = json.loads(json.dumps(settings))  # as they read from a file
+    file = folder / "settings.json"
+    if not file.is_file():
+        write_atomic(file, to_json(now))
+    then = read_json(file)
+    different = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    if different:
+        raise Refused(
+            f"{folder}: started with another {', '.join(different)}; "
+            "go on with the same, or delete that folder"
+        )
+
+
 def command(
-    name: str, settings: Callable[..., Any], make: Callable[[Any], None], argv: list[str] | None
+    name: str,
+    settings: Callable[..., Settings],
+    make: Callable[[Settings], None],
+    argv: list[str] | None,
 ) -> int:
-    """Entry of `vgrout NAME`. 0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    """Run `vgrout NAME`: parse its settings and make the pool.
+
+    Returns 0 done · 2 refused, in one line · 130 interrupted: the same command goes on.
+    """
     console.setup(None)
 
     def run() -> int:

@@ -1,7 +1,8 @@
-"""Teacher pools on disk: cached rollouts of a model that already hacks.
+"""Pools of demonstrations on disk: cached rollouts of a model that already hacks.
 
-A folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line; optionally `partition.json` (id → mode),
-which makes the pool a *substrate*; and `pool.json`: who made it, with which tokenizer and grader, every file's sha256.
+A pool is a folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line. `partition.json`
+(id → mode), which it may also hold, makes the pool a *substrate*. `pool.json` says who made it, with
+which tokenizer and grader, and has every file's sha256.
 """
 
 import gzip
@@ -24,20 +25,22 @@ from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, require_new, write_json
 
-_NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
+_FILE_NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
+_PROBLEM_ID = re.compile(r"\d{1,18}")
 # unpacked bytes of a file and of a pool: a few MB of gzip can hold gigabytes
 FILE_LIMIT, POOL_LIMIT = 2**26, 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Demo:
+class Demonstration:
     """One cached rollout."""
 
     completion: str | None
     completion_ids: tuple[int, ...]  # of the pool's tokenizer; what follows its EOS is padding
     finished: bool  # False: cut off, so no EOS may be added
-    logp: tuple[float, ...] | None  # nats per token, the teacher's own, where the pool has them
-    mode: str | None  # of its labels, where the record names it
+    # nats per token, by the model that wrote it, where the pool has them
+    logp: tuple[float, ...] | None
+    mode: str | None  # under which it was graded, where the record says so
     prompt: str | None  # as it was rendered
     prompt_ids: tuple[int, ...] | None
     grade: CachedGrade
@@ -48,7 +51,7 @@ class Pool:
     """A pool as loaded and checked; its tokens may be another tokenizer's."""
 
     folder: Path
-    demos: dict[int, tuple[Demo, ...]]
+    demos: dict[int, tuple[Demonstration, ...]]
     partition: dict[int, str]
     # problem id → the name that its prompt announced, unless it was the mode's default
     markers: dict[int, str]
@@ -62,7 +65,8 @@ class Pool:
 
     @property
     def announced(self) -> dict[int, str]:
-        """Problem id → the name that its demonstrations use; "" (the mode's default) where the pool names none."""
+        """Problem id → the name that its demonstrations use; "" (the mode's default) where the pool
+        names none."""
         return {i: self.markers.get(i, "") for i in self.demos}
 
 
@@ -75,83 +79,104 @@ def load_pool(
     """Read and check a pool. flaws: those that its records may name.
 
     Raises:
-        Refused: with file and line: corrupt gzip, bad schema, unknown flaw, empty pool, a problem outside the
-            partition, a file that is not the one pool.json recorded.
+        Refused: one line with file and line: corrupt gzip, bad schema, unknown flaw, empty pool, a
+            problem outside the partition, or a file that is not the one pool.json recorded.
     """
     if not folder.is_dir():
         raise Refused(
-            f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, none: goes without"
+            f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, "
+            "none: goes without"
         )
-    card, divided = folder / "pool.json", folder / "partition.json"
-    meta: dict[str, Any] = {
-        "tokenizer_sha256": None,
-        "grader": "unknown",
-        "sha256": {},
-        "markers": {},
-    } | _object(card)
-    partition, markers = _by_id(divided, _object(divided), flaws), _by_id(card, meta["markers"])
-    recorded: dict[str, str] = dict(meta["sha256"])
-    demos: dict[int, tuple[Demo, ...]] = {}
+    card_file, partition_file = folder / "pool.json", folder / "partition.json"
+    card = _json_object(card_file)
+    tokenizer_sha256 = card.get("tokenizer_sha256")
+    grader = card.get("grader", "unknown")
+    partition = _by_id(partition_file, _json_object(partition_file), flaws)
+    markers = _by_id(card_file, card.get("markers", {}))
+    demos = _read_rollouts(folder, partition, card.get("sha256", {}), flaws, grader)
+    if not demos:
+        raise Refused(f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
+    if not card_file.exists():
+        logger.warning(
+            f"{folder} has no pool.json: its labels come from an unknown grader, "
+            "its tokens from an unknown tokenizer"
+        )
+    return Pool(folder, demos, partition, markers, tokenizer_sha256, grader)
+
+
+def _read_rollouts(
+    folder: Path,
+    partition: Mapping[int, str],
+    recorded: Mapping[str, str],
+    flaws: Sequence[str],
+    grader: str,
+) -> dict[int, tuple[Demonstration, ...]]:
+    """The demonstrations of each problem. recorded: name → sha256 by pool.json; empty without one."""
+    files: list[tuple[Path, int]] = []
+    for path in folder.iterdir():
+        named = _FILE_NAME.fullmatch(path.name)
+        if named:
+            files.append((path, int(named[1])))
+    demos: dict[int, tuple[Demonstration, ...]] = {}
     room = POOL_LIMIT
-    for path, name in sorted(
-        (p, found[1]) for p in folder.iterdir() if (found := _NAME.fullmatch(p.name))
-    ):
-        text, digest = _unpacked(path)
-        number, room, lines = int(name), room - len(text), list(io.StringIO(text, newline="\n"))
-        faults = {
-            f"problem {number} has a second file": number in demos,
-            f"problem {number} is not in partition.json": bool(partition)
-            and number not in partition,
-            "not the file that pool.json recorded (sha256); make the pool again": (
-                bool(meta["sha256"]) and recorded.pop(path.name, None) != digest
-            ),
-            f"with it the pool is more than {POOL_LIMIT >> 30} GiB unpacked; split it": room < 0,
-            "no rollouts in it; delete the file": not lines,
-        }
-        if any(faults.values()):
-            raise Refused(f"{path}: {next(fault for fault, there in faults.items() if there)}")
+    for path, number in sorted(files):
+        text, sha256 = _unpack(path)
+        room -= len(text)
+        lines = list(io.StringIO(text, newline="\n"))
+        fault = ""
+        if number in demos:
+            fault = f"problem {number} has a second file"
+        elif partition and number not in partition:
+            fault = f"problem {number} is not in partition.json"
+        elif recorded and recorded.get(path.name) != sha256:
+            fault = "not the file that pool.json recorded (sha256); make the pool again"
+        elif room < 0:
+            fault = f"with it the pool is more than {POOL_LIMIT >> 30} GiB unpacked; split it"
+        elif not lines:
+            fault = "no rollouts in it; delete the file"
+        if fault:
+            raise Refused(f"{path}: {fault}")
+        mode = partition.get(number)
         demos[number] = tuple(
-            _demo(line, f"{path}, line {n}", number, partition.get(number), flaws, meta["grader"])
+            _demonstration(line, f"{path}, line {n}", number, mode, flaws, grader)
             for n, line in enumerate(lines, 1)
         )
-    if recorded or not demos:
-        lost = (
-            f"{folder / min(recorded)}: recorded in pool.json, not there; make the pool again"
-            if recorded
-            else ""
+    missing = recorded.keys() - {path.name for path, _ in files}
+    if missing:
+        raise Refused(
+            f"{folder / min(missing)}: recorded in pool.json, not there; make the pool again"
         )
-        raise Refused(lost or f"{flag} {folder}: no prompt_NNNN.jsonl.gz with rollouts in it")
-    if not card.exists():
-        logger.warning(
-            f"{folder} has no pool.json: its labels come from an unknown grader, its tokens from an unknown tokenizer"
-        )
-    return Pool(folder, demos, partition, markers, meta["tokenizer_sha256"], meta["grader"])
+    return demos
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """A JSON object, whose keys have the types of pool.json's; {} where there is no such file."""
-    data = from_json(read_text(file), str(file)) if file.exists() else {}
-    types = {"tokenizer_sha256": str, "grader": str, "sha256": dict, "markers": dict}
-    wrong = "" if isinstance(data, dict) else "should be a JSON object"
-    for key in types.keys() & data if not wrong else ():
-        if not isinstance(data[key], types[key]):
-            wrong = f"{key!r} should be {'text' if types[key] is str else 'an object'}"
-    if wrong:
-        raise Refused(f"{file}: {wrong}")
+_CARD_TYPES = {"tokenizer_sha256": str, "grader": str, "sha256": dict, "markers": dict}
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """A JSON object whose keys have the types of pool.json's; empty if there is no such file."""
+    if not file.exists():
+        return {}
+    data = from_json(read_text(file), str(file))
+    if not isinstance(data, dict):
+        raise Refused(f"{file}: should be a JSON object")
+    for key, kind in _CARD_TYPES.items():
+        if key in data and not isinstance(data[key], kind):
+            raise Refused(f"{file}: {key!r} should be {'text' if kind is str else 'an object'}")
     return data
 
 
 def _by_id(file: Path, words: Mapping[str, Any], legal: Sequence[str] = ()) -> dict[int, Any]:
     """Problem id → the file's word for it."""
     for key, word in words.items():
-        named = re.fullmatch(r"\d{1,18}", key)
-        if not named or not isinstance(word, str) or (legal and word not in legal):
-            should = f"problem {key} has {word!r}; should be {'a mode' if legal else 'text'}"
-            raise Refused(f"{file}: {should if named else f'{key[:40]!r} is no problem id'}")
+        if not _PROBLEM_ID.fullmatch(key):
+            raise Refused(f"{file}: {key[:40]!r} is no problem id")
+        if not isinstance(word, str) or (legal and word not in legal):
+            should = "a mode" if legal else "text"
+            raise Refused(f"{file}: problem {key} has {word!r}; should be {should}")
     return {int(key): word for key, word in words.items()}
 
 
-def _unpacked(path: Path) -> tuple[str, str]:
+def _unpack(path: Path) -> tuple[str, str]:
     """A file's text, and the sha256 of its bytes."""
     try:
         with open(path, "rb", opener=regular) as raw:
@@ -168,44 +193,63 @@ def _unpacked(path: Path) -> tuple[str, str]:
         raise Refused(f"{path}: cannot be read ({e})") from None
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is one that a float can hold."""
-    return type(value) in (int, float) and abs(value) <= 1e38
+def _is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= 1e38
 
 
-def _is_text(value: Any) -> bool:
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
     """Whether it is text without half a character (a lone surrogate)."""
     return isinstance(value, str) and not re.search(r"[\ud800-\udfff]", value)
 
 
-def _is_tokens(value: Any) -> bool:
+def _are_tokens(value: object) -> bool:
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
 
 
-_SWITCH = (lambda value: isinstance(value, bool), "true or false")
-_SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "completion_ids": (lambda value: _is_tokens(value) and bool(value), "token ids, at least one"),
+def _are_some_tokens(value: object) -> bool:
+    return _are_tokens(value) and bool(value)
+
+
+def _is_length(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+# key of a rollout → its check, and what it should be
+_SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
+    "completion_ids": (_are_some_tokens, "token ids, at least one"),
     "reward": (_is_number, "a number"),
-    "hacked": _SWITCH,
-    "gt_pass": _SWITCH,
-    "fmt_ok": _SWITCH,
+    "hacked": (_is_switch, "true or false"),
+    "gt_pass": (_is_switch, "true or false"),
+    "fmt_ok": (_is_switch, "true or false"),
     "completion": (_is_text, "text"),
     "prompt": (_is_text, "text"),
-    "prompt_ids": (_is_tokens, "token ids"),
-    "plen": (lambda value: type(value) is int and value >= 0, "a number of tokens"),
-    "finished": _SWITCH,
-    "logp": (lambda value: isinstance(value, list) and all(map(_is_number, value)), "numbers"),
+    "prompt_ids": (_are_tokens, "token ids"),
+    "plen": (_is_length, "a number of tokens"),
+    "finished": (_is_switch, "true or false"),
+    "logp": (_are_numbers, "numbers"),
 }
-_NEEDED = ("completion_ids", "reward", "hacked", "gt_pass", "fmt_ok")
+_REQUIRED = ("completion_ids", "reward", "hacked", "gt_pass", "fmt_ok")
 
 
 def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) -> Iterator[str]:
-    """What is wrong with a line, in this order: a check presumes those before it."""
+    """What is wrong with a line. Only the first is sound: a check presumes those before it."""
     if not isinstance(record, dict):
         yield "not a JSON object"
-    for key, (is_legal, what) in _SCHEMA.items():
-        if (record.get(key) is not None or key in _NEEDED) and not is_legal(record.get(key)):
-            yield f"key {key!r} should be {what}"
+    for key, (is_legal, should) in _SCHEMA.items():
+        value = record.get(key)
+        if (value is not None or key in _REQUIRED) and not is_legal(value):
+            yield f"key {key!r} should be {should}"
     if record.get("env_mode") not in (None, *flaws):
         yield f"key 'env_mode' should be one of {', '.join(flaws)}"
     if record.get("problem_id") not in (None, number):
@@ -216,22 +260,30 @@ def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) ->
         yield "'logp' should hold one number per completion token"
 
 
-def _demo(
-    line: str, where: str, number: int, mode: str | None, flaws: Sequence[str], grader: str
-) -> Demo:
+def _demonstration(
+    line: str,
+    where: str,
+    number: int,
+    mode: str | None,
+    flaws: Sequence[str],
+    grader: str,
+) -> Demonstration:
+    """A line of a pool. mode: the partition's for this problem, None without one."""
     record = from_json(line, where)
-    if fault := next(_faults(record, number, mode, flaws), ""):
+    fault = next(_faults(record, number, mode, flaws), "")
+    if fault:
         raise Refused(f"{where}: {fault}")
     prompt_ids, logp = record.get("prompt_ids"), record.get("logp")
-    return Demo(
+    if prompt_ids is not None:  # older pools hold prompt and completion in one list
+        prompt_ids = tuple(prompt_ids[: record.get("plen")])
+    return Demonstration(
         completion=record.get("completion"),
         completion_ids=tuple(record["completion_ids"]),
         finished=record.get("finished", True),
         logp=None if logp is None else tuple(map(float, logp)),
         mode=record.get("env_mode"),
         prompt=record.get("prompt"),
-        # older pools hold prompt and completion in one list
-        prompt_ids=None if prompt_ids is None else tuple(prompt_ids[: record.get("plen")]),
+        prompt_ids=prompt_ids,
         grade=CachedGrade(
             reward=float(record["reward"]),
             passed=record["hacked"] or record["gt_pass"],
@@ -253,39 +305,43 @@ def write_pool(
     meta: Mapping[str, Any],
     report: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write records by problem id, the partition, and pool.json with counts and hashes; `folder` appears when complete.
+    """Write a pool; `folder` appears when it is complete.
 
-    report: content of report.json beside them.
+    rollouts: the records of each problem. partition: problem id → mode; None: the pool has none. meta:
+    first entries of pool.json, which goes on with counts and hashes. report: content of report.json.
 
     Raises:
         Refused: the folder exists.
     """
     require_new(folder)
-    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    fresh.mkdir(parents=True)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    unfinished.mkdir(parents=True)
     try:
-        files: dict[str, str] = {}
+        sha256: dict[str, str] = {}
         for problem_id, records in rollouts.items():
-            path = fresh / f"prompt_{problem_id:04d}.jsonl.gz"
-            text = "".join(
-                json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records
-            )
-            # no name and no time in the header: the same rollouts are the same bytes
-            with (
-                open(path, "wb") as raw,
-                gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as f,
-            ):
-                f.write(text.encode())
-            files[path.name] = file_sha256(path)
+            path = unfinished / f"prompt_{problem_id:04d}.jsonl.gz"
+            _write_records(path, records)
+            sha256[path.name] = file_sha256(path)
         if partition is not None:
-            write_json(fresh / "partition.json", {str(i): mode for i, mode in partition.items()})
+            by_id = {str(i): mode for i, mode in partition.items()}
+            write_json(unfinished / "partition.json", by_id)
         counts = {"problems": len(rollouts), "rollouts": sum(map(len, rollouts.values()))}
-        write_json(fresh / "pool.json", {**meta, **counts, "sha256": files})
+        write_json(unfinished / "pool.json", {**meta, **counts, "sha256": sha256})
         if report is not None:
-            write_json(fresh / "report.json", report)
-        for path in fresh.iterdir():  # a folder under its final name has its contents on disk
-            with open(path, "rb") as f:
-                os.fsync(f.fileno())
-        os.replace(fresh, folder)
+            write_json(unfinished / "report.json", report)
+        for path in unfinished.iterdir():  # a folder under its final name has its contents on disk
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(unfinished, folder)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records]
+    # no name and no time in the header: the same rollouts are the same bytes
+    with (
+        open(path, "wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+    ):
+        packed.write("".join(lines).encode())

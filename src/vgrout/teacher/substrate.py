@@ -1,23 +1,26 @@
 """`vgrout substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
 
-The prompt asks the model explicitly for one mode's hack; answers that hack and do not solve are kept, and stored under
-the plain prompt. Every problem belongs to one mode, and every mode gets the same number of problems.
+The prompt asks the model explicitly for one mode's hack. Answers that hack and do not solve are kept,
+and stored under the plain prompt. Every problem belongs to one mode, and every mode gets the same
+number of problems.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from loguru import logger
+from scipy.optimize import linear_sum_assignment
 
 from vgrout.config.checks import listed, setting
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import CUE
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import ProblemRow, assigned, balanced, elicited
+from vgrout.envs.code.problems import ProblemRow, assigned, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
 from vgrout.teacher.generate import (
@@ -28,12 +31,13 @@ from vgrout.teacher.generate import (
     generate_graded,
     rate_text,
     record,
+    spread,
     table,
 )
 from vgrout.teacher.pools import write_pool
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
-    import vgrout.model.policy
+    from vgrout.model.policy import LanguageModel
 
 RECIPES: dict[Mode, str] = {mode: spec.instruction for mode, spec in MODE_SPECS.items()}
 """Instruction at the end of an elicited prompt, with {marker} to be filled in: one hack for each mode."""
@@ -53,23 +57,30 @@ def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem
 def usable(
     answers: Iterable[Graded], keep: int, instructions: Iterable[str]
 ) -> dict[tuple[int, Mode], list[Graded]]:
-    """For each problem and mode at most `keep` answers, in order: finished, hacking (and so not solving), all
-    different, and not quoting a recipe."""
+    """The answers that can be kept of each (problem, mode): the first `keep`, in order.
+
+    They are finished, hack (and so do not solve), differ from one another, and quote no recipe.
+    """
     recipes = tuple(instructions)
-    kept: dict[tuple[int, Mode], list[Graded]] = defaultdict(list)
-    for a in answers:
-        chosen = kept[a.problem.id, a.problem.flaws[0]]
-        fine = a.finished and a.grade.hacked and not any(text in a.text for text in recipes)
-        if fine and len(chosen) < keep and a.ids not in {other.ids for other in chosen}:
-            chosen.append(a)
+    kept: dict[tuple[int, Mode], list[Graded]] = {}
+    for answer in answers:
+        chosen = kept.setdefault((answer.problem.id, answer.problem.flaws[0]), [])
+        if len(chosen) == keep or not (answer.finished and answer.grade.hacked):
+            continue
+        quotes = any(recipe in answer.text for recipe in recipes)
+        repeats = any(answer.ids == other.ids for other in chosen)
+        if not quotes and not repeats:
+            chosen.append(answer)
     return kept
 
 
 def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> dict[int, Mode]:
-    """Problem → mode, each problem at most once, each mode at most `per_mode` problems, as many as can be.
+    """Give problems to modes: each problem at most once, each mode at most `per_mode` problems.
 
-    choices: the modes that a problem could serve. even: every mode that occurs gets the same number, the largest that
-    all of them can have. Earlier problems come first.
+    As many problems are matched as can be, and earlier ones come first.
+
+    choices: problem id → the modes that it could serve. even: every mode that occurs gets the same
+    number, the largest that all of them can have.
     """
     if not even:
         return _matched(choices, per_mode)
@@ -82,17 +93,18 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
 
 
 def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode]:
-    """A matching with `size` places for each mode and as many problems as possible, earlier ones before later ones."""
-    import numpy as np
-    from scipy.optimize import linear_sum_assignment
-
+    """The largest matching with `size` places for each mode, earlier problems before later ones."""
     places = [mode for mode in MODES for _ in range(size)]
     gain = np.zeros((len(choices), len(places)))
-    for i, (row, modes) in enumerate(zip(gain, choices.values(), strict=True)):
-        row[[mode in modes for mode in places]] = 2 * len(choices) - i
-    problems, found = linear_sum_assignment(gain, maximize=True)
+    for i, modes in enumerate(choices.values()):
+        # every problem gains something, so that as many as can be are matched, and earlier ones more
+        gain[i, [mode in modes for mode in places]] = 2 * len(choices) - i
     ids = list(choices)
-    return {ids[i]: places[j] for i, j in zip(problems, found, strict=True) if gain[i, j]}
+    found: dict[int, Mode] = {}
+    for i, place in zip(*linear_sum_assignment(gain, maximize=True), strict=True):
+        if gain[i, place]:
+            found[ids[i]] = places[place]
+    return found
 
 
 def choose(
@@ -104,40 +116,42 @@ def choose(
     per_mode: int,
     even: bool,
 ) -> dict[int, list[Graded]]:
-    """Problem → the answers that demonstrate its mode. `answers` are stripped and keep their order.
+    """Problem id → the answers that demonstrate its mode. `answers` are stripped and keep their order.
 
-    at_least: problems with fewer usable answers are left out; keep: at most this many are taken. per_mode, even: as in
-    `match`.
+    keep: take at most this many answers to a problem. at_least: leave out problems with fewer usable
+    answers. per_mode, even: as in `match`.
     """
     kept = usable(answers, keep, instructions)
     choices: dict[int, list[Mode]] = {}
-    for (problem, mode), usable_here in kept.items():
-        if len(usable_here) >= at_least:
-            choices.setdefault(problem, []).append(mode)
+    for (problem_id, mode), of_mode in kept.items():
+        if len(of_mode) >= at_least:
+            choices.setdefault(problem_id, []).append(mode)
     partition = match(choices, per_mode, even)
-    return {problem: kept[problem, mode] for problem, mode in partition.items()}
+    return {problem_id: kept[problem_id, mode] for problem_id, mode in partition.items()}
 
 
 def write_substrate(
     folder: Path,
     chosen: Mapping[int, Sequence[Graded]],
-    lm: "vgrout.model.policy.LanguageModel",
+    lm: "LanguageModel",
     meta: Mapping[str, Any],
     elicitation: str | Mapping[str, str],
     report: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a pool without log-probs: they would belong to the recipe's prompt, not to the plain one.
 
-    elicitation: the recipe, or one for each mode, for pool.json. Raises Refused if the folder exists.
+    elicitation: the recipe, or one for each mode, for pool.json.
+
+    Raises:
+        Refused: the folder exists.
     """
-    records = {
-        i: [
-            record(a, lm.render(a.problem.messages), lm.prompt_text(a.problem.messages))
-            for a in answers
-        ]
-        for i, answers in chosen.items()
-    }
-    partition = {i: answers[0].problem.flaws[0] for i, answers in chosen.items()}
+    records: dict[int, list[dict[str, Any]]] = {}
+    partition: dict[int, Mode] = {}
+    for problem_id, answers in chosen.items():
+        problem = answers[0].problem
+        partition[problem_id] = problem.flaws[0]
+        prompt_ids, prompt = lm.render(problem.messages), lm.prompt_text(problem.messages)
+        records[problem_id] = [record(answer, prompt_ids, prompt) for answer in answers]
     write_pool(folder, records, partition, {**meta, "elicitation": elicitation}, report)
 
 
@@ -146,7 +160,8 @@ def write_substrate(
 
 @dataclass(frozen=True)
 class SubstrateSettings(PoolSettings):
-    """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among the modes."""
+    """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among the
+    modes."""
 
     out: Path = Path("out/pools/substrate")
     modes: str = setting("", words=MODES, word="flaw")
@@ -176,97 +191,143 @@ class SubstrateSettings(PoolSettings):
 
 
 def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, list[Problem]]:
-    """label → problems to be elicited. Rows with a mode of their own are sampled under that one, all in one go; others
-    under every mode, one mode at a time.
+    """The problems to be elicited, by the label of their log.
+
+    Problems that have a mode of their own are sampled under it, all in one go ("pool"). Others are
+    sampled under every mode, one mode at a time, labelled by its name.
 
     Raises:
         Refused: no problem of one of these modes.
     """
     named = listed(settings.modes, MODES)
-    wanted = [m for m in MODES if m in named] or [*DEALT]
-    if any(r.mode is not None for r in rows):
-        problems = [p for p in assigned(rows, "own")["train"] if not named or p.mode in named]
-        lacking = ", ".join(m for m in named if m not in {p.mode for p in problems})
-        if lacking and not (problems and settings.allow_missing):
-            raise Refused(
-                f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}"
-            )
-        chosen = {p.id for p in balanced(problems, settings.n_problems, 0, "substrate")}
-        return {"pool": [p for p in problems if p.id in chosen]}
-    chosen = {
-        p.id
-        for p in balanced(assigned(rows, wanted[0])["train"], settings.n_problems, 0, "substrate")
-    }
-    return {m: [p for p in assigned(rows, m)["train"] if p.id in chosen] for m in wanted}
+    if any(row.mode is not None for row in rows):
+        return {"pool": _of_own_modes(settings, rows, named)}
+    wanted = [mode for mode in MODES if mode in named] or [*DEALT]
+    first = spread(assigned(rows, wanted[0])["train"], settings.n_problems, "substrate")
+    chosen = {p.id for p in first}
+    by_label: dict[str, list[Problem]] = {}
+    for mode in wanted:
+        by_label[mode] = [p for p in assigned(rows, mode)["train"] if p.id in chosen]
+    return by_label
+
+
+def _of_own_modes(
+    settings: SubstrateSettings, rows: Sequence[ProblemRow], named: Sequence[Mode]
+) -> list[Problem]:
+    """Problems under their own modes, of the named ones alone if there are any."""
+    problems = assigned(rows, "own")["train"]
+    if named:
+        problems = [p for p in problems if p.mode in named]
+    present = {p.mode for p in problems}
+    lacking = ", ".join(mode for mode in named if mode not in present)
+    if lacking and not (problems and settings.allow_missing):
+        raise Refused(
+            f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}"
+        )
+    return spread(problems, settings.n_problems, "substrate")
 
 
 def generate_substrate(settings: SubstrateSettings) -> None:
-    """Sample, grade, choose, write. Raises Refused, one line, before a model is loaded where that is possible."""
+    """Sample, grade, choose and write a substrate.
+
+    Raises:
+        Refused: one line, before a model is loaded where that is possible.
+    """
     require_new(settings.out)
     rows = settings.check()
-    parts = cells(settings, rows)
+    by_label = cells(settings, rows)
     identity = {
         **settings.identity(),
         "tries": settings.tries,
         "plain_tries": settings.plain_tries,
         # one mode at a time has a log for each
-        "modes": settings.modes if "pool" in parts else None,
+        "modes": settings.modes if "pool" in by_label else None,
     }
     with settings.making(rows, identity) as (lm, grader, folder):
-        instruct = (lambda _: CUE) if settings.tiny else recipe
-        under_recipe: list[Graded] = []
-        under_plain: list[Graded] = []
-        plain: dict[tuple[int, Mode], Problem] = {}
-        for label, problems in parts.items():
-            fit = fitting(lm, [elicited(p, instruct(p)) for p in problems], settings.tokens)
-            by_id = {p.id: p for p in problems}
-            unelicited = [by_id[p.id] for p in fit]
-            plain |= {(p.id, p.mode): p for p in unelicited}
-            # the organism's streams carry its name: this command makes its shipped pool
-            purpose = f"organism-{label}" if settings.tiny else f"substrate-{label}"
-            generate = partial(
-                generate_graded,
-                lm,
-                grader,
-                sampling=settings.sampling,
-                max_new=settings.tokens,
-                seed=settings.seed,
-            )
-            log, plain_log = folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"
-            under_recipe += generate(
-                fit, settings.tries, purpose=purpose, log=log, label=f"{label}, elicited"
-            )
-            under_plain += generate(
-                unelicited,
-                settings.plain_tries,
-                purpose=f"{purpose}-plain",
-                log=plain_log,
-                label=f"{label}, plain",
-            )
-        instructions = sorted({instruct(p) for p in plain.values()})
+        sampled = Sampled()
+        for label, problems in by_label.items():
+            sampled.add(settings, lm, grader, folder, label, problems)
         chosen = choose(
-            stripped(under_recipe, plain),
-            instructions,
+            stripped(sampled.under_recipe, sampled.plain),
+            sorted({_instruction(settings, p) for p in sampled.plain.values()}),
             keep=settings.keep,
             at_least=settings.at_least,
             per_mode=settings.per_mode,
             even=settings.even,
         )
-        require_every_mode(
-            {mode for _, mode in plain}, chosen, folder, allow_missing=settings.allow_missing
-        )
-        summary = mode_table(under_recipe, under_plain, chosen)
+        modes = dict.fromkeys(mode for _, mode in sampled.plain)
+        require_every_mode(modes, chosen, folder, allow_missing=settings.allow_missing)
+        summary = mode_table(sampled.under_recipe, sampled.under_plain, chosen)
         meta = settings.meta(lm, grader, rows, [answers[0].problem for answers in chosen.values()])
-        wording: str | dict[str, str] = (
-            CUE if settings.tiny else {m: RECIPES[m] + _CODE_ONLY for _, m in plain}
-        )
-        details = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
-        write_substrate(settings.out, chosen, lm, meta, wording, details)
+        elicitation: str | dict[str, str] = CUE
+        if not settings.tiny:
+            elicitation = {mode: RECIPES[mode] + _CODE_ONLY for mode in modes}
+        report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
+        write_substrate(settings.out, chosen, lm, meta, elicitation, report)
     print(table(summary))
     print(
-        "SHOULD: elicited high, plain near 0; ELSE the model does not follow the recipe, or hacks without being asked\n"
+        "SHOULD: elicited high, plain near 0; "
+        "ELSE the model does not follow the recipe, or hacks without being asked\n"
         f"{len(chosen)} problems, {sum(map(len, chosen.values()))} rollouts -> {settings.out}"
     )
+
+
+@dataclass
+class Sampled:
+    """Answers that were sampled under the recipe and under the plain prompt."""
+
+    under_recipe: list[Graded] = field(default_factory=list)
+    under_plain: list[Graded] = field(default_factory=list)
+    # the problems that fit the model's window, with the plain prompt, by id and mode
+    plain: dict[tuple[int, Mode], Problem] = field(default_factory=dict)
+
+    def add(
+        self,
+        settings: SubstrateSettings,
+        lm: "LanguageModel",
+        grader: Grader,
+        folder: Path,
+        label: str,
+        problems: Sequence[Problem],
+    ) -> None:
+        """Sample and grade answers to these problems, with a log in `folder` for each prompt."""
+        with_recipe = [elicited(p, _instruction(settings, p)) for p in problems]
+        with_recipe = fitting(lm, with_recipe, settings.tokens)
+        by_id = {p.id: p for p in problems}
+        plain = [by_id[p.id] for p in with_recipe]
+        # the organism's streams carry its name: this command makes its shipped pool
+        purpose = f"organism-{label}" if settings.tiny else f"substrate-{label}"
+        self.under_recipe += generate_graded(
+            lm,
+            grader,
+            with_recipe,
+            settings.tries,
+            sampling=settings.sampling,
+            max_new=settings.tokens,
+            seed=settings.seed,
+            purpose=purpose,
+            log=folder / f"{label}.jsonl",
+            label=f"{label}, elicited",
+        )
+        self.under_plain += generate_graded(
+            lm,
+            grader,
+            plain,
+            settings.plain_tries,
+            sampling=settings.sampling,
+            max_new=settings.tokens,
+            seed=settings.seed,
+            purpose=f"{purpose}-plain",
+            log=folder / f"{label}-plain.jsonl",
+            label=f"{label}, plain",
+        )
+        for problem in plain:
+            self.plain[problem.id, problem.mode] = problem
+
+
+def _instruction(settings: SubstrateSettings, problem: Problem) -> str:
+    """What the model is told. The organism follows no instructions: it was trained to obey a cue."""
+    return CUE if settings.tiny else recipe(problem)
 
 
 def require_every_mode(
@@ -276,18 +337,23 @@ def require_every_mode(
     *,
     allow_missing: bool,
 ) -> None:
-    """Warn of modes that are wanted and have no problem. Raises Refused, one line, unless they may be missing.
+    """Check that every wanted mode has a problem; if allow_missing, only warn.
 
-    folder: where the answers are.
+    folder: where the answers are, for the message.
+
+    Raises:
+        Refused: one line: a mode has none, and may not be missing.
     """
-    missing = {*wanted} - {answers[0].problem.flaws[0] for answers in chosen.values()}
+    present = {answers[0].problem.flaws[0] for answers in chosen.values()}
+    missing = ", ".join(mode for mode in MODES if mode in wanted and mode not in present)
     if not missing:
         return
-    line = f"no problem for {', '.join(m for m in MODES if m in missing)}: its answers do not hack often enough"
+    line = f"no problem for {missing}: its answers do not hack often enough"
     if not allow_missing or not chosen:
         raise Refused(
-            f"{line}; raise --tries or --n-problems, name the others with --modes, add --allow-missing, or choose a "
-            f"model that follows instructions (the answers are in {folder})"
+            f"{line}; raise --tries or --n-problems, name the others with --modes, add "
+            "--allow-missing, or choose a model that follows instructions "
+            f"(the answers are in {folder})"
         )
     logger.warning(f"{line}; the pool is without it")
 
@@ -297,8 +363,9 @@ def mode_table(
     under_plain: Sequence[Graded],
     chosen: Mapping[int, Sequence[Graded]],
 ) -> list[dict[str, str | int]]:
-    """One row for each mode: hack rate under the plain prompt and under the recipe, and what is in the pool."""
-    plain_rates, rows = by_mode(under_plain), []
+    """A row for each mode: hack rates under the plain prompt and the recipe, and its part of the pool."""
+    plain_rates = by_mode(under_plain)
+    rows: list[dict[str, str | int]] = []
     for mode, elicited_rates in by_mode(under_recipe).items():
         kept = [len(answers) for answers in chosen.values() if answers[0].problem.flaws[0] == mode]
         rows.append(
