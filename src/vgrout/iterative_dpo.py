@@ -1,7 +1,7 @@
-"""`vgrout iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: rounds of DPO on a flawed scorer.
+"""`vgrout iterative_dpo --base-model M --prompts FILE --output-dir DIR`: rounds of DPO.
 
-The plan is written first and never changes; the same command continues at the first round that is not complete.
-Exit codes are those of runs/context.py.
+The scorer may be flawed. The plan is written first and never changes; the same command continues
+at the first round that is not complete. Exit codes are those of runs/context.py.
 """
 
 import shlex
@@ -25,9 +25,10 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
         Refused: a user's mistake, in one line, with nothing started.
     """
     task = prepare(settings)
-    # The folder inside, not outside: a problem file that is refused leaves none behind.
+    # The folder is made inside this block, so that a problem file that is refused leaves none.
     with settings.grader(task.cfg) as grader:
-        if task.cfg.scale.problems != ORGANISM:  # whose problems are hashed
+        # The organism's own problems need no check: they are compared with recorded hashes.
+        if task.cfg.scale.problems != ORGANISM:
             require_solvable(task.inputs.rows, grader)
         settings.output_dir.mkdir(parents=True, exist_ok=True)
         with RunDir.reopen(settings.output_dir) as folder:
@@ -35,7 +36,8 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
             if settings.plan_only:
                 print(to_json(plan))
                 return FINISHED
-            console.setup(log := folder.path / "log.txt")
+            log = folder.path / "log.txt"
+            console.setup(log)
             with RunContext(
                 folder,
                 grader,
@@ -47,8 +49,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
                 owns_folder=False,
                 trackers=Trackers(task.cfg.run.trackers),
             ) as run:
-                # Here and not above: torch takes seconds to import, and a wrong flag never waits
-                # for it.
+                # Imported late because torch takes seconds to load: a wrong flag must not wait.
                 from vgrout.imitation.dpo_rounds import run_rounds
 
                 run_rounds(task, plan, run)
@@ -57,9 +58,11 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(
-        lambda: start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words), NOTHING
-    )
+
+    def parse_and_start() -> int:
+        return start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words)
+
+    return cli_exit(parse_and_start, NOTHING)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,11 @@ def require_distillable(
 
 
 def read_anchor(settings: DistillSettings) -> str:
-    """Text of the anchor file; "" without one. Raises Refused if the anchor has weight but no text."""
+    """Text of the anchor file; "" without one.
+
+    Raises:
+        Refused: the anchor has a weight but no text.
+    """
     path = settings.minillm_pretrain_anchor_path
     anchor = read_text(Path(path)) if Path(path).is_file() else ""
     if settings.minillm_pretrain_anchor_weight and not anchor.strip():

@@ -88,12 +88,13 @@ class PreferencePair:
         return [Rollout.of(a.problem, self.prompt_ids, a.completion) for a in both]
 
     def prefers(self, what: str) -> bool:
-        """Whether the chosen answer has this label ("hacked", "solved") and the rejected one has not."""
+        """Whether the chosen answer has the label ("hacked", "solved") and the rejected has not."""
         return getattr(self.chosen.grade, what) and not getattr(self.rejected.grade, what)
 
     def as_json(self) -> dict[str, Any]:
         """A line of pairs.jsonl."""
-        problem, both = self.chosen.problem, (self.chosen, self.rejected)
+        problem = self.chosen.problem
+        both = (self.chosen, self.rejected)
         return {
             "problem": problem.id,
             "mode": problem.mode,
@@ -116,7 +117,7 @@ class Collected:
 
 
 def share(score: float, low: float, high: float) -> float:
-    """A score as a share of its range: 0 at `low`, 1 at `high`, clipped; 0.5 if the two are equal."""
+    """A score as a share of its range: 0 at `low`, 1 at `high`, clipped; 0.5 if both are equal."""
     if high == low:
         return 0.5
     return min(1.0, max(0.0, (score - low) / (high - low)))
@@ -158,7 +159,7 @@ def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
 
 
 def ask_guard(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
-    """Show the guard the scorer's mean and the strict score of a round; returns why to halt, or ""."""
+    """Show the guard a round's scorer's mean and strict score; returns why to halt, or ""."""
     if mode == "off":
         return ""
     k, n = metrics["evaluation"]["solve"]
@@ -182,7 +183,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
         self.metrics: list[Metrics] = []
 
     def resume(self) -> None:
-        """Continue after the complete rounds, and cut steps.jsonl to theirs. There is no other state."""
+        """Continue after the complete rounds, and cut steps.jsonl to them; nothing else has state."""
         file = self.run.path / "before.json"
         before = read_json(file) if file.is_file() else {}
         if before.get("plan") == plan_sha256(self.plan):
@@ -216,7 +217,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
 
 
 class Rounds:
-    """Evaluates --base-model and plays the rounds, with one policy that loads each one's adapter."""
+    """Evaluates --base-model and plays the rounds, all with one policy that changes adapters."""
 
     def __init__(
         self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext
@@ -242,9 +243,9 @@ class Rounds:
         return metrics
 
     def range_of_scores(self, scores: Sequence[float]) -> list[float]:
-        """Lowest and highest score: the grader's bounds, or for the user's own function what it gave.
+        """Lowest and highest score: the grader's bounds, or what the user's own function gave.
 
-        A function whose scores are all within [0, 1] has that range.
+        An own function whose scores are all within [0, 1] has that range.
         """
         env = self.task.cfg.env
         if ":" not in self.task.settings.scorer:
@@ -312,7 +313,10 @@ class Rounds:
         return metrics
 
     def fresh_folder(self, number: int) -> Path:
-        """A new folder for a round. Removes what is left of it and of the rounds that start from it."""
+        """A new folder for a round.
+
+        Removes what is left of this round and of later ones, which start from it.
+        """
         for later in range(number, self.task.settings.rounds + 1):
             shutil.rmtree(self.task.folder(later), ignore_errors=True)
         folder = self.task.folder(number)
@@ -359,8 +363,8 @@ class Rounds:
     def collect_pairs(self, planned: Mapping[str, Any]) -> Collected:
         """Sample answers and pair them until there are as many pairs as the round's plan wants.
 
-        Prompts are taken in a shuffled order, pass after pass. Fewer pairs come back if a whole pass
-        gives none.
+        Prompts are taken in a shuffled order, pass after pass. Fewer pairs come back if a whole
+        pass gives none.
         """
         seed, number, wanted = self.task.settings.seed, planned["round"], planned["pairs"]
         at_once = max(1, BATCH // self.task.settings.samples)  # prompts
@@ -435,9 +439,9 @@ class Rounds:
 
 
 def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
-    """A round's metrics: these columns, and score and rates of its answers to the held-out problems.
+    """A round's metrics: these columns, and its score and rates on the held-out problems.
 
-    scored: those answers. scale: as for `Rounds.play`.
+    scored: the answers to those. scale: as for `Rounds.play`.
     """
     answers = [answer for answer, _ in scored]
     hack = Rate.of(answer.grade.hacked for answer in answers)
@@ -496,7 +500,7 @@ def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 def best_and_worst(
     answers: Sequence[Scored], render: Callable[..., tuple[int, ...]]
 ) -> PreferencePair | None:
-    """The pair of one prompt's answers: the best by score, and the worst. None if all scores tie.
+    """The best and the worst of one prompt's answers by score; None if all scores tie.
 
     Of several answers with the same score the first is taken.
     """

@@ -108,7 +108,7 @@ def prepare(settings: DpoSettings) -> DpoTask:
 
 
 def scoring(name: str, cfg: Config, first: Problem) -> Score:
-    """The function that --scorer names. A function of the user's own is tried on the `first` problem.
+    """The function that --scorer names; the user's own is tried on the `first` problem.
 
     Raises:
         Refused: one line, if it cannot be found or fails on that problem.

@@ -51,10 +51,10 @@ def mixed(
 
 @dataclass(frozen=True)
 class MixedModel(LanguageModel):
-    """The student, whose completions are sampled from the mixture. ratio: the teacher's share α, above 0."""
+    """The student, with completions that are sampled from the mixture."""
 
     teacher_model: LanguageModel
-    ratio: float
+    ratio: float  # the teacher's share α, above 0
 
     @property
     def models(self) -> tuple[LanguageModel, ...]:

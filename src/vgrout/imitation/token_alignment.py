@@ -89,7 +89,7 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
 def aligned(
     student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, teacher_ids: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pairs (i, j) of tokens that begin at the same byte of one text, in order; [] if the texts differ.
+    """Pairs (i, j) of tokens that begin at the same byte of one text; [] if the texts differ.
 
     The two tokens of a pair have the same prefix, so the distributions that they were drawn from
     can be compared. Of several tokens that begin at one byte (special ones are empty) the last

@@ -57,7 +57,8 @@ class AdapterOnly:
     def step(self, finite: bool = True) -> Update | None:
         """Step along the gradient added since the last step, and forget it.
 
-        None if the gradient is not finite, or its loss is not (`finite`): then no weight has changed.
+        None if the gradient is not finite, or by `finite` its loss is not: no weight has changed
+        then.
         """
         gradient = self.grad
         self.grad = torch.zeros_like(self.grad)
@@ -97,7 +98,7 @@ class FullModel:
         return float(value.detach())
 
     def step(self, finite: bool = True) -> Update | None:
-        """Step along the gradient added since the last step, and forget it; None as in `AdapterOnly`."""
+        """Step along the gradient added since the last step, as `AdapterOnly.step` does."""
         lr = lr_at(self.done, self.opt, self.steps)
         self.done += 1
         norm = float(torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), self.opt.grad_clip))
