@@ -208,7 +208,7 @@ class EchoTrap(Tracker):
 
 @dataclass
 class AdvantageCollapse(Tracker):
-    """Reads the share of the last steps' groups that give no gradient: all their rewards are equal."""
+    """Reads the share of groups, over the last steps, whose rewards are equal: no gradient."""
 
     STATE = ("dead", "groups")
     bands: Bands = DEAD_BANDS
