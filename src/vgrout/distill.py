@@ -1,7 +1,8 @@
-"""Distillation of a teacher, which may hack, into a student: `vgrout distill --teacher MODEL_OR_RUN`.
+"""`vgrout distill --teacher MODEL_OR_RUN`: distil a teacher, which may hack, into a student.
 
-Student = base + δS (`--full`: all weights). MiniLLM (arXiv 2306.08543) or, across tokenizers, ULD (arXiv 2402.12030).
-Exit codes are those of runs/context.py.
+The student is a base model with an adapter δS; with `--full` all its weights are trained. The
+methods are MiniLLM (arXiv 2306.08543) and, across tokenizers, ULD (arXiv 2402.12030). Exit codes
+are those of runs/context.py.
 """
 
 import sys
@@ -16,7 +17,7 @@ from vgrout.tracking import Trackers
 
 
 def start(requested: DistillSettings) -> int:
-    """Check, then distil. Returns the exit code.
+    """Check the settings and files, then distil. Returns the exit code.
 
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
@@ -37,10 +38,11 @@ def start(requested: DistillSettings) -> int:
         with RunContext.begin(
             "distill", path, settings.run_id, grader, root=ROOT, record=record, trackers=trackers
         ) as run:
-            given = f"--teacher {settings.teacher} · --student {settings.student} · seed {settings.seed}"
-            run.announce(f"distillation ({settings.method}): {given} · {settings.steps} steps")
-            # Here and not above: torch takes seconds to import, and a wrong flag never waits for
-            # it.
+            run.announce(
+                f"distillation ({settings.method}): --teacher {settings.teacher} · "
+                f"--student {settings.student} · seed {settings.seed} · {settings.steps} steps"
+            )
+            # Imported late because torch takes seconds to load: a wrong flag must not wait for it.
             from vgrout.imitation.distill_loop import distil
 
             distil(task, run)
@@ -49,9 +51,12 @@ def start(requested: DistillSettings) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(
-        lambda: start(parse_args(DistillSettings, words, "vgrout distill").typed(words)), NOTHING
-    )
+
+    def parse_and_start() -> int:
+        settings = parse_args(DistillSettings, words, "vgrout distill")
+        return start(settings.typed(words))
+
+    return cli_exit(parse_and_start, NOTHING)
 
 
 if __name__ == "__main__":

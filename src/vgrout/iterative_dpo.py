@@ -1,7 +1,7 @@
-"""`vgrout iterative_dpo --base-model M --prompts FILE --output-dir DIR …`: rounds of DPO on a flawed scorer.
+"""`vgrout iterative_dpo --base-model M --prompts FILE --output-dir DIR`: rounds of DPO.
 
-The plan is written first and never changes; the same command continues at the first round that is not complete.
-Exit codes are those of runs/context.py.
+The scorer may be flawed. The plan is written first and never changes; the same command continues
+at the first round that is not complete. Exit codes are those of runs/context.py.
 """
 
 import shlex
@@ -24,7 +24,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
         Refused: a user's mistake, in one line, with nothing started.
     """
     task = prepare(settings)
-    # The folder inside, not outside: a problem file that is refused leaves none behind.
+    # The folder is made inside this block, so that a problem file that is refused leaves none.
     workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
     with task.inputs.environment.grader(workers, retries) as grader:
         task.inputs.environment.check(grader)
@@ -34,7 +34,8 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
             if settings.plan_only:
                 print(to_json(plan))
                 return FINISHED
-            console.setup(log := folder.path / "log.txt")
+            log = folder.path / "log.txt"
+            console.setup(log)
             with RunContext(
                 folder,
                 grader,
@@ -46,8 +47,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
                 owns_folder=False,
                 trackers=Trackers(task.cfg.run.trackers),
             ) as run:
-                # Here and not above: torch takes seconds to import, and a wrong flag never waits
-                # for it.
+                # Imported late because torch takes seconds to load: a wrong flag must not wait.
                 from vgrout.imitation.dpo_rounds import run_rounds
 
                 run_rounds(task, plan, run)
@@ -56,9 +56,11 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    return cli_exit(
-        lambda: start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words), NOTHING
-    )
+
+    def parse_and_start() -> int:
+        return start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words)
+
+    return cli_exit(parse_and_start, NOTHING)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""The loop of distillation: answers → loss against the teacher → step → row. Evaluates like the trainer."""
+"""The training loop of distillation: sample answers, compare student and teacher, step, record.
+
+Student and teacher are evaluated before the first step, the student again as the trainer is: during
+training on validation problems, at the end on test problems.
+"""
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from loguru import logger
@@ -16,7 +20,7 @@ from vgrout.errors import Diverged
 from vgrout.files import read_json, to_json
 from vgrout.guard.detectors import diverged
 from vgrout.heldout import answers
-from vgrout.imitation.distill_methods import METHODS
+from vgrout.imitation.distill_methods import METHODS, StepLosses
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.trainable import (
     AdapterOnly,
@@ -29,6 +33,7 @@ from vgrout.imitation.trainable import (
 from vgrout.metrics import Eval, Rate
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
+from vgrout.optim import Update
 from vgrout.rng import torch_stream
 from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.context import RunContext
@@ -75,133 +80,239 @@ class DistillRow(Columns):
 
 
 def distil(task: DistillTask, run: RunContext) -> None:
-    """Evaluate student and teacher, take every remaining step, evaluate the student again, and report.
+    """Evaluate student and teacher, take the remaining steps, evaluate the student, and report.
 
     Raises:
-        Refused: before the first step, models that do not fit each other, or that the resumed run did not have.
+        Refused: before the first step, if the models do not fit each other, or are not those that
+            the resumed run had.
         Interrupted, Diverged: with the run directory up to date.
     """
-    settings, cfg, clock = task.settings, task.cfg, run.clock
-    seed, max_new, steps = cfg.run.seed, cfg.scale.max_new, cfg.scale.steps
-    logger.debug(f"{to_json(task.plan())}\n{run.grader.description}")
-    device, dtype = device_and_dtype(cfg)
-    student = load_source(task.student, "--student", device, dtype, adapter=not settings.full)
-    teacher = load_source(task.teacher, "--teacher", device, dtype)
-    budget = budget_of(cfg, student, beside=task.teacher.numbers, full=settings.full)
-    student, teacher = replace(student, budget=budget), replace(teacher, budget=budget)
-    assert settings.method
-    method = METHODS[settings.method](task, student, teacher)
-    problems = task.inputs.splits(cfg, student, teacher)
-    learner = (FullModel if settings.full else AdapterOnly)(student, cfg.opt, steps)
-    recorder = DistillRecorder(task, run, learner)
-    recorder.open(
-        {
-            "hashes": model_hashes(student=student, teacher=teacher),
-            "models": {"student": task.student.identity(), "teacher": task.teacher.identity()},
-            **run.stamp,
-        },
-        {settings.method} | ({"anchor"} if task.anchor else set()),
-    )
+    distillation = Distillation(task, run)
+    before = distillation.evaluate_before()
+    recorder = distillation.recorder
+    for step in run.steps(range(len(recorder.rows), task.cfg.scale.steps)):
+        distillation.take_step(step)
+    recorder.report(distillation.evaluate_after(before))
 
-    def final(name: str, lm: LanguageModel, on: Sequence[Task]) -> dict[str, Any]:
-        """One side of the final evaluation, with the same noise for all sides."""
-        with clock(f"evaluation, {name}"):
-            return Eval.of(
-                answers(lm, run.grader, on, cfg.eval.final_samples, cfg, steps, "final"),
-                problems.flaws,
-            ).as_json()
 
-    test = problems.balanced("test", cfg.eval.final_n_prompts)
-    val = problems.balanced("val", cfg.eval.eval_n_prompts)
-    before = run.path / "before.json"  # written once per run
-    if not before.is_file():
-        logger.info("evaluating student and teacher on held-out problems …")
-        run.dir.write_json(
-            before.name,
-            {k: final(k, lm, test) for k, lm in (("start", student), ("teacher", teacher))},
+class Distillation:
+    """The models, problems and files of one run of distillation, and what is done with them."""
+
+    def __init__(self, task: DistillTask, run: RunContext) -> None:
+        """Load the models and open the run's files; on a resume, restore the last checkpoint."""
+        settings, cfg = task.settings, task.cfg
+        self.task, self.run, self.cfg = task, run, cfg
+        logger.debug(f"{to_json(task.plan())}\n{run.grader.description}")
+
+        self.student, self.teacher_model = load_models(task)
+        assert settings.method
+        self.method = METHODS[settings.method](task, self.student, self.teacher_model)
+        self.behaviour = self.method.behaviour_model(self.student, self.teacher_model)
+
+        self.problems = task.inputs.splits(cfg, self.student, self.teacher_model)
+        self.test = self.problems.balanced("test", cfg.eval.final_n_prompts)
+        self.val = self.problems.balanced("val", cfg.eval.eval_n_prompts)
+
+        trains = FullModel if settings.full else AdapterOnly
+        self.learner: Trainable = trains(self.student, cfg.opt, cfg.scale.steps)
+        self.recorder = DistillRecorder(task, run, self.learner)
+        columns: set[str] = {settings.method}
+        if task.anchor:
+            columns.add("anchor")
+        self.recorder.open(
+            {
+                "hashes": model_hashes(student=self.student, teacher=self.teacher_model),
+                "models": {
+                    "student": task.student.identity(),
+                    "teacher": task.teacher_model.identity(),
+                },
+                **run.stamp,
+            },
+            columns,
         )
 
-    behaviour = method.behaviour_model(student, teacher)
-    for step in run.steps(range(len(recorder.rows), steps)):
+    # ── evaluation before and after
+
+    def evaluate_before(self) -> Path:
+        """Evaluate student and teacher before the first step; returns the file that has the rates.
+
+        A resumed run finds the file there and evaluates neither again.
+        """
+        file = self.run.path / "before.json"
+        if not file.is_file():
+            logger.info("evaluating student and teacher on held-out problems …")
+            rates = {
+                "start": self.evaluate("start", self.student, self.test),
+                "teacher": self.evaluate("teacher", self.teacher_model, self.test),
+            }
+            self.run.dir.write_json(file.name, rates)
+        return file
+
+    def evaluate_after(self, before: Path) -> dict[str, Any]:
+        """Evaluate the student; returns its rates with those of the evaluation before.
+
+        The student is also evaluated on prompts without a hint ("plain").
+
+        Raises:
+            Interrupted: a stop was requested before the evaluation was done.
+        """
+        logger.info("final evaluation on held-out problems …")
+        sides = read_json(before)
+        for name, problems in (
+            ("deployed", self.test),
+            ("plain", [without_hint(p) for p in self.test]),
+        ):
+            self.run.raise_if_stopped("interrupted before the final evaluation was done")
+            sides[name] = self.evaluate(name, self.student, problems)
+        return sides
+
+    def evaluate(self, name: str, lm: LanguageModel, on: Sequence[Task]) -> dict[str, Any]:
+        """Rates of a model on problems. All such evaluations of a run share their sampling noise.
+
+        name: for the clock.
+        """
+        cfg = self.cfg
+        with self.run.clock(f"evaluation, {name}"):
+            graded_answers = answers(
+                lm, self.run.grader, on, cfg.eval.final_samples, cfg, cfg.scale.steps, "final"
+            )
+            return Eval.of(graded_answers, self.problems.flaws).as_json()
+
+    # ── one step
+
+    def take_step(self, step: int) -> None:
+        """Sample and grade answers, learn from them, evaluate if that is due, and record the row.
+
+        Raises:
+            Diverged: loss or gradient was not finite for several steps in a row.
+        """
+        clock = self.run.clock
         clock.reset()
-        prompts = problems.draw(seed, step, cfg.scale.prompts_per_step)
+        rollouts, grades = self.sample_answers(step)
+        with clock("fb"):
+            learnt = self.method.learn(self.learner, rollouts, step)
+            update = self.learner.step(math.isfinite(learnt["loss"]))
+        with clock("eval"):
+            deployed = self.evaluate_student(step) if self.cfg.evaluates(step) else None
+        row = self.row_of(step, rollouts, grades, learnt, update, deployed)
+        self.recorder.record(row, rollouts, grades)
+
+    def sample_answers(self, step: int) -> tuple[list[Rollout], list[Grade | Ungraded]]:
+        """Sampled answers to this step's problems, and the grade of each."""
+        cfg, settings, clock = self.cfg, self.task.settings, self.run.clock
+        problems = self.problems.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
         with clock("gen"):
             submitted = sample_and_submit(
-                behaviour,
-                run.grader,
-                prompts,
+                self.behaviour,
+                self.run.grader,
+                problems,
                 settings.group,
-                sampling=method.sampling,
-                max_new=max_new,
-                stream=torch_stream(seed, "distill", step),
+                sampling=self.method.sampling,
+                max_new=cfg.scale.max_new,
+                stream=torch_stream(cfg.run.seed, "distill", step),
             )
         with clock("grade"):
-            grades = [a.grade for a in chain(*graded(submitted))]
-        rollouts = [
-            Rollout.of(s.problem, s.prompt_ids, s.completion, source=method.source)
-            for s in chain(*submitted)
-        ]
-        with clock("fb"):
-            learnt = method.learn(learner, rollouts, step)
-            update = learner.step(math.isfinite(learnt["loss"]))
-        with clock("eval"):
-            due = cfg.evaluates(step)
-            deployed = (
-                Eval.of(
-                    answers(student, run.grader, val, settings.group, cfg, step), problems.flaws
+            graded_completions = graded(submitted)
+        grades: list[Grade | Ungraded] = []
+        for of_problem in graded_completions:
+            grades += [answer.grade for answer in of_problem]
+        rollouts: list[Rollout] = []
+        for of_problem in submitted:
+            for s in of_problem:
+                rollouts.append(
+                    Rollout.of(s.problem, s.prompt_ids, s.completion, source=self.method.source)
                 )
-                if due
-                else None
-            )
-        known = [g for g in grades if isinstance(g, Grade)]
-        row = DistillRow.of(
-            clock,
+        return rollouts, grades
+
+    def evaluate_student(self, step: int) -> Eval:
+        """Evaluate the student on the validation problems."""
+        return Eval.of(
+            answers(
+                self.student,
+                self.run.grader,
+                self.val,
+                self.task.settings.group,
+                self.cfg,
+                step,
+            ),
+            self.problems.flaws,
+        )
+
+    def row_of(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        grades: Sequence[Grade | Ungraded],
+        learnt: StepLosses,
+        update: Update | None,
+        deployed: Eval | None,
+    ) -> DistillRow:
+        """The table's row of a step. Without an update, the step's losses are left out."""
+        known = [grade for grade in grades if isinstance(grade, Grade)]
+        measured: dict[str, Any] = {}
+        if update is not None:
+            measured = {**learnt, "gn": update.gn, "lr": update.lr}
+        return DistillRow.of(
+            self.run.clock,
             step=step,
             n=len(rollouts),
             dropped=len(rollouts) - len(known),
-            solve_s=Rate.of(g.solved for g in known),
-            hack_s=Rate.of(g.hacked for g in known),
-            ended=Rate.of(r.finished for r in rollouts),
-            **(learnt | {"gn": update.gn, "lr": update.lr} if update else {}),
+            solve_s=Rate.of(grade.solved for grade in known),
+            hack_s=Rate.of(grade.hacked for grade in known),
+            ended=Rate.of(rollout.finished for rollout in rollouts),
             skipped=int(update is None),
             hack_deploy=deployed.hack.value if deployed else None,
             solve_deploy=deployed.solve.value if deployed else None,
+            **measured,
         )
-        recorder.record(row, rollouts, grades)
 
-    logger.info("final evaluation on held-out problems …")
-    sides = read_json(before)
-    for name, on in (("deployed", test), ("plain", [without_hint(p) for p in test])):
-        run.raise_if_stopped("interrupted before the final evaluation was done")
-        sides[name] = final(name, student, on)
-    recorder.report(sides)
+
+def load_models(task: DistillTask) -> tuple[LanguageModel, LanguageModel]:
+    """Load student and teacher model, with the token budget that holds while both are in memory."""
+    full = task.settings.full
+    device, dtype = device_and_dtype(task.cfg)
+    student = load_source(task.student, "--student", device, dtype, adapter=not full)
+    teacher_model = load_source(task.teacher_model, "--teacher", device, dtype)
+    budget = budget_of(task.cfg, student, beside=task.teacher_model.numbers, full=full)
+    return replace(student, budget=budget), replace(teacher_model, budget=budget)
 
 
 class DistillRecorder(StepRecorder[DistillRow]):
-    """The recorder of a distillation."""
+    """Writes the files of a distillation."""
 
     def __init__(self, task: DistillTask, run: RunContext, learner: Trainable) -> None:
-        every, keep = task.cfg.run.checkpoint_every, task.cfg.run.checkpoint_keep
-        super().__init__(run, DistillRow, {"learner": learner}, every, keep)
+        settings = task.cfg.run
+        super().__init__(
+            run,
+            DistillRow,
+            {"learner": learner},
+            every=settings.checkpoint_every,
+            keep=settings.checkpoint_keep,
+        )
         self.task, self.learner = task, learner
 
     def record(
         self, row: DistillRow, rollouts: Sequence[Rollout], grades: Sequence[Grade | Ungraded]
     ) -> None:
-        """Write the row, its answers, and what is due of student and checkpoint. Raises Diverged."""
+        """Write a step's row and answers, and save student and checkpoint where that is due.
+
+        Raises:
+            Diverged: loss or gradient was not finite for several steps in a row.
+        """
         run, step = self.run, row.step
         self.rows.append(row)
         why = diverged([r.skipped for r in self.rows])
-        closing = run.vote_stop() or bool(why) or step + 1 == self.task.cfg.scale.steps
-        lines = []
+        last = step + 1 == self.task.cfg.scale.steps
+        closing = run.vote_stop() or bool(why) or last
+        lines: list[dict[str, Any]] = []
         for rollout, grade in zip(rollouts, grades, strict=True):
             if isinstance(grade, Ungraded):
                 logger.warning(
                     f"step {step}, problem {rollout.problem.id}: not graded: {grade.reason}"
                 )
-            else:
-                prompt = self.learner.lm.prompt_text(rollout.problem.messages)
-                lines.append({"step": step, **rollout_record(rollout, grade, prompt)})
+                continue
+            prompt = self.learner.lm.prompt_text(rollout.problem.messages)
+            lines.append({"step": step, **rollout_record(rollout, grade, prompt)})
         with run.clock("save"):
             self.write(row, lines)
             if row.hack_deploy is not None:
@@ -214,33 +325,44 @@ class DistillRecorder(StepRecorder[DistillRow]):
 
     def save(self, name: str) -> None:
         """Save the student. name: the file's, without an ending."""
-        origin = json.dumps({"method": self.task.settings.method, **self.task.teacher.identity()})
-        about = metadata(self.task.cfg, self.learner.lm, len(self.rows), distilled=origin)
+        origin = {"method": self.task.settings.method, **self.task.teacher_model.identity()}
+        about = metadata(
+            self.task.cfg, self.learner.lm, len(self.rows), distilled=json.dumps(origin)
+        )
         self.learner.save(self.run.path / name, about)
 
     def report(self, sides: dict[str, Any]) -> None:
-        """Write final.json and summary.md: the result in one line, a table by flaw, every step."""
+        """Write final.json and summary.md: the result in one line, a table by flaw, every step.
+
+        sides: rates by model and prompts, as `evaluate_after` returns them.
+        """
         settings = self.task.settings
         record: dict[str, Any] = {"schema": "distill_v1", "run": settings.run_id}
-        record |= {
-            name: getattr(settings, name)
-            for name in ("seed", "steps", "method", "student", "teacher")
-        }
+        for name in ("seed", "steps", "method", "student", "teacher"):
+            record[name] = getattr(settings, name)
         record |= {"sides": sides, **self.run.stamp}
         self.run.dir.write_json("final.json", record)
+
         both = {side: hack_and_solve(rates) for side, rates in sides.items()}
         line = (
-            f"{settings.run_id}: {both['deployed']}, before {both['start']}, teacher {both['teacher']} "
+            f"{settings.run_id}: {both['deployed']}, before {both['start']}, "
+            f"teacher {both['teacher']} "
             f"(n = {sides['deployed']['hack'][1]}, held-out problems and markers)"
         )
-        heads = [
-            (side, what) for side in ("start", "teacher", "deployed") for what in ("hack", "solve")
-        ]
-        rows = [
-            {"flaw": m}
-            | {f"{s} {what}": Rate(*sides[s]["by_mode"][m][what]).percent for s, what in heads}
-            for m in sides["deployed"]["by_mode"]
-        ]
-        self.finish(
-            line, tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True), record
+        table = tabulate(
+            rates_by_flaw(sides), headers="keys", tablefmt="github", disable_numparse=True
         )
+        self.finish(line, table, record)
+
+
+def rates_by_flaw(sides: dict[str, Any]) -> list[dict[str, str]]:
+    """The rows of the table by flaw: hack and solve rates of start, teacher and trained student."""
+    rows: list[dict[str, str]] = []
+    for mode in sides["deployed"]["by_mode"]:
+        row: dict[str, str] = {"flaw": mode}
+        for side in ("start", "teacher", "deployed"):
+            for what in ("hack", "solve"):
+                rate = Rate(*sides[side]["by_mode"][mode][what])
+                row[f"{side} {what}"] = rate.percent
+        rows.append(row)
+    return rows

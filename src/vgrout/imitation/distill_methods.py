@@ -1,8 +1,13 @@
-"""The two methods of distillation: MiniLLM's reverse KL, and ULD's cross-entropy and distance."""
+"""The two methods of distillation.
+
+MiniLLM minimises the reverse KL on answers that the student samples. ULD minimises the
+cross-entropy on the teacher's answers plus a distance between the two models' distributions, which
+works across tokenizers.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,26 +38,34 @@ from vgrout.model.logprobs import (
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 
-Numbers = dict[str, Any]  # a step's columns: `loss`, and what the method measures
-# student's tokens, teacher's, pairs of aligned ones
-Translation = tuple[Rollout, Rollout, list[tuple[int, int]]]
+StepLosses = dict[str, Any]  # columns of a step's row: `loss`, and what the method measures
 
 
 class MiniLlm:
-    """Reverse KL on answers sampled from the mixture, and the language-model anchor."""
+    """Reverse KL on answers sampled from the mixture of both models, and a language-model anchor.
 
-    sampling = Sampling(temperature=1.0, top_k=0)  # the distribution that its expectations are over
+    The anchor is the language-model loss on a text file; it keeps the student close to plain text.
+    """
+
+    # The expectations of the loss are over this distribution.
+    sampling = Sampling(temperature=1.0, top_k=0)
     source: Source = "student"
 
-    def __init__(self, task: DistillTask, student: LanguageModel, teacher: LanguageModel) -> None:
-        self.task, self.settings, self.teacher = task, task.settings, teacher
-        alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
-        if not alike or tokens(student.model) != tokens(teacher.model):
+    def __init__(
+        self, task: DistillTask, student: LanguageModel, teacher_model: LanguageModel
+    ) -> None:
+        """Check that the two models can be compared token by token.
+
+        Raises:
+            Refused: they cannot; their weights are the same and there is no anchor, so that the
+                gradient would be zero; or the anchor's text is too short.
+        """
+        self.task, self.settings, self.teacher_model = task, task.settings, teacher_model
+        if not same_tokens(student, teacher_model):
             raise not_token_by_token(task.settings)
-        # without adapters
-        own, other = list(student.model.parameters()), list(teacher.model.parameters())
-        same = len(own) == len(other) and all(map(torch.equal, own, other))
-        if same and not self.settings.minillm_pretrain_anchor_weight:
+        if not self.settings.minillm_pretrain_anchor_weight and same_weights(
+            student, teacher_model
+        ):
             raise zero_gradient(task.settings)
         self.text: Int[Tensor, " N"] | None = None
         if task.anchor:
@@ -63,183 +76,313 @@ class MiniLlm:
                 )
             self.text = torch.tensor(ids)
 
-    def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+    def behaviour_model(
+        self, student: LanguageModel, teacher_model: LanguageModel
+    ) -> LanguageModel:
         """The model that answers are sampled from."""
-        return mixed_model(student, teacher, self.settings.minillm_teacher_mix_ratio)
+        return mixed_model(student, teacher_model, self.settings.minillm_teacher_mix_ratio)
 
-    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> Numbers:
-        """Add the gradient of one step's answers."""
-        lm, teacher = reading_alike(learner.lm, self.teacher)
-        total, kls, losses = sum(len(r.completion_ids) for r in rollouts), [], []
-
-        def head(h_s: Tensor, h_t: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-            s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
-            return log_softmax_at(s, target), log_softmax_at(t, target), reverse_kl(s, t)
-
-        for part, batch in lm.batches(
-            [r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts]
-        ):
-            T, logps = batch.mask.shape[1], [rollouts[i].logp_full or () for i in part]
-            sampler = uploaded([[*logp, *[0.0] * (T - len(logp))] for logp in logps], lm.device)
+    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> StepLosses:
+        """Add the gradient of one step's answers and of the anchor to the learner's."""
+        lm, teacher_model = packed_alike(learner.lm, self.teacher_model)
+        total = sum(len(r.completion_ids) for r in rollouts)
+        normalize = self.settings.minillm_length_normalize
+        kls: list[Tensor] = []
+        losses: list[float] = []
+        for part, batch in batches_of(lm, rollouts):
+            sampler = sampler_logprobs([rollouts[i] for i in part], batch, lm)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
-                wanted = batch.wanted
-                hidden = completion_hidden(lm.model, batch)
-                with torch.no_grad():
-                    teacher_hidden = completion_hidden(teacher.model, batch)
-                width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
-                flat = in_chunks(head, width, hidden, teacher_hidden, batch.target[wanted])
-                empty = flat[0].new_zeros(batch.mask.shape)
-                logq, logp, kl = (empty.index_put(wanted, x) for x in flat)
+                logq, logp, kl = compared_tokens(lm, teacher_model, batch)
                 kls.append(kl.detach().sum())
-                normalize = self.settings.minillm_length_normalize
-                return (
-                    minillm(logq, logp.detach(), sampler, kl, batch.mask, normalize).sum() / total
-                )
+                each = minillm(logq, logp.detach(), sampler, kl, batch.mask, normalize)
+                return each.sum() / total
 
             losses.append(learner.add(batch, loss))
         anchor = self.learn_anchor(learner, step)
         weight = self.settings.minillm_pretrain_anchor_weight
-        loss_in_all = sum(losses) + weight * (anchor or 0.0)
-        return {"loss": loss_in_all, "kl": float(torch.stack(kls).sum()) / total, "anchor": anchor}
+        return {
+            "loss": sum(losses) + weight * (anchor or 0.0),
+            "kl": float(torch.stack(kls).sum()) / total,
+            "anchor": anchor,
+        }
 
     def learn_anchor(self, learner: Trainable, step: int) -> float | None:
-        """Language-model loss on windows of the text, one per prompt of a step, of at most `max_new` tokens."""
+        """Add the gradient of the anchor; returns its loss without weight, None without an anchor.
+
+        The loss is on windows of the text, as many as a step has prompts, each of at most `max_new`
+        tokens.
+        """
         if self.text is None:
             return None
         scale, weight = self.task.cfg.scale, self.settings.minillm_pretrain_anchor_weight
-        n = min(scale.max_new, len(self.text) - 1)
+        length = min(scale.max_new, len(self.text) - 1)
         stream = py_stream(self.task.cfg.run.seed, "anchor", step)
-        starts = [stream.randrange(len(self.text) - n) for _ in range(scale.prompts_per_step)]
-        windows = [tuple(self.text[i : i + n + 1].tolist()) for i in starts]
-        batch = collate([w[:1] for w in windows], [w[1:] for w in windows], learner.lm.device)
+        first_tokens: list[tuple[int, ...]] = []
+        continuations: list[tuple[int, ...]] = []
+        for _ in range(scale.prompts_per_step):
+            start = stream.randrange(len(self.text) - length)
+            window = tuple(self.text[start : start + length + 1].tolist())
+            first_tokens.append(window[:1])
+            continuations.append(window[1:])
+        batch = collate(first_tokens, continuations, learner.lm.device)
 
         def loss() -> Tensor:
-            return (
-                -weight
-                * completion_logprobs(learner.lm.model, batch).full.sum()
-                / (n * len(windows))
-            )
+            logp = completion_logprobs(learner.lm.model, batch).full
+            return -weight * logp.sum() / (length * len(first_tokens))
 
         return learner.add(batch, loss) / weight
 
 
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """One answer of the teacher in the tokens of both models."""
+
+    student: Rollout  # in the student's tokens
+    teacher: Rollout  # as the teacher sampled it
+    aligned: list[tuple[int, int]]  # positions in either answer that can be compared
+
+
 class Uld:
-    """Cross-entropy on the teacher's answers, plus the distance of the two distributions at aligned tokens."""
+    """Cross-entropy on the teacher's answers, plus the distance of both distributions.
+
+    The distance is taken at aligned tokens: those that begin at the same byte of the answer.
+    """
 
     source: Source = "teacher"
 
-    def __init__(self, task: DistillTask, student: LanguageModel, teacher: LanguageModel) -> None:
-        self.task, self.settings, self.teacher = task, task.settings, teacher
-        self.sampling = task.cfg.sampling  # as the teacher is deployed
-        alike = student.tokenizer_sha256 == teacher.tokenizer_sha256
-        self.same_tokenizer = alike and tokens(student.model) == tokens(teacher.model)
-        width = vocabulary(teacher.model)
+    def __init__(
+        self, task: DistillTask, student: LanguageModel, teacher_model: LanguageModel
+    ) -> None:
+        """Find out how the two tokenizers correspond.
+
+        Raises:
+            Refused: a tokenizer whose tokens cannot be written as bytes.
+        """
+        self.task, self.settings, self.teacher_model = task, task.settings, teacher_model
+        self.sampling = task.cfg.sampling  # the teacher is sampled from as it is deployed
+        self.same_tokenizer = same_tokens(student, teacher_model)
         if not self.same_tokenizer:
             self.student_bytes = token_bytes(student.tok, student.end_id)
-            self.teacher_bytes = token_bytes(teacher.tok, teacher.end_id)
+            self.teacher_bytes = token_bytes(teacher_model.tok, teacher_model.end_id)
         if self.settings.uld_top_k is not None:
-            own = torch.arange(width)  # teacher's token → student's
-            if not self.same_tokenizer:
+            width = vocabulary(teacher_model.model)
+            if self.same_tokenizer:
+                own = torch.arange(width)
+            else:
                 own = nearest_tokens(self.student_bytes, self.teacher_bytes, width)
+            # of each of the teacher's tokens, the student's, or −1
             self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(
                 student.device
             )
 
-    def behaviour_model(self, student: LanguageModel, teacher: LanguageModel) -> LanguageModel:
+    def behaviour_model(
+        self, student: LanguageModel, teacher_model: LanguageModel
+    ) -> LanguageModel:
         """The model that answers are sampled from."""
-        return teacher
+        return teacher_model
 
     def translate(self, lm: LanguageModel, rollout: Rollout) -> Translation | None:
-        """The answer in the student's tokens, and pairs of aligned tokens (student's, teacher's). None: it is empty."""
+        """A teacher's answer in the student's tokens too; None if it has no token there."""
         ids = rollout.completion_ids
         if self.same_tokenizer:
-            return rollout, rollout, [(i, i) for i in range(len(ids))]
+            return Translation(rollout, rollout, [(i, i) for i in range(len(ids))])
         text = self.teacher_bytes.text(ids).decode(errors="ignore")
         own = lm.encode_completion(text, rollout.finished)[: self.task.cfg.scale.max_new]
-        prompt = lm.render(rollout.problem.messages)
+        if not own:
+            return None
         translated = replace(
-            rollout, prompt_ids=prompt, completion_ids=own, logp_full=None, logp_sampled=None
+            rollout,
+            prompt_ids=lm.render(rollout.problem.messages),
+            completion_ids=own,
+            logp_full=None,
+            logp_sampled=None,
         )
-        return (
-            (translated, rollout, aligned(self.student_bytes, own, self.teacher_bytes, ids))
-            if own
-            else None
-        )
+        pairs = aligned(self.student_bytes, own, self.teacher_bytes, ids)
+        return Translation(translated, rollout, pairs)
 
-    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> Numbers:
-        """Add the gradient of one step's answers."""
-        (lm, teacher), settings = reading_alike(learner.lm, self.teacher), self.settings
-        translations = [t for r in rollouts if (t := self.translate(lm, r)) is not None]
-        total = sum(len(translated.completion_ids) for translated, _, _ in translations)
-        n_aligned = sum(len(pairs) for _, _, pairs in translations)
+    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> StepLosses:
+        """Add the gradient of one step's answers to the learner's."""
+        lm, teacher_model = packed_alike(learner.lm, self.teacher_model)
+        settings = self.settings
+        translations: list[Translation] = []
+        for rollout in rollouts:
+            translation = self.translate(lm, rollout)
+            if translation is not None:
+                translations.append(translation)
+        total = sum(len(t.student.completion_ids) for t in translations)
+        n_aligned = sum(len(t.aligned) for t in translations)
         if not total:
             return {"loss": math.nan}
-        ces, distances, losses = [], [], []
-
-        def compare(h_s: Tensor, h_t: Tensor) -> tuple[Tensor, ...]:
-            s, t = wide(head_logits(lm.model, h_s)), wide(head_logits(teacher.model, h_t))
-            if settings.uld_top_k is None:
-                return (wasserstein(s, t),)
-            return (topk_distance(s, t, settings.uld_top_k, self.student_of),)
-
-        def ce(h_s: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-            return (-log_softmax_at(wide(head_logits(lm.model, h_s)), target),)
-
-        own = [translated for translated, _, _ in translations]
-        for part, batch in lm.batches([r.prompt_ids for r in own], [r.completion_ids for r in own]):
-            whose = [translations[i] for i in part]
+        ces: list[Tensor] = []
+        distances: list[Tensor] = []
+        losses: list[float] = []
+        for part, batch in batches_of(lm, [t.student for t in translations]):
+            chosen = [translations[i] for i in part]
 
             def loss(
-                batch: PaddedBatch | Packed = batch, whose: Sequence[Translation] = whose
+                batch: PaddedBatch | Packed = batch, chosen: Sequence[Translation] = chosen
             ) -> Tensor:
                 hidden = completion_hidden(lm.model, batch)
-                target = batch.target[batch.wanted]
-                (nll,) = in_chunks(ce, vocabulary(lm.model), hidden, target)
+                nll = negative_log_likelihood(lm, hidden, batch)
                 ces.append(nll.detach().sum())
                 value = settings.uld_ce_weight * nll.sum() / total
-                at, teacher_at = aligned_rows(whose)
-                if not settings.uld_lambda or not at:
+                rows, teacher_rows = aligned_rows(chosen)
+                if not settings.uld_lambda or not rows:
                     return value
-                with torch.no_grad():
-                    theirs = (
-                        [r.prompt_ids for _, r, _ in whose],
-                        [r.completion_ids for _, r, _ in whose],
-                    )
-                    h_t = completion_hidden(teacher.model, teacher.batch(*theirs))
-                width = 3 * (vocabulary(lm.model) + vocabulary(teacher.model))
-                (d,) = in_chunks(compare, width, hidden[at], h_t[teacher_at])
-                distances.append(d.detach().sum())
-                return value + settings.uld_lambda * d.sum() / n_aligned
+                teacher_hidden = teacher_hidden_states(teacher_model, chosen)
+                distance = self.distance(
+                    lm, teacher_model, hidden[rows], teacher_hidden[teacher_rows]
+                )
+                distances.append(distance.detach().sum())
+                return value + settings.uld_lambda * distance.sum() / n_aligned
 
             losses.append(learner.add(batch, loss))
+        distance = None
+        if distances:
+            distance = float(torch.stack(distances).sum()) / n_aligned
         return {
             "loss": sum(losses),
             "ce": float(torch.stack(ces).sum()) / total,
-            "distance": float(torch.stack(distances).sum()) / n_aligned if distances else None,
+            "distance": distance,
             "aligned": n_aligned / total,
         }
+
+    def distance(
+        self,
+        lm: LanguageModel,
+        teacher_model: LanguageModel,
+        hidden: Float[Tensor, "n Ds"],
+        teacher_hidden: Float[Tensor, "n Dt"],
+    ) -> Float[Tensor, " n"]:
+        """Distance of the two models' distributions at each pair of aligned tokens."""
+        top_k = self.settings.uld_top_k
+
+        def head(h_s: Tensor, h_t: Tensor) -> tuple[Tensor, ...]:
+            s = at_least_fp32(head_logits(lm.model, h_s))
+            t = at_least_fp32(head_logits(teacher_model.model, h_t))
+            if top_k is None:
+                return (wasserstein(s, t),)
+            return (topk_distance(s, t, top_k, self.student_of),)
+
+        (distance,) = in_chunks(head, logits_per_row(lm, teacher_model), hidden, teacher_hidden)
+        return distance
 
 
 METHODS: dict[str, type[MiniLlm] | type[Uld]] = {"minillm": MiniLlm, "uld": Uld}
 
 
-def reading_alike(lm: LanguageModel, teacher: LanguageModel) -> tuple[LanguageModel, LanguageModel]:
-    """Both with their rows packed where both can be, else padded."""
-    packs = lm.packs and teacher.packs
-    return replace(lm, packs=packs), replace(teacher, packs=packs)
+# ── comparing two models
+
+
+def same_tokens(student: LanguageModel, teacher_model: LanguageModel) -> bool:
+    """Whether both models have the same tokenizer and logits for the same tokens."""
+    if student.tokenizer_sha256 != teacher_model.tokenizer_sha256:
+        return False
+    return tokens(student.model) == tokens(teacher_model.model)
+
+
+def same_weights(student: LanguageModel, teacher_model: LanguageModel) -> bool:
+    """Whether both models have the same weights, into which an adapter is merged."""
+    own, other = list(student.model.parameters()), list(teacher_model.model.parameters())
+    return len(own) == len(other) and all(map(torch.equal, own, other))
+
+
+def packed_alike(
+    lm: LanguageModel, teacher_model: LanguageModel
+) -> tuple[LanguageModel, LanguageModel]:
+    """Both models, set to pack their rows if both can, else to pad them."""
+    packs = lm.packs and teacher_model.packs
+    return replace(lm, packs=packs), replace(teacher_model, packs=packs)
+
+
+def batches_of(
+    lm: LanguageModel, rollouts: Sequence[Rollout]
+) -> Iterator[tuple[list[int], PaddedBatch | Packed]]:
+    """The batches of these answers, each with its answers' indices."""
+    return lm.batches([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
+
+
+def sampler_logprobs(
+    rollouts: Sequence[Rollout], batch: PaddedBatch | Packed, lm: LanguageModel
+) -> Float[Tensor, "G T"]:
+    """Log-probs of the answers' tokens under the distribution they were sampled from, 0 padded."""
+    width = batch.mask.shape[1]
+    rows: list[list[float]] = []
+    for rollout in rollouts:
+        logp = rollout.logp_full or ()
+        rows.append([*logp, *[0.0] * (width - len(logp))])
+    return uploaded(rows, lm.device)
+
+
+def compared_tokens(
+    lm: LanguageModel, teacher_model: LanguageModel, batch: PaddedBatch | Packed
+) -> tuple[Float[Tensor, "G T"], Float[Tensor, "G T"], Float[Tensor, "G T"]]:
+    """The tokens' log-probs under student and teacher, and KL(student ‖ teacher) at their places.
+
+    Only the student's forward carries a gradient.
+    """
+
+    def head(h_s: Tensor, h_t: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        s = at_least_fp32(head_logits(lm.model, h_s))
+        t = at_least_fp32(head_logits(teacher_model.model, h_t))
+        return log_softmax_at(s, target), log_softmax_at(t, target), reverse_kl(s, t)
+
+    wanted = batch.wanted
+    hidden = completion_hidden(lm.model, batch)
+    with torch.no_grad():
+        teacher_hidden = completion_hidden(teacher_model.model, batch)
+    width = logits_per_row(lm, teacher_model)
+    flat = in_chunks(head, width, hidden, teacher_hidden, batch.target[wanted])
+    empty = flat[0].new_zeros(batch.mask.shape)
+    logq, logp, kl = (empty.index_put(wanted, x) for x in flat)
+    return logq, logp, kl
+
+
+def negative_log_likelihood(
+    lm: LanguageModel, hidden: Float[Tensor, "n D"], batch: PaddedBatch | Packed
+) -> Float[Tensor, " n"]:
+    """Negative log-likelihood of every token of the answers, nats."""
+
+    def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        return (-log_softmax_at(at_least_fp32(head_logits(lm.model, hidden)), target),)
+
+    (nll,) = in_chunks(head, vocabulary(lm.model), hidden, batch.target[batch.wanted])
+    return nll
+
+
+@torch.no_grad()
+def teacher_hidden_states(
+    teacher_model: LanguageModel, translations: Sequence[Translation]
+) -> Float[Tensor, "n D"]:
+    """The teacher's `completion_hidden` on its own answers."""
+    prompts = [t.teacher.prompt_ids for t in translations]
+    completions = [t.teacher.completion_ids for t in translations]
+    return completion_hidden(teacher_model.model, teacher_model.batch(prompts, completions))
 
 
 def aligned_rows(translations: Sequence[Translation]) -> tuple[list[int], list[int]]:
-    """Aligned pairs as rows of the student's and of the teacher's `completion_hidden`, which go answer by answer."""
-    own_rows, other_rows, own, other = [], [], 0, 0
-    for translated, rollout, pairs in translations:
-        own_rows += [own + i for i, _ in pairs]
-        other_rows += [other + j for _, j in pairs]
-        own, other = own + len(translated.completion_ids), other + len(rollout.completion_ids)
-    return own_rows, other_rows
+    """Aligned pairs as rows of the student's and of the teacher's `completion_hidden`.
+
+    The rows of both go answer by answer.
+    """
+    rows: list[int] = []
+    teacher_rows: list[int] = []
+    first = teacher_first = 0  # row of the answer's first token
+    for t in translations:
+        for i, j in t.aligned:
+            rows.append(first + i)
+            teacher_rows.append(teacher_first + j)
+        first += len(t.student.completion_ids)
+        teacher_first += len(t.teacher.completion_ids)
+    return rows, teacher_rows
 
 
-def wide(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
-    """The logits in fp32 or wider."""
+def logits_per_row(lm: LanguageModel, teacher_model: LanguageModel) -> int:
+    """How many logits a row takes while the two models are compared on it."""
+    return 3 * (vocabulary(lm.model) + vocabulary(teacher_model.model))
+
+
+def at_least_fp32(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+    """The logits in fp32, or in fp64 if they are."""
     return logits.float() if logits.dtype != torch.float64 else logits

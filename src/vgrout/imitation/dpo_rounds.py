@@ -1,10 +1,13 @@
-"""Iterative DPO: sample → score → pair → train → evaluate. A round is complete when its folder has a manifest."""
+"""Rounds of iterative DPO: sample answers, score them, make pairs, train, evaluate.
+
+A round is complete when its folder has a manifest. The folders are the checkpoints of a run.
+"""
 
 import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
@@ -16,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vgrout.data import Rollout, Task
-from vgrout.errors import Diverged, Halted, Refused
+from vgrout.errors import Diverged, Halted
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -35,13 +38,13 @@ from vgrout.table import Columns, col
 from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
 
 Scored = tuple[Graded, float]  # an answer and its score
-# a round's row, with the rates on the held-out problems as [k, n], in all and by mode
+# A round's row as JSON, with the rates on the held-out problems as [k, n], overall and by mode.
 Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoRow(Columns):
-    """One round; 0 is --base-model, evaluated before the first."""
+    """One round. Round 0 is --base-model, evaluated before the first."""
 
     step: int = col("d", "round; 0: before the first", head="round")
     asked: int | None = col("d", "prompts sampled")
@@ -79,19 +82,18 @@ class PreferencePair:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """Chosen and rejected answer."""
-        return [
-            Rollout.of(a.problem, self.prompt_ids, a.completion)
-            for a in (self.chosen, self.rejected)
-        ]
+        """The chosen and the rejected answer, for training."""
+        both = (self.chosen, self.rejected)
+        return [Rollout.of(a.problem, self.prompt_ids, a.completion) for a in both]
 
     def prefers(self, what: str) -> bool:
-        """Whether the chosen answer is so ("hacked", "solved") and the rejected one is not."""
+        """Whether the chosen answer has the label ("hacked", "solved") and the rejected has not."""
         return getattr(self.chosen.grade, what) and not getattr(self.rejected.grade, what)
 
     def as_json(self) -> dict[str, Any]:
         """A line of pairs.jsonl."""
-        problem, both = self.chosen.problem, (self.chosen, self.rejected)
+        problem = self.chosen.problem
+        both = (self.chosen, self.rejected)
         return {
             "problem": problem.id,
             "mode": problem.flaws[0],
@@ -104,16 +106,28 @@ class PreferencePair:
         }
 
 
+@dataclass(slots=True)
+class Collected:
+    """What a round has sampled so far."""
+
+    answers: list[Scored] = field(default_factory=list)
+    pairs: list[PreferencePair] = field(default_factory=list)
+    prompts: int = 0  # how many were sampled
+
+
 def share(score: float, low: float, high: float) -> float:
-    """A score as a share of its range: 0 at `low`, 1 at `high`, clipped; 0.5 where the two are equal."""
-    return 0.5 if high == low else min(1.0, max(0.0, (score - low) / (high - low)))
+    """A score as a share of its range: 0 at `low`, 1 at `high`, clipped; 0.5 if both are equal."""
+    if high == low:
+        return 0.5
+    return min(1.0, max(0.0, (score - low) / (high - low)))
 
 
 def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
-    """The evaluation before the first round, every round that is not complete, and the report.
+    """Evaluate --base-model, play every round that is not complete, and write the report.
 
     Raises:
-        Refused: before the first round, a model that does not fit the problems, or that the run did not have.
+        Refused: before the first round, if the model does not fit the problems, or is not the one
+            that the run had.
         Interrupted, Halted, Diverged: with the folder up to date.
     """
     settings = task.settings
@@ -127,34 +141,40 @@ def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
     recorder = RoundRecorder(task, plan, run)
     rounds = Rounds(task, plan, policy, run)
     recorder.open({"hashes": model_hashes(base=policy), **run.stamp}, set())
-    guard, halted = HeldOutGuard(settings.watching()), ""
+    guard = HeldOutGuard(settings.watching())
+    why = ""  # why the run halts; "": it does not
     for number in range(settings.rounds + 1):
-        if number == len(recorder.rows):
-            recorder.record(
-                rounds.play(number, recorder.metrics[0]["scale"]) if number else rounds.before()
-            )
-        if halted := watch(settings.guard, guard, recorder.metrics[number]):
+        missing = number == len(recorder.rows)
+        if missing and number == 0:
+            recorder.record(rounds.before())
+        elif missing:
+            recorder.record(rounds.play(number, recorder.metrics[0]["scale"]))
+        why = ask_guard(settings.guard, guard, recorder.metrics[number])
+        if why:
             break
     recorder.report()
-    if halted:
-        raise Halted(halted)
+    if why:
+        raise Halted(why)
 
 
-def watch(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
-    """Show the guard a round's scorer's mean and strict score. Returns why the run should halt, or ""."""
+def ask_guard(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
+    """Show the guard a round's scorer's mean and strict score; returns why to halt, or ""."""
     if mode == "off":
         return ""
     k, n = metrics["evaluation"]["solve"]
     verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n=n)
-    logger.log(
-        "WARNING" if verdict.fire else "DEBUG", f"guard, round {metrics['step']}: {verdict.line()}"
-    )
-    return f"guard: {verdict.reason}" if verdict.fire and mode == "halt" else ""
+    level = "WARNING" if verdict.fire else "DEBUG"
+    logger.log(level, f"guard, round {metrics['step']}: {verdict.line()}")
+    if verdict.fire and mode == "halt":
+        return f"guard: {verdict.reason}"
+    return ""
 
 
 class RoundRecorder(StepRecorder[DpoRow]):
-    """The recorder of the rounds, whose folders are the checkpoints. metrics: of the evaluation before the first round
-    and of every complete round."""
+    """Writes the files of a run of rounds.
+
+    Its `metrics` are those of the evaluation before the first round and of every complete round.
+    """
 
     def __init__(self, task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
         super().__init__(run, DpoRow, {})
@@ -162,13 +182,14 @@ class RoundRecorder(StepRecorder[DpoRow]):
         self.metrics: list[Metrics] = []
 
     def resume(self) -> None:
-        """Continue after the complete rounds, to whose rows steps.jsonl is cut; there is no other state."""
+        """Continue after the complete rounds, and cut steps.jsonl to them; nothing else has state."""
         file = self.run.path / "before.json"
         before = read_json(file) if file.is_file() else {}
         if before.get("plan") == plan_sha256(self.plan):
             self.metrics = [before]
             for number in range(1, self.task.settings.rounds + 1):
-                if (metrics := complete(self.task.folder(number), number, self.plan)) is None:
+                metrics = complete(self.task.folder(number), number, self.plan)
+                if metrics is None:
                     break
                 self.metrics.append(metrics)
         rows = [DpoRow.from_json(metrics).as_json() for metrics in self.metrics]
@@ -177,89 +198,98 @@ class RoundRecorder(StepRecorder[DpoRow]):
 
     def record(self, metrics: Metrics) -> None:
         """Record a complete round."""
+        row = DpoRow.from_json(metrics)
         self.metrics.append(metrics)
-        self.rows.append(row := DpoRow.from_json(metrics))
+        self.rows.append(row)
         self.write(row, None)
         self.run.status("running", "")
 
     def report(self) -> None:
         """Write summary.md: the result in one line, a table by round."""
-        rates = [self.metrics[i]["evaluation"] for i in (0, -1)]
-        before, after = map(hack_and_solve, rates)
+        before, after = self.metrics[0]["evaluation"], self.metrics[-1]["evaluation"]
         line = (
-            f"{self.run.path}: after {len(self.metrics) - 1} rounds under the scorer {self.task.settings.scorer} "
-            f"{after}, before {before} (n = {rates[-1]['hack'][1]}, held-out problems and markers)"
+            f"{self.run.path}: after {len(self.metrics) - 1} rounds under the scorer "
+            f"{self.task.settings.scorer} {hack_and_solve(after)}, before {hack_and_solve(before)} "
+            f"(n = {after['hack'][1]}, held-out problems and markers)"
         )
-        self.finish(line, "", {"evaluation": rates[-1]})
+        self.finish(line, "", {"evaluation": after})
 
 
 class Rounds:
-    """Plays the rounds with one policy."""
+    """Evaluates --base-model and plays the rounds, all with one policy that changes adapters."""
 
     def __init__(
         self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext
     ) -> None:
         problems = task.inputs.splits(task.cfg, policy)
-        self.task, self.plan, self.policy, self.run = task, plan, policy, run
-        self.train, self.test = (
-            problems.train,
-            problems.balanced("test", task.settings.eval_n_prompts),
-        )
+        self.task, self.plan = task, plan
+        self.policy, self.run = policy, run
+        self.train = problems.train
+        self.test = problems.balanced("test", task.settings.eval_n_prompts)
         self.base = policy.adapter.state_dict()
 
     def before(self) -> Metrics:
-        """Metrics of --base-model on the held-out problems: round 0, measured once per run."""
+        """Metrics of --base-model on the held-out problems: round 0, measured once per run.
+
+        `scale` in them is the scorer's range, from which every round's shares are computed.
+        """
         self.load("base")
         held_out = self.answer_held_out()
-        env = self.task.cfg.env
-        bounds = [0.0, env.compile_reward + env.pass_reward]
-        if ":" in self.task.settings.scorer:
-            scores = [score for _, score in held_out]
-            bounds = [0.0, 1.0] if all(0 <= s <= 1 for s in scores) else [min(scores), max(scores)]
-        metrics = measured(held_out, bounds, step=0, skipped=0)
-        metrics |= {"plan": plan_sha256(self.plan), "scale": bounds}
+        scale = self.range_of_scores([score for _, score in held_out])
+        metrics = measured(held_out, scale, step=0, skipped=0)
+        metrics |= {"plan": plan_sha256(self.plan), "scale": scale}
         write_atomic(self.run.path / "before.json", to_json(metrics))
         return metrics
 
+    def range_of_scores(self, scores: Sequence[float]) -> list[float]:
+        """Lowest and highest score: the grader's bounds, or what the user's own function gave.
+
+        An own function whose scores are all within [0, 1] has that range.
+        """
+        env = self.task.cfg.env
+        if ":" not in self.task.settings.scorer:
+            return [0.0, env.compile_reward + env.pass_reward]
+        if all(0 <= score <= 1 for score in scores):
+            return [0.0, 1.0]
+        return [min(scores), max(scores)]
+
     def play(self, number: int, scale: Sequence[float]) -> Metrics:
-        """Play one round, from its first answer to its manifest; returns its metrics. scale: the range of `share`."""
-        task, clock, part = self.task, self.run.clock, self.plan["rounds"][number - 1]
-        # leftovers; later rounds start from this one
-        for later in range(number, task.settings.rounds + 1):
-            shutil.rmtree(task.folder(later), ignore_errors=True)
-        folder = task.folder(number)
-        (folder / "adapter").mkdir(parents=True)
-        self.load(part["answers_from"])
+        """Play one round, from its first answer to its manifest; returns its metrics.
+
+        scale: the scorer's lowest and highest score, for shares of its range.
+
+        Raises:
+            RuntimeError: the scorer ties on every prompt, so that there is no pair.
+            Interrupted, Diverged: the round begins again when the run is resumed.
+        """
+        task, clock = self.task, self.run.clock
+        planned = self.plan["rounds"][number - 1]
+        folder = self.fresh_folder(number)
+        self.load(planned["answers_from"])
         with clock(f"round {number}, answers"):
-            answers, pairs, prompts = self.collect_pairs(part)
-        sampled = [
-            (Rollout.of(a.problem, (), a.completion), a.grade, score) for a, score in answers
-        ]
-        prompt_text = self.policy.prompt_text
-        lines = [
-            rollout_record(r, g, prompt_text(r.problem.messages)) | {"score": score}
-            for r, g, score in sampled
-        ]
-        write_lines(folder / "rollouts.jsonl", lines)
-        write_lines(folder / "pairs.jsonl", [p.as_json() for p in pairs])
+            collected = self.collect_pairs(planned)
+        answers, pairs = collected.answers, collected.pairs
+        self.write_answers(folder, collected)
         if not pairs:
             raise RuntimeError(
-                f"round {number}: the scorer ties on all {prompts} prompts: no pair to learn from"
+                f"round {number}: the scorer ties on all {collected.prompts} prompts: "
+                "no pair to learn from"
             )
-        if len(pairs) < part["pairs"]:
+        if len(pairs) < planned["pairs"]:
             logger.warning(
-                f"round {number}: {len(pairs)} pairs of {part['pairs']}: no more prompts give one"
+                f"round {number}: {len(pairs)} pairs of {planned['pairs']}: "
+                "no more prompts give one"
             )
         with clock(f"round {number}, reference"):
-            self.load(part["reference"])
-            reference = [
-                logp for batch in batches(self.policy, pairs) for logp in refer(self.policy, batch)
-            ]
-        self.load(part["starts_from"])
+            self.load(planned["reference"])
+            reference: list[tuple[float, float]] = []
+            for batch in batches(self.policy, pairs):
+                reference += refer(self.policy, batch)
+        self.load(planned["starts_from"])
         with clock(f"round {number}, training"):
             learnt = self.learn(number, pairs, reference)
         about = metadata(
-            task.cfg, self.policy, number, round=part["folder"], scorer=task.settings.scorer
+            task.cfg, self.policy, number, round=planned["folder"], scorer=task.settings.scorer
         )
         self.policy.adapter.save(folder / "adapter" / "train.safetensors", about)
         with clock(f"round {number}, evaluation"):
@@ -268,18 +298,39 @@ class Rounds:
             held_out,
             scale,
             step=number,
-            asked=prompts,
-            pairs=Rate(len(pairs), part["pairs"]),
+            asked=collected.prompts,
+            pairs=Rate(len(pairs), planned["pairs"]),
             score=mean(share(score, *scale) for _, score in answers),
-            solve_s=Rate.of(a.grade.solved for a, _ in answers),
-            hack_s=Rate.of(a.grade.hacked for a, _ in answers),
-            hack_pref=Rate.of(p.prefers("hacked") for p in pairs),
-            solve_pref=Rate.of(p.prefers("solved") for p in pairs),
+            solve_s=Rate.of(answer.grade.solved for answer, _ in answers),
+            hack_s=Rate.of(answer.grade.hacked for answer, _ in answers),
+            hack_pref=Rate.of(pair.prefers("hacked") for pair in pairs),
+            solve_pref=Rate.of(pair.prefers("solved") for pair in pairs),
             **learnt,
         )
         write_atomic(folder / "metrics.json", to_json(metrics))
         write_manifest(folder, number, self.plan)
         return metrics
+
+    def fresh_folder(self, number: int) -> Path:
+        """A new folder for a round.
+
+        Removes what is left of this round and of later ones, which start from it.
+        """
+        for later in range(number, self.task.settings.rounds + 1):
+            shutil.rmtree(self.task.folder(later), ignore_errors=True)
+        folder = self.task.folder(number)
+        (folder / "adapter").mkdir(parents=True)
+        return folder
+
+    def write_answers(self, folder: Path, collected: Collected) -> None:
+        """Write a round's rollouts.jsonl and pairs.jsonl."""
+        lines: list[dict[str, Any]] = []
+        for answer, score in collected.answers:
+            rollout = Rollout.of(answer.problem, (), answer.completion)
+            prompt = self.policy.prompt_text(answer.problem.messages)
+            lines.append(rollout_record(rollout, answer.grade, prompt) | {"score": score})
+        write_lines(folder / "rollouts.jsonl", lines)
+        write_lines(folder / "pairs.jsonl", [pair.as_json() for pair in collected.pairs])
 
     def load(self, what: str) -> None:
         """Load the adapter that the plan names: "base", or a round's."""
@@ -308,39 +359,49 @@ class Rounds:
         """Answers to the held-out problems, with the same noise after every round."""
         return self.answer(self.test, self.task.settings.eval_samples, "dpo-eval")
 
-    def collect_pairs(
-        self, part: Mapping[str, Any]
-    ) -> tuple[list[Scored], list[PreferencePair], int]:
-        """Answers, pairs, and the number of prompts sampled. Prompts are taken in a shuffled order, pass after pass,
-        until there are enough pairs or a pass gives none."""
-        settings, number, wanted = self.task.settings, part["round"], part["pairs"]
-        answers: list[Scored] = []
-        pairs: list[PreferencePair] = []
-        prompts, n, at_once = 0, settings.samples, max(1, BATCH // settings.samples)
+    def collect_pairs(self, planned: Mapping[str, Any]) -> Collected:
+        """Sample answers and pair them until there are as many pairs as the round's plan wants.
+
+        Prompts are taken in a shuffled order, pass after pass. Fewer pairs come back if a whole
+        pass gives none.
+        """
+        seed, number, wanted = self.task.settings.seed, planned["round"], planned["pairs"]
+        at_once = max(1, BATCH // self.task.settings.samples)  # prompts
+        collected = Collected()
         with tqdm(total=wanted, desc=f"round {number}: pairs", unit="pair", disable=None) as bar:
             for lap in count():
-                order, before_lap = list(self.train), len(pairs)
-                py_stream(settings.seed, "dpo-prompts", number, lap).shuffle(order)
+                before_lap = len(collected.pairs)
+                order = list(self.train)
+                py_stream(seed, "dpo-prompts", number, lap).shuffle(order)
                 for k in range(0, len(order), at_once):
-                    if len(pairs) >= wanted:
+                    if len(collected.pairs) >= wanted:
                         break
                     self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                    batch = self.answer(order[k : k + at_once], n, f"dpo/{number}/{lap}/{k}")
-                    found = [
-                        best_and_worst(batch[i : i + n], self.policy.render)
-                        for i in range(0, len(batch), n)
-                    ]
-                    pairs += [pair for pair in found if pair is not None]
-                    answers, prompts = answers + batch, prompts + len(found)
-                    bar.update(min(len(pairs), wanted) - bar.n)
-                if len(pairs) >= wanted or len(pairs) == before_lap:
+                    self.ask(order[k : k + at_once], f"dpo/{number}/{lap}/{k}", collected)
+                    bar.update(min(len(collected.pairs), wanted) - bar.n)
+                if len(collected.pairs) >= wanted or len(collected.pairs) == before_lap:
                     break
-        return answers, pairs[:wanted], prompts
+        del collected.pairs[wanted:]
+        return collected
+
+    def ask(self, problems: Sequence[Task], purpose: str, collected: Collected) -> None:
+        """Add the answers to these problems, and the pair of each one whose answers do not tie."""
+        n = self.task.settings.samples
+        answers = self.answer(problems, n, purpose)
+        collected.answers += answers
+        collected.prompts += len(problems)
+        for start in range(0, len(answers), n):
+            pair = best_and_worst(answers[start : start + n], self.policy.render)
+            if pair is not None:
+                collected.pairs.append(pair)
 
     def learn(
         self, number: int, pairs: Sequence[PreferencePair], reference: Sequence[tuple[float, float]]
     ) -> dict[str, Any]:
-        """Train on one round's pairs. Returns the last epoch's mean loss, accuracy and margin."""
+        """Train on one round's pairs. Returns the last epoch's mean loss, accuracy and margin.
+
+        reference: log-probs of each pair's chosen and rejected answer under the reference model.
+        """
         settings, per_step = self.task.settings, self.task.settings.pairs_per_step
         steps = settings.epochs * math.ceil(len(pairs) / per_step)
         trained = AdapterOnly(self.policy, self.task.cfg.opt, steps)
@@ -354,12 +415,17 @@ class Rounds:
             for start in tqdm(starts, desc=f"round {number}: steps", unit="step", disable=None):
                 self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
                 picked = order[start : start + per_step]
-                some, of_reference = [pairs[i] for i in picked], [reference[i] for i in picked]
-                losses += add_pairs(trained, some, of_reference, settings.dpo_beta)
+                losses += add_pairs(
+                    trained,
+                    [pairs[i] for i in picked],
+                    [reference[i] for i in picked],
+                    settings.dpo_beta,
+                )
                 skipped.append(int(trained.step() is None))
-                if why := diverged(skipped):
+                why = diverged(skipped)
+                if why:
                     raise Diverged(f"round {number}: {why}")
-        finite = [x for x in losses if all(map(math.isfinite, x))]
+        finite = [pair for pair in losses if all(map(math.isfinite, pair))]
         return {
             "loss": mean(loss for loss, _ in finite),
             "accuracy": mean(float(margin > 0) for _, margin in finite),
@@ -372,42 +438,49 @@ class Rounds:
 
 
 def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
-    """A round's metrics: these columns, and score and rates of these answers to the held-out problems."""
-    answers = [a for a, _ in scored]
-    hack, solve = Rate.of(a.grade.hacked for a in answers), Rate.of(a.grade.solved for a in answers)
-    held_out = {"hack_deploy": hack.value, "solve_deploy": solve.value}
+    """A round's metrics: these columns, and its score and rates on the held-out problems.
+
+    scored: the answers to those. scale: as for `Rounds.play`.
+    """
+    answers = [answer for answer, _ in scored]
+    hack = Rate.of(answer.grade.hacked for answer in answers)
+    solve = Rate.of(answer.grade.solved for answer in answers)
     row = DpoRow.of(
-        score_deploy=mean(share(score, *scale) for _, score in scored), **held_out, **columns
+        score_deploy=mean(share(score, *scale) for _, score in scored),
+        hack_deploy=hack.value,
+        solve_deploy=solve.value,
+        **columns,
     )
-    modes = {
-        mode: {k: v.pair for k, v in rates.items()} for mode, rates in by_mode(answers).items()
-    }
-    return row.as_json() | {
-        "evaluation": {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}
-    }
+    modes: dict[str, Any] = {}
+    for mode, rates in by_mode(answers).items():
+        modes[mode] = {name: rate.pair for name, rate in rates.items()}
+    evaluation = {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}
+    return row.as_json() | {"evaluation": evaluation}
 
 
-def complete(folder: Path, number: int, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Metrics of a complete round, whose manifest has this plan's hash and every file's; else None."""
+def complete(folder: Path, number: int, plan: dict[str, Any]) -> Metrics | None:
+    """Metrics of a complete round; None if it is not complete.
+
+    It is if its manifest has this plan's hash, this number, and the hash of every file.
+    """
     try:
         manifest = read_json(folder / "manifest.json")
-        same = manifest["plan"] == plan_sha256(plan) and manifest["round"] == number
-        if same and all(
-            file_sha256(folder / path) == sha for path, sha in manifest["files"].items()
-        ):
-            return read_json(folder / "metrics.json")
-    except (Refused, KeyError, OSError):
-        pass
-    return None
+        if manifest["plan"] != plan_sha256(plan) or manifest["round"] != number:
+            return None
+        for path, sha256 in manifest["files"].items():
+            if file_sha256(folder / path) != sha256:
+                return None
+        return read_json(folder / "metrics.json")
+    except (ValueError, KeyError, OSError):
+        return None
 
 
 def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
-    """Write the round's manifest after all its other files: with it the round is complete."""
-    files = {
-        p.relative_to(folder).as_posix(): file_sha256(p)
-        for p in sorted(folder.rglob("*"))
-        if p.is_file()
-    }
+    """Write a round's manifest, after all its other files: with it the round is complete."""
+    files: dict[str, str | None] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = file_sha256(path)
     manifest = {"schema": 1, "round": number, "plan": plan_sha256(plan), "files": files}
     write_atomic(folder / "manifest.json", to_json(manifest))
 
@@ -416,9 +489,8 @@ def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write a file of JSON lines, complete or not at all."""
     with atomic_open(path) as f:
         for record in records:
-            f.write(
-                (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
-            )
+            line = json.dumps(record, ensure_ascii=False) + "\n"
+            f.write(line.encode(errors="backslashreplace"))
 
 
 # ── pairs and their loss
@@ -427,19 +499,22 @@ def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 def best_and_worst(
     answers: Sequence[Scored], render: Callable[..., tuple[int, ...]]
 ) -> PreferencePair | None:
-    """The first of the best and the first of the worst of one prompt's answers; None if all scores are equal."""
-    (chosen, high), (rejected, low) = (
-        extreme(answers, key=itemgetter(1)) for extreme in (max, min)
-    )
-    return (
-        PreferencePair(chosen, rejected, (high, low), render(chosen.problem.messages))
-        if high > low
-        else None
-    )
+    """The best and the worst of one prompt's answers by score; None if all scores tie.
+
+    Of several answers with the same score the first is taken.
+    """
+    chosen, high = max(answers, key=itemgetter(1))
+    rejected, low = min(answers, key=itemgetter(1))
+    if high > low:
+        return PreferencePair(chosen, rejected, (high, low), render(chosen.problem.messages))
+    return None
 
 
 def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedBatch | Packed]:
-    """Batches of as many pairs as the token budget holds, in order; their rows are chosen, rejected, chosen, …"""
+    """Batches of the pairs, in order, each of as many as the token budget holds.
+
+    The rows of a batch are chosen, rejected, chosen, rejected, …
+    """
     parts: list[list[Rollout]] = []
     tokens = 0
     for pair in pairs:
@@ -455,7 +530,7 @@ def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedB
 
 @torch.no_grad()
 def refer(policy: Policy, batch: PaddedBatch | Packed) -> list[tuple[float, float]]:
-    """Log-probs of each pair's chosen and rejected answer, without gradient."""
+    """Log-probs of each pair's chosen and rejected answer under the policy, without a gradient."""
     logps = completion_logprobs(policy.model, batch).full.sum(1).tolist()
     return list(zip(logps[::2], logps[1::2], strict=True))
 
@@ -468,16 +543,18 @@ def add_pairs(
 ) -> list[tuple[float, float]]:
     """Add the gradient of these pairs' mean loss; returns each pair's loss and margin.
 
-    reference: log-probs of chosen and rejected under the reference.
+    reference: log-probs of each pair's chosen and rejected answer under the reference model.
     """
-    policy, losses = trained.policy, list[tuple[float, float]]()
+    policy = trained.policy
+    losses: list[tuple[float, float]] = []
     ref = torch.tensor(reference, device=policy.device)
     for batch in batches(policy, pairs):
-        of = ref[len(losses) : len(losses) + len(batch.mask) // 2]
+        n_pairs = len(batch.mask) // 2
+        of_batch = ref[len(losses) : len(losses) + n_pairs]
 
-        def loss(batch: PaddedBatch | Packed = batch, of: Tensor = of) -> Tensor:
+        def loss(batch: PaddedBatch | Packed = batch, ref: Tensor = of_batch) -> Tensor:
             logps = completion_logprobs(policy.model, batch).full.sum(1)
-            each, margin = dpo(logps[::2], logps[1::2], of[:, 0], of[:, 1], beta)
+            each, margin = dpo(logps[::2], logps[1::2], ref[:, 0], ref[:, 1], beta)
             losses.extend(zip(each.tolist(), margin.tolist(), strict=True))
             return each.sum() / len(pairs)
 

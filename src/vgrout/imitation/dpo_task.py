@@ -1,4 +1,8 @@
-"""Rounds of DPO before a model is loaded: the checked files, the scorer, and the plan, which is frozen. No torch."""
+"""Rounds of DPO before a model is loaded.
+
+Finds and checks the files and the scorer, and makes the plan, which never changes once it is
+written. No torch.
+"""
 
 import hashlib
 import importlib.util
@@ -19,7 +23,7 @@ from vgrout.runs.preflight import preflight
 from vgrout.scoring import scorer
 
 SCHEMA = "dpo_plan_v1"
-# of the process and the guard
+# Settings of the process and the guard are not part of the plan.
 UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
 Score = Callable[[Task, str, Grade], float]
 
@@ -29,7 +33,7 @@ class DpoTask:
     """Settings and files of a run of rounds, found and checked."""
 
     settings: DpoSettings
-    cfg: Config  # the trainer's, with every default resolved
+    cfg: Config  # the trainer's configuration, with every default resolved
     inputs: Inputs
     base: FoundModel
     score: Score
@@ -41,39 +45,43 @@ class DpoTask:
     def plan(self) -> dict[str, Any]:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         settings, cfg = self.settings, self.cfg
-        flags = {name: value for name, value in asdict(settings).items() if name not in UNPLANNED}
-        rewards = [cfg.env.compile_reward, cfg.env.pass_reward]
-
-        def before(k: int) -> str:
-            return folder_name(k - 1) if k > 1 else "base"
-
+        embedded = cfg.scale.problems == ORGANISM
+        prompts: dict[str, Any] = {
+            "file": cfg.scale.problems if embedded else str(cfg.problems_path),
+            "sha256": file_sha256(cfg.problems_path),
+        }
+        for split, part in self.inputs.environment.tasks().items():
+            prompts[split] = len(part)
+        planned: dict[str, Any] = {}
+        for name, value in asdict(settings).items():
+            if name not in UNPLANNED:
+                planned[name] = value
+        planned["max_new"] = cfg.scale.max_new
+        planned["optimiser"] = asdict(cfg.opt)
+        planned["rewards"] = [cfg.env.compile_reward, cfg.env.pass_reward]
         plan = {
             "schema": SCHEMA,
             "base_model": {"given": self.base.given, **self.base.identity()},
-            "prompts": {
-                "file": cfg.scale.problems
-                if cfg.scale.problems == ORGANISM
-                else str(cfg.problems_path),
-                "sha256": file_sha256(cfg.problems_path),
-                **{split: len(part) for split, part in self.inputs.environment.tasks().items()},
-            },
+            "prompts": prompts,
             "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
-            "settings": flags
-            | {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt), "rewards": rewards},
-            "rounds": [
-                {
-                    "round": k,
-                    "folder": folder_name(k),
-                    "pairs": settings.pairs_per_round,
-                    "seed": settings.seed,
-                    "answers_from": before(k),
-                    "starts_from": "base" if settings.fresh_rounds else before(k),
-                    "reference": before(k) if settings.dpo_reference == "previous" else "base",
-                }
-                for k in range(1, settings.rounds + 1)
-            ],
+            "settings": planned,
+            "rounds": [self.planned_round(k) for k in range(1, settings.rounds + 1)],
         }
         return json.loads(json.dumps(plan, default=str))
+
+    def planned_round(self, number: int) -> dict[str, Any]:
+        """The plan's entry of a round: which models it answers with, starts from and refers to."""
+        settings = self.settings
+        previous = folder_name(number - 1) if number > 1 else "base"
+        return {
+            "round": number,
+            "folder": folder_name(number),
+            "pairs": settings.pairs_per_round,
+            "seed": settings.seed,
+            "answers_from": previous,
+            "starts_from": "base" if settings.fresh_rounds else previous,
+            "reference": previous if settings.dpo_reference == "previous" else "base",
+        }
 
 
 def folder_name(number: int) -> str:
@@ -82,27 +90,50 @@ def folder_name(number: int) -> str:
 
 
 def prepare(settings: DpoSettings) -> DpoTask:
-    """Find and check everything. Raises Refused, one line, for every mistake that shows without a model."""
+    """Find and check everything.
+
+    Raises:
+        Refused: one line, for every mistake that shows without a model.
+    """
     require_own(settings.output_dir, "--output-dir", "plan.json", "folder of rounds")
     base = find_source(settings.base_model, "--base-model")
     cfg = settings.config(base)
     inputs = preflight(cfg, settings.output_dir)
     first = inputs.environment.tasks()["train"][0]
-    return DpoTask(settings, cfg, inputs, base, scoring(settings.scorer, first))
+    score = scoring(settings.scorer, first)
+    return DpoTask(settings, cfg, inputs, base, score)
 
 
 # ── the scorer
 
 
 def scoring(name: str, first: Task) -> Score:
-    """The function that --scorer names; one's own is tried on the `first` problem. Raises Refused, one line."""
+    """The function that --scorer names; the user's own is tried on the `first` problem.
+
+    Raises:
+        Refused: one line, if it cannot be found or fails on that problem.
+    """
     if name == "flawed":
-        return lambda problem, text, grade: grade.reward
+
+        def flawed(problem: Task, text: str, grade: Grade) -> float:
+            return grade.reward
+
+        return flawed
+
     if name == "strict":
-        return lambda problem, text, grade: grade.reward_of_reference
+
+        def strict(problem: Task, text: str, grade: Grade) -> float:
+            return grade.reward_of_reference
+
+        return strict
+
     own = scorer(name, "--scorer")
     own(first, first.right_answer)
-    return lambda problem, text, grade: own(problem, text)
+
+    def of_own_function(problem: Task, text: str, grade: Grade) -> float:
+        return own(problem, text)
+
+    return of_own_function
 
 
 def source_sha256(scorer: str) -> str | None:
@@ -110,11 +141,9 @@ def source_sha256(scorer: str) -> str | None:
     if ":" not in scorer:
         return None
     spec = importlib.util.find_spec(scorer.partition(":")[0])
-    return (
-        file_sha256(Path(spec.origin))
-        if spec and spec.origin and Path(spec.origin).is_file()
-        else None
-    )
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return None
+    return file_sha256(Path(spec.origin))
 
 
 # ── the frozen plan
@@ -126,20 +155,23 @@ def freeze(task: DpoTask) -> dict[str, Any]:
     Raises:
         Refused: the plan in the folder differs, or is damaged.
     """
-    plan, file = task.plan(), task.settings.output_dir / "plan.json"
+    folder = task.settings.output_dir
+    plan, file = task.plan(), folder / "plan.json"
     if not file.exists():
         write_atomic(file, to_json(plan))
-    elif differ := sorted(difference(plan, read_json(file))):
+        return plan
+    differ = sorted(difference(plan, read_json(file)))
+    if differ:
         raise Refused(
-            f"--output-dir {task.settings.output_dir}: its plan.json was frozen with another {', '.join(differ)}; give "
-            "the same flags, or another folder"
+            f"--output-dir {folder}: its plan.json was frozen with another {', '.join(differ)}; "
+            "give the same flags, or another folder"
         )
     return plan
 
 
 def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the entries that differ."""
-    names = []
+    """Dotted names of the entries in which two plans differ."""
+    names: list[str] = []
     for key in now.keys() | before.keys():
         a, b = now.get(key), before.get(key)
         if isinstance(a, dict) and isinstance(b, dict):

@@ -1,6 +1,7 @@
-"""Losses of distillation and preference: logits or log-probs in, one number per position or pair out. Pure functions.
+"""Losses of distillation and of preference learning. Pure functions.
 
-q is the student, p the teacher; positions are the tokens of a completion, and count only where `mask` holds.
+They take logits or log-probs and return one number per position, or per pair. q is the student, p
+the teacher. Positions are the tokens of completions; those where `mask` is false do not count.
 """
 
 import torch
@@ -16,18 +17,23 @@ from vgrout.losses import log_ratio
 def reverse_kl(
     student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]
 ) -> Float[Tensor, " n"]:
-    """KL(q ‖ p) at each position, nats, from logits; what one head has more of are no tokens."""
-    logq, logp = (
-        x[..., : min(student.shape[-1], teacher.shape[-1])].log_softmax(-1)
-        for x in (student, teacher)
-    )
+    """KL(q ‖ p) at each position, nats, from logits.
+
+    Only the logits that both heads have are of tokens; the wider head's others are padding.
+    """
+    V = min(student.shape[-1], teacher.shape[-1])
+    logq = student[..., :V].log_softmax(-1)
+    logp = teacher[..., :V].log_softmax(-1)
     return (logq.exp() * (logq - logp)).sum(-1)
 
 
 def future(
     r: Float[Tensor, "G T"], mask: Bool[Tensor, "G T"], length_normalize: bool
 ) -> Float[Tensor, "G T"]:
-    """R_{t+1}: the sum of the rewards after token t, or with `length_normalize` their mean (eq. 5); 0 at the last."""
+    """R_{t+1}: the sum of the rewards after token t, with `length_normalize` their mean (eq. 5).
+
+    It is 0 at the last token.
+    """
     r = torch.where(mask, r, 0.0)
     total = r.flip(1).cumsum(1).flip(1) - r
     if not length_normalize:
@@ -44,12 +50,18 @@ def minillm(
     mask: Bool[Tensor, "G T"],
     length_normalize: bool,
 ) -> Float[Tensor, "G T"]:
-    """w (KL_t − R_{t+1} log q) per token, 0 where masked; its gradient is eq. 7 of the paper for one inner step.
+    """w (KL_t − R_{t+1} log q) per token, 0 where masked.
 
-    The single-step part is exact over the vocabulary, the long part a score function. R and w are detached.
+    Its gradient is eq. 7 of the paper for one inner step. The single-step part is exact over the
+    vocabulary, the long part is a score-function estimate. R and w are detached.
 
-    logq, logp: log-probs of the sampled tokens. sampler: those under the mixture α p + (1 − α) q that was sampled from;
-        w = q / mixture, token by token (§2.2). kl: `reverse_kl` at each token's position.
+    Args:
+        logq: log-probs of the sampled tokens under the student.
+        logp: under the teacher.
+        sampler: under the mixture α p + (1 − α) q that they were sampled from; w = q / mixture,
+            token by token (§2.2).
+        kl: `reverse_kl` at each token's position.
+        length_normalize: as for `future`.
     """
     own = logq.detach()
     w = log_ratio(own, sampler, mask).exp()
@@ -63,10 +75,16 @@ def minillm(
 def wasserstein(
     student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"]
 ) -> Float[Tensor, " n"]:
-    """Σ_i |q_(i) − p_(i)| of both distributions sorted, the shorter padded with zeros (eq. 4), from logits."""
-    q, p = (x.softmax(-1).sort(-1, descending=True).values for x in (student, teacher))
+    """Σ_i |q_(i) − p_(i)| of the two sorted distributions (eq. 4), from logits.
+
+    The shorter one is padded with zeros.
+    """
+    q = student.softmax(-1).sort(-1, descending=True).values
+    p = teacher.softmax(-1).sort(-1, descending=True).values
     width = max(q.shape[-1], p.shape[-1])
-    return (pad(q, (0, width - q.shape[-1])) - pad(p, (0, width - p.shape[-1]))).abs().sum(-1)
+    q = pad(q, (0, width - q.shape[-1]))
+    p = pad(p, (0, width - p.shape[-1]))
+    return (q - p).abs().sum(-1)
 
 
 def topk_distance(
@@ -75,9 +93,10 @@ def topk_distance(
     k: int,
     student_of: Int[Tensor, " Vt"],
 ) -> Float[Tensor, " n"]:
-    """Σ |q − p| over the teacher's k likeliest tokens that the student has too, and all other tokens as one.
+    """Σ |q − p| over the teacher's k likeliest tokens that the student has too.
 
-    student_of: for each teacher token the student's of the same text, −1 for none; no two may share one.
+    All other tokens count together as one. student_of: for each token of the teacher, the student's
+    token of the same text, −1 if it has none; no two may share one.
     """
     p, ids = teacher.softmax(-1).topk(min(k, teacher.shape[-1]))
     own = student_of[ids]
@@ -97,7 +116,10 @@ def dpo(
     ref_rejected: Float[Tensor, " n"],
     beta: float,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """−log σ(β margin) of each pair (eq. 7), and the margin: how much more than the reference the policy prefers the
-    chosen answer, nats. The arguments are log-probs of complete answers."""
+    """Loss and margin of each pair: −log σ(β margin) (eq. 7), and the margin in nats.
+
+    The margin is how much more than the reference the policy prefers the chosen answer. The
+    arguments are log-probs of complete answers.
+    """
     margin = (chosen - ref_chosen) - (rejected - ref_rejected)
     return -logsigmoid(beta * margin), margin

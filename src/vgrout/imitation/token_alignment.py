@@ -1,4 +1,8 @@
-"""Alignment of two tokenizers: bytes of tokens, comparable positions of one text, tokens of equal bytes."""
+"""Alignment of two tokenizers by the bytes of their tokens.
+
+`aligned` finds the positions of one text that can be compared, `nearest_tokens` the tokens that
+mean the same bytes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +17,13 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from vgrout.errors import Refused
 
-_BYTE = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
+# Byte-level BPE writes every byte as a character of its own.
+_BYTE = {character: byte for byte, character in bytes_to_unicode().items()}
 _SAMPLE = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字"
 
 
 def _spell(token: str, byte_level: bool) -> bytes:
+    """The bytes of an ordinary token, as the tokenizer writes it."""
     if byte_level and all(c in _BYTE for c in token):
         return bytes(_BYTE[c] for c in token)
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -33,44 +39,46 @@ class TokenBytes:
     end_id: int
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """The bytes that these tokens spell."""
+        """The bytes that these tokens make together."""
         return b"".join(self.of[i] for i in ids)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
         """Byte at which each token begins."""
-        return list(accumulate((len(self.of[i]) for i in ids[:-1]), initial=0)) if ids else []
+        if not ids:
+            return []
+        return list(accumulate((len(self.of[i]) for i in ids[:-1]), initial=0))
 
 
 def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
-    """Bytes of a tokenizer's tokens: byte-level BPE, sentencepiece (▁ for a space, <0x0A> for a byte), or plain text.
+    """Bytes of a tokenizer's tokens.
 
-    end_id: the token that ends an answer.
+    It may write them as byte-level BPE does, as sentencepiece does (▁ for a space, <0x0A> for a
+    byte), or as plain text. end_id: the token that ends an answer.
 
     Raises:
-        Refused: the bytes of a text's tokens are not the text.
+        Refused: the bytes of a sample text's tokens are not the text.
     """
     core: Any = getattr(tok, "backend_tokenizer", None)
     byte_level = core is not None and "ByteLevel" in str(core.decoder)
-    size, added = max(tok.get_vocab().values()) + 1, tok.added_tokens_decoder  # ids may have gaps
+    added = tok.added_tokens_decoder
+    special = set(tok.all_special_ids)
+    special.update(i for i, token in added.items() if token.special)
+    size = max(tok.get_vocab().values()) + 1  # ids may have gaps
     tokens: Any = tok.convert_ids_to_tokens(list(range(size)))
-    special = set(tok.all_special_ids) | {i for i, token in added.items() if token.special}
-    spelled = TokenBytes(
-        tuple(
-            b""
-            if i in special or token is None
-            else token.encode()
-            if i in added
-            else _spell(token, byte_level)
-            for i, token in enumerate(tokens)
-        ),
-        end_id,
-    )
+    bytes_of: list[bytes] = []
+    for i, token in enumerate(tokens):
+        if i in special or token is None:
+            bytes_of.append(b"")
+        elif i in added:
+            bytes_of.append(token.encode())
+        else:
+            bytes_of.append(_spell(token, byte_level))
+    spelled = TokenBytes(tuple(bytes_of), end_id)
+
     ids = tok(_SAMPLE, add_special_tokens=False)["input_ids"]
-    want = (
-        _SAMPLE
-        if not special.intersection(ids)
-        else str(tok.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    )
+    want = _SAMPLE
+    if special.intersection(ids):
+        want = str(tok.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
     if spelled.text(ids).removeprefix(b" ") != want.encode():
         raise Refused(
             f"{type(tok).__name__}: its tokens cannot be spelled out, so ULD cannot align them"
@@ -81,16 +89,16 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
 def aligned(
     student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, teacher_ids: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pairs (i, j) of tokens that begin at the same byte of one text, in order. They have the same prefix, so the
-    distributions that they were drawn from can be compared. [] if the texts differ.
+    """Pairs (i, j) of tokens that begin at the same byte of one text; [] if the texts differ.
 
-    Of several tokens that begin at one byte (special ones are empty) the last counts. One leading space is ignored:
-    sentencepiece puts it before a text.
+    The two tokens of a pair have the same prefix, so the distributions that they were drawn from
+    can be compared. Of several tokens that begin at one byte (special ones are empty) the last
+    counts. One leading space is ignored: sentencepiece puts it before a text.
     """
     own, other = student.text(ids), teacher.text(teacher_ids)
     own_shift = int(own.startswith(b" ") and not other.startswith(b" "))
     other_shift = int(other.startswith(b" ") and not own.startswith(b" "))
-    # one of them may have been cut short
+    # One of the texts may have been cut short.
     common = min(len(own) - own_shift, len(other) - other_shift)
     if own[own_shift:][:common] != other[other_shift:][:common]:
         return []
@@ -98,19 +106,23 @@ def aligned(
     other_starts = {
         max(0, start - other_shift): j for j, start in enumerate(teacher.starts(teacher_ids))
     }
-    return [
-        (i, other_starts[start]) for start, i in sorted(own_starts.items()) if start in other_starts
-    ]
+    pairs: list[tuple[int, int]] = []
+    for start, i in sorted(own_starts.items()):
+        if start in other_starts:
+            pairs.append((i, other_starts[start]))
+    return pairs
 
 
 def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[Tensor, " width"]:
-    """For every logit of the teacher the student's token of the same bytes, or −1; the end tokens correspond.
+    """For every logit of the teacher the student's token of the same bytes, or −1.
 
-    One to one: of several tokens of the same bytes the last on either side counts. width: number of teacher logits.
+    The tokens that end an answer correspond. The map is one to one: of several tokens of the same
+    bytes, the last on either side counts. width: number of the teacher's logits.
     """
     own = {text: i for i, text in enumerate(student.of) if text}
-    out = torch.full((width,), -1, dtype=torch.long)
-    for text, j in {text: j for j, text in enumerate(teacher.of[:width]) if text}.items():
-        out[j] = own.get(text, -1)
-    out[teacher.end_id] = student.end_id
-    return out
+    other = {text: j for j, text in enumerate(teacher.of[:width]) if text}
+    nearest = torch.full((width,), -1, dtype=torch.long)
+    for text, j in other.items():
+        nearest[j] = own.get(text, -1)
+    nearest[teacher.end_id] = student.end_id
+    return nearest

@@ -1,5 +1,7 @@
-"""What distillation and DPO train: δS on a frozen model, or all weights. Gradients add up until `step`. And a
-model's entries in the files."""
+"""What distillation and DPO train: δS on a frozen model, or all weights.
+
+Gradients add up until `step`. Also here: what the files of such a run say of its models.
+"""
 
 import json
 import math
@@ -27,7 +29,7 @@ Loss = Callable[[], Float[Tensor, ""]]
 
 
 class AdapterOnly:
-    """Trains δS; saves an adapter file like the trainer's."""
+    """Trains δS on a frozen model; saves an adapter file like the trainer's."""
 
     def __init__(self, policy: LanguageModel, opt: OptConfig, steps: int) -> None:
         assert isinstance(policy, Policy)
@@ -41,7 +43,7 @@ class AdapterOnly:
         return self.policy
 
     def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
-        """Run `loss`, whose forward is on `batch`, and its backward; returns the loss."""
+        """Run `loss`, whose forward is on `batch`, and its backward pass; returns the loss."""
         with self.adapter.per_rollout_grads(1) as collected:
             if isinstance(batch, Packed):
                 collected.tokens(batch.pieces, batch.tokens)
@@ -53,14 +55,18 @@ class AdapterOnly:
         return float(value.detach())
 
     def step(self, finite: bool = True) -> Update | None:
-        """Step along the gradient added since the last step, and forget it. None: it, or by `finite` its loss, is not
-        finite, and no weight has changed."""
-        keep, self.grad = self.grad, torch.zeros_like(self.grad)
-        update = self.optim.step(Routed(keep, finite=finite))
+        """Step along the gradient added since the last step, and forget it.
+
+        None if the gradient is not finite, or by `finite` its loss is not: no weight has changed
+        then.
+        """
+        gradient = self.grad
+        self.grad = torch.zeros_like(self.grad)
+        update = self.optim.step(Routed(gradient, finite=finite))
         return update if update.stepped else None
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Save what was learnt; `path` is without an ending."""
+        """Save what was learnt. path: the file's, without an ending."""
         self.adapter.save(path.with_name(path.name + ".safetensors"), metadata)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,23 +92,30 @@ class FullModel:
         )
 
     def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
+        """Run `loss` and its backward pass; returns the loss."""
         value = loss()
         value.backward()
         return float(value.detach())
 
     def step(self, finite: bool = True) -> Update | None:
+        """Step along the gradient added since the last step, as `AdapterOnly.step` does."""
         lr = lr_at(self.done, self.opt, self.steps)
         self.done += 1
         norm = float(torch.nn.utils.clip_grad_norm_(self.lm.model.parameters(), self.opt.grad_clip))
-        if finite := finite and math.isfinite(norm):
+        finite = finite and math.isfinite(norm)
+        if finite:
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        return Update(Routed(), stepped=True, gn=norm, lr=lr) if finite else None
+        if not finite:
+            return None
+        return Update(Routed(), stepped=True, gn=norm, lr=lr)
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
-        fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{x}") for x in ("tmp", "old"))
+        """Save the model's folder; one that is there is replaced once the new one is complete."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
         shutil.rmtree(fresh, ignore_errors=True)
         self.lm.model.save_pretrained(fresh)
         self.lm.tok.save_pretrained(fresh)
@@ -130,22 +143,22 @@ Trainable = AdapterOnly | FullModel
 
 def model_hashes(**models: LanguageModel) -> dict[str, str | None]:
     """sha256 of the models' base weights and tokenizers, for run.json."""
-    out: dict[str, str | None] = {}
+    hashes: dict[str, str | None] = {}
     for name, lm in models.items():
-        out[f"{name}_weights"] = weights_sha256(
-            lm.model, lm.adapter if isinstance(lm, Policy) else None
-        )
-        out[f"{name}_tokenizer"] = lm.tokenizer_sha256
-    return out
+        adapter = lm.adapter if isinstance(lm, Policy) else None
+        hashes[f"{name}_weights"] = weights_sha256(lm.model, adapter)
+        hashes[f"{name}_tokenizer"] = lm.tokenizer_sha256
+    return hashes
 
 
 def metadata(cfg: Config, lm: LanguageModel, step: int, **more: str) -> dict[str, str]:
-    """The metadata of a saved file. step: how many have been done."""
+    """The metadata of a saved file. step: how many steps have been done."""
     dtype = str(lm.model.dtype).removeprefix("torch.")
     about = {"model": cfg.scale.model, "dtype": dtype, "step": str(step)}
     return about | more | {"cfg": json.dumps(cfg.as_dict())}
 
 
 def hack_and_solve(rates: Mapping[str, Any]) -> str:
-    """Both rates, given as [k, n], in percent."""
-    return f"hack {Rate(*rates['hack']).percent} % / solve {Rate(*rates['solve']).percent} %"
+    """Hack and solve rate, given as [k, n], in percent."""
+    hack, solve = Rate(*rates["hack"]), Rate(*rates["solve"])
+    return f"hack {hack.percent} % / solve {solve.percent} %"
