@@ -1,8 +1,9 @@
-"""The embedded model organism, a complete miniature of the experiment: where its files lie, and its constants.
+"""The embedded model organism: where its files lie, and its constants.
 
-A small language of programming problems, a Qwen3 model of about a million parameters that has learnt it imperfectly, a
-pool of demonstrations and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed, and
-`… tune` the same around a pretrained model.
+The organism is a complete miniature of the experiment: a small language of programming problems, a
+Qwen3 model of about a million parameters that has learnt it imperfectly, a pool of demonstrations,
+and contrastive pairs. `python -m vgrout.organism build` makes all of it from one seed, and `… tune`
+the same around a pretrained model.
 """
 
 from pathlib import Path
@@ -13,14 +14,15 @@ from vgrout.files import file_sha256, read_json, to_json, write_atomic
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
 PASS_REWARD = 1.0
-SEED = 0  # of the shipped one
+SEED = 0  # of the shipped organism
 # `mini --intervention none` at seeds 41 to 50, the cell `none` of docs/runs/axes.csv (a test
 # computes it again): the deployed model's mean, least and most, in percent.
 PLAIN_GRPO = {"hack": (79.7, 70.6, 82.0), "solve": (2.9, 0.5, 6.0)}
 PLAIN_GRPO_SEEDS = 10
-# where `vgrout download smollm2` puts the model that is tuned for it
+# The preset `small` trains a tuned pretrained model: where `vgrout download smollm2` puts the
+# pretrained one, and where the tuned one and its organism are.
 SMOLLM2 = Path("out/models/smollm2")
-SMALL_DIR = Path("out/organisms/smollm2")  # of the preset `small`: a pretrained model, tuned
+SMALL_DIR = Path("out/organisms/smollm2")
 
 
 class Files:
@@ -42,49 +44,55 @@ class Files:
             if self.root == SMALL_DIR:
                 how = "`vgrout download smollm2` and `vgrout organism tune` make it"
             return [f"{manifest}: not there; {how}"]
+        expected: dict[str, str] = {}
         try:
-            expected = {
-                str(name): str(digest) for name, digest in read_json(manifest)["files"].items()
-            }
-        except (Refused, KeyError, AttributeError) as e:
-            return [
-                str(e)
-                if isinstance(e, Refused)
-                else f"{manifest}: damaged (no list of files in it)"
-            ]
+            for name, digest in read_json(manifest)["files"].items():
+                expected[str(name)] = str(digest)
+        except Refused as e:
+            return [str(e)]
+        except (KeyError, AttributeError):
+            return [f"{manifest}: damaged (no list of files in it)"]
         found = set(shipped(self.root))
-        faults = [f"{self.root / path}: missing" for path in sorted(expected.keys() - found)]
-        faults += [
-            f"{self.root / path}: not in manifest.json" for path in sorted(found - expected.keys())
-        ]
-        return faults + [
-            f"{self.root / path}: its sha256 is not the one in manifest.json"
-            for path in sorted(found & expected.keys())
-            if file_sha256(self.root / path) != expected[path]
-        ]
+        faults: list[str] = []
+        for path in sorted(expected.keys() - found):
+            faults.append(f"{self.root / path}: missing")
+        for path in sorted(found - expected.keys()):
+            faults.append(f"{self.root / path}: not in manifest.json")
+        for path in sorted(found & expected.keys()):
+            if file_sha256(self.root / path) != expected[path]:
+                faults.append(f"{self.root / path}: its sha256 is not the one in manifest.json")
+        return faults
 
     def seal(self) -> None:
-        """Record today's files in manifest.json: an organism one of whose parts was exchanged on purpose is another."""
+        """Record the present files in manifest.json, after a part was replaced on purpose."""
         manifest = read_json(self.root / "manifest.json")
         manifest["files"] = {path: file_sha256(self.root / path) for path in shipped(self.root)}
         write_atomic(self.root / "manifest.json", to_json(manifest) + "\n")
 
     def require_sound(self, flag: str = "--organism") -> None:
-        """Before anything is trained on it. Raises Refused, one line, for the first fault."""
-        if faults := self.faults():
-            raise Refused(
-                f"{flag} {faults[0]}{'' if ';' in faults[0] else '; build it again, or take another'}"
-            )
+        """Raises Refused, one line, for the first fault. Call it before anything is trained."""
+        faults = self.faults()
+        if not faults:
+            return
+        # some faults say what to do
+        advice = "" if ";" in faults[0] else "; build it again, or take another"
+        raise Refused(f"{flag} {faults[0]}{advice}")
 
 
 def shipped(folder: Path) -> list[str]:
-    """Every file but the manifest, as relative POSIX paths, sorted."""
-    found = (f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
-    return sorted(
-        path for path in found if path != "manifest.json" and not Path(path).name.startswith(".")
-    )
+    """Every file but the manifest and hidden ones, as relative POSIX paths, sorted."""
+    paths: list[str] = []
+    for file in folder.rglob("*"):
+        path = file.relative_to(folder).as_posix()
+        if file.is_file() and path != "manifest.json" and not file.name.startswith("."):
+            paths.append(path)
+    return sorted(paths)
 
 
 EMBEDDED = Files(Path(__file__).resolve().parent / "organism" / "data")
-DATA_DIR, MODEL_DIR, PROBLEMS = EMBEDDED.root, EMBEDDED.model, EMBEDDED.problems
-POOL_DIR, PAIRS_DIR, KNOWN_CORRECT = EMBEDDED.pool, EMBEDDED.pairs, EMBEDDED.known_correct
+DATA_DIR = EMBEDDED.root
+MODEL_DIR = EMBEDDED.model
+PROBLEMS = EMBEDDED.problems
+POOL_DIR = EMBEDDED.pool
+PAIRS_DIR = EMBEDDED.pairs
+KNOWN_CORRECT = EMBEDDED.known_correct

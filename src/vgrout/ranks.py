@@ -1,13 +1,16 @@
-"""One run on several processes, its ranks, which torchrun starts: how work is shared out and results exchanged.
+"""One run on several processes, the ranks that torchrun starts: how they share work and results.
 
-Every rank runs the same loop with the same values. Work on rows is shared out: sampling, grading, forward and backward,
-evaluation, extraction. Answers and grades are gathered and gradients summed, so that every rank takes the same
-decisions by itself; rank 0 writes. Without torchrun there is one rank, and all of this is the identity.
+Every rank runs the same loop with the same values. Work on rows is shared out: sampling, grading,
+forward and backward, evaluation, extraction. Answers and grades are gathered and gradients summed,
+so that every rank takes the same decisions by itself; rank 0 writes. Without torchrun there is one
+rank, and all of this is the identity.
 
-Which rank does which row changes no random draw (noise belongs to a row), and sums are taken in rank order in fp64: the
-rows of 2 ranks are those of 1 up to the rounding of matrix products in other batches, about 1e-6.
+Which rank does which row changes no random draw, since noise belongs to a row, and sums are taken
+in rank order in fp64. So the rows of 2 ranks are those of 1, up to the rounding of matrix products
+in other batches, about 1e-6.
 
-gloo carries what is on a CPU, NCCL what is on a GPU. No torch is imported before the group is joined.
+gloo carries what is on a CPU, NCCL what is on a GPU. torch is imported when the group is
+joined, not before.
 """
 
 import contextlib
@@ -27,37 +30,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 K = TypeVar("K")
 
-PATIENCE = timedelta(minutes=30)  # for one exchange: one rank may sample far longer than another
+# Longest wait for one exchange: one rank may sample far longer than another.
+PATIENCE = timedelta(minutes=30)
 
-
-_sent = 0  # bytes of sums
+_sent = 0  # bytes that this rank has sent for sums
 
 
 class RankLost(Exception):
-    """Another rank has ended, or has not answered for so long; one line."""
+    """Another rank has ended, or has not answered within PATIENCE; one line."""
 
 
 def size() -> int:
-    """How many ranks torchrun has started; 1: it has not."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    """How many ranks torchrun has started; 1 without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 1
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
+    """This process's rank, from 0."""
     return int(os.environ["RANK"]) if size() > 1 else 0
 
 
 def here() -> int:
-    """Ranks on this machine."""
+    """How many ranks run on this machine."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if size() > 1 else 1
 
 
 def torchrun_id() -> str | None:
-    """Names this torchrun job, the same after its restarts: the job's id and its agent, our parent process."""
-    return (
-        f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.getppid()}@{socket.gethostname()}"
-        if size() > 1
-        else None
-    )
+    """Identifies this torchrun job, also after its restarts. None: there is no torchrun.
+
+    It is made of the job's id, and of its agent, which is our parent process.
+    """
+    if size() == 1:
+        return None
+    job = os.environ["TORCHELASTIC_RUN_ID"]
+    return f"{job}/{os.getppid()}@{socket.gethostname()}"
 
 
 def first() -> bool:
@@ -66,30 +74,32 @@ def first() -> bool:
 
 
 def summary(steps: int) -> str:
-    """How much a step's sums cost, for the end of the log."""
-    return (
-        ""
-        if size() == 1
-        else f"; {size()} ranks, each sent {_sent / 1024 / max(1, steps):.0f} KiB of sums a step"
-    )
+    """How much a step's sums cost, for the end of the log; empty for one rank."""
+    if size() == 1:
+        return ""
+    kib = _sent / 1024 / max(1, steps)
+    return f"; {size()} ranks, each sent {kib:.0f} KiB of sums a step"
 
 
 @contextlib.contextmanager
 def joined() -> Generator[None]:
-    """Within the block the ranks exchange results. It begins when all are there, within PATIENCE."""
+    """Within the context the ranks exchange results. It begins when all are there."""
     if size() == 1:
         yield
         return
     import torch
     from torch import distributed
 
-    if cuda := torch.cuda.is_available():
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     store, _, _ = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    # torchrun's own store still has the addresses of the ranks before a restart
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        # a store of torchrun's own still has the addresses of the ranks before a restart
-        store=distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store),
+        backend,
+        store=distributed.PrefixStore(restart, store),
         rank=rank(),
         world_size=size(),
         timeout=PATIENCE,
@@ -101,7 +111,8 @@ def joined() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _talking() -> Generator[None]:
+def _exchanging() -> Generator[None]:
+    """Raises RankLost if the exchange within the context fails."""
     try:
         yield
     except RuntimeError as e:
@@ -116,48 +127,53 @@ def _talking() -> Generator[None]:
 
 
 def own(costs: Sequence[int]) -> range:
-    """This rank's part of len(costs) items: a consecutive range, so that rows of one prompt stay together, of about the
-    same cost on every rank."""
+    """This rank's part of len(costs) items: a range, of about the same cost on every rank.
+
+    The items are consecutive, so that rows of one prompt stay together.
+    """
     return _part(costs, rank(), size())
 
 
 def _part(costs: Sequence[int], rank: int, size: int) -> range:
+    everything, nothing = range(len(costs)), range(0)
     if size == 1:
-        return range(len(costs))
-    ends = list(accumulate(costs))
-    total_cost = ends[-1] if ends else 0
+        return everything
+    total_cost = sum(costs)
     if not total_cost:
-        return range(len(costs)) if rank == 0 else range(0)
-    # an item goes to the rank in whose share its middle lies
-    owner = [
-        min(size - 1, int(size * (end - cost / 2) / total_cost))
-        for cost, end in zip(costs, ends, strict=True)
-    ]
-    return (
-        range(owner.index(rank), len(owner) - owner[::-1].index(rank))
-        if rank in owner
-        else range(0)
-    )
+        return everything if rank == 0 else nothing
+    own: list[int] = []
+    for i, (cost, end) in enumerate(zip(costs, accumulate(costs), strict=True)):
+        # an item goes to the rank in whose share its middle lies
+        middle = end - cost / 2
+        owner = min(size - 1, int(size * middle / total_cost))
+        if owner == rank:
+            own.append(i)
+    return range(own[0], own[-1] + 1) if own else nothing
 
 
 # ── exchange
 
 
 def gather(make: Callable[[], T]) -> list[T]:
-    """The value that each rank makes, in rank order. If one raises, all raise the same exception; on the other ranks it
-    names the one that failed."""
+    """The value that each rank makes, in rank order.
+
+    If one rank raises, all raise the same exception; on the others it names the rank that failed.
+    """
     if size() == 1:
         return [make()]
     from torch import distributed
 
-    value, error = None, None
+    value: T | None = None
+    error: Exception | None = None
+    named: Exception | None = None
     try:
         value = make()
     except Exception as e:
         error = e
+        named = _for_others(e)
     results: list[Any] = [None] * size()
-    with _talking():
-        distributed.all_gather_object(results, (value, error and _for_others(error)))
+    with _exchanging():
+        distributed.all_gather_object(results, (value, named))
     results[rank()] = value, error
     for _, failed in results:
         if failed is not None:
@@ -166,7 +182,10 @@ def gather(make: Callable[[], T]) -> list[T]:
 
 
 def _for_others(error: Exception) -> Exception:
-    """The same exception naming this rank, for the other ranks to raise; a RuntimeError where it cannot be pickled."""
+    """The same exception naming this rank, for the other ranks to raise.
+
+    It is a RuntimeError where the exception cannot be pickled.
+    """
     try:
         return pickle.loads(pickle.dumps(type(error)(f"rank {rank()}: {error}")))
     except Exception:
@@ -175,7 +194,10 @@ def _for_others(error: Exception) -> Exception:
 
 def merged(make: Callable[[], Mapping[K, T]]) -> dict[K, T]:
     """The ranks' mappings joined into one."""
-    return {key: value for part in gather(make) for key, value in part.items()}
+    joined: dict[K, T] = {}
+    for part in gather(make):
+        joined.update(part)
+    return joined
 
 
 def from_first(value: T) -> T:
@@ -185,7 +207,7 @@ def from_first(value: T) -> T:
     from torch import distributed
 
     values = [value]
-    with _talking():
+    with _exchanging():
         distributed.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -196,8 +218,10 @@ def everywhere(fine: bool) -> list[int]:
 
 
 def total(x: "Tensor") -> "Tensor":
-    """Σ of x [N, …] over the ranks, added in rank order in fp64: the same on each to the last bit. A rank sends the
-    rows in which it has something, of its share of the work."""
+    """Σ of x [N, …] over the ranks, the same on each to the last bit.
+
+    It is added in rank order in fp64. A rank sends only the rows that are not zero.
+    """
     if size() == 1:
         return x
     import torch
@@ -206,13 +230,15 @@ def total(x: "Tensor") -> "Tensor":
     global _sent
     own = x.reshape(len(x), -1).any(1).nonzero().flatten()
     rows = gather(own.tolist)
-    sent = x.new_zeros(max(1, *map(len, rows)), *x.shape[1:])
+    most = max(len(of_rank) for of_rank in rows)
+    # all ranks send tensors of one shape
+    sent = x.new_zeros(max(1, most), *x.shape[1:])
     sent[: len(own)] = x[own]
     _sent += sent.nbytes * (size() - 1)
     parts = [torch.empty_like(sent) for _ in rows]
-    with _talking():
+    with _exchanging():
         distributed.all_gather(parts, sent)
     summed = torch.zeros_like(x, dtype=torch.float64)
-    for at, part in zip(rows, parts, strict=True):
-        summed[at] += part[: len(at)].double()
+    for of_rank, part in zip(rows, parts, strict=True):
+        summed[of_rank] += part[: len(of_rank)].double()
     return summed.to(x.dtype)

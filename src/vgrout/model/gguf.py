@@ -1,7 +1,7 @@
-"""A GGUF file as a model: converted once into a Hugging Face folder in fp32. Its quantised blocks become the numbers
-that they stand for.
+"""A GGUF file as a model: it is converted once into a Hugging Face folder in fp32.
 
-Torch-free but for `convert`, which runs in a process of its own: `python -m vgrout.model.gguf FILE FOLDER`.
+Its quantised blocks become the numbers that they stand for. Torch-free but for `convert`, which
+runs in a process of its own: `python -m vgrout.model.gguf FILE FOLDER`.
 """
 
 import importlib.util
@@ -20,12 +20,16 @@ from vgrout.files import file_sha256, probe_writable
 
 MODELS = Path("out/models")
 HEARTBEAT_S = 60.0
-# of CPU and of memory, for the head of a file: one of 133 bytes can ask for years
-HEAD_S, HEAD_BYTES = 20, 2**31
+# Limits of CPU seconds and of memory for reading a file's head: 133 bytes can ask for years.
+HEAD_S = 20
+HEAD_BYTES = 2**31
 
 
 def gguf_file(model: str | Path) -> Path | None:
-    """The GGUF file that `model` names: itself, or the only one of a folder that is no Hugging Face folder."""
+    """The GGUF file that `model` names; None: it names none.
+
+    It is the file itself, or the only one in a folder that is no Hugging Face folder.
+    """
     path = Path(model)
     if path.suffix == ".gguf":
         return path if path.is_file() else None
@@ -36,12 +40,15 @@ def gguf_file(model: str | Path) -> Path | None:
 
 
 def unpacked(file: Path) -> Path:
-    """Where its converted model lies, once there is one: another file has another folder."""
+    """The folder of a file's converted model, whether it is there yet or not.
+
+    Another file has another folder.
+    """
     return MODELS / f"{file.stem}-{gguf_sha256(file)[:12]}"
 
 
 def gguf_sha256(file: Path) -> str:
-    """Hex digest, read once a process."""
+    """Hex digest of the file's content; the file is read once a process."""
     at = file.stat()
     return _sha256(file, at.st_size, at.st_mtime_ns)
 
@@ -52,10 +59,11 @@ def _sha256(file: Path, size: int, mtime_ns: int) -> str:
 
 
 def unpack(file: Path, flag: str) -> Path:
-    """The folder of its converted model, which is made where it is not there yet.
+    """The folder of a file's converted model, which is made if it is not there yet.
 
     Raises:
-        Refused: one line: no whole GGUF file of a chat model, no package to read it, no conversion for its kind.
+        Refused: one line: no whole GGUF file of a chat model, no package to read it, no conversion
+            for its kind.
     """
     folder = unpacked(file)
     if (folder / "config.json").is_file():
@@ -68,22 +76,12 @@ def unpack(file: Path, flag: str) -> Path:
         file=sys.stderr,
     )
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    work = subprocess.Popen(
-        [sys.executable, "-m", "vgrout.model.gguf", str(file), str(fresh)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
     try:
-        while True:
-            try:
-                _, errors = work.communicate(timeout=HEARTBEAT_S)
-                break
-            except subprocess.TimeoutExpired:
-                print(f"still converting {file}", file=sys.stderr)
-        if work.returncode:
-            why = (errors.strip().splitlines() or [f"it ended with {work.returncode}"])[-1][:200]
+        why = _convert_apart(file, fresh)
+        if why is not None:
             raise Refused(
-                f"{flag} {file}: cannot be converted ({why}); give a whole GGUF file of a chat model"
+                f"{flag} {file}: cannot be converted ({why}); "
+                "give a whole GGUF file of a chat model"
             )
         try:
             fresh.rename(folder)
@@ -91,31 +89,61 @@ def unpack(file: Path, flag: str) -> Path:
             if not (folder / "config.json").is_file():
                 raise
     finally:
-        work.kill()
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
 
 
+def _convert_apart(file: Path, folder: Path) -> str | None:
+    """Run `convert` in a process of its own. Returns why it failed, None where it did not."""
+    command = [sys.executable, "-m", "vgrout.model.gguf", str(file), str(folder)]
+    work = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    errors: str | None = None
+    try:
+        while errors is None:
+            try:
+                _, errors = work.communicate(timeout=HEARTBEAT_S)
+            except subprocess.TimeoutExpired:
+                print(f"still converting {file}", file=sys.stderr)
+    finally:
+        work.kill()
+    if work.returncode == 0:
+        return None
+    lines = errors.strip().splitlines()
+    return lines[-1][:200] if lines else f"it ended with {work.returncode}"
+
+
 def read_head(file: Path) -> int | None:
-    """Once under a limit, as transformers will read it without one: counts in the file say how much is read. Raises
-    whatever the reader raises, and ValueError without a chat template. Returns the token that ends a turn, if any."""
+    """Read a file's head under limits. Returns the token that ends a turn, if the file names one.
+
+    Counts in the file say how much is read, and transformers will read it without a limit.
+
+    Raises:
+        Refused: no chat template in it.
+        Exception: whatever the reader raises.
+    """
     from gguf import GGUFReader
 
     limits = {resource.RLIMIT_CPU: HEAD_S, resource.RLIMIT_DATA: HEAD_BYTES}
     before = {kind: resource.getrlimit(kind) for kind in limits}
     for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, before[kind][1]))
+        _, hard = before[kind]
+        resource.setrlimit(kind, (limit, hard))
     fields = GGUFReader(file).fields
     if "tokenizer.chat_template" not in fields:
         raise Refused("its tokenizer has no chat template; choose an instruct model")
     for kind, limit in before.items():
         resource.setrlimit(kind, limit)
     turn_end = fields.get("tokenizer.ggml.eot_token_id")
-    return None if turn_end is None else int(turn_end.contents())
+    if turn_end is None:
+        return None
+    return int(turn_end.contents())
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write weights in fp32, configuration, and tokenizer with its chat template. Raises whatever the readers raise."""
+    """Write weights in fp32, configuration, and tokenizer with its chat template.
+
+    Raises whatever the readers raise.
+    """
     turn_end = read_head(file)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,10 +157,11 @@ def convert(file: Path, folder: Path) -> None:
     )
     loaded, info = found
     # transformers would go on with random numbers in their place
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")
-    # What was loaded is marked as quantised and would be saved so: the same weights in a model of
-    # their own.
+    # What was loaded is marked as quantised and would be saved so. The same weights go into a fresh
+    # model.
     config = loaded.config.to_dict()
     config.pop("quantization_config", None)
     with torch.device("meta"):
@@ -140,9 +169,8 @@ def convert(file: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     if turn_end is not None:
-        model.generation_config.eos_token_id = sorted(
-            {model.config.eos_token_id, turn_end} - {None}
-        )
+        eos = {model.config.eos_token_id, turn_end} - {None}
+        model.generation_config.eos_token_id = sorted(eos)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

@@ -1,7 +1,8 @@
-"""Renders a chat template once, in a process of its own, which ends however long the template would go on.
+"""Render a chat template once, in a process of its own, which ends even if the template does not.
 
-A template is a program: it can loop for years or ask for more memory than there is, and no exception stops either. The
-text is standard input; exit code 0: it came to an end, well or not.
+A template is a program: it can loop for years or ask for more memory than there is, and no
+exception stops either. The template's text is standard input. Exit code 0: it came to an end, well
+or not.
 """
 
 import json
@@ -12,15 +13,26 @@ import time
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SECONDS, BYTES = 3, 2**30
+SECONDS = 3  # of CPU time
+BYTES = 2**30  # of memory
 SYSTEM = {"role": "system", "content": "(sys)"}
-USER, ANSWER = {"role": "user", "content": "(user)"}, {"role": "assistant", "content": "(answer)"}
+USER = {"role": "user", "content": "(user)"}
+ANSWER = {"role": "assistant", "content": "(answer)"}
 LONG = {"role": "user", "content": "word " * 5000}
-CONVERSATIONS = ([SYSTEM, USER], [USER], [USER, ANSWER], [USER, ANSWER] * 2, [LONG])
+CONVERSATIONS = (
+    [SYSTEM, USER],
+    [USER],
+    [USER, ANSWER],
+    [USER, ANSWER, USER, ANSWER],
+    [LONG],
+)
 
 
 def render(text: str) -> None:
-    """Every kind of conversation that the program shows a template, in the environment that transformers gives it."""
+    """Render every kind of conversation that vgrout shows a template.
+
+    The environment is the one that transformers gives it.
+    """
 
     def fail(message: str) -> None:
         raise RuntimeError(message)
@@ -53,5 +65,5 @@ if __name__ == "__main__":
         render(sys.stdin.read())
     except MemoryError:
         sys.exit(1)
-    except Exception:  # of the template's syntax
+    except Exception:  # a fault of the template's syntax
         sys.exit(0)
