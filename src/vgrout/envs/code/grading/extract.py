@@ -1,4 +1,7 @@
-"""Parsing: the program in a text, the call and the expected value in an assertion. Nothing a model wrote runs here."""
+"""Parsing: the program in an answer, the call and the expected value in an assertion.
+
+Nothing that a model wrote runs here.
+"""
 
 import __future__
 
@@ -6,23 +9,33 @@ import ast
 import marshal
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal
 
-# What stands before a fence, or behind it, and is not seen: blanks, a no-break space, characters
-# without a width.
+# Invisible characters before or behind a fence: blanks, a no-break space, characters without width.
 _BLANK = r"[ \t\u00a0\u200b-\u200d\u2060\ufeff]"
-# An opening fence ends its line and stands at the start of one, perhaps in a quotation or as an
-# item of a list, or says "python" further on: prose may hold three backticks.
+# An opening fence ends its line. It is at the start of the line, perhaps in a quotation or as an
+# item of a list; further on it has to say "python", because prose may contain three backticks.
 _OPEN = re.compile(
-    rf"(?P<prefix>(?:{_BLANK}|>)*+(?:(?:[-*+]|\d{{1,9}}[.)]){_BLANK}++)?+)(?P<fence>```++|~~~++)(?P<info>[^`]*+)$"
+    rf"(?P<prefix>(?:{_BLANK}|>)*+(?:(?:[-*+]|\d{{1,9}}[.)]){_BLANK}++)?+)"
+    r"(?P<fence>```++|~~~++)(?P<info>[^`]*+)$"
     rf"|.*?(?P<mid>```)(?P<word>{_BLANK}*+py[^`]*+)$",
     re.IGNORECASE,
 )
-# First words behind a fence; python-repl and pycon are sessions.
+# First words behind a fence that mean Python; python-repl and pycon are sessions.
 _PYTHON = re.compile(r"[ci]?py(thon)?[-_\d.]*|\S+\.py")
+
+
+def _closing(mark: str) -> re.Pattern[str]:
+    """Return a pattern of what may close a block: a fence at the start or the end of a line."""
+    run = rf"(?:{mark}{{3,}}+)"
+    at_start = rf"^((?:{_BLANK}|>)*+){run}"
+    at_end = rf"(?<!{mark}){run}{_BLANK}*+$"
+    return re.compile(f"{at_start}|{at_end}")
+
+
+_CLOSE = {"`": _closing("`"), "~": _closing("~")}
 
 _NAMED_FLOATS = {"inf": float("inf"), "nan": float("nan")}
 _BUILDERS = {"list_node": "list", "tree_node": "tree"}
@@ -30,104 +43,164 @@ _NODE_TESTS: dict[str, Literal["list", "tree"]] = {"is_same_list": "list", "is_s
 
 Kind = Literal["plain", "list", "tree"]
 
-MARKED, UNMARKED, FOREIGN = range(3)  # as Python, not at all, as anything else
+# How a block is marked: as Python, not at all, or as anything else.
+MARKED, UNMARKED, FOREIGN = range(3)
 
-Block = tuple[int, str]  # how it is marked, its content
-Part = tuple[str, CodeType]  # of a program: source, and the same compiled
+Block = tuple[int, str]  # mark, content
+Part = tuple[str, CodeType]  # a part of a program: its source, and the same compiled
+
+# --- the program in an answer
 
 
 def _mark(opening: re.Match[str]) -> int:
-    (word,) = re.findall(
-        r"\A[\W_]*([\w.+#/-]*)", (opening["info"] or opening["word"] or "").lower()
-    )
-    return (MARKED if _PYTHON.fullmatch(word) else FOREIGN) if word else UNMARKED
-
-
-def _content(prefix: str, lines: list[str]) -> str:
-    """The lines of a block without what its opening fence has before it: marks of a quotation, the indentation that all
-    lines share, as far as that of the fence."""
-    if quotes := prefix.count(">"):
-        lines = [re.sub(rf"^(?:{_BLANK}*+>){{1,{quotes}}}", "", line) for line in lines]
-        prefix = prefix.rpartition(">")[2] or " "
-    shared = takewhile(
-        lambda at: len({*at}) == 1 and at[0] in " \t", zip(*filter(str.strip, lines), strict=False)
-    )
-    cut = sum(
-        column <= _width(prefix)
-        for column in accumulate(4 if at[0] == "\t" else 1 for at in shared)
-    )
-    return "\n".join(line[cut:] for line in lines).removeprefix("\ufeff")
+    info = (opening["info"] or opening["word"] or "").lower()
+    first = re.match(r"[\W_]*([\w.+#/-]*)", info)
+    assert first is not None  # it may be empty
+    if not first[1]:
+        return UNMARKED
+    return MARKED if _PYTHON.fullmatch(first[1]) else FOREIGN
 
 
 def _width(prefix: str | None) -> int:
     return len((prefix or "").expandtabs(4))
 
 
-def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
-    """Every fenced block that holds anything. A block of another language that is one of blocks stands for these."""
-    opening: re.Match[str] | None = None
-    lines: list[str] = []
-    # The first line that looks like its end, but is shorter, or as far in as in a docstring.
+def _content(prefix: str, lines: list[str]) -> str:
+    """Return the lines of a block without what its opening fence has before it.
+
+    That is the marks of a quotation, and the indentation that all lines share, as far as that of
+    the fence.
+    """
+    quotes = prefix.count(">")
+    if quotes:
+        marks = re.compile(rf"^(?:{_BLANK}*+>){{1,{quotes}}}")
+        lines = [marks.sub("", line) for line in lines]
+        prefix = prefix.rpartition(">")[2] or " "
+    cut = _shared_indentation(lines, _width(prefix))
+    return "\n".join(line[cut:] for line in lines).removeprefix("\ufeff")
+
+
+def _shared_indentation(lines: list[str], most: int) -> int:
+    """Return how many characters of indentation all lines share, at most `most` columns.
+
+    Lines without text do not count. A tab is 4 columns wide.
+    """
+    indentation = 0
+    columns = 0
+    with_text = [line for line in lines if line.strip()]
+    for characters in zip(*with_text, strict=False):
+        character = characters[0]
+        if len(set(characters)) > 1 or character not in " \t":
+            break
+        columns += 4 if character == "\t" else 1
+        if columns > most:
+            break
+        indentation += 1
+    return indentation
+
+
+@dataclass(slots=True)
+class _OpenBlock:
+    """A block whose end has not been found yet."""
+
+    opening: re.Match[str]
+    lines: list[str] = field(default_factory=list)
+    # Number of lines before the first that looks like the block's end, but is not: its fence is
+    # shorter than the opening one, or as far in as in a docstring.
     doubtful: int | None = None
 
-    def block(complete: bool) -> Iterator[Block]:
-        assert opening is not None
-        mark, content = (
-            _mark(opening),
-            _content(opening["prefix"] or "", lines if complete else lines[:doubtful]),
-        )
-        if content.strip():
-            within = [] if inner or mark == MARKED else list(_fenced(content, True))
-            yield from within or [(mark, content)]
+    def closed_by(self, line: str) -> re.Match[str] | None:
+        """Return the fence in this line that closes the block; remember a doubtful one."""
+        fence = self.opening["fence"] or self.opening["mid"]
+        closing = _CLOSE[fence[0]].search(line)
+        if closing is None:
+            return None
+        is_deep = _width(closing[1]) > _width(self.opening["prefix"]) + 3
+        if is_deep or closing[0].count(fence[0]) < len(fence):
+            if self.doubtful is None:
+                self.doubtful = len(self.lines)
+            return None
+        return closing
 
+    def blocks(self, complete: bool, inner: bool) -> Iterator[Block]:
+        """Yield this block, if it holds anything, or the blocks within it.
+
+        A block that is not `complete` ends before the first doubtful line. With `inner`, this block
+        is itself within another, and is not searched.
+        """
+        lines = self.lines if complete else self.lines[: self.doubtful]
+        mark = _mark(self.opening)
+        content = _content(self.opening["prefix"] or "", lines)
+        if not content.strip():
+            return
+        within = [] if inner or mark == MARKED else list(_fenced(content, True))
+        if within:
+            yield from within
+        else:
+            yield mark, content
+
+
+def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
+    """Yield every fenced block that holds anything.
+
+    A block of another language that contains fenced blocks stands for these.
+    """
+    block: _OpenBlock | None = None
     for line in text.split("\n"):
-        found = _OPEN.match(line)
-        if opening is not None:
-            fence = opening["fence"] or opening["mid"]
-            run = rf"(?:{fence[0]}{{3,}}+)"
-            closing = re.search(rf"^((?:{_BLANK}|>)*+){run}|(?<!{fence[0]}){run}{_BLANK}*+$", line)
-            deep = closing is not None and _width(closing[1]) > _width(opening["prefix"]) + 3
-            if closing is None or deep or closing[0].count(fence[0]) < len(fence):
-                doubtful = doubtful if closing is None or doubtful is not None else len(lines)
-                lines.append(line)
-                continue
-            # The fence of a next block: this one was left open.
-            opens = closing[1] is not None and found is not None and _mark(found) == MARKED
-            lines.append(line[: closing.start()])
-            yield from block(complete=not opens)
-            found = found if opens else None
-        opening, lines, doubtful = found, [], None
-    if opening is not None:  # the answer was cut off
-        yield from block(complete=False)
+        if block is None:
+            opening = _OPEN.match(line)
+            block = None if opening is None else _OpenBlock(opening)
+            continue
+        closing = block.closed_by(line)
+        if closing is None:
+            block.lines.append(line)
+            continue
+        # A fence marked as Python at the start of a line opens a next block: this one was
+        # left open.
+        opening = None if closing[1] is None else _OPEN.match(line)
+        if opening is not None and _mark(opening) != MARKED:
+            opening = None
+        block.lines.append(line[: closing.start()])
+        yield from block.blocks(opening is None, inner)
+        block = None if opening is None else _OpenBlock(opening)
+    if block is not None:  # the answer was cut off
+        yield from block.blocks(False, inner)
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of an answer, in order: what stands behind its thoughts. An unclosed thought never ends."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").rpartition("</think>")[2]
-    return list(_fenced(re.split(r"^[ \t]*+<think>", text, maxsplit=1, flags=re.MULTILINE)[0]))
+    """Return the fenced blocks of an answer, in order.
+
+    Only what is behind its thoughts counts. A thought that is not closed never ends.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.rpartition("</think>")[2]
+    text = re.split(r"^[ \t]*+<think>", text, maxsplit=1, flags=re.MULTILINE)[0]
+    return list(_fenced(text))
 
 
 def bound_names(source: str) -> set[str]:
-    """What a program binds anywhere: functions, classes, variables, attributes, imports."""
+    """Return what a program binds anywhere: functions, classes, variables, attributes, imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         match node:
-            case (
-                ast.FunctionDef(name=name)
-                | ast.AsyncFunctionDef(name=name)
-                | ast.ClassDef(name=name)
-            ):
-                names.add(name)
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.alias(name=name, asname=alias):
-                names.add(alias or name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.Attribute(ctx=ast.Store()):
+                names.add(node.attr)
+            case ast.alias():
+                names.add(node.asname or node.name)
     return names
 
 
 def _compiled(sources: Sequence[str], errors: list[BaseException]) -> list[Part]:
-    """Those of these parts of a program that are Python. A __future__ import holds for the parts behind it too."""
-    parts, flags = [], 0
+    """Compile the parts of a program that are Python; add the errors of the others to `errors`.
+
+    A __future__ import holds for the parts behind it too.
+    """
+    parts = []
+    flags = 0
     for source in sources:
         try:
             code = compile(source, "<answer>", "exec", flags, dont_inherit=True)
@@ -140,32 +213,46 @@ def _compiled(sources: Sequence[str], errors: list[BaseException]) -> list[Part]
 
 
 def program(found: Sequence[Block], called: Collection[str]) -> list[Part]:
-    """The program in an answer's blocks, in parts that run one after the other: of the readings below, in this order,
-    the first that is Python and binds all names that are called; if there is none, the first that is Python.
+    """Return the program in an answer's blocks, in parts that run one after the other.
 
-    Of the blocks that are marked as Python, then of these and the unmarked ones, then of all blocks: every block as a
-    part, if each is Python; else all of them as one text; else the blocks that are Python.
+    The blocks can be read in several ways. The first reading that is Python and binds all names
+    that are called is chosen; if there is none, the first that is Python. The readings, in this
+    order: of the blocks that are marked as Python, then of these and the unmarked ones, then of all
+    blocks,
 
-    Raises SyntaxError, ValueError, RecursionError or MemoryError, as `compile` does, if no block is Python.
+    - every block as a part, if each is Python;
+    - else all of them as one text;
+    - else the blocks that are Python.
+
+    Raises SyntaxError, ValueError, RecursionError or MemoryError, as `compile` does, if no block is
+    Python.
     """
     errors: list[BaseException] = [SyntaxError("no code")]
     readings: list[list[Part]] = []
     tried: list[str] = []
     for marks in (MARKED, UNMARKED, FOREIGN):
         sources = [content for mark, content in found if mark <= marks]
-        if sources in ([], tried):
+        if not sources or sources == tried:
             continue
-        tried, parts = sources, _compiled(sources, errors)
+        tried = sources
+        parts = _compiled(sources, errors)
         if len(parts) < len(sources) > 1:
             readings.append(_compiled(["\n\n".join(sources)], errors))
         readings.append(parts)
     readings = [parts for parts in readings if parts]
-    for parts in readings if len(readings) > 1 else []:
-        if {*called} <= set().union(*(bound_names(source) for source, _ in parts)):
-            return parts
     if not readings:
         raise errors[-1]
+    if len(readings) > 1:
+        for parts in readings:
+            bound: set[str] = set()
+            for source, _ in parts:
+                bound |= bound_names(source)
+            if bound.issuperset(called):
+                return parts
     return readings[0]
+
+
+# --- the call and the expected value in an assertion
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +260,7 @@ class Case:
     """One assertion, taken apart. `call` goes to the child; `expected` stays with the verifier."""
 
     call: bytes  # marshal of (method of Solution, args, kwargs, has_nodes)
-    # exact builtins; for a linked list its values, for a tree as `_level_order` has it
+    # Exact builtins. For a linked list its values, for a tree as `_level_order` has it.
     expected: Any
     kind: Kind  # how a returned value is turned into plain values before it is claimed
 
@@ -183,60 +270,73 @@ class UnsupportedTest(ValueError):
 
 
 def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
-    """The value of a literal, with the names inf and nan. With `nodes_ok`, `list_node([…])` becomes a tagged tuple
-    (Ellipsis, builder, values), which the child builds; a bare Ellipsis is refused, so no literal is such a tag."""
+    """Return the value of a literal, in which the names inf and nan may occur.
+
+    With `nodes_ok`, `list_node([…])` becomes a tagged tuple (Ellipsis, builder, values), which the
+    child builds. A bare Ellipsis is refused, so no literal is such a tag.
+    """
     match node:
-        case ast.Constant(value=value) if value is not Ellipsis:
-            return value
-        case ast.Name(id=name) if name in _NAMED_FLOATS:
-            return _NAMED_FLOATS[name]
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            value = _literal(operand)
+        case ast.Constant() if node.value is not Ellipsis:
+            return node.value
+        case ast.Name() if node.id in _NAMED_FLOATS:
+            return _NAMED_FLOATS[node.id]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+            value = _literal(node.operand)
             if type(value) in (int, float, complex):
-                return -value if isinstance(sign, ast.USub) else value
-        case ast.List(elts=elts):
-            return [_literal(e, nodes_ok) for e in elts]
-        case ast.Tuple(elts=elts):
-            return tuple(_literal(e, nodes_ok) for e in elts)
-        case ast.Set(elts=elts):
-            return {_literal(e) for e in elts}
-        case ast.Dict(keys=keys, values=values) if all(k is not None for k in keys):
-            return {
-                _literal(k): _literal(v, nodes_ok)
-                for k, v in zip(keys, values, strict=True)
-                if k is not None
-            }
+                return -value if isinstance(node.op, ast.USub) else value
+        case ast.List():
+            return [_literal(item, nodes_ok) for item in node.elts]
+        case ast.Tuple():
+            return tuple(_literal(item, nodes_ok) for item in node.elts)
+        case ast.Set():
+            return {_literal(item) for item in node.elts}
+        case ast.Dict() if None not in node.keys:  # None stands for `**other`
+            out = {}
+            for key, value in zip(node.keys, node.values, strict=True):
+                assert key is not None
+                known = _literal(key)
+                out[known] = _literal(value, nodes_ok)
+            return out
         case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
             return set()
         case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))], keywords=[]):
             return float(text)
-        case ast.Call(func=ast.Name(id=name), args=[values], keywords=[]) if (
-            nodes_ok and name in _BUILDERS
-        ):
-            return (Ellipsis, name, _literal(values))
+        case ast.Call(func=ast.Name(id=name), args=[values], keywords=[]):
+            if nodes_ok and name in _BUILDERS:
+                return (Ellipsis, name, _literal(values))
     raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a literal")
 
 
 def _call(node: ast.expr) -> bytes:
-    match node:
-        case ast.Call(
-            func=ast.Attribute(
-                value=ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]), attr=name
-            ),
-            args=args,
-            keywords=keywords,
-        ):
-            if any(k.arg is None for k in keywords):
-                raise UnsupportedTest("** in the call")
-            values = [_literal(a, nodes_ok=True) for a in args]
-            named = {k.arg: _literal(k.value, nodes_ok=True) for k in keywords}
-            has_nodes = any(isinstance(n, ast.Name) and n.id in _BUILDERS for n in ast.walk(node))
-            return marshal.dumps((name, values, named, has_nodes))
-    raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a call like Solution().method(…)")
+    """Return `Solution().method(…)` as Case has it."""
+    method = _method_of(node)
+    if method is None or not isinstance(node, ast.Call):
+        found = ast.unparse(node)[:60]
+        raise UnsupportedTest(f"{found!r} is not a call like Solution().method(…)")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise UnsupportedTest("** in the call")
+    args = [_literal(arg, nodes_ok=True) for arg in node.args]
+    kwargs = {}
+    for keyword in node.keywords:
+        kwargs[keyword.arg] = _literal(keyword.value, nodes_ok=True)
+    has_nodes = any(isinstance(n, ast.Name) and n.id in _BUILDERS for n in ast.walk(node))
+    return marshal.dumps((method, args, kwargs, has_nodes))
+
+
+def _method_of(node: ast.expr) -> str | None:
+    """Return the method in `Solution().method(…)`, or None for any other form."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    match node.func.value:
+        case ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]):
+            return node.func.attr
+    return None
 
 
 def parse_test(test: str) -> Case:
-    """Take `assert call == literal` apart, or `assert is_same_list(call, list_node(literal))` and its tree form.
+    """Take `assert call == literal` apart, or one with linked lists or trees.
+
+    These have the form `assert is_same_list(call, list_node(literal))`, or the same for a tree.
 
     Raises UnsupportedTest, with what was found instead, for anything else.
     """
@@ -250,32 +350,44 @@ def parse_test(test: str) -> Case:
         raise UnsupportedTest(f"no literal: {e}") from None
 
 
-def _level_order(values: list[Any]) -> list[list[Any]]:
-    """A tree's literal as it is claimed: [] for no node, [value] for one, without trailing gaps."""
-    nodes = [[v] if i == 0 or v is not None else [] for i, v in enumerate(values)]
-    while nodes and not nodes[-1]:
-        nodes.pop()
-    return nodes
-
-
 def _parse(test: str) -> Case:
     body = ast.parse(test.strip()).body
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         raise UnsupportedTest("not a single assert statement")
     match body[0].test:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            return Case(_call(left), _literal(right), "plain")
-        case ast.Call(func=ast.Name(id=name), args=[left, right], keywords=[]) if (
-            name in _NODE_TESTS
-        ):
-            match right:
-                case ast.Call(func=ast.Name(id=builder), args=[values], keywords=[]) if (
-                    _BUILDERS.get(builder) == _NODE_TESTS[name]
-                ):
-                    kind, expected = _NODE_TESTS[name], _literal(values)
-                    return Case(
-                        _call(left), _level_order(expected) if kind == "tree" else expected, kind
-                    )
-                case ast.Constant(value=None):
-                    return Case(_call(left), [], _NODE_TESTS[name])
-    raise UnsupportedTest("not of the form `assert call == literal`")
+        case ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]):
+            return Case(_call(call), _literal(literal), "plain")
+        case ast.Call(func=ast.Name(id=name), args=[call, nodes], keywords=[]):
+            if name in _NODE_TESTS:
+                return _parse_nodes(_NODE_TESTS[name], call, nodes)
+    raise _not_of_the_form()
+
+
+def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr) -> Case:
+    match nodes:
+        case ast.Constant(value=None):
+            return Case(_call(call), [], kind)
+        case ast.Call(func=ast.Name(id=builder), args=[values], keywords=[]):
+            if _BUILDERS.get(builder) == kind:
+                expected = _literal(values)
+                sent = _call(call)
+                return Case(sent, _level_order(expected) if kind == "tree" else expected, kind)
+    raise _not_of_the_form()
+
+
+def _not_of_the_form() -> UnsupportedTest:
+    return UnsupportedTest("not of the form `assert call == literal`")
+
+
+def _level_order(values: list[Any]) -> list[list[Any]]:
+    """Return a tree's literal as it is claimed.
+
+    That is [] for no node and [value] for one, without gaps at the end.
+    """
+    nodes = []
+    for i, value in enumerate(values):
+        is_node = i == 0 or value is not None
+        nodes.append([value] if is_node else [])
+    while nodes and not nodes[-1]:
+        nodes.pop()
+    return nodes
