@@ -258,6 +258,26 @@ def test_packed_and_padded_rows_differ_by_rounding_only(family, row):
             assert b.kl == pytest.approx(a.kl, rel=1e-3, abs=1e-6)
 
 
+def test_a_prompt_of_one_token_leaves_no_prefix_and_may_have_the_most_rows(policy):
+    """Its last turns of the prefixes' backward have no token."""
+    short = [written((5,), (60 + i, 7 + i, 1)) for i in range(4)]
+    long = [written(PROMPTS[1], (60 + i, 7 + i, 1)) for i in range(2)]
+    of = [group(short, REWARDS[0]), group(long, [1.0, 0.0])]
+    step = step_of(of[:1]), step_of(of[1:])
+    rows = [*step[0].rows, *(replace(row, at=row.at + 4) for row in step[1].rows)]
+    batch = replace(step[0], rows=tuple(rows))
+    ((_, read),) = prompts_apart(policy, rows)
+    assert read is not None
+    assert len(read.turns) == 4
+    assert read.turn_ends[2:] == [2 * len(read.ids)] * 3
+    cfg = config()
+    got, _ = policy_gradients(policy, batch, cfg)
+    want, _ = policy_gradients(replace(policy, packs=False), batch, cfg)
+    assert got is not None
+    assert want is not None
+    assert relative(got, want) <= 1e-5
+
+
 @pytest.mark.parametrize("row", ["rollout", "source"])
 @pytest.mark.parametrize("packs", [True, False])
 def test_batches_keep_every_row_and_the_budget(policy, packs, row):
