@@ -1,6 +1,8 @@
-"""A table of runs.csv files: means over the seeds of recorded runs. A run that several files hold counts once.
+"""A table of runs.csv files: means over the seeds of recorded runs.
 
 uv run python docs/runs/cells.py docs/runs/*.csv
+
+A run that several files hold counts once.
 """
 
 import sys
@@ -8,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pandas import DataFrame, concat, read_csv
+from pandas import DataFrame, Series, concat, read_csv
 
 from vgrout.report.stats import over_seeds
 from vgrout.report.tables import ReportTable, percent
 
-# runs of one row are equal in these
+# Runs of one row are equal in these columns …
 SAME = ["arm", "control", "settings", "base_weights", "loss", "steps"]
+# … of which it shows the first two always, the others where they differ.
+ALWAYS = ["arm", "control"]
 SHARES = {
     "hack deployed": "hack_deploy",
     "solve deployed": "solve_deploy",
@@ -23,34 +27,46 @@ SHARES = {
 
 
 def read_runs(paths: Sequence[Path]) -> DataFrame:
-    """The rows of runs.csv files as text, each run once; "" stands where something was not measured. Files of another
-    kind have none."""
-    frames = [read_csv(path, dtype=str, keep_default_na=False) for path in paths]
-    runs = concat(
-        [DataFrame(columns=["run", *SAME]), *(f for f in frames if {*SAME} <= {*f.columns})]
-    )
-    return runs.drop_duplicates("run", keep="last").fillna("")
+    """Read the rows of runs.csv files as text, each run once; files of another kind have none.
+
+    "" stands where something was not measured.
+    """
+    frames = [DataFrame(columns=["run", *SAME])]
+    for path in paths:
+        frame = read_csv(path, dtype=str, keep_default_na=False)
+        if set(SAME) <= set(frame.columns):
+            frames.append(frame)
+    return concat(frames).drop_duplicates("run", keep="last").fillna("")
 
 
 def over_all_seeds(paths: Sequence[Path]) -> ReportTable:
-    """One row for runs of all files that differ by their seed alone."""
+    """Make a table with one row for runs of all files that differ by their seed alone."""
     runs = read_runs(paths)
-    shown = ["arm", "control", *(k for k in SAME[2:] if runs[k].nunique() > 1)]
+    differing = [name for name in SAME if runs[name].nunique() > 1 and name not in ALWAYS]
     rows = []
     for _, same in runs.groupby(SAME, sort=False):
-        row = {k.replace("_", " "): same[k].iloc[0] for k in shown}
-        row |= {"seeds": str(len(same)), "n a side": "/".join(sorted({*same.n}))}
+        row = {name.replace("_", " "): same[name].iloc[0] for name in [*ALWAYS, *differing]}
+        row["seeds"] = str(len(same))
+        row["n a side"] = "/".join(sorted(same.n.unique()))
         for name, column in SHARES.items():
-            found = over_seeds(shares := [float(x) for x in same[column] if x])
-            degenerate = {*shares} in ({0.0}, {1.0})  # every answer of every seed
-            row[name] = percent(replace(found, note="DEGENERATE") if degenerate else found)
+            row[name] = mean_share(same[column])
         rows.append(row)
     return ReportTable(
         "Recorded runs",
-        f"{len(runs)} runs. %, mean over seeds with its 95 % interval by Student's t (t): the files have no single "
-        "answers to draw from. n a side: answers of one run's final evaluation.",
+        f"{len(runs)} runs. %, mean over seeds with its 95 % interval by Student's t (t): the "
+        "files have no single answers to draw from. n a side: answers of one run's final "
+        "evaluation.",
         rows,
     )
+
+
+def mean_share(column: Series) -> str:
+    """Return the mean of a column's shares over seeds."""
+    shares = [float(share) for share in column if share]
+    mean = over_seeds(shares)
+    if set(shares) in ({0.0}, {1.0}):  # every answer of every seed is the same
+        mean = replace(mean, note="DEGENERATE")
+    return percent(mean)
 
 
 if __name__ == "__main__":

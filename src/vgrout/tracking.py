@@ -1,8 +1,9 @@
-"""Experiment trackers: a run's rows, rollouts and final numbers, through the trackers' own clients (`--track`).
+"""Experiment trackers: they log a run's rows, rollouts and final numbers (`--track`).
 
-A client is imported only if it is named, and is installed as an extra (`uv sync --extra wandb`). Each writes to this
-machine: tensorboard and wandb below the run's folder (wandb is offline unless WANDB_MODE is set), trackio where it
-keeps its projects (TRACKIO_DIR). Every tracker names the run after its folder, so that a resumed run continues its
+The trackers' own clients are used. One is imported only if it is named, and is installed as an
+extra (`uv sync --extra wandb`). Each writes to this machine: tensorboard and wandb below the run's
+folder (wandb is offline unless WANDB_MODE is set), trackio where it keeps its projects
+(TRACKIO_DIR). Every tracker names the run after its folder, so that a resumed run continues its
 curve. A tracker that fails is dropped with one warning, and the run goes on.
 """
 
@@ -10,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import math
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
@@ -23,21 +25,35 @@ from vgrout.files import to_json
 from vgrout.table import SECONDS, StepRow
 
 PROJECT = "vgrout"
-# Columns that are no curves: counts, parts of others, what stands in the row twice.
-UNTRACKED = {f.name for f in fields(StepRow) if f.metadata["when"] == "file"} | {
+# Columns that are not logged: counts, parts of others, and what stands in the row twice.
+UNTRACKED = {
     "step",
     "n",
     "ref_eq",
     "ratio_min",
+    "all_zero",
+    "all_one",
+    "masked_positive",
+    "masked_negative",
+    "cos_pre_s",
+    "cos_pre_t",
+    "cos_post_s",
+    "cos_post_t",
+    "watch/guard/n",
+    "watch/guard/proxy",
+    "watch/guard/held_out",
+    "watch/guard/kl",
+    "refresh/age",
+    "refresh/modules",
+    "refresh/axes",
 }
-UNTRACKED |= {"all_zero", "all_one", "masked_positive", "masked_negative"}
-UNTRACKED |= {f"cos_{when}_{rows}" for when in ("pre", "post") for rows in "st"}
-UNTRACKED |= {f"watch/guard/{name}" for name in ("n", "proxy", "held_out", "kl")}
-UNTRACKED |= {f"refresh/{name}" for name in ("age", "modules", "axes")}
-ROLLOUTS_EVERY, ROLLOUTS = 10, 8  # steps between samples of rollouts, and the size of a sample
+UNTRACKED |= {f.name for f in fields(StepRow) if f.metadata["when"] == "file"}
+ROLLOUTS_EVERY = 10  # steps between samples of rollouts
+ROLLOUTS = 8  # the size of a sample
 ROLLOUT_COLUMNS = ("problem_id", "env_mode", "prompt", "text", "reward", "hacked", "solved")
 
 Row = Mapping[str, Any]
+Numbers = dict[str, int | float]
 
 
 class TensorBoard:
@@ -49,7 +65,7 @@ class TensorBoard:
         self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first or None)
         self.writer.add_text("config", f"```\n{to_json(config)}\n```", first)
 
-    def scalars(self, values: Mapping[str, int | float], step: int) -> None:
+    def scalars(self, values: Numbers, step: int) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -57,15 +73,18 @@ class TensorBoard:
     def table(self, name: str, rows: Sequence[Row], step: int) -> None:
         from tabulate import tabulate
 
-        cells = [
-            [str(v).replace("|", "\\|").replace("\n", "<br>") for v in row.values()] for row in rows
-        ]
-        self.writer.add_text(name, tabulate(cells, headers=list(rows[0]), tablefmt="github"), step)
+        cells = []
+        for row in rows:
+            texts = [str(value) for value in row.values()]
+            cells.append([text.replace("|", "\\|").replace("\n", "<br>") for text in texts])
+        table = tabulate(cells, headers=list(rows[0]), tablefmt="github")
+        self.writer.add_text(name, table, step)
 
     def image(self, name: str, png: Path, step: int) -> None:
         from matplotlib.image import imread
 
-        self.writer.add_image(name, imread(png)[..., :3], step, dataformats="HWC")
+        rgb = imread(png)[..., :3]
+        self.writer.add_image(name, rgb, step, dataformats="HWC")
 
     def close(self, code: int) -> None:
         self.writer.close()
@@ -81,11 +100,14 @@ class Wandb:
         project = os.environ.get(f"{self.MODULE.upper()}_PROJECT", PROJECT)
         with quiet():
             self.run = self.module.init(
-                project=project, name=run.name, config=dict(config), **self.options(run)
+                project=project,
+                name=run.name,
+                config=dict(config),
+                **self.options(run),
             )
 
     def options(self, run: Path) -> dict[str, Any]:
-        """Arguments of the client's `init` besides project, name and configuration."""
+        """Return arguments of the client's `init` besides project, name and configuration."""
         mode = os.environ.get("WANDB_MODE", "offline")
         return {
             "id": run.name,
@@ -95,15 +117,17 @@ class Wandb:
             "settings": self.module.Settings(silent=True, console="off", x_disable_stats=True),
         }
 
-    def scalars(self, values: Mapping[str, int | float], step: int) -> None:
+    def scalars(self, values: Numbers, step: int) -> None:
         self.run.log(dict(values), step=step)
 
     def table(self, name: str, rows: Sequence[Row], step: int) -> None:
-        table = self.module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        cells = [list(row.values()) for row in rows]
+        table = self.module.Table(columns=list(rows[0]), data=cells)
         self.run.log({name: table}, step=step)
 
     def image(self, name: str, png: Path, step: int) -> None:
-        self.run.log({name: self.module.Image(str(png))}, step=step)
+        image = self.module.Image(str(png))
+        self.run.log({name: image}, step=step)
 
     def close(self, code: int) -> None:
         self.run.finish(exit_code=code)
@@ -130,13 +154,16 @@ CLIENTS: dict[str, type[TensorBoard | Wandb]] = {
 
 
 def require(name: str) -> None:
-    """Raises Refused, one line, for a tracker whose client is not installed. Imports nothing."""
+    """Raises Refused, one line, if a tracker's client is not installed. It is not imported."""
     if importlib.util.find_spec(name) is None:
         raise not_installed(name)
 
 
 class Trackers:
-    """A run's trackers: `start` once, `row` every step, `final` at the end, and `close` however the run ended."""
+    """A run's trackers.
+
+    Call `start` once, `row` every step, `final` at the end, and `close` however the run ended.
+    """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = list(names)
@@ -144,7 +171,14 @@ class Trackers:
         self.logged = 0
 
     def start(self, run: Path, config: Mapping[str, Any], first: int, logged: int) -> None:
-        """first: the next step. logged: how many steps were on disk before a resume went back to it."""
+        """Start the clients.
+
+        Args:
+            run: the run's folder.
+            config: its settings.
+            first: the next step.
+            logged: how many steps were on disk before a resume went back to `first`.
+        """
         self.logged = logged
         for name in self.names:
             with self._or_without(name):
@@ -155,10 +189,11 @@ class Trackers:
     def row(self, row: Row, rollouts: Sequence[Row]) -> None:
         """Log a step: its columns by group, and now and then some of its rollouts."""
         step, values = row["step"], grouped(row)
-        some = (
-            rollouts[:: max(1, -(-len(rollouts) // ROLLOUTS))] if step % ROLLOUTS_EVERY == 0 else []
-        )
-        shown = [{name: r[name] for name in ROLLOUT_COLUMNS} for r in some]
+        shown = []
+        if step % ROLLOUTS_EVERY == 0:
+            every = max(1, math.ceil(len(rollouts) / ROLLOUTS))
+            for rollout in rollouts[::every]:
+                shown.append({name: rollout[name] for name in ROLLOUT_COLUMNS})
         for name, client in list(self.clients.items()):
             if name != "tensorboard" and step < self.logged:  # the others cannot replace a step
                 continue
@@ -170,9 +205,14 @@ class Trackers:
     def final(
         self, numbers_at_end: Row, table: Sequence[Row], figure: Path | None, step: int
     ) -> None:
-        """Log the final evaluation as `final/…`, with its table and figure where there are any. step: the last one."""
-        shares = {k: v for k, v in numbers_at_end.items() if k.startswith(("hack", "solve"))}
-        values = {f"final/{name}": value for name, value in numbers(shares).items()}
+        """Log the final evaluation as `final/…`, with its table and figure if there are any.
+
+        step: the last one.
+        """
+        values: Numbers = {}
+        for name, value in numbers(numbers_at_end).items():
+            if name.startswith(("hack", "solve")):
+                values[f"final/{name}"] = value
         for name, client in list(self.clients.items()):
             with self._or_without(name):
                 if values:
@@ -183,7 +223,7 @@ class Trackers:
                     client.image("dynamics", figure, step)
 
     def close(self, code: int) -> None:
-        """code: the run's exit code."""
+        """Close the clients. code: the run's exit code."""
         for name, client in list(self.clients.items()):
             with self._or_without(name):
                 client.close(code)
@@ -191,38 +231,47 @@ class Trackers:
 
     @contextlib.contextmanager
     def _or_without(self, name: str) -> Generator[None]:
+        """Drop the tracker, with a warning, if its client raises."""
         try:
             yield
         except Exception as e:
             self.clients.pop(name, None)
-            logger.warning(
-                f"--track {name}: left out from here on ({type(e).__name__}: {' '.join(str(e).split())})"
-            )
+            why = " ".join(str(e).split())
+            logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {why})")
 
 
-def grouped(row: Row) -> dict[str, int | float]:
-    """A step's columns under eval/ (the deployed model), time/ (seconds) and train/. Without counts, whose share is
-    there, and without what a row repeats for whoever reads the file."""
-    out: dict[str, int | float] = {}
-    flat = numbers(row)
-    for name, value in flat.items():
-        base, _, last = name.rpartition("_")
-        if name in UNTRACKED or (last in ("k", "n") and {f"{base}_k", f"{base}_n"} <= flat.keys()):
+def grouped(row: Row) -> Numbers:
+    """Return a step's columns under eval/ (the deployed model), time/ (seconds) and train/.
+
+    Counts whose share is there are left out, and what a row repeats for whoever reads the file.
+    """
+    columns = numbers(row)
+    out: Numbers = {}
+    for name, value in columns.items():
+        if name in UNTRACKED or _is_count(name, columns):
             continue
-        group = (
-            "time"
-            if name in SECONDS
-            else "eval"
-            if name.endswith("_deploy") or "guard/" in name
-            else "train"
-        )
+        if name in SECONDS:
+            group = "time"
+        elif name.endswith("_deploy") or "guard/" in name:
+            group = "eval"
+        else:
+            group = "train"
         out[f"{group}/{name.replace('/', '_')}"] = value
     return out
 
 
-def numbers(data: Row, above: str = "") -> dict[str, int | float]:
-    """The numbers in nested data as a flat mapping, `a/b` for b in a; of [word, number] the number."""
-    out: dict[str, int | float] = {}
+def _is_count(name: str, columns: Numbers) -> bool:
+    """Return whether a column is one of the counts, x_k and x_n, of a share x."""
+    share, _, last = name.rpartition("_")
+    return last in ("k", "n") and f"{share}_k" in columns and f"{share}_n" in columns
+
+
+def numbers(data: Row, above: str = "") -> Numbers:
+    """Return the numbers in nested data as a flat mapping, `a/b` for b in a.
+
+    Of a pair [word, number] the number is taken.
+    """
+    out: Numbers = {}
     for name, value in data.items():
         match value:
             case bool():
@@ -237,5 +286,5 @@ def numbers(data: Row, above: str = "") -> dict[str, int | float]:
 
 
 def quiet() -> contextlib.AbstractContextManager[object]:
-    """Hides what a client prints on stdout, where the step table is."""
+    """Hide what a client prints on stdout, where the step table is."""
     return contextlib.redirect_stdout(io.StringIO())
