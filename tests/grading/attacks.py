@@ -906,11 +906,10 @@ def descendants(pid: int) -> set[int]:
 
 def strays() -> set[str]:
     """Files that attack H49 has left on this machine."""
-    found = set()
-    for place in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~")):
-        if os.access(place, os.R_OK):
-            found.update(f"{place}/{name}" for name in os.listdir(place) if "h49" in name)
-    return found
+    # The whole name: the random end of a worker's folder may be h49 as well.
+    places = ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~"))
+    paths = {f"{place}/vgrout-h49" for place in places}
+    return {path for path in paths if os.path.lexists(path)}
 
 
 def check_attack(grader: Grader, attack: Attack) -> list[str]:
