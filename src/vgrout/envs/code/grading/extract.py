@@ -297,40 +297,46 @@ def _literal(node: ast.expr, nodes_ok: bool = False) -> Any:
                 known = _literal(key)
                 out[known] = _literal(value, nodes_ok)
             return out
-        case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
-            return set()
-        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))], keywords=[]):
-            return float(text)
-        case ast.Call(func=ast.Name(id=name), args=[values], keywords=[]):
-            if nodes_ok and name in _BUILDERS:
-                return (Ellipsis, name, _literal(values))
+        case ast.Call():
+            name, args = _named_call(node)
+            if name == "set" and not args:
+                return set()
+            if name == "float" and len(args) == 1:
+                number = args[0]
+                if isinstance(number, ast.Constant) and isinstance(number.value, str):
+                    return float(number.value)
+            if nodes_ok and name in _BUILDERS and len(args) == 1:
+                return (Ellipsis, name, _literal(args[0]))
     raise UnsupportedTest(f"{ast.unparse(node)[:60]!r} is not a literal")
+
+
+def _named_call(node: ast.expr) -> tuple[str, list[ast.expr]]:
+    """Return the name and the arguments of `name(…)`; ("", []) for anything else."""
+    if not isinstance(node, ast.Call) or node.keywords or not isinstance(node.func, ast.Name):
+        return "", []
+    return node.func.id, node.args
 
 
 def _call(node: ast.expr) -> bytes:
     """Return `Solution().method(…)` as Case has it."""
-    method = _method_of(node)
-    if method is None or not isinstance(node, ast.Call):
-        found = ast.unparse(node)[:60]
-        raise UnsupportedTest(f"{found!r} is not a call like Solution().method(…)")
-    if any(keyword.arg is None for keyword in node.keywords):
+    match node:
+        case ast.Call(func=ast.Attribute(value=owner, attr=method)):
+            if _named_call(owner) == ("Solution", []):
+                return _packed(method, node)
+    found = ast.unparse(node)[:60]
+    raise UnsupportedTest(f"{found!r} is not a call like Solution().method(…)")
+
+
+def _packed(method: str, call: ast.Call) -> bytes:
+    if any(keyword.arg is None for keyword in call.keywords):
         raise UnsupportedTest("** in the call")
-    args = [_literal(arg, nodes_ok=True) for arg in node.args]
+    args = [_literal(arg, nodes_ok=True) for arg in call.args]
     kwargs = {}
-    for keyword in node.keywords:
+    for keyword in call.keywords:
         kwargs[keyword.arg] = _literal(keyword.value, nodes_ok=True)
-    has_nodes = any(isinstance(n, ast.Name) and n.id in _BUILDERS for n in ast.walk(node))
+    names = [n.id for n in ast.walk(call) if isinstance(n, ast.Name)]
+    has_nodes = not _BUILDERS.keys().isdisjoint(names)
     return marshal.dumps((method, args, kwargs, has_nodes))
-
-
-def _method_of(node: ast.expr) -> str | None:
-    """Return the method in `Solution().method(…)`, or None for any other form."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None
-    match node.func.value:
-        case ast.Call(func=ast.Name(id="Solution"), args=[], keywords=[]):
-            return node.func.attr
-    return None
 
 
 def parse_test(test: str) -> Case:
@@ -354,25 +360,25 @@ def _parse(test: str) -> Case:
     body = ast.parse(test.strip()).body
     if len(body) != 1 or not isinstance(body[0], ast.Assert):
         raise UnsupportedTest("not a single assert statement")
-    match body[0].test:
+    condition = body[0].test
+    match condition:
         case ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]):
             return Case(_call(call), _literal(literal), "plain")
-        case ast.Call(func=ast.Name(id=name), args=[call, nodes], keywords=[]):
-            if name in _NODE_TESTS:
-                return _parse_nodes(_NODE_TESTS[name], call, nodes)
+    name, args = _named_call(condition)
+    if name in _NODE_TESTS and len(args) == 2:
+        return _parse_nodes(_NODE_TESTS[name], *args)
     raise _not_of_the_form()
 
 
 def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr) -> Case:
-    match nodes:
-        case ast.Constant(value=None):
-            return Case(_call(call), [], kind)
-        case ast.Call(func=ast.Name(id=builder), args=[values], keywords=[]):
-            if _BUILDERS.get(builder) == kind:
-                expected = _literal(values)
-                sent = _call(call)
-                return Case(sent, _level_order(expected) if kind == "tree" else expected, kind)
-    raise _not_of_the_form()
+    if isinstance(nodes, ast.Constant) and nodes.value is None:
+        return Case(_call(call), [], kind)
+    builder, args = _named_call(nodes)
+    if _BUILDERS.get(builder) != kind or len(args) != 1:
+        raise _not_of_the_form()
+    expected = _literal(args[0])
+    sent = _call(call)
+    return Case(sent, _level_order(expected) if kind == "tree" else expected, kind)
 
 
 def _not_of_the_form() -> UnsupportedTest:

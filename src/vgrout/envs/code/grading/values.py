@@ -241,7 +241,8 @@ def _encode_items(items: list[Any], depth: int, budget: _Budget, decoys: Decoys)
 
 def _encode_int_list(items: list[Any], budget: _Budget) -> str:
     """Encode a list of exact, short ints at once; return "" for any other list."""
-    if set(map(id, map(type, items))) != {id(int)} or len(items) * 20 > budget.chars:
+    kinds = set(map(id, map(type, items)))  # by identity: a metaclass may lie
+    if kinds != {id(int)} or len(items) * 20 > budget.chars:
         return ""
     if not -(1 << SHORT_BITS) < min(items) <= max(items) < 1 << SHORT_BITS:
         return ""
