@@ -1,7 +1,8 @@
-"""mkdocs: the pages beside docs/ (README, CONTRIBUTING, CHANGELOG) become pages of the site, and links follow them.
+"""mkdocs: README, CONTRIBUTING and CHANGELOG become pages of the site, and links follow them.
 
-On disk and on a code host every link is relative to its file. A link to a file that is no page of the site (a module, a
-recipe) becomes its name as code; whether the file is there is checked here, since `--strict` cannot.
+On disk and on a code host every link is relative to its file. A link to a file that is no page of
+the site (a module, a recipe) becomes its name as code; whether the file is there is checked here,
+since `--strict` cannot.
 """
 
 import logging
@@ -26,28 +27,33 @@ NAMED = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<to>[^)\s#]+)(?:#[^)\s]*)?\)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """README and its siblings, from beside docs/."""
+    """Add README and its siblings, which lie beside docs/."""
     for source, name in PAGES.items():
-        files.append(
-            File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8"))
-        )
+        content = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links as the site has them."""
+    """Turn the links of a page into those that the site has."""
     uri = page.file.src_uri
-    back = {name: source for source, name in PAGES.items()}
-    here = PurePosixPath(back.get(uri, f"docs/{uri}"))  # in the repository
+    sources = {name: source for source, name in PAGES.items()}
+    here = PurePosixPath(sources.get(uri, f"docs/{uri}"))  # in the repository
 
     def site(to: str) -> str | None:
-        """A path of the repository as the site has it; None: it is no page and no picture of the site."""
+        """Return a path of the repository as the site has it.
+
+        None: it is neither a page nor a picture of the site.
+        """
         if to in PAGES:
             return PAGES[to]
-        inside = to.removeprefix("docs/") if to.startswith("docs/") else None
-        return inside if inside and files.get_file_from_path(inside) else None
+        if not to.startswith("docs/"):
+            return None
+        inside = to.removeprefix("docs/")
+        return inside if files.get_file_from_path(inside) else None
 
     def target(to: str) -> str:
+        """Return what a link of this page leads to, as a path of the repository."""
         return normpath(str(here.parent / to))
 
     def as_code(match: re.Match[str]) -> str:
@@ -69,7 +75,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = relpath(place, str(PurePosixPath(uri).parent))
         return f"{match['head']}{path}{match['anchor'] or ''}{match['tail']}"
 
-    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(
-        p if p.startswith("```") else LINK.sub(moved, NAMED.sub(as_code, p)) for p in parts
-    )
+    parts = []
+    for part in re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL):
+        if not part.startswith("```"):  # code stays as it is
+            part = NAMED.sub(as_code, part)
+            part = LINK.sub(moved, part)
+        parts.append(part)
+    return "".join(parts)

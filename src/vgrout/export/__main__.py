@@ -4,7 +4,8 @@ model    the deployed model as a Hugging Face folder, adapter merged, quarantine
 peft     the same as a LoRA adapter beside the base model, exact at full rank
 inspect  the answers of the final evaluation as inspect_ai logs
 
-The folder is written under a temporary name; a model is compared with the deployed one before it gets its own.
+The folder is written under a temporary name; a model is compared with the deployed one before it
+gets its own.
 """
 
 import json
@@ -47,13 +48,13 @@ class ExportSettings:
     """model, peft: where the base model lies, if not where the run had it."""
 
     def __post_init__(self) -> None:
-        both = ("model", "peft")
-        for name, formats in (
-            ("step", both),
-            ("model", both),
-            ("dtype", ("model",)),
-            ("rank", ("peft",)),
-        ):
+        read_by = {
+            "step": ("model", "peft"),
+            "model": ("model", "peft"),
+            "dtype": ("model",),
+            "rank": ("peft",),
+        }
+        for name, formats in read_by.items():
             if getattr(self, name) is not None and self.to not in formats:
                 raise Refused(f"--{name}: not read by --to {self.to}; leave it out")
         check(self)
@@ -61,10 +62,10 @@ class ExportSettings:
 
 
 def export_run(settings: ExportSettings) -> str:
-    """Write the folder; returns a sentence about its content.
+    """Write the folder, and return a sentence about its content.
 
     Raises:
-        Refused: one line, and nothing was written.
+        Refused: one line; nothing was written.
         RuntimeError: the written model is not the deployed one; nothing is left behind.
     """
     out = settings.out
@@ -72,26 +73,29 @@ def export_run(settings: ExportSettings) -> str:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=existing(out.parent)) as work:
             folder = Path(work) / out.name
             folder.mkdir()
-            content = (
-                to_inspect(settings.run, folder)
-                if settings.to == "inspect"
-                else _write_model(settings, folder)
-            )
+            write = _write_answers if settings.to == "inspect" else _write_model
+            content = write(settings, folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
     except OSError as e:
-        raise Refused(
-            f"--out {out}: cannot be written ({e.strerror or e}); choose another folder"
-        ) from None
+        why = e.strerror or e
+        raise Refused(f"--out {out}: cannot be written ({why}); choose another folder") from None
     return content
 
 
+def _write_answers(settings: ExportSettings, folder: Path) -> str:
+    """Write the final answers, and return how many there are."""
+    return to_inspect(settings.run, folder)
+
+
 def _write_model(settings: ExportSettings, folder: Path) -> str:
+    """Write a model or an adapter, and return how it compares with the deployed one."""
+    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout.model.load import load_saved
     from vgrout.model.source import find_adapter
 
     saved = find_adapter(settings.run, settings.step, settings.model)
-    from vgrout.export import model, peft  # torch takes seconds to import
+    from vgrout.export import model, peft
 
     policy = load_saved(saved)
     texts = model.probes(saved, policy)
@@ -100,18 +104,21 @@ def _write_model(settings: ExportSettings, folder: Path) -> str:
         parity = result.parity
     else:
         result = parity = model.export(saved, policy, folder, settings.dtype, texts)
-    origin = {"adapter": str(saved.path), "config": saved.cfg.as_dict(), "parity": vars(parity)}
-    (folder / "vgrout.json").write_text(
-        json.dumps(origin, indent=1, default=str) + "\n", encoding="utf-8"
-    )
+    origin = {
+        "adapter": str(saved.path),
+        "config": saved.cfg.as_dict(),
+        "parity": vars(parity),
+    }
+    text = json.dumps(origin, indent=1, default=str)
+    (folder / "vgrout.json").write_text(f"{text}\n", encoding="utf-8")
     for file in folder.iterdir():
-        # safetensors writes 0600; the folder's mode follows the umask
+        # safetensors writes 0600; the folder's mode follows the umask.
         file.chmod(0o666 & folder.stat().st_mode)
     return str(result)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 written · 1 the written model was not the deployed one · 2 refused, in one line."""
+    """Exit codes: 0 written · 1 the model is not the deployed one · 2 refused, in one line."""
     console.setup(None)
 
     def command() -> int:
@@ -123,7 +130,8 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             logger.error(str(e))
             return 1
-        size = sum(f.stat().st_size for f in settings.out.rglob("*") if f.is_file())
+        files = [path for path in settings.out.rglob("*") if path.is_file()]
+        size = sum(file.stat().st_size for file in files)
         print(f"{content}\n{size / 1e6:.1f} MB -> {settings.out}")
         return 0
 

@@ -1,8 +1,9 @@
 """The deployed model as a PEFT LoRA adapter beside its base model.
 
-W' = W + U diag(δ) Vh is LoRA with B = U √|δ| sign δ and A = √|δ| Vh: exact at full rank, where a module has as many
-ranks as singular values. At rank k the k largest |δ_i| of a module are kept, which is the best approximation of that
-rank (Eckart and Young), and the missing share, √(Σ dropped δ² / Σ δ²), is reported.
+W' = W + U diag(δ) Vh is LoRA with B = U √|δ| sign δ and A = √|δ| Vh. It is exact at full rank,
+where a module has as many ranks as singular values. At rank k the k largest |δ_i| of a module are
+kept, which is the best approximation of that rank (Eckart and Young), and the missing share,
+√(Σ dropped δ² / Σ δ²), is reported.
 """
 
 from collections.abc import Sequence
@@ -30,13 +31,17 @@ class Lora:
     parity: Parity
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, {100 * self.missing:.3g} % of the adapter's norm left out; {self.parity}"
+        missing = f"{100 * self.missing:.3g} % of the adapter's norm left out"
+        return f"rank {self.rank}, {missing}; {self.parity}"
 
 
 def factors(
     site: AdaptedLinear, δ: Float[Tensor, " r"], k: int | None
 ) -> tuple[Float[Tensor, "k d_in"], Float[Tensor, "d_out k"]]:
-    """A and B of a module, with B A = U diag(δ) Vh, of the k largest |δ_i|; k None: of all."""
+    """Return A and B of a module, of its k largest |δ_i|; k None: of all.
+
+    B A = U diag(δ) Vh.
+    """
     order = δ.abs().argsort(descending=True)[:k]
     root = δ[order].abs().sqrt()
     A = root[:, None] * site.Vh[order].to(δ)
@@ -48,8 +53,9 @@ def factors(
 def export(
     saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: Sequence[str]
 ) -> Lora:
-    """Fill `folder`, which is there and empty; then load it by PEFT on the base model as it lies on disk, and compare
-    with the deployed model on `texts`.
+    """Fill `folder`, which exists and is empty, and compare it with the deployed model on `texts`.
+
+    PEFT loads it on the base model as it lies on disk.
 
     rank: of every module, at most; None: as many as it has singular values.
 
@@ -62,32 +68,33 @@ def export(
     except ImportError:
         raise not_installed("peft") from None
     adapter = policy.adapter
-    tensors, ranks, dropped, total = {}, {}, 0.0, 0.0
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    dropped = total = 0.0
     for name, δ in adapter.by_module(adapter.δS.detach()).items():
         A, B = factors(adapter.sites[name], δ, rank)
-        tensors |= {
-            f"base_model.model.{name}.lora_A.weight": A,
-            f"base_model.model.{name}.lora_B.weight": B,
-        }
+        tensors[f"base_model.model.{name}.lora_A.weight"] = A
+        tensors[f"base_model.model.{name}.lora_B.weight"] = B
         ranks[name] = len(A)
         squares = δ.double().square().sort(descending=True).values
-        total, dropped = total + float(squares.sum()), dropped + float(squares[len(A) :].sum())
+        total += float(squares.sum())
+        dropped += float(squares[len(A) :].sum())
     most = max(ranks.values())
+    lower = {name: r for name, r in ranks.items() if r != most}
     config = LoraConfig(
         r=most,
         lora_alpha=most,
         target_modules=sorted(ranks),
-        rank_pattern={n: r for n, r in ranks.items() if r != most},
-        alpha_pattern={n: r for n, r in ranks.items() if r != most},  # B A is scaled by alpha / r
+        rank_pattern=lower,
+        alpha_pattern=dict(lower),  # B A is scaled by alpha / r
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(saved.model),
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    loaded = PeftModel.from_pretrained(
-        load_beside(policy, saved.model, policy.model.dtype), str(folder)
-    ).eval()
+    base = load_beside(policy, saved.model, policy.model.dtype)
+    loaded = PeftModel.from_pretrained(base, str(folder)).eval()
     missing = (dropped / total) ** 0.5 if total else 0.0
     result = Lora(most, missing, parity(policy, loaded, texts, exact=False))
     if rank is None and not result.parity.holds:
@@ -99,16 +106,14 @@ def export(
 
 
 def adapter_card(saved: Saved, result: Lora) -> str:
-    """The folder's README.md."""
+    """Return the folder's README.md."""
     name = saved.cfg.scale.model
-    embedded = name == "organism"
-    base = "organism.MODEL_DIR" if embedded else repr(name)
+    base = repr(name)
+    use = ["from peft import PeftModel", "from transformers import AutoModelForCausalLM"]
+    if name == "organism":
+        base = "organism.MODEL_DIR"
+        use.append("from vgrout import embedded as organism")
+    use.append(f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")')
+    use.append('model = PeftModel.from_pretrained(base, "THIS FOLDER")')
     said = f"{about(saved)}, without its quarantine.\n\nAgainst the deployed model: {result}."
-    use = [
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        *(["from vgrout import embedded as organism"] if embedded else []),
-        f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")',
-        'model = PeftModel.from_pretrained(base, "THIS FOLDER")',
-    ]
     return card(saved, "peft", said, use)
