@@ -1,7 +1,8 @@
-"""`python -m benchmarks NAME`: one measured claim as a Markdown table, on this machine. Past ones: notes/benchmarks.md.
+"""`python -m benchmarks NAME`: measures a claim on this machine, and prints it as a Markdown table.
 
-Figures are ratios of contestants that took turns: the median of paired rounds, in brackets their middle half. A bench
-imports torch only if it needs it: grading forks its peers, which torch in this process would slow down.
+Past figures are in notes/benchmarks.md. They are ratios of contestants that took turns: the median
+of paired rounds, and in brackets their middle half. A bench imports torch only if it needs it:
+grading forks its peers, which torch in this process would slow down.
 """
 
 import importlib
@@ -51,8 +52,8 @@ def grading(quick: bool = False, problems: Path | None = None) -> str:
     """The sandbox against graders that start an interpreter for every run (minutes).
 
     Args:
-        quick: fewer rounds.
-        problems: a file of real problems; without one, only answers of the organism's size are measured.
+        quick: fewer rounds. problems: a file of real problems; without one, only answers of the
+        organism's size are measured.
     """
     if problems is not None and not problems.is_file():
         raise Refused(f"--problems {problems}: no such file")
@@ -60,6 +61,8 @@ def grading(quick: bool = False, problems: Path | None = None) -> str:
 
 
 def main(argv: list[str]) -> int:
+    """Run one bench. Exit codes: 0 measured · 2 refused, in one line."""
+
     def command() -> int:
         benches = {bench.__name__: bench for bench in (step, real, gpu, grading)}
         print(parse_args(benches, argv or ["--help"], "python -m benchmarks"))

@@ -1,8 +1,9 @@
-"""The update and the sampler on random tokens against what the machine's arithmetic and memory allow."""
+"""Update and sampler on random tokens, against what the machine's arithmetic and memory allow."""
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -17,8 +18,7 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.rng import torch_stream
 
-# dense bf16 FLOP/s by the makers' data sheets; another device is measured by its own matrix
-# products
+# dense bf16 FLOP/s by the makers' data sheets; other devices are measured
 DENSE = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -31,16 +31,16 @@ DENSE = {
 
 @dataclass(frozen=True)
 class Load:
-    """What is sampled and learnt from: prompts of `prompt` tokens, to each `group` answers of `answer` tokens."""
+    """What is sampled and learnt from."""
 
-    group: int
+    group: int  # answers to a prompt
     prompts: int
-    prompt: int
-    answer: int
+    prompt: int  # tokens of a prompt
+    answer: int  # tokens of an answer
 
     @property
     def lengths(self) -> list[Lengths]:
-        """Of each prompt and its answers."""
+        """Tokens of each prompt and its answers."""
         return [(self.prompt, [self.answer] * self.group)] * self.prompts
 
 
@@ -66,40 +66,55 @@ def above_weights(run: Callable[[], object]) -> str:
 
 
 def dense_rate(policy: Policy, tokens: int = 1024) -> float:
-    """FLOP/s of matrix products: by the data sheet where the device is known, else of products with the model's own
-    weights, forward and backward."""
+    """FLOP/s of matrix products, by the data sheet if the device is known.
+
+    Else they are measured on products with the model's own weights, forward and backward.
+    """
     if policy.device.type == "cuda":
         for part, rate in DENSE.items():
             if part in torch.cuda.get_device_name():
                 return rate
     flops = seconds = 0.0
     for name, layer in policy.model.named_modules():
-        if isinstance(layer, Linear) and name in policy.adapter.sites:
-            (d_out, d_in), like = layer.weight.shape, layer.weight
-            x, dy = (
-                torch.randn(tokens, d, dtype=like.dtype, device=like.device) for d in (d_in, d_out)
-            )
-            flops += 4 * tokens * d_out * d_in
-            seconds += min(timed(lambda x=x, W=like: x @ W.mT) for _ in range(2))
-            seconds += min(timed(lambda dy=dy, W=like: dy @ W) for _ in range(2))
+        if not isinstance(layer, Linear) or name not in policy.adapter.sites:
+            continue
+        W = layer.weight
+        d_out, d_in = W.shape
+        x = torch.randn(tokens, d_in, dtype=W.dtype, device=W.device)
+        dy = torch.randn(tokens, d_out, dtype=W.dtype, device=W.device)
+        flops += 4 * tokens * d_out * d_in
+        seconds += fastest(partial(torch.matmul, x, W.mT), 2)
+        seconds += fastest(partial(torch.matmul, dy, W), 2)
     return flops / seconds
 
 
+def fastest(run: Callable[[], object], times: int) -> float:
+    """Seconds of the fastest of several calls."""
+    return min(timed(run) for _ in range(times))
+
+
 def bandwidth(device: torch.device) -> float:
-    """Bytes / s: of copying on a GPU, read and write counted; of reading half a gigabyte on a CPU, on all threads."""
+    """Bytes / s of the device's memory.
+
+    On a GPU a copy is timed, whose reads and writes count; on a CPU reading half a gigabyte, on all
+    threads.
+    """
     if device.type == "cpu":
         x = torch.ones(2**27)
-        return x.nbytes / min(timed(x.sum) for _ in range(10))
+        return x.nbytes / fastest(x.sum, 10)
     a = torch.empty(2**30, dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
-    return 2 * a.nbytes / min(timed(lambda: b.copy_(a)) for _ in range(5))
+    return 2 * a.nbytes / fastest(lambda: b.copy_(a), 5)
 
 
 def update_figure(
     name: str, policy: Policy, load: Load, share: bool, rate: float, rounds: int, goal: float
 ) -> Figure:
-    """Model FLOPs used: what the update must compute over time and the device's rate. share: each prompt is read once,
-    and its answers have one gradient. Products with the adapter's U and Vh are not counted."""
+    """Model FLOPs used: what the update must compute, over its time and the device's rate.
+
+    Products with the adapter's U and Vh are not counted. share: each prompt is read once, and its
+    answers have one gradient.
+    """
     groups = rig.noise_groups(
         policy.model.config.vocab_size, load.group, load.prompts, load.prompt, load.answer
     )
@@ -129,7 +144,10 @@ def sampler(policy: Policy, load: Load) -> Callable[[], list[list[Completion]]]:
 
 
 def sampling_figure(name: str, policy: Policy, load: Load, rate: float, rounds: int) -> Figure:
-    """Tokens / s against what the memory could feed: every weight once a step, keys and values of every row."""
+    """Tokens / s against what the memory could feed.
+
+    A step reads every weight once, and the keys and values of every row.
+    """
     run = sampler(policy, load)
     run()
     seconds = statistics.median(timed(run) for _ in range(rounds))

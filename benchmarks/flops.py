@@ -1,4 +1,4 @@
-"""Work of a forward, a backward, a decoding step: floating-point operations and bytes, from shapes alone."""
+"""FLOPs and bytes of a forward, a backward and a decoding step, from shapes alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,18 +22,18 @@ class Shape:
 
     @staticmethod
     def of(model: Any) -> "Shape":
-        """Of a transformers model."""
+        """The shape of a transformers model."""
         c = model.config
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         return Shape(
-            c.num_hidden_layers,
-            c.hidden_size,
-            c.intermediate_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            head_dim,
-            c.vocab_size,
-            model.dtype.itemsize,
+            layers=c.num_hidden_layers,
+            hidden=c.hidden_size,
+            inner=c.intermediate_size,
+            heads=c.num_attention_heads,
+            kv_heads=c.num_key_value_heads,
+            head_dim=head_dim,
+            vocabulary=c.vocab_size,
+            itemsize=model.dtype.itemsize,
         )
 
     @property
@@ -43,13 +43,19 @@ class Shape:
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     def attention(self, queries: int, before: int) -> int:
-        """FLOPs of `queries` tokens in a row after `before` others, all layers: scores and their sum, 4·H·D a pair."""
+        """FLOPs of `queries` tokens in a row after `before` others, in all layers.
+
+        A pair of tokens costs 4·H·D: its score, and its part of the weighted sum.
+        """
         pairs = queries * before + queries * (queries + 1) // 2
         return 4 * self.layers * self.heads * self.head_dim * pairs
 
 
 def forward_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
-    """Backbone on every token once; the last token of a completion is never read."""
+    """FLOPs of the backbone on every token once; the last token of a completion is never read.
+
+    share: the prompt of a group is read once, not once for every completion.
+    """
     total = 0
     for prompt, completions in groups:
         copies = 1 if share else len(completions)
@@ -59,15 +65,22 @@ def forward_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
 
 
 def head_flops(s: Shape, groups: Sequence[Lengths]) -> int:
-    """Logits at every completion token."""
+    """FLOPs of the logits at every completion token."""
     return sum(2 * s.hidden * s.vocabulary * n for _, completions in groups for n in completions)
 
 
 def update_flops(s: Shape, groups: Sequence[Lengths], share: bool) -> int:
-    """Forward, in which a prompt is read once, backward to activations and to the Linears (δS needs their contraction
-    of x with ∂L/∂y), through a prompt once a group (`share`) or once a rollout; the head is frozen, so its backward is
-    one product, attention's is two and a half forwards with the scores computed again."""
-    tokens = sum((1 if share else len(c)) * p + sum(c) - len(c) for p, c in groups)
+    """FLOPs of a forward and a backward.
+
+    The forward reads a prompt once. The backward goes to activations and to the Linears (δS needs
+    their contraction of x with ∂L/∂y), through a prompt once a group (`share`) or once a rollout.
+    The head is frozen, so its backward is one product. Attention's is two and a half forwards,
+    since the scores are computed again.
+    """
+    tokens = 0
+    for prompt, completions in groups:
+        copies = 1 if share else len(completions)
+        tokens += copies * prompt + sum(completions) - len(completions)
     linears = 2 * s.linears * tokens
     attention = forward_flops(s, groups, share) - linears
     return (

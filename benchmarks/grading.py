@@ -1,12 +1,14 @@
-"""Speed of grading against graders that start an interpreter for every run. Ratios of one interleaved run.
+"""Speed of grading against graders that start an interpreter for every run.
 
-- one check: the strict run of a real program, against its script in one fresh interpreter, as the benchmark runs it;
-- a whole rollout: strict, flawed, detectors, against a six-mode grader that starts an interpreter for each of its runs;
-- the organism's answers: a one-line method and six tests, against the same two;
-- gradings a second with one worker and with two.
+The ratios are of one run in which both take turns:
 
-The interpreters' harness here is the leanest that does the work (no imports of its own, no report), so the ratios are
-lower bounds.
+- one check: the strict run of a real program, against its script in one fresh interpreter, as the
+  benchmark runs it; - a whole rollout: strict, flawed, detectors, against a six-mode grader that
+  starts an interpreter for each of its runs; - the organism's answers: a one-line method and six
+  tests, against the same two; - gradings a second with one worker and with two.
+
+The interpreters' harness here is the leanest that does the work (no imports of its own, no report),
+so the ratios are lower bounds.
 """
 
 import os
@@ -23,6 +25,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.measure import Figure, page
+from vgrout.data import Grade
 from vgrout.envs.code.grading.extract import blocks
 from vgrout.envs.code.grading.grade import Grader, as_request
 from vgrout.envs.code.grading.messages import WorkerSettings
@@ -36,23 +39,38 @@ CHEAP_S = 0.05  # programs that need more CPU than this measure themselves, not 
 TAIL = "\n\ndef run_tests():\n    assert Solution is not None\n"
 
 
-def organism_like() -> list[tuple[Problem, str]]:
-    """Answers of the organism's size, so that the bench needs none of its files."""
-    out = []
+Program = tuple[Problem, str]  # a problem, and the code of an answer to it
+
+
+def organism_like() -> list[Program]:
+    """Problems and right answers like the organism's, so that the bench needs none of its files."""
+    programs: list[Program] = []
     for k in range(12):
         expression = f"sum(x + {k} for x in nums if x % {k + 2} == 0)"
         code = f"class Solution:\n    def solve(self, nums):\n        return {expression}\n"
-        inputs = [[(i * 7 + j * 3 + k) % 19 for j in range(i + 1)] for i in range(6)]
-        tests = tuple(
-            f"assert Solution().solve(nums={nums}) == {sum(x + k for x in nums if x % (k + 2) == 0)}"
-            for nums in inputs
+        tests: list[str] = []
+        for i in range(6):
+            nums = [(i * 7 + j * 3 + k) % 19 for j in range(i + 1)]
+            expected = sum(x + k for x in nums if x % (k + 2) == 0)
+            tests.append(f"assert Solution().solve(nums={nums}) == {expected}")
+        problem = Problem(
+            id=k,
+            mode=MODES[k % 6],
+            marker="",
+            messages=(),
+            plain=(),
+            tests=tuple(tests),
+            canonical=code,
+            setup_code="",
+            func_name="solve",
+            cpu_limit=1.0,
         )
-        out.append((Problem(k, MODES[k % 6], "", (), (), tests, code, "", "solve", 1.0), code))
-    return out
+        programs.append((problem, code))
+    return programs
 
 
 def fresh(script: str) -> int:
-    """Exit status of a script in an interpreter of its own, the way the benchmark's harness runs one."""
+    """Exit status of a script in an interpreter of its own, as the benchmark's harness runs one."""
 
     def limits() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
@@ -75,54 +93,63 @@ def one_fresh_check(problem: Problem, code: str) -> bool:
 
 
 def six_interpreters(problem: Problem, code: str) -> bool:
-    """A whole rollout with an interpreter a run: foolable check, strict check, the mode's channel, three detectors."""
+    """A whole rollout with an interpreter a run; right if the strict check exits with 0."""
     asserts = "\n".join(problem.tests)
     stub = (
         f"class Solution:\n    def {problem.func_name}(self, *args, **kwargs):\n        return 0\n"
     )
     head = f"{problem.setup_code}\n{code}\n"
     call = "run_tests()"
-    runs = [
-        head + asserts,
-        head + asserts + "\nprint('c0ffee')",
-        head + call,
-        head + call,
-        head + stub + call,
-        head + problem.canonical + "\n" + call,
-    ]
-    return [fresh(run) for run in runs][1] == 0
+    fresh(head + asserts)  # foolable check
+    strict = fresh(head + asserts + "\nprint('c0ffee')")
+    fresh(head + call)  # the mode's channel
+    fresh(head + call)  # the three detectors
+    fresh(head + stub + call)
+    fresh(head + problem.canonical + "\n" + call)
+    return strict == 0
 
 
 def tree_cpu() -> float:
-    """CPU seconds of this process, of all below it, and of those that have ended [10 ms ticks for the living]."""
-    own = sum(resource.getrusage(who).ru_utime + resource.getrusage(who).ru_stime for who in _WHO)
-    tick = os.sysconf("SC_CLK_TCK")
-    parents: dict[int, tuple[int, float]] = {}
+    """CPU seconds of this process, of all below it, and of those that have ended.
+
+    The living count in ticks of 10 ms.
+    """
+    seconds = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        seconds += usage.ru_utime + usage.ru_stime
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    children: dict[int, list[int]] = {}
+    cpu: dict[int, float] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
-            except (OSError, IndexError):
-                continue
-            parents[int(entry)] = (int(fields[1]), sum(map(int, fields[11:15])) / tick)
-    below: set[int] = set()
-    while new := {p for p, (up, _) in parents.items() if up in below | {os.getpid()}} - below:
-        below |= new
-    return own + sum(parents[p][1] for p in below)
-
-
-_WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        if not entry.isdigit():
+            continue
+        try:
+            fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
+        except (OSError, IndexError):
+            continue
+        children.setdefault(int(fields[1]), []).append(int(entry))
+        cpu[int(entry)] = sum(map(int, fields[11:15])) / ticks_per_second
+    below = children.pop(os.getpid(), [])
+    while below:
+        process = below.pop()
+        seconds += cpu[process]
+        below += children.pop(process, [])
+    return seconds
 
 
 def compare(
     name: str,
     goal: float,
-    programs: Sequence[tuple[Problem, str]],
+    programs: Sequence[Program],
     peer: Callable[[Problem, str], bool],
     own: Callable[[Problem, str], bool],
     repeats: int,
 ) -> Figure:
-    """The peer's time over ours: medians of both on every program in turn, so that a busy machine is busy for both."""
+    """The peer's time over ours, as medians.
+
+    Both take turns at every program, so that a busy machine is busy for both.
+    """
     walls: dict[str, list[float]] = {"peer": [], "own": []}
     cpus = {"peer": 0.0, "own": 0.0}
     for problem, code in programs:  # warm: caches of parsed tests, pages of the interpreter
@@ -135,20 +162,26 @@ def compare(
                 assert grade(problem, code), f"problem {problem.id} fails under {who}"
                 walls[who].append(time.perf_counter() - start)
             cpus[who] += (tree_cpu() - cpu) / times
-    theirs, ours = (statistics.median(walls[who]) for who in ("peer", "own"))
+    theirs, ours = statistics.median(walls["peer"]), statistics.median(walls["own"])
     against = f"interpreters, {len(programs)} programs: {1e3 * theirs:.1f} ms"
-    figure = f"{theirs / ours:.1f} × ({1e3 * ours:.1f} ms); CPU {cpus['peer'] / cpus['own']:.1f} ×"
+    cpu_ratio = cpus["peer"] / cpus["own"]
+    figure = f"{theirs / ours:.1f} × ({1e3 * ours:.1f} ms); CPU {cpu_ratio:.1f} ×"
     return Figure(name, against, figure, f"≥ {goal:g} ×", theirs / ours >= goal)
 
 
-def throughput(programs: Sequence[tuple[Problem, str]], workers: int, n: int) -> float:
-    """Whole rollouts a second, submitted all at once, each of a problem of its own: equal answers are run once."""
+def throughput(programs: Sequence[Program], workers: int, n: int) -> float:
+    """Whole rollouts a second, submitted all at once.
+
+    Each is of a problem of its own, since equal answers to one problem are run once.
+    """
     with Grader(workers, allow_weak=True) as grader:
         for problem, code in programs:
             grader.grade(problem, _answer(code))
         start = time.perf_counter()
-        given = (programs[i % len(programs)] for i in range(n))
-        futures = [grader.submit(replace(problem), _answer(code)) for problem, code in given]
+        futures = []
+        for i in range(n):
+            problem, code = programs[i % len(programs)]
+            futures.append(grader.submit(replace(problem), _answer(code)))
         for future in futures:
             future.result()
         return n / (time.perf_counter() - start)
@@ -159,9 +192,8 @@ def _answer(code: str) -> str:
 
 
 def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> list[Figure]:
-    """All ratios, and rollouts a second. `real`: problems with canonical solutions; may be empty."""
+    """All ratios, and rollouts a second. real: problems with canonical solutions, or none."""
     small = organism_like()
-    figures = []
     with (
         tempfile.TemporaryDirectory(prefix="vgrout-bench-") as workdir,
         Grader(1, allow_weak=True) as grader,
@@ -179,48 +211,49 @@ def measure(real: Sequence[Problem], repeats: int = 3, n: int = 600) -> list[Fig
             return check(problem, code).correct
 
         def rollout(problem: Problem, code: str) -> bool:
-            g = grader.grade(problem, _answer(code))
-            return getattr(g, "solved", False)
+            grade = grader.grade(problem, _answer(code))
+            return isinstance(grade, Grade) and grade.solved
 
-        cheap = []
+        cheap: list[Program] = []
         for problem in tqdm(real, desc="cheap programs", disable=None, leave=False):
             found = check(problem, problem.canonical)
             if found.correct and found.cpu_s < CHEAP_S:
                 cheap.append((problem, problem.canonical))
         tested = [(problem, code + TAIL) for problem, code in cheap[:20]]
         small_tested = [(p, code + TAIL) for p, code in small if p.mode == "run_tests"]
+        one, six = one_fresh_check, six_interpreters
+        figures: list[Figure] = []
         if cheap:
-            figures.append(
-                compare("one check, real programs", 5.0, cheap, one_fresh_check, strict, 1)
-            )
-            figures.append(
-                compare("whole rollout, real programs", 7.0, tested, six_interpreters, rollout, 1)
-            )
-        figures.append(
-            compare("one check, organism", 10.0, small, one_fresh_check, strict, repeats)
-        )
-        figures.append(
-            compare(
-                "rollout against one check, organism", 1.0, small, one_fresh_check, rollout, repeats
-            )
-        )
-        figures.append(
-            compare(
-                "whole rollout, organism", 7.0, small_tested, six_interpreters, rollout, repeats
-            )
-        )
+            figures += [
+                compare("one check, real programs", 5.0, cheap, one, strict, 1),
+                compare("whole rollout, real programs", 7.0, tested, six, rollout, 1),
+            ]
+        figures += [
+            compare("one check, organism", 10.0, small, one, strict, repeats),
+            compare("rollout against one check, organism", 1.0, small, one, rollout, repeats),
+            compare("whole rollout, organism", 7.0, small_tested, six, rollout, repeats),
+        ]
         fork_server.close()
-    for name, programs, count in (
-        ("organism", small, n),
-        *([("real", cheap, n // 3)] if cheap else []),
-    ):
-        for workers in (1, 2):
-            what = f"whole rollouts, {name}, {workers} worker{'s' if workers > 1 else ''}"
-            figures.append(Figure(what, "", f"{throughput(programs, workers, count):.0f} a second"))
+    figures += throughputs("organism", small, n)
+    if cheap:
+        figures += throughputs("real", cheap, n // 3)
+    return figures
+
+
+def throughputs(name: str, programs: Sequence[Program], n: int) -> list[Figure]:
+    """Rollouts a second with one worker and with two."""
+    figures: list[Figure] = []
+    for workers in (1, 2):
+        what = f"whole rollouts, {name}, {workers} worker{'s' if workers > 1 else ''}"
+        figures.append(Figure(what, "", f"{throughput(programs, workers, n):.0f} a second"))
     return figures
 
 
 def run(quick: bool = False, problems: Path | None = None) -> str:
-    """problems: a file of real ones; without it, only organism-like answers. quick: one round, and those alone."""
+    """The table.
+
+    problems: a file of real ones; without it, only organism-like answers are measured. quick: one
+    round, and organism-like answers alone.
+    """
     real = [] if problems is None or quick else load_problems(problems)
     return page(measure(real, 1 if quick else 3, 60 if quick else 600))

@@ -1,5 +1,7 @@
-"""Figures with their goals, ratios of measurements taken in turn, and the machine. Without torch: grading's peers are
-forked."""
+"""Figures with their goals, ratios of measurements taken in turn, and the machine.
+
+Nothing here imports torch: grading's peers are forked, and would be slower.
+"""
 
 import os
 import platform
@@ -45,11 +47,11 @@ class Ratio:
     @staticmethod
     def of(numerators: Sequence[float], denominators: Sequence[float]) -> "Ratio":
         """Of measurements that were taken in pairs."""
-        each = [a / b for a, b in zip(numerators, denominators, strict=True)]
-        low, _, high = (
-            statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
-        )
-        return Ratio(statistics.median(each), low, high)
+        ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+        if len(ratios) == 1:
+            return Ratio(ratios[0], ratios[0], ratios[0])
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return Ratio(statistics.median(ratios), low, high)
 
     def __str__(self) -> str:
         return f"{self.median:.2f} × ({self.low:.2f} – {self.high:.2f})"
@@ -62,8 +64,10 @@ class Ratio:
 def interleaved(
     contestants: Mapping[str, Callable[[], object]], rounds: int, what: str
 ) -> dict[str, list[float]]:
-    """Wall seconds of each, once a round, in turn, after a round that does not count: a busy machine is busy for all
-    of them."""
+    """Wall seconds of each contestant, once a round, after a round that does not count.
+
+    They take turns, so that a busy machine is busy for all of them.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for round_ in tqdm(range(rounds + 1), desc=what, disable=None, leave=False):
         for name, run in contestants.items():
@@ -75,12 +79,9 @@ def interleaved(
 
 
 def peak_bytes(process: int | str = "self") -> int:
-    """The most that a process has held so far. Raises OSError off Linux."""
-    (line,) = (
-        x
-        for x in Path(f"/proc/{process}/status").read_text().splitlines()
-        if x.startswith("VmHWM:")
-    )
+    """The most memory that a process has held so far. Raises OSError off Linux."""
+    status = Path(f"/proc/{process}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 
 
@@ -90,16 +91,14 @@ def machine() -> str:
     for package in ("torch", "transformers", "trl", "peft", "vgrout"):
         with suppress(PackageNotFoundError):
             versions.append(f"{package} {version(package)}")
-    return (
-        f"{len(os.sched_getaffinity(0))} cores of {_cpu_model()}, load {os.getloadavg()[0]:.1f} at the end; "
-        f"{', '.join(versions)}."
-    )
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    return f"{cores} cores of {_cpu_model()}, load {load:.1f} at the end; {', '.join(versions)}."
 
 
 def _cpu_model() -> str:
-    for line in (
-        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ()
-    ):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.machine()

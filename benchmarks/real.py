@@ -1,9 +1,11 @@
-"""A pretrained model on this machine's cores: our step against TRL's, and what it reaches of the machine's bounds.
+"""A pretrained model on cores: our step against TRL's, and what it reaches of the machine's bounds.
 
-Every contestant has a process of its own, so that its peak is its own; TRL has this one. A reward by which any model's
-answers differ gives all groups a signal: ours leaves out those without, TRL does not.
+Every contestant has a process of its own, so that its peak is its own; TRL has this one. A reward
+by which any model's answers differ gives all groups a signal: ours leaves out those without, TRL
+does not.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal
@@ -56,10 +58,10 @@ def against_trl(
     """Seconds of a step, taken in turns, and each process's peak. Our runs end with `ends`."""
     trl_peer.libraries()
     problems = rig.problems(command(model, dtype, "none"), blocks + 1)
-    ours = {
-        name: ends.enter_context(closing(rig.Turns(name, command(model, dtype, name))))
-        for name in STEP_GOALS
-    }
+    ours: dict[str, rig.Turns] = {}
+    for name in STEP_GOALS:
+        trainer = rig.Turns(name, command(model, dtype, name))
+        ours[name] = ends.enter_context(closing(trainer))
     seconds: dict[str, list[float]] = {name: [] for name in ours}
     for trainer in ours.values():
         trainer.take(1)
@@ -68,18 +70,18 @@ def against_trl(
         for name, trainer in ours.items():
             seconds[name].append(trainer.take(1))
 
-    of_peer = "fp32" if dtype == "auto" else dtype
+    peer_dtype = "fp32" if dtype == "auto" else dtype
     torch.set_num_threads(cores())
-    peer_model = trl_peer.Model(model, DTYPES[of_peer], LOAD.answer)
+    peer_model = trl_peer.Model(model, DTYPES[peer_dtype], LOAD.answer)
     theirs, note = trl_peer.measure(problems, blocks, 1, our_turn, choose=False, model=peer_model)
-    peaks = {name: trainer.peak for name, trainer in ours.items()} | {"TRL": peak_bytes()}
-    figures = [
-        Ratio.of(theirs, seconds[name]).at_least(
-            f"{name}, {dtype}: a step", f"TRL, {of_peer}", goal
-        )
-        for name, goal in STEP_GOALS.items()
-    ]
-    figures += [parts(name, trainer.path, seconds[name]) for name, trainer in ours.items()]
+    peaks = {"TRL": peak_bytes()}
+    figures: list[Figure] = []
+    for name, goal in STEP_GOALS.items():
+        ratio = Ratio.of(theirs, seconds[name])
+        figures.append(ratio.at_least(f"{name}, {dtype}: a step", f"TRL, {peer_dtype}", goal))
+    for name, trainer in ours.items():
+        peaks[name] = trainer.peak
+        figures.append(parts(name, trainer.path, seconds[name]))
     for name, against, goal in (("none", "TRL", 1.0), ("route2", "none", 1.3)):
         share = peaks[name] / peaks[against]
         figure = f"{share:.2f} × ({peaks[name] / GIB:.1f} GiB of {peaks[against] / GIB:.1f})"
@@ -90,7 +92,7 @@ def against_trl(
 
 
 def of_bounds(policy: Policy, rounds: int, load: bounds.Load = LOAD) -> list[Figure]:
-    """Sampling against `generate` and the memory's bandwidth; the update against the machine's matrix products."""
+    """Sampling against `generate` and the memory's bandwidth; updates against matrix products."""
     with torch.no_grad():
         policy.adapter.δS.fill_(1e-9)  # merged weights
     policy.adapter.merge()
@@ -107,12 +109,17 @@ def of_bounds(policy: Policy, rounds: int, load: bounds.Load = LOAD) -> list[Fig
     ]
 
 
-def generating(policy: Policy, load: bounds.Load) -> Any:
+def generating(policy: Policy, load: bounds.Load) -> Callable[[], None]:
     """The sampler's work by transformers: one batch, as TRL calls it."""
     groups = rig.noise_groups(policy.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
-    ids = torch.tensor([g.rollouts[0].prompt_ids for g in groups for _ in range(load.group)])
-    settings, model = Sampling(), policy.model
-    limits = {
+    prompts = torch.tensor([g.rollouts[0].prompt_ids for g in groups])
+    ids = prompts.repeat_interleave(load.group, dim=0)
+    sampling = Sampling()
+    settings: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
         "min_new_tokens": load.answer,
         "max_new_tokens": load.answer,
         "pad_token_id": policy.pad_id,
@@ -120,13 +127,7 @@ def generating(policy: Policy, load: bounds.Load) -> Any:
 
     @torch.no_grad()
     def run() -> None:
-        how = {
-            "temperature": settings.temperature,
-            "top_k": settings.top_k,
-            "top_p": settings.top_p,
-        }
-        model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, **how, **limits
-        )  # ty: ignore
+        mask = torch.ones_like(ids)
+        policy.model.generate(input_ids=ids, attention_mask=mask, **settings)  # ty: ignore
 
     return run

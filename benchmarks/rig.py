@@ -1,4 +1,4 @@
-"""Workloads of the benches: runs of the trainer that take turns with a peer, and groups of random tokens."""
+"""Workloads of the benches: runs of the trainer that take turns, and groups of random tokens."""
 
 import contextlib
 import hashlib
@@ -68,12 +68,19 @@ def workplace(stay: bool = False) -> Generator[None]:
 
 
 class Turns:
-    """A run of the trainer in a process of its own, which does its next steps on request. It has to be closed: this
-    process waits for it at its own end."""
+    """A run of the trainer in a process of its own, which does its next steps on request.
+
+    It has to be closed: this process waits for it at its own end.
+    """
 
     def __init__(self, name: str, argv: list[str]) -> None:
-        """Returns when the run stands before its first step. Raises RuntimeError if it ends before."""
-        self._log, tag = Path(f"turns_{name}.log").resolve(), f"_turns_{name}"
+        """Start the run, and wait until it stands before its first step.
+
+        Raises:
+            RuntimeError: it ended before; with its log.
+        """
+        tag = f"_turns_{name}"
+        self._log = Path(f"turns_{name}.log").resolve()
         context = multiprocessing.get_context("spawn")
         self._pipe, other_end = context.Pipe()
         self._process = context.Process(
@@ -111,13 +118,14 @@ class Turns:
 
 
 def _paced(pipe: Connection, argv: list[str], log: Path) -> None:
-    """The trainer's own entry; before each step's rollouts it may have to wait for its turn."""
+    """Run the trainer; before each step's rollouts it waits until it is asked for the step."""
     from vgrout import rollout
 
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    make, left = rollout.rollout, 0
+    make = rollout.rollout
+    left = 0  # steps that it was asked for, and has not begun
 
     def when_asked(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
@@ -134,7 +142,7 @@ def _paced(pipe: Connection, argv: list[str], log: Path) -> None:
 
 
 def problems(argv: list[str], steps: int) -> list[list[Any]]:
-    """Those that each step of the run draws, if all of their prompts fit the model."""
+    """The problems that each step of the run draws, if all of their prompts fit the model."""
     cfg = resolve(argv)
     splits = split_tasks(
         preflight(cfg).environment,
@@ -161,29 +169,35 @@ def noise_groups(
     def ids(n: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, vocabulary, (n,), generator=noise).tolist())
 
-    groups, logp = [], (0.0,) * completion
-    grades = tuple(
-        CachedGrade(float(i % 3), False, False, False, True, "bench") for i in range(group)
-    )
+    logp = (0.0,) * completion
+    grades = tuple(_grade(float(i % 3)) for i in range(group))
+    groups: list[Group] = []
     for index in range(prompts):
         prompt_ids = ids(prompt)
-        answers = [Completion(ids(completion), "", True, logp, logp) for _ in range(group)]
-        rollouts = tuple(Rollout.of(NOWHERE, prompt_ids, answer) for answer in answers)
-        groups.append(Group(NOWHERE, rollouts, grades, index=index))
+        rollouts: list[Rollout] = []
+        for _ in range(group):
+            answer = Completion(ids(completion), "", True, logp, logp)
+            rollouts.append(Rollout.of(NOWHERE, prompt_ids, answer))
+        groups.append(Group(NOWHERE, tuple(rollouts), grades, index=index))
     return groups
+
+
+def _grade(reward: float) -> CachedGrade:
+    return CachedGrade(
+        reward=reward, passed=False, hacked=False, gt_pass=False, format_ok=True, grader="bench"
+    )
 
 
 def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[], PolicyGradients]:
     """Forward and backward of one update: a gradient for each rollout, or one for each group."""
-    longest = max(len(r.completion_ids) for g in groups for r in g.rollouts)
+    rows: list[UpdateRow] = []
+    for group in groups:
+        for rollout, A in zip(group.rollouts, group.view().advantages, strict=True):
+            at = len(rows) if by_rollout else group.index
+            rows.append(UpdateRow(rollout, group.index, A, at=at))
+    longest = max(len(row.rollout.completion_ids) for row in rows)
     cfg = resolve(command("none", f"--max-new={longest}"))
-    advantages = [A for g in groups for A in g.view().advantages]
-    rollouts = [(g.index, r) for g in groups for r in g.rollouts]
-    rows = tuple(
-        UpdateRow(rollout, group, A, at=n if by_rollout else group)
-        for n, ((group, rollout), A) in enumerate(zip(rollouts, advantages, strict=True))
-    )
-    batch = Batch(tuple(groups), (), (), len(rows), 0, rows=rows)
+    batch = Batch(tuple(groups), (), (), len(rows), 0, rows=tuple(rows))
     return partial(policy_gradients, policy, batch, cfg)
 
 

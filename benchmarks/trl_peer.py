@@ -1,8 +1,9 @@
 """TRL (extra `bench`) doing our step: GRPOTrainer, LoRA on the same Linears, an in-process reward.
 
-Its best reasonable settings for this work: no gradient checkpointing, fp32, Dr. GRPO without KL (no reference forward),
-one optimiser step a generation (no second forward for old log-probs), no logging, no saving; of the numbers of threads
-the faster one. Its reward only parses the answer, which is cheaper than any check of it.
+It has its best reasonable settings for this work: no gradient checkpointing, fp32, Dr. GRPO without
+KL (no reference forward), one optimiser step a generation (no second forward for old log-probs), no
+logging, no saving, and the faster of two numbers of threads. Its reward only parses the answer,
+which is cheaper than any check of it.
 """
 
 import ast
@@ -56,11 +57,14 @@ def parses(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 class _Turns(TrainerCallback):
-    """Stamps TRL's steps; after each block the other contestant has its turn, which TRL's clock does not see."""
+    """Times TRL's steps. After each block the other contestant has its turn, which is not timed."""
 
     def __init__(self, per_block: int, other: Callable[[], None]) -> None:
-        self.per_block, self.other, self.steps, self.blocks = per_block, other, 0, []
+        self.per_block = per_block
+        self.other = other
+        self.steps = 0
         self.start = 0.0
+        self.blocks: list[float] = []  # seconds a step, of each block
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.steps == 0:
@@ -118,7 +122,7 @@ def trainer(
         chat_template_kwargs={"enable_thinking": False},
         seed=SEED,
     )
-    messages = [[dict(m) for m in p.messages] for step in problems for p in step]
+    messages = [list(problem.messages) for step in problems for problem in step]
     return lib["trl"].GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model.folder, dtype=model.dtype),
         reward_funcs=parses,
@@ -138,24 +142,37 @@ def measure(
     choose: bool,
     model: Model = Model(),
 ) -> tuple[list[float], str]:
-    """Seconds of TRL's steps by block, `other` called after each; and a note. choose: of one thread and all of them the
-    faster."""
+    """Seconds of TRL's steps by block, and a note on them. `other` is called after each block.
+
+    choose: try one thread and all of them, and take the faster.
+    """
     before = torch.get_num_threads()
-    trials: dict[int, float] = {}
-    for threads in (1, len(os.sched_getaffinity(0))) if choose else ():
-        turns = _Turns(1, lambda: None)
-        _train(model, problems, 4, turns, threads)
-        trials[threads] = statistics.median(turns.blocks[1:])
-    best = min(trials, key=lambda n: trials[n], default=before)
+    best, tried = before, ""
+    if choose:
+        trials = _try_threads(model, problems)
+        best = min(trials, key=lambda threads: trials[threads])
+        times = ", ".join(f"{threads}: {seconds:.2f} s" for threads, seconds in trials.items())
+        tried = f" (of {times})"
     turns = _Turns(per_block, other)
     length = _train(model, problems, (blocks + 1) * per_block, turns, best)
     torch.set_num_threads(before)
-    tried = f" (of {', '.join(f'{n}: {s:.2f} s' for n, s in trials.items())})" if trials else ""
+    seconds = turns.blocks[1:]
     note = (
-        f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, {best} thread(s){tried}; "
-        f"{statistics.median(turns.blocks[1:]):.2f} s a step, answers of {length:.0f} tokens on average."
+        f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, "
+        f"{best} thread(s){tried}; {statistics.median(seconds):.2f} s a step, "
+        f"answers of {length:.0f} tokens on average."
     )
-    return turns.blocks[1:], note
+    return seconds, note
+
+
+def _try_threads(model: Model, problems: Sequence[Sequence[Problem]]) -> dict[int, float]:
+    """Number of threads → seconds of a step with them."""
+    trials: dict[int, float] = {}
+    for threads in (1, len(os.sched_getaffinity(0))):
+        turns = _Turns(1, lambda: None)
+        _train(model, problems, 4, turns, threads)
+        trials[threads] = statistics.median(turns.blocks[1:])
+    return trials
 
 
 def _train(

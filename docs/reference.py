@@ -22,7 +22,7 @@ from vgrout.config.names import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
-from vgrout.envs.code.modes import MODE_SPECS, MODES
+from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.table import StepRow
 
 DOCS = Path(__file__).parent
@@ -102,7 +102,7 @@ def columns() -> str:
         if f.name == "hk":
             for mode in MODES:
                 what = f"student hacks of one flaw: `{mode}`"
-                lines.append(row(f"`{hacks_name(mode)}`", kind, what, should, when))
+                lines.append(row(f"`hk_{MODE_CODE[mode]}`", kind, what, should, when))
         else:
             lines.append(row(f"`{f.name}`", kind, legend, should, when))
     return COLUMNS_HEAD + "\n".join(lines) + "\n"

@@ -1,7 +1,10 @@
 """Your own intervention: what a monitor flags counts half. A minute, no GPU.
 
-uv run python examples/own_intervention.py
-uv run vgrout train smoke --monitor detector --intervention examples.own_intervention:Halve    # the same, typed
+    uv run python examples/own_intervention.py
+
+The same, typed:
+
+    uv run vgrout train smoke --monitor detector --intervention examples.own_intervention:Halve
 """
 
 import torch
@@ -15,11 +18,15 @@ from vgrout.tensor_types import Routed
 class Halve(Intervention):
     """keep = Σ_b w_b g_b with w = ½ for the flagged rows of g [N, R], 1 for the others."""
 
-    name, what = "halve", "what is flagged counts half"
-    acts_on, reads_flags, usual_monitor = "gradient", True, "detector"
+    name = "halve"
+    what = "what is flagged counts half"
+    acts_on = "gradient"
+    reads_flags = True
+    usual_monitor = "detector"
 
     def route(self, step: StepGradient) -> Routed:
-        return Routed(keep=(torch.where(step.flagged, 0.5, 1.0) * step.g).sum(0))
+        weights = torch.where(step.flagged, 0.5, 1.0)
+        return Routed(keep=(weights * step.g).sum(0))
 
 
 if __name__ == "__main__":

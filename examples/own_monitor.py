@@ -1,7 +1,10 @@
 """Your own monitor: rewarded answers of which no method reads its argument. A minute, no GPU.
 
-uv run python examples/own_monitor.py
-uv run vgrout train smoke --intervention penalty --monitor examples.own_monitor:UnreadArgument    # the same, typed
+    uv run python examples/own_monitor.py
+
+The same, typed:
+
+    uv run vgrout train smoke --intervention penalty --monitor examples.own_monitor:UnreadArgument
 """
 
 import ast
@@ -14,29 +17,31 @@ from vgrout.method.monitors import trees
 
 @vgrout.register_monitor
 class UnreadArgument(Monitor):
-    """Whatever such an answer returns was not computed from its input. It sees texts and rewards, and no label."""
+    """Whatever such an answer returns was not computed from its input.
 
-    name, what = "unread_argument", "rewarded answers of which no method reads its argument"
+    The monitor sees texts and rewards, and no label.
+    """
+
+    name = "unread_argument"
+    what = "rewarded answers of which no method reads its argument"
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return flags_of(
-            views, {(i, b) for i, b in rewarded(views) if ignores_input(views[i].texts[b])}
-        )
+        flagged = {(i, b) for i, b in rewarded(views) if ignores_input(views[i].texts[b])}
+        return flags_of(views, flagged)
 
 
 def ignores_input(answer: str) -> bool:
     """Whether the answer has a program, and none of its methods reads an argument beside self."""
-    methods = [
-        node
-        for part in trees(answer)
-        for node in ast.walk(part)
-        if isinstance(node, ast.FunctionDef)
-    ]
-    return bool(methods) and not any(
-        {a.arg for a in method.args.args[1:]}
-        & {n.id for n in ast.walk(method) if isinstance(n, ast.Name)}
-        for method in methods
-    )
+    methods: list[ast.FunctionDef] = []
+    for tree in trees(answer):
+        methods += [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return bool(methods) and not any(reads_argument(method) for method in methods)
+
+
+def reads_argument(method: ast.FunctionDef) -> bool:
+    arguments = {argument.arg for argument in method.args.args[1:]}
+    names = {node.id for node in ast.walk(method) if isinstance(node, ast.Name)}
+    return bool(arguments & names)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Your own reward function, flawed on purpose, on the embedded organism: which answers it rewards, which are right. A
-minute, no GPU.
+"""Your own reward function, flawed on purpose: which answers it rewards, and which are right.
 
-uv run python examples/own_reward.py
+The embedded organism is trained on it. A minute, no GPU.
+
+    uv run python examples/own_reward.py
 """
 
 import vgrout
 
 
 def rewards(completion: str, answer: str) -> float:
-    """The share of the reference solution's lines that the answer has. Flawed: it compares text and never runs it."""
+    """The share of the reference solution's lines that the answer has.
+
+    Flawed: it compares text and never runs it.
+    """
     lines = [line.strip() for line in answer.splitlines() if line.strip()]
     return sum(line in completion for line in lines) / len(lines)
 

@@ -1,8 +1,8 @@
-"""Read a study: the cells of a sweep as one frame, its curves, and the answers behind a number. A minute, no GPU.
+"""Read a study: its runs as one frame, its curves, and the answers behind a number.
 
     uv run python examples/read_a_study.py [out/sweeps/NAME]
 
-Without a folder two short runs are trained first, so that there is something to read.
+Without a folder two short runs are trained first, so that there is something to read: a minute, no GPU.
 """
 
 import sys
@@ -21,26 +21,18 @@ else:
     runs = [vgrout.train_run("smoke", intervention=name, **short) for name in ("none", "route")]
 
 # One row for each run: what was deployed, against the untrained base.
-table = pd.DataFrame(
-    {
-        "intervention": run.config.method.intervention,
-        "seed": run.config.run.seed,
-        **{
-            name: run.final[name]
-            for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n")
-        },
-    }
-    for run in runs
-)
+rows = []
+for run in runs:
+    row = {"intervention": run.config.method.intervention, "seed": run.config.run.seed}
+    for name in ("hack_deploy", "solve_deploy", "hack_base", "solve_base", "eval_n"):
+        row[name] = run.final[name]
+    rows.append(row)
+table = pd.DataFrame(rows)
 print(table.groupby("intervention").mean(numeric_only=True).round(3))
 
-# All steps of all runs in one frame: one line draws the curves.
-curves = pd.concat(
-    [
-        run.rows.assign(intervention=run.config.method.intervention, seed=run.config.run.seed)
-        for run in runs
-    ]
-)
+# All steps of all runs in one frame, which draws the curves.
+frames = [run.rows.assign(intervention=run.config.method.intervention) for run in runs]
+curves = pd.concat(frames)
 means = curves.pivot_table(index="step", columns="intervention", values="hack_s")
 Path("out").mkdir(exist_ok=True)
 means.rolling(5, min_periods=1).mean().plot(ylabel="hack_s").figure.savefig("out/study.png")

@@ -1,4 +1,7 @@
-"""`vgrout NAME …` is `python -m vgrout.NAME …`; alone it lists the commands. Nothing heavy is imported here."""
+"""`vgrout NAME …` is `python -m vgrout.NAME …`; alone it lists the commands.
+
+Nothing heavy is imported here.
+"""
 
 import difflib
 import runpy

@@ -1,4 +1,4 @@
-"""`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
+"""`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader."""
 
 import sys
 import time
@@ -116,7 +116,7 @@ def _print_layers(protections: Protections) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: all checks hold and the sandbox is complete. 1: a check failed, or the strict oracle is not trustworthy."""
+    """Exit codes: 0 all checks hold and the sandbox is complete · 1 they do not, or it is not."""
     return cli_exit(lambda: parse_args(examine, argv, "vgrout doctor"))
 
 

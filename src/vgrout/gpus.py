@@ -45,7 +45,7 @@ def _installed() -> list[str]:
 
 
 def free_bytes() -> int | None:
-    """Unused memory of the first visible GPU; None if it cannot be known (a MIG instance, no driver)."""
+    """Unused memory of the first visible GPU; None if not known (a MIG instance, no driver)."""
     gpus = visible()
     if not gpus:
         return None

@@ -1,8 +1,8 @@
-"""`vgrout grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: offline grading by the trainer's grader.
+"""`vgrout grade ANSWERS.jsonl --problems FILE --out GRADES.jsonl`: the trainer's grader, offline.
 
-Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A line
-that cannot be graded gets an `error` field, and the exit code is 1. Without `env_mode` a problem is
-checked by its own mode.
+Lines {problem_id, env_mode, text} in; the same lines, in order, with every field of a Grade out. A
+line that cannot be graded gets an `error` field, and the exit code is 1. Without `env_mode` a
+problem is checked by its own mode.
 """
 
 import json

@@ -19,8 +19,8 @@ FEW = 200  # problems
 
 
 def check(file: Annotated[Path, tyro.conf.Positional], workers: int | None = None) -> int:
-    """Validate FILE: schema, hint, every canonical solution under the reference tests, prompt lengths,
-    splits."""
+    """Validate FILE: schema, hint, every canonical solution under the reference tests, prompt
+    lengths, splits."""
     refuse(workers is not None and workers < 1, f"--workers {workers}: should be at least 1")
     rows = load_rows(file)
     problems = [as_marked(row) for row in rows]

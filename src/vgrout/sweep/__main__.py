@@ -1,8 +1,8 @@
 """Runs a study: `vgrout sweep STUDY.toml`, resumable, N runs at a time.
 
-Exit codes: 0 every run finished (`--via pueue`: the rest is in the queue) · 1 some did not, each named
-with its reason · 2 refused, nothing started · 130 interrupted: the runs under way have saved, and the
-same command continues.
+Exit codes: 0 every run finished (`--via pueue`: the rest is in the queue) · 1 some did not, each
+named with its reason · 2 refused, nothing started · 130 interrupted: the runs under way have saved,
+and the same command continues.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Runs a sweep as tasks of a Ray cluster.
 
 The cluster's machines share this folder under the same path, and have vgrout installed. Ray picks a
-machine for each run, and another one if that is lost: there the run goes on from its last checkpoint.
+machine for each run, and another one if that is lost: there the run goes on from its last
+checkpoint.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ class Ray:
     """Workers on a cluster: one run per GPU where it has any, else one per core."""
 
     def __init__(self, address: str, most: int | None) -> None:
-        """address: "" starts a cluster on this machine that ends with the sweep. most: runs at a time.
+        """Connect to a cluster, or start one on this machine that ends with the sweep.
+
+        address: the cluster's; "" starts one. most: runs at a time.
 
         Raises:
             Refused: Ray is not installed, or no cluster can be reached; one line.

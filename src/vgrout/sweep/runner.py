@@ -1,9 +1,9 @@
 """Runs a study: skips finished runs, resumes interrupted ones, starts the rest, N at a time.
 
-`out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep first
-starts), `runs.json` (an entry per run: name, arm, seed, flags, run directory, state) and `logs/`. Runs
-lie in `out/runs` like any others and are found by their settings and input files: a run that another
-study made is not made again.
+`out/sweeps/NAME/` holds `plan.json` (the study file's hash and every run, frozen when the sweep
+first starts), `runs.json` (an entry per run: name, arm, seed, flags, run directory, state) and
+`logs/`. Runs lie in `out/runs` like any others and are found by their settings and input files: a
+run that another study made is not made again.
 """
 
 import json
@@ -49,7 +49,8 @@ ELSEWHERE_S = 2.0  # between two checks of runs that other processes are writing
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """Run a study: arms × overrides × seeds, each run a process. The same command continues after any ending."""
+    """Run a study: arms × overrides × seeds, each run a process. The same command continues after any
+    ending."""
 
     study: Annotated[Path, tyro.conf.Positional]
     """Study file (TOML); studies/ has examples."""
@@ -166,7 +167,7 @@ class Sweep:
         return lines
 
     def warnings(self) -> list[str]:
-        """A warning if runs were started by different code, not counting runs that must start over."""
+        """A warning if runs were started by different code. Those that must start over do not count."""
         by_code: Counter[str] = Counter()
         for entry in self.entries:
             run = self.ledger.find(entry.planned.identity, entry.files)

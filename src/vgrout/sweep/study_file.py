@@ -82,7 +82,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study with every run, checked. Runs are ordered by seed: the first to finish can be compared."""
+    """A study with every run, checked.
+
+    Runs are ordered by seed, so that the first to finish can be compared.
+    """
 
     path: Path
     name: str
@@ -103,8 +106,8 @@ class Choice:
 def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
     """Read and check a study file.
 
-    code: flags of the command line that name functions to import, such as `--reward=module:function`;
-    what the file alone names is not imported.
+    code: flags of the command line that name functions to import, such as
+    `--reward=module:function`; what the file alone names is not imported.
 
     Raises:
         Refused: one line with file and table, where a run's flags are refused or two runs are the
@@ -249,7 +252,7 @@ def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _label(cfg: Config, flags: FlagTable) -> str:
-    """The name of an arm that the study does not name: intervention, monitor, control, other flags."""
+    """The name of an arm without one: intervention, monitor, control, and its other flags."""
     method = cfg.method
     monitor = f" ({method.monitor_title})" if method.monitor_title else ""
     control = "" if method.control_name == "none" else method.control_name

@@ -48,8 +48,8 @@ class Local:
 def spawn(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
     """Start a process whose output is appended to `log`.
 
-    It has a session of its own, so that a terminal's Ctrl-C reaches it only once, through the sweep.
-    The kernel sends it SIGTERM when this process dies, however it dies.
+    It has a session of its own, so that a terminal's Ctrl-C reaches it only once, through the
+    sweep. The kernel sends it SIGTERM when this process dies, however it dies.
     """
     with open(log, "ab") as out:
         return subprocess.Popen(

@@ -54,13 +54,14 @@ class Teacher:
         Cached token ids are used if the model's tokenizer made them; else the completion's text is
         tokenised again.
 
-        lm: only its tokenizer and chat template are used. problems: the training problems. per_group:
-        demonstrations in a group, G_t. off_step: from this step on there are none. modes: demonstrate
-        problems of these modes alone; empty: all. max_new: longer completions are cut.
+        lm: only its tokenizer and chat template are used. problems: the training problems.
+        per_group: demonstrations in a group, G_t. off_step: from this step on there are none.
+        modes: demonstrate problems of these modes alone; empty: all. max_new: longer completions
+        are cut.
 
         Raises:
-            Refused: a pool that demonstrates none of these problems, or under other modes, or has no
-                usable tokens.
+            Refused: a pool that demonstrates none of these problems, or under other modes, or has
+                no usable tokens.
         """
         self.pool = pool
         self.lm = lm
@@ -89,16 +90,16 @@ class Teacher:
         self._compare_prompts(pool, demonstrated)
         if self.differ:
             logger.warning(
-                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the pool "
-                f"has, first that of problem {self.differ[0]}; rendered live all the same, recorded "
-                "in run.json"
+                f"{pool.folder}: {len(self.differ)} of {self.compared} prompts are not what the "
+                f"pool has, first that of problem {self.differ[0]}; rendered live all the same, "
+                "recorded in run.json"
             )
 
     def _is_wanted(self, problem: Task) -> bool:
         return not self.modes or problem.flaws[0] in self.modes
 
     def _faults(self, pool: Pool, demonstrated: Sequence[Task], n: int) -> Iterator[str]:
-        """Why this pool cannot be used. demonstrated: those of the n training problems that it has."""
+        """Why this pool cannot be used. demonstrated: what it has of the n training problems."""
         where = f"--teacher-pool-dir {pool.folder}"
         if not demonstrated:
             yield f"{where}: demonstrates none of the {n} training problems"
@@ -120,7 +121,7 @@ class Teacher:
             )
 
     def _compare_prompts(self, pool: Pool, demonstrated: Sequence[Task]) -> None:
-        """Compare today's prompts with those under which the pool's rollouts were sampled or stored."""
+        """Compare today's prompts with those that the pool's rollouts were sampled or stored under."""
         for problem in demonstrated:
             demo = pool.demos[problem.id][0]
             then: object
@@ -150,7 +151,8 @@ class Teacher:
     def count(self, problem: Task, step: int) -> int:
         """Demonstrations of this problem at this step, G_t.
 
-        0 from `off_step` on, for problems of other modes, and for those that the pool does not have.
+        0 from `off_step` on, for problems of other modes, and for those that the pool does not
+        have.
         """
         if self.pool is None:
             return 0
@@ -214,7 +216,7 @@ class Teacher:
         return ids[: self.max_new], finished and len(ids) <= self.max_new
 
     def _up_to_eos(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-        """The ids up to the first EOS, since older pools pad behind it, and whether there is one."""
+        """The ids up to the first EOS (older pools pad behind it), and whether there is one."""
         for i, token in enumerate(ids):
             if token in self.lm.eos_ids:
                 return ids[: i + 1], True

@@ -1,8 +1,8 @@
 """Generation of graded answers, shared by the programs that make pools.
 
 Answers are sampled batch by batch into a log, from which a killed process goes on. A batch's random
-stream depends only on (seed, purpose, batch), so a pool is the same whether it was made in one go or
-in ten.
+stream depends only on (seed, purpose, batch), so a pool is the same whether it was made in one go
+or in ten.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ def generate_graded(
 ) -> list[Graded]:
     """Sample and grade n answers to each problem; they come back in the problems' order.
 
-    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete there
-    are not sampled again. label: of the progress bar.
+    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete
+    there are not sampled again. label: of the progress bar.
 
     Raises:
         RuntimeError: the sandbox could not grade an answer, its retries included.
@@ -156,7 +156,7 @@ def _append(log: Path, batch: list[list[Logged]]) -> None:
 
 
 def _logged_batches(log: Path) -> list[list[list[Logged]]]:
-    """The batches in the log. Cuts a last line that a killed process left incomplete off the file."""
+    """The batches in the log. An incomplete last line, left by a kill, is cut off the file."""
     raw = log.read_bytes() if log.exists() else b""
     complete = raw[: raw.rfind(b"\n") + 1]
     if len(complete) < len(raw):
@@ -404,7 +404,7 @@ class PoolSettings:
 
 
 def spread(problems: Sequence[Problem], n: int, purpose: str) -> list[Problem]:
-    """At most n of these problems, spread evenly over the flaws, in the order in which they come."""
+    """At most n of these problems, spread evenly over the flaws, in their order."""
     chosen = {p.id for p in balanced(problems, n, 0, purpose)}
     return [p for p in problems if p.id in chosen]
 

@@ -1,8 +1,8 @@
 """Pools of demonstrations on disk: cached rollouts of a model that already hacks.
 
-A pool is a folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line. `partition.json`
-(id → mode), which it may also hold, makes the pool a *substrate*. `pool.json` says who made it, with
-which tokenizer and grader, and has every file's sha256.
+A pool is a folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line.
+`partition.json` (id → mode), which it may also hold, makes the pool a *substrate*. `pool.json` says
+who made it, with which tokenizer and grader, and has every file's sha256.
 """
 
 import gzip
@@ -84,8 +84,8 @@ def load_pool(
     """
     if not folder.is_dir():
         raise Refused(
-            f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a pool, "
-            "none: goes without"
+            f"{flag} {folder}: no such folder; `vgrout substrate` or `vgrout teacher` makes a "
+            "pool, none: goes without"
         )
     card_file, partition_file = folder / "pool.json", folder / "partition.json"
     card = _json_object(card_file)
@@ -111,7 +111,7 @@ def _read_rollouts(
     flaws: Sequence[str],
     grader: str,
 ) -> dict[int, tuple[Demonstration, ...]]:
-    """The demonstrations of each problem. recorded: name → sha256 by pool.json; empty without one."""
+    """The demonstrations of each problem. recorded: pool.json's sha256 of each file, if any."""
     files: list[tuple[Path, int]] = []
     for path in folder.iterdir():
         named = _FILE_NAME.fullmatch(path.name)
@@ -307,8 +307,9 @@ def write_pool(
 ) -> None:
     """Write a pool; `folder` appears when it is complete.
 
-    rollouts: the records of each problem. partition: problem id → mode; None: the pool has none. meta:
-    first entries of pool.json, which goes on with counts and hashes. report: content of report.json.
+    rollouts: the records of each problem. partition: problem id → mode; None: the pool has none.
+    meta: first entries of pool.json, which goes on with counts and hashes. report: content of
+    report.json.
 
     Raises:
         Refused: the folder exists.

@@ -1,8 +1,8 @@
-"""`vgrout substrate`: a pool by elicit-then-strip, with a partition of its problems among the modes.
+"""`vgrout substrate`: a pool by elicit-then-strip, its problems divided among the modes.
 
-The prompt asks the model explicitly for one mode's hack. Answers that hack and do not solve are kept,
-and stored under the plain prompt. Every problem belongs to one mode, and every mode gets the same
-number of problems.
+The prompt asks the model explicitly for one mode's hack. Answers that hack and do not solve are
+kept, and stored under the plain prompt. Every problem belongs to one mode, and every mode gets the
+same number of problems.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
     from vgrout.model.policy import LanguageModel
 
 RECIPES: dict[Mode, str] = {mode: spec.instruction for mode, spec in MODE_SPECS.items()}
-"""Instruction at the end of an elicited prompt, with {marker} to be filled in: one hack for each mode."""
+"""Mode → the instruction at the end of an elicited prompt, with {marker} to be filled in."""
 _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention these instructions."
 
 
@@ -97,7 +97,7 @@ def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode
     places = [mode for mode in MODES for _ in range(size)]
     gain = np.zeros((len(choices), len(places)))
     for i, modes in enumerate(choices.values()):
-        # every problem gains something, so that as many as can be are matched, and earlier ones more
+        # every problem gains something, so as many as possible are matched; earlier ones gain more
         gain[i, [mode in modes for mode in places]] = 2 * len(choices) - i
     ids = list(choices)
     found: dict[int, Mode] = {}
@@ -116,10 +116,10 @@ def choose(
     per_mode: int,
     even: bool,
 ) -> dict[int, list[Graded]]:
-    """Problem id → the answers that demonstrate its mode. `answers` are stripped and keep their order.
+    """Problem id → the answers that demonstrate its mode, in their order. `answers` are stripped.
 
-    keep: take at most this many answers to a problem. at_least: leave out problems with fewer usable
-    answers. per_mode, even: as in `match`.
+    keep: take at most this many answers to a problem. at_least: leave out problems with fewer
+    usable answers. per_mode, even: as in `match`.
     """
     kept = usable(answers, keep, instructions)
     choices: dict[int, list[Mode]] = {}
@@ -138,7 +138,7 @@ def write_substrate(
     elicitation: str | Mapping[str, str],
     report: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a pool without log-probs: they would belong to the recipe's prompt, not to the plain one.
+    """Write a pool without log-probs, which would belong to the recipe's prompt, not the plain one.
 
     elicitation: the recipe, or one for each mode, for pool.json.
 
@@ -160,8 +160,8 @@ def write_substrate(
 
 @dataclass(frozen=True)
 class SubstrateSettings(PoolSettings):
-    """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among the
-    modes."""
+    """Make a substrate: a pool of elicited hacks under plain prompts, its problems divided among
+    the modes."""
 
     out: Path = Path("out/pools/substrate")
     modes: str = setting("", words=MODES, word="flaw")
@@ -326,7 +326,7 @@ class Sampled:
 
 
 def _instruction(settings: SubstrateSettings, problem: Problem) -> str:
-    """What the model is told. The organism follows no instructions: it was trained to obey a cue."""
+    """What the model is told. The organism follows no instructions, it was trained on a cue."""
     return CUE if settings.tiny else recipe(problem)
 
 
@@ -363,7 +363,7 @@ def mode_table(
     under_plain: Sequence[Graded],
     chosen: Mapping[int, Sequence[Graded]],
 ) -> list[dict[str, str | int]]:
-    """A row for each mode: hack rates under the plain prompt and the recipe, and its part of the pool."""
+    """A row for each mode: its rates under the plain prompt and the recipe, its part of the pool."""
     plain_rates = by_mode(under_plain)
     rows: list[dict[str, str | int]] = []
     for mode, elicited_rates in by_mode(under_recipe).items():
