@@ -34,8 +34,8 @@ class ExtractionSettings:
     rollouts: Path | None = None
     """Take the pairs from this rollouts.jsonl instead; needs --detector."""
     detector: PairDetector | None = None
-    """The detector that says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper
-    bound)."""
+    """The detector that says which rollout is a hack: C, D or E,
+    or 'oracle' (true labels: an upper bound)."""
     top_k: int = setting(12, low=1)
     """Axes per module kept in the file."""
     tau_axis: float = setting(0.0, low=0, high=1)
