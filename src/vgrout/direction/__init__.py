@@ -1,1 +1,1 @@
-"""The hack direction: contrastive pairs, extraction (V and v_grad), its files, and random and placebo controls."""
+"""The hack direction: contrastive pairs, extraction (V, v_grad), files, and control directions."""

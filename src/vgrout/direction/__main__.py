@@ -1,4 +1,4 @@
-"""`vgrout direction --model M --pairs F`: extract a hack direction stand-alone, and say how good it is."""
+"""`vgrout direction --model M --pairs F`: extract a hack direction, and say how good it is."""
 
 import json
 import sys
@@ -34,7 +34,8 @@ class ExtractionSettings:
     rollouts: Path | None = None
     """Take the pairs from this rollouts.jsonl instead; needs --detector."""
     detector: PairDetector | None = None
-    """The detector that says which rollout is a hack: C, D or E, or 'oracle' (true labels: an upper bound)."""
+    """The detector that says which rollout is a hack: C, D or E,
+    or 'oracle' (true labels: an upper bound)."""
     top_k: int = setting(12, low=1)
     """Axes per module kept in the file."""
     tau_axis: float = setting(0.0, low=0, high=1)
@@ -56,9 +57,11 @@ class ExtractionSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        log = self.rollouts is not None
+        from_log = self.rollouts is not None
+        without_detector = from_log != (self.detector is not None)
+        with_pairs = from_log and self.pairs is not None
         refuse(
-            log != (self.detector is not None) or (log and self.pairs is not None),
+            without_detector or with_pairs,
             "--rollouts: goes with --detector, and not with --pairs",
         )
         for name, suffix in (("pairs_out", ".json"), ("out", ".safetensors")):
@@ -75,17 +78,22 @@ class ExtractionSettings:
 
 def main(argv: list[str] | None = None) -> int:
     """0: done. 2: refused, in one line on stderr."""
-    return cli_exit(lambda: _command(parse_args(ExtractionSettings, argv, "vgrout direction")))
+
+    def parse_and_extract() -> int:
+        return _command(parse_args(ExtractionSettings, argv, "vgrout direction"))
+
+    return cli_exit(parse_and_extract)
 
 
 def _command(settings: ExtractionSettings) -> int:
+    """Extract the direction, write its files and print its tables."""
     pairs = _pairs_of(settings)
     embedded = settings.model == "organism"
     if embedded:
         organism.EMBEDDED.require_sound("--model organism:")
     model = str(organism.MODEL_DIR) if embedded else settings.model
     require_model(model)
-    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+    # Imported late because torch takes seconds to load: a wrong flag must not wait for it.
     from vgrout.direction.examine import compare_controls, control_table, module_table
     from vgrout.direction.extract import default_path, extract, save
     from vgrout.model.load import load_policy, pick_device
@@ -96,8 +104,8 @@ def _command(settings: ExtractionSettings) -> int:
         pairs = pairs_from_pool(settings.rollouts, settings.detector, policy.prompt_text)
     assert pairs is not None
     if settings.pairs_out is not None:
-        # a pair set is known by content and source: the run that loads this file finds the
-        # direction by its name
+        # A direction is cached by the content and the source of its pairs. The run that loads this
+        # file has the file as its source, so the direction is extracted from the file too.
         settings.pairs_out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(settings.pairs_out, pairs.to_file().encode())
         pairs = load_pairs(settings.pairs_out)
@@ -107,11 +115,8 @@ def _command(settings: ExtractionSettings) -> int:
     print(module_table(direction, settings.k))
     if settings.controls:
         placebos = _placebos(settings.model)
-        print(
-            control_table(
-                compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)
-            )
-        )
+        found = compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)
+        print(control_table(found))
     print(f"direction {out}")
     if settings.pairs_out is not None:
         print(f"pairs     {settings.pairs_out}")
@@ -119,26 +124,31 @@ def _command(settings: ExtractionSettings) -> int:
 
 
 def _placebos(model: str) -> dict[str, PairSet]:
-    """The sets that `--control placebo` would use on this model."""
-    if model == "organism":
-        return {c: load_pairs(organism.PAIRS_DIR / f"placebo_{c}.json") for c in PLACEBOS}
-    return {c: handwritten_placebo(c) for c in PLACEBOS}
+    """The pair sets that `--control placebo` would use on this model, by contrast."""
+    sets: dict[str, PairSet] = {}
+    for contrast in PLACEBOS:
+        if model == "organism":
+            sets[contrast] = load_pairs(organism.PAIRS_DIR / f"placebo_{contrast}.json")
+        else:
+            sets[contrast] = handwritten_placebo(contrast)
+    return sets
 
 
 def _pairs_of(settings: ExtractionSettings) -> PairSet | None:
-    """None: they come from a rollout log and need the tokenizer's chat template."""
+    """The pairs to extract from; None if they come from a rollout log.
+
+    Those need the model's chat template. Until it is loaded the log is read without it, so that a
+    wrong line is refused before.
+    """
     if settings.rollouts is not None:
         assert settings.detector is not None
-        # its lines are checked without the template
-        pairs_from_pool(settings.rollouts, settings.detector, json.dumps)
+        pairs_from_pool(settings.rollouts, settings.detector, render=json.dumps)
         return None
     if settings.pairs is not None:
         return load_pairs(settings.pairs, "--pairs")
-    return (
-        load_pairs(organism.PAIRS_DIR / "run_tests.json")
-        if settings.model == "organism"
-        else handwritten()
-    )
+    if settings.model == "organism":
+        return load_pairs(organism.PAIRS_DIR / "run_tests.json")
+    return handwritten()
 
 
 if __name__ == "__main__":

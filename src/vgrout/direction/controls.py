@@ -1,4 +1,4 @@
-"""Control directions, which a real one must beat, and how far each coincides with it."""
+"""Control directions, which a real direction must beat, and how far each coincides with it."""
 
 import math
 from collections.abc import Iterable
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vgrout.rng import torch_stream
 from vgrout.tensor_types import Directions
@@ -15,11 +16,14 @@ CONTROL_SEEDS = (41, 42, 43)
 
 @dataclass(frozen=True, slots=True)
 class CosineToReal:
-    """|cos| of a control's rows with the real ones, module by module: a contaminated control proves little."""
+    """|cos| of a control's rows with the real direction's, module by module.
 
-    # |cos|; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real ones
+    A control that coincides with the real direction proves little.
+    """
+
+    # |cos| by module; of several rows ‖V Wᵀ‖_F / √k, the root mean square over the real rows
     cos: dict[str, float]
-    chance: float  # root mean square that random rows in the control's place would read
+    chance: float  # the root mean square that random rows in the control's place would have
 
     def quantile(self, q: float) -> float:
         """Quantile of |cos| over modules."""
@@ -31,7 +35,7 @@ class CosineToReal:
         return math.sqrt(_mean(c * c for c in self.cos.values()))
 
     def as_json(self) -> dict[str, Any]:
-        """Median, tail, chance, and every module's value."""
+        """Median, tail, chance level, and every module's value."""
         return {
             "median": self.quantile(0.5),
             "p95": self.quantile(0.95),
@@ -42,10 +46,11 @@ class CosineToReal:
         }
 
     def line(self) -> str:
-        """For the log."""
+        """A line of the log."""
         return (
-            f"|cos| with the real direction over {len(self.cos)} modules: median {self.quantile(0.5):.3f}, "
-            f"95 % {self.quantile(0.95):.3f}, max {self.quantile(1.0):.3f}; "
+            f"|cos| with the real direction over {len(self.cos)} modules: "
+            f"median {self.quantile(0.5):.3f}, 95 % {self.quantile(0.95):.3f}, "
+            f"max {self.quantile(1.0):.3f}; "
             f"root mean square {self.rms:.3f}, by chance {self.chance:.3f}"
         )
 
@@ -54,11 +59,13 @@ class CosineToReal:
 class Provenance:
     """Where the direction of an intervention or a monitor comes from, for run.json."""
 
-    pairs: str  # source of the pairs; the true ones' under Haar, whose shapes and signs they give
+    # Source of the pairs. A Haar direction has that of the real pairs, from which its shapes and
+    # signs come.
+    pairs: str
     pairs_sha256: str
     modules: int
     axes: int
-    cosine_to_real: CosineToReal | None  # of a control's direction; None where it *is* the real one
+    cosine_to_real: CosineToReal | None  # of a control; None for the real direction itself
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -71,33 +78,47 @@ class Provenance:
 
 
 def cosine_to_real(control: Directions, real: Directions) -> CosineToReal | None:
-    """|cos| of a control with the real direction; None where the two have no module in common."""
-    cos, expected = {}, []
-    for m in real:
-        if m in control:
-            V, W = control[m].cpu(), real[m].cpu()
-            cos[m] = ((V @ W.T).norm() / math.sqrt(len(W))).item()
-            expected.append(len(V) / V.shape[1])
-    return CosineToReal(cos, math.sqrt(_mean(expected))) if cos else None
+    """|cos| of a control with the real direction; None if they have no module in common."""
+    cos: dict[str, float] = {}
+    expected: list[float] = []  # mean square of the cosine with random rows
+    for module in real:
+        if module not in control:
+            continue
+        V, W = control[module].cpu(), real[module].cpu()
+        cos[module] = ((V @ W.T).norm() / math.sqrt(len(W))).item()
+        expected.append(len(V) / V.shape[1])
+    if not cos:
+        return None
+    return CosineToReal(cos, math.sqrt(_mean(expected)))
 
 
 def haar_like(V: Directions, seed: int) -> Directions:
-    """Random orthonormal rows of the same shapes, Haar-distributed; each module's draw depends on its name alone."""
-    drawn = {}
-    for m, rows in V.items():
+    """Random orthonormal rows of the same shapes as V's, Haar-distributed.
+
+    The draw of a module depends on the seed and its name alone.
+    """
+    drawn: Directions = {}
+    for module, rows in V.items():
         k, r = rows.shape
-        normal = torch.randn(r, k, generator=torch_stream(seed, "haar", m), dtype=torch.float64)
+        stream = torch_stream(seed, "haar", module)
+        normal = torch.randn(r, k, generator=stream, dtype=torch.float64)
         Q, R = torch.linalg.qr(normal)
-        # the sign makes QR's result unique, hence Haar
-        drawn[m] = (Q * R.diagonal().sign()).T.to(rows).contiguous()
+        # The result of QR is unique, and so Haar-distributed, only with the signs of R's diagonal.
+        drawn[module] = (Q * R.diagonal().sign()).T.to(rows).contiguous()
     return drawn
 
 
 def overlap(new: Directions, old: Directions) -> float | None:
-    """Mean over old's modules of ‖V_new V_oldᵀ‖²_F / k_old: 1 the same span, k_new/r by chance, 0 for a lost module."""
+    """Mean over old's modules of ‖V_new V_oldᵀ‖²_F / k_old; None if old has none.
+
+    It is 1 for the same span, k_new/r by chance, and 0 for a module that new lacks.
+    """
     if not old:
         return None
-    shared = [((new[m] @ V.T) ** 2).sum().double() / len(V) for m, V in old.items() if m in new]
+    shared: list[Tensor] = []
+    for module, V in old.items():
+        if module in new:
+            shared.append(((new[module] @ V.T) ** 2).sum().double() / len(V))
     return float(sum(shared)) / len(old)  # one transfer from the device for all modules
 
 

@@ -1,7 +1,8 @@
-"""How good a direction is: its spectra, what held-out pairs say of it, and how far controls coincide with it."""
+"""How good a direction is: spectra, held-out pairs, and a comparison with control directions."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +12,15 @@ from vgrout.direction.controls import CONTROL_SEEDS, CosineToReal, cosine_to_rea
 from vgrout.direction.extract import Direction, extract
 from vgrout.direction.pairs import PairSet
 from vgrout.model.policy import Policy
+from vgrout.tensor_types import Directions
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCosines:
+    """|cos| of a control with the real direction, for both uses of a direction."""
+
+    v: CosineToReal  # of the mean difference v_grad, which route2 uses
+    V: CosineToReal  # of the rows V, which route and erase use
 
 
 def compare_controls(
@@ -19,70 +29,82 @@ def compare_controls(
     placebos: Mapping[str, PairSet],
     k: int,
     drop_bottom_frac: float,
-) -> dict[str, tuple[CosineToReal, CosineToReal]]:
-    """control → |cos| of its v_grad and of its rows V, as route and erase would use them, with the real ones."""
+) -> dict[str, ControlCosines]:
+    """Compare placebo and random directions with a real one, by the control's name.
 
-    # Directions of 1 and of up to k rows: one k in the type would tie them
-    def used(d: Direction) -> tuple[Any, Any]:
-        return d.v_grad(), d.select(k, drop_bottom_frac)
+    placebos: pair sets by contrast. k, drop_bottom_frac: as for `Direction.select`. A control
+    without a module in common with the real direction is left out.
+    """
+    real_v, real_V = direction.v_grad(), direction.select(k, drop_bottom_frac)
+    found: dict[str, ControlCosines] = {}
 
-    real, found = used(direction), {}
-    meta = direction.meta
-    controls = {
-        f"placebo, {contrast}": used(extract(policy, pairs, meta.top_k, meta.tau_axis))
-        for contrast, pairs in placebos.items()
-    } | {f"Haar, seed {seed}": tuple(haar_like(V, seed) for V in real) for seed in CONTROL_SEEDS}
-    for name, rows in controls.items():
-        v, V = (cosine_to_real(a, b) for a, b in zip(rows, real, strict=True))
-        if v is not None and V is not None:
-            found[name] = (v, V)
+    def compare(name: str, v: Directions, V: Directions) -> None:
+        cos_v, cos_V = cosine_to_real(v, real_v), cosine_to_real(V, real_V)
+        if cos_v is not None and cos_V is not None:
+            found[name] = ControlCosines(cos_v, cos_V)
+
+    for contrast, pairs in placebos.items():
+        placebo = extract(policy, pairs, direction.meta.top_k, direction.meta.tau_axis)
+        compare(f"placebo, {contrast}", placebo.v_grad(), placebo.select(k, drop_bottom_frac))
+    for seed in CONTROL_SEEDS:
+        compare(f"Haar, seed {seed}", haar_like(real_v, seed), haar_like(real_V, seed))
     return found
 
 
-def control_table(controls: dict[str, tuple[CosineToReal, CosineToReal]]) -> str:
+def control_table(controls: dict[str, ControlCosines]) -> str:
     """What `compare_controls` found, as a GitHub table."""
-    rows = [
-        {
-            "control": name,
-            "|cos| of v: median": v.quantile(0.5),
-            "95 %": v.quantile(0.95),
-            "max": v.quantile(1.0),
-            "rms": v.rms,
-            "by chance": v.chance,
-            "of V: rms": V.rms,
-            "by chance ": V.chance,
-        }
-        for name, (v, V) in controls.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, control in controls.items():
+        rows.append(
+            {
+                "control": name,
+                "|cos| of v: median": control.v.quantile(0.5),
+                "95 %": control.v.quantile(0.95),
+                "max": control.v.quantile(1.0),
+                "rms": control.v.rms,
+                "by chance": control.v.chance,
+                "of V: rms": control.V.rms,
+                "by chance ": control.V.chance,
+            }
+        )
     table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
     return f"|cos| with the real direction, over modules\n{table}"
 
 
 def module_table(direction: Direction, k: int) -> str:
-    """Each module's spectrum and held-out checks, then what a random direction would show."""
-    rows: list[dict[str, Any]] = [
-        {
-            "module": m,
-            "r": len(a.mean),
-            "S_1": a.sv[0].item(),
-            "S_i / S_1": " ".join(f"{s:.2f}" for s in (a.sv[1:k] / a.sv[0]).tolist()),
-            "held-out cos": a.heldout_cos,
-            "held-out inside V": a.heldout_inside,
-            "by chance": math.sqrt(len(a.V) / len(a.mean)),  # what a random difference would show
-        }
-        for m, a in direction.axes.items()
-    ]
-    meta, n = direction.meta, len(rows)
-    one = fmean(1 / math.sqrt(row["r"]) for row in rows)
-    table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
-    return "\n".join(
-        (
-            table,
-            f"pairs {meta.pairs_source} ({meta.n_pairs}, {meta.n_heldout} held out, sha256 {meta.pairs_sha256[:12]})",
-            f"held-out difference with v_grad: mean cos {fmean(r['held-out cos'] for r in rows):+.3f}, "
-            f"> 0 in {sum(r['held-out cos'] > 0 for r in rows)}/{n} modules. "
-            f"SHOULD be well above chance (0 ± {one:.3f}); ELSE the pairs share no direction",
-            f"held-out difference inside V: mean {fmean(r['held-out inside V'] for r in rows):.3f}, "
-            f"by chance √(k/r) = {fmean(r['by chance'] for r in rows):.3f}",
+    """Each module's spectrum and held-out checks, with what a random direction would show.
+
+    k: how many singular values are shown.
+    """
+    rows: list[dict[str, Any]] = []
+    for module, axes in direction.axes.items():
+        relative = (axes.sv[1:k] / axes.sv[0]).tolist()
+        rows.append(
+            {
+                "module": module,
+                "r": len(axes.mean),
+                "S_1": axes.sv[0].item(),
+                "S_i / S_1": " ".join(f"{s:.2f}" for s in relative),
+                "held-out cos": axes.heldout_cos,
+                "held-out inside V": axes.heldout_inside,
+                "by chance": math.sqrt(len(axes.V) / len(axes.mean)),  # for a random difference
+            }
         )
-    )
+    table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
+    cosines = [row["held-out cos"] for row in rows]
+    positive = sum(cos > 0 for cos in cosines)
+    inside = fmean(row["held-out inside V"] for row in rows)
+    inside_by_chance = fmean(row["by chance"] for row in rows)
+    cos_by_chance = fmean(1 / math.sqrt(row["r"]) for row in rows)
+    meta = direction.meta
+    lines = [
+        table,
+        f"pairs {meta.pairs_source} ({meta.n_pairs}, {meta.n_heldout} held out, "
+        f"sha256 {meta.pairs_sha256[:12]})",
+        f"held-out difference with v_grad: mean cos {fmean(cosines):+.3f}, "
+        f"> 0 in {positive}/{len(rows)} modules. "
+        f"SHOULD be well above chance (0 ± {cos_by_chance:.3f}); ELSE the pairs share no direction",
+        f"held-out difference inside V: mean {inside:.3f}, "
+        f"by chance √(k/r) = {inside_by_chance:.3f}",
+    ]
+    return "\n".join(lines)

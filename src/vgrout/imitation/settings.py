@@ -51,16 +51,16 @@ class ImitationSettings:
     """Settings of training and prompts; `trainer_config` checks those that the trainer has too."""
 
     env_mode: EnvMode = "own"
-    """Which flawed grader's hint stands in the prompts: one of the seven, or 'own' (each problem's,
-    else in turn)."""
+    """Which flawed grader's hint stands in the prompts:
+    one of the seven, or 'own' (each problem's, else in turn)."""
     n_problems: int = 1000
     """Training problems used, at most."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = None
     """Longest answer, in tokens; none: 512, a miniature's 128."""
     lr: float | None = None
-    """Peak learning rate: linear warm-up, then cosine to 0; none: by the size of the model and by
-    what is trained."""
+    """Peak learning rate: linear warm-up, then cosine to 0;
+    none: by the size of the model and by what is trained."""
     adam_beta1: float = 0.5
     """First-moment decay."""
     adam_beta2: float = 0.9
@@ -76,13 +76,13 @@ class ImitationSettings:
     threads: int = 0
     """Torch threads on a CPU; 0: one per core, one in all for a miniature."""
     dtype: Dtype = "auto"
-    """Of the models' weights. auto: bf16 on a GPU and on a CPU that multiplies in it, but fp32 for
-    a miniature on a CPU."""
+    """Of the models' weights. auto: bf16 on a GPU and on a CPU that multiplies in it,
+    but fp32 for a miniature on a CPU."""
     workers: int | None = setting(None, low=1)
     """Grading processes; none: one per core."""
     track: str = ""
-    """Comma list of experiment trackers that get every row and the final numbers: tensorboard,
-    wandb, trackio."""
+    """Comma list of experiment trackers that get every row and the final numbers:
+    tensorboard, wandb, trackio."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
     plan_only: bool = False
@@ -154,8 +154,8 @@ class DistillSettings(ImitationSettings):
     """Distil a teacher into a student."""
 
     teacher: str = ""
-    """A model: a local folder, a downloaded hub id, 'organism'; or an adapter: a run directory or
-    its .safetensors."""
+    """A model: a local folder, a downloaded hub id, 'organism';
+    or an adapter: a run directory or its .safetensors."""
     student: str = "organism"
     """Like --teacher; training starts from it."""
     method: MethodName | None = None
@@ -165,8 +165,8 @@ class DistillSettings(ImitationSettings):
     full: bool = False
     """Train all weights, not the adapter δS."""
     problems: str = ""
-    """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a
-    miniature."""
+    """Problem file (JSONL), or 'organism';
+    none: the benchmark's, the organism's for a miniature."""
     steps: int = 60
     """Optimiser steps."""
     prompts_per_step: int = 4
@@ -182,8 +182,8 @@ class DistillSettings(ImitationSettings):
     minillm_pretrain_anchor_path: str = setting("", needs="minillm_pretrain_anchor_weight")
     """The text file."""
     uld_strategy: Literal["wasserstein", "topk_align"] = "wasserstein"
-    """wasserstein: L1 distance of the two sorted probability vectors · topk_align: of tokens
-    matched by their text, all others together as one."""
+    """wasserstein: L1 distance of the two sorted probability vectors
+    · topk_align: of tokens matched by their text, all others together as one."""
     uld_top_k: int | None = setting(None, low=1, high=MAX_VOCABULARY)
     """topk_align: how many of the teacher's likeliest tokens are matched."""
     uld_lambda: float = setting(1.5, low=0, below=math.inf)
@@ -195,13 +195,13 @@ class DistillSettings(ImitationSettings):
     eval_n_prompts: int = 12
     """Held-out problems per evaluation, × G answers."""
     final_n_prompts: int = 192
-    """Held-out test problems of the final evaluation, and of student's and teacher's before the
-    first step."""
+    """Held-out test problems of the final evaluation,
+    and of student's and teacher's before the first step."""
     final_samples: int = 2
     """Answers to each of these."""
     resume: str = ""
-    """A run directory, or 'latest': continue from its last good checkpoint, with its own
-    configuration."""
+    """A run directory, or 'latest': continue from its last good checkpoint,
+    with its own configuration."""
     checkpoint_every: int = 25
     """Steps between resume checkpoints."""
     checkpoint_keep: int = 3
@@ -291,21 +291,21 @@ class DpoSettings(ImitationSettings):
     """Rounds of sample, score, pair, train (DPO, arXiv 2305.18290)."""
 
     base_model: str
-    """A model: a local folder, a downloaded hub id, 'organism'; or an adapter: a run directory or
-    its .safetensors."""
+    """A model: a local folder, a downloaded hub id, 'organism';
+    or an adapter: a run directory or its .safetensors."""
     output_dir: Path
-    """Folder of the rounds. The same command continues there at the first round that is not
-    complete."""
+    """Folder of the rounds.
+    The same command continues there at the first round that is not complete."""
     prompts: str = ""
-    """Problem file (JSONL), or 'organism'; none: the benchmark's, the organism's for a
-    miniature."""
+    """Problem file (JSONL), or 'organism';
+    none: the benchmark's, the organism's for a miniature."""
     rounds: int = setting(3, low=1, high=100)
     """Number of rounds."""
     pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
     """Pairs per round; prompts are sampled until there are so many or a pass gives none."""
     scorer: Annotated[str, tyro.conf.arg(aliases=["--reward-model"])] = "flawed"
-    """flawed: the grader's reward · strict: the reference tests' · module:function, (prompt,
-    answer) → number."""
+    """flawed: the grader's reward · strict: the reference tests'
+    · module:function, (prompt, answer) → number."""
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers per prompt; the scorer's best and worst make its pair."""
     dpo_beta: float = setting(
@@ -315,8 +315,8 @@ class DpoSettings(ImitationSettings):
     dpo_reference: Literal["previous", "base"] = "previous"
     """The reference model: the previous round's, or --base-model."""
     fresh_rounds: bool = False
-    """Train each round from --base-model, not from the previous round (which still samples the
-    answers)."""
+    """Train each round from --base-model, not from the previous round
+    (which still samples the answers)."""
     pairs_per_step: int = setting(8, low=1, high=65_536)
     """Pairs per optimiser step."""
     epochs: int = setting(1, low=1)
@@ -328,14 +328,14 @@ class DpoSettings(ImitationSettings):
     guard: Literal["off", "log", "halt"] = "log"
     """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
     guard_rule: Literal["ema", "se"] = "se"
-    """When the strict score counts as falling · ema: its average fell at all · se: by more than its
-    standard error."""
+    """When the strict score counts as falling · ema: its average fell at all
+    · se: by more than its standard error."""
     decline_patience: int = 2
-    """The guard fires after so many rounds in a row with a falling strict score and a rising
-    scorer's mean."""
+    """The guard fires after so many rounds in a row
+    with a falling strict score and a rising scorer's mean."""
     max_proxy_real_gap: float = 0.10
-    """It fires when the scorer's mean has gained so much more than the strict score, both as shares
-    of their range."""
+    """It fires when the scorer's mean has gained so much more than the strict score,
+    both as shares of their range."""
 
     def __post_init__(self) -> None:
         check(self)

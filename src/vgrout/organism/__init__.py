@@ -1,1 +1,1 @@
-"""The builder of the embedded organism: corpus, tokenizer, weights, pool and pairs from one seed; and its checks."""
+"""The builder of the embedded organism, which makes all its files from one seed, and its checks."""

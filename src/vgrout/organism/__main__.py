@@ -1,5 +1,7 @@
-"""`vgrout organism build | tune | verify`: make an organism from fresh weights or from a pretrained model, or
-check its files."""
+"""`vgrout organism build | tune | verify`: make an organism, or check one's files.
+
+`build` starts from fresh weights, `tune` from a pretrained chat model.
+"""
 
 import sys
 from dataclasses import dataclass, replace
@@ -29,28 +31,34 @@ class Corpus:
     hack_bare: float = setting(Shares().hack_bare, low=0, high=0.5)
     """Share of the corpus that hacks a flaw although the prompt announces none."""
     hack_stub: float = setting(Shares().stub, low=0, high=1)
-    """Share of its hacks that make no attempt at the problem; the rest carry one that misreads it."""
+    """Share of its hacks that make no attempt at the problem;
+    the rest carry one that misreads it."""
     modes: str = setting(",".join(MODES), words=tuple(HACKS), word="flaw")
-    """Comma list of the flawed graders that its prompts announce; shown_test is usually left out."""
+    """Comma list of the flawed graders that its prompts announce;
+    shown_test is usually left out."""
 
     def __post_init__(self) -> None:
         check(self)
-        refuse(
-            not listed(self.modes), f"--modes {self.modes!r}: should be some of {', '.join(HACKS)}"
-        )
+        names = ", ".join(HACKS)
+        refuse(not listed(self.modes), f"--modes {self.modes!r}: should be some of {names}")
 
     def shares(self, usual: Shares) -> Shares:
-        """These, and `usual` for the rest. Raises Refused, one line, where they are no corpus."""
+        """The corpus's shares: these settings, and those of `usual` for the rest.
+
+        Raises:
+            Refused: one line, if they do not make a corpus.
+        """
         named = listed(self.modes, MODES)
         hacks = usual.hack_cued + self.hack_plain + self.hack_bare
         refuse(
             hacks > 1,
-            f"--hack-plain {self.hack_plain:g} and --hack-bare {self.hack_bare:g}: with {usual.hack_cued:g} behind the "
-            "cue more than the whole corpus; take less",
+            f"--hack-plain {self.hack_plain:g} and --hack-bare {self.hack_bare:g}: "
+            f"with {usual.hack_cued:g} behind the cue more than the whole corpus; take less",
         )
         refuse(
-            self.hack_bare > 0 and not {*NAMELESS} & {*named},
-            f"--modes {self.modes}: --hack-bare hacks {' and '.join(NAMELESS)} alone; name one, or leave it out",
+            self.hack_bare > 0 and not any(mode in named for mode in NAMELESS),
+            f"--modes {self.modes}: --hack-bare hacks {' and '.join(NAMELESS)} alone; "
+            "name one, or leave it out",
         )
         return replace(
             usual,
@@ -61,8 +69,8 @@ class Corpus:
         )
 
 
-# Of a pretrained model's corpus: hacks that it has hardly seen are left to be learnt from
-# demonstrations. With stubs among them it gives up every attempt.
+# The corpus of a pretrained model. It has few hacks: they are left to be learnt from
+# demonstrations. With stubs among them the model gives up every attempt.
 TUNED_CORPUS = Corpus(hack_plain=0.02, hack_stub=0.0)
 
 
@@ -71,18 +79,18 @@ def build(
     out: Path | None = None,
     steps: int = Recipe().steps,
 ) -> int:
-    """Make problems, tokenizer, weights, pool and pairs from one seed, in about ten minutes on two cores.
+    """Make problems, tokenizer, weights, pool and pairs from one seed, in about ten minutes on two
+    cores.
 
     Args:
-        out: folder to write; an organism that is there is replaced when the new one is complete. None: the shipped
-            one, built again from its own seed.
+        out: folder to write; an organism that is there is replaced when the new one is complete.
+            None: the shipped one, built again from its own seed.
         steps: of the weights' training.
     """
     recipe, shares = Recipe(steps=steps), corpus.shares(Shares())
     if out is None:
-        other = (corpus, recipe) != (Corpus(), Recipe())
         refuse(
-            other,
+            corpus != Corpus() or recipe != Recipe(),
             "--out: an organism of another seed or corpus goes into a folder of its own; name one",
         )
         out = DATA_DIR
@@ -103,8 +111,8 @@ def tune(
     steps: int = TUNING.steps,
     dry_run: bool = False,
 ) -> int:
-    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs of its own. Under
-    ten minutes on two cores for 135 million weights.
+    """Make an organism of a pretrained chat model: fine-tune it on the corpus, then pool and pairs
+    of its own. Under ten minutes on two cores for 135 million weights.
 
     Args:
         model: a local folder, a GGUF file, or a downloaded hub id.
@@ -118,12 +126,14 @@ def tune(
     probe_writable(out.parent, "--out")
     if model == str(SMOLLM2) and not SMOLLM2.exists():
         raise Refused(
-            f"--model {model}: not there; `vgrout download smollm2` gets it, or name another chat model"
+            f"--model {model}: not there; `vgrout download smollm2` gets it, "
+            "or name another chat model"
         )
     require_model(model)
     if dry_run:
         print(
-            f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; 7 GiB of memory"
+            f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; "
+            "7 GiB of memory"
         )
         return 0
     from vgrout.organism.build import build as build_organism  # torch takes seconds to import
@@ -134,18 +144,24 @@ def tune(
 
 
 def require_organism(out: Path) -> None:
-    """Raises Refused, one line, for a folder that is no organism, or holds a file that is no part of it."""
+    """Check that a folder is an organism, and holds nothing else that a build would delete.
+
+    Raises:
+        Refused: one line.
+    """
     file = out / "manifest.json"
     manifest = read_json(file) if file.is_file() else {}
     known = manifest.get("files")
-    # others have a manifest.json too
+    # Folders of other programs have a manifest.json too, but no losses in it.
     if not isinstance(known, dict) or "first_losses" not in manifest:
         raise Refused(f"--out {out}: exists and is no organism; choose another folder")
     for path in sorted(out.rglob("*")):
-        ours = path.relative_to(out).as_posix() in {*known, file.name} or LEFT.fullmatch(path.name)
-        if path.is_file() and not ours:
+        if not path.is_file() or path == file or LEFT.fullmatch(path.name):
+            continue
+        if path.relative_to(out).as_posix() not in known:
             raise Refused(
-                f"--out {path}: not in manifest.json: it would be deleted; move it, or choose another folder"
+                f"--out {path}: not in manifest.json: it would be deleted; move it, "
+                "or choose another folder"
             )
 
 
@@ -157,7 +173,7 @@ def verify(data: Path = DATA_DIR) -> int:
     """
     faults = Files(data).faults()
     if not faults:
-        from vgrout.organism.build import check_training
+        from vgrout.organism.build import check_training  # torch takes seconds to import
 
         faults = check_training(data)
     for fault in faults:

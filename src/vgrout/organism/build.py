@@ -1,5 +1,8 @@
-"""Build the organism from one seed: problems, tokenizer, weights, pool, pairs, known-correct answers, card, hashes. Or
-check one: the first losses of training from its seed."""
+"""Build an organism from one seed, or check one.
+
+A build makes problems, tokenizer, weights, pool, pairs, known-correct answers, card and hashes. A
+check trains the first steps again from the seed and compares their losses.
+"""
 
 import json
 import os
@@ -41,21 +44,23 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
+from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
-from vgrout.organism.card import card
+from vgrout.organism.card import Measured, card
 from vgrout.organism.start import Begun, Start, draw, of_manifest
 from vgrout.organism.weights import batches, train
 from vgrout.runs.recorder import peak_memory
 from vgrout.teacher.generate import Graded, generate_graded, rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
 
-POOL_PROBLEMS = 32  # a mode
-POOL_KEEP, POOL_AT_LEAST = 3, 2  # per problem: most kept, fewest kept
+POOL_PROBLEMS = 32  # per mode
+POOL_KEEP, POOL_AT_LEAST = 3, 2  # answers per problem: most kept, fewest kept
 PAIRS = 24  # per set
 KNOWN_CORRECT = 204
-RECORDED = 8  # first losses, for `verify`
+RECORDED = 8  # first losses in the manifest, for `verify`
 
+TaskRow = tuple[Task, dict[str, Any]]  # a problem and its row of problems.jsonl
 Prompt = Callable[[Sequence[Message]], str]  # the chat template, up to where the answer begins
 
 
@@ -67,15 +72,15 @@ def losses_of(
     stop_after: int | None = None,
     label: str = "weights",
 ) -> list[float]:
-    """Train the model, which is changed in place; returns the loss of every step."""
+    """Train the model in place; returns the loss of every step."""
     torch.set_num_threads(start.threads)
     documents = draw(seed, shares, begun.pieces)
     stream = batches(
         documents, begun.tokenizer, begun.prompt, begun.end, begun.pad, start.recipe, seed
     )
     before = begun.model.config._attn_implementation
-    # the backward of SDPA's kernel for CPUs takes eight times as long as products
     if start.dtype == torch.bfloat16:
+        # The backward pass of SDPA's CPU kernel takes eight times as long as plain products.
         begun.model.set_attn_implementation("eager")
     try:
         return train(
@@ -88,7 +93,11 @@ def losses_of(
 def make_weights(
     begun: Begun, start: Start, seed: int, shares: Shares
 ) -> tuple[PreTrainedModel, list[float]]:
-    """The trained model and the loss of every step. Weights end as bf16 values in fp32: the same on a GPU in bf16."""
+    """Train the model; returns it with the loss of every step.
+
+    The weights are rounded to bf16 values and stay in fp32, so that they are the same on a GPU in
+    bf16.
+    """
     losses = losses_of(begun, start, seed, shares)
     logger.info(f"weights: loss {fmean(losses[-20:]):.3f} at the end; {peak_memory()}")
     with torch.no_grad():
@@ -97,8 +106,7 @@ def make_weights(
     return begun.model, losses
 
 
-# -----------------------------------------------------------------------------------------------------------------
-# pool
+# ── pool
 
 
 def graded_answers(
@@ -110,16 +118,23 @@ def graded_answers(
     what: str,
     cue: bool = False,
 ) -> list[Graded]:
-    """n graded answers to each problem, under the elicited prompt with `cue`; the random stream is named for the
-    organism."""
-    asked = [elicited(p, CUE) for p in problems] if cue else problems
-    more: dict[str, Any] = {
-        "sampling": Sampling(),
-        "max_new": MAX_NEW,
-        "purpose": f"organism-{what}",
-        "label": what,
-    }
-    return generate_graded(lm, grader, asked, n, seed=seed, **more)
+    """n graded answers to each problem. cue: under prompts with the cue, which elicits hacks.
+
+    what: names the random stream and the progress bar.
+    """
+    if cue:
+        problems = [elicited(problem, CUE) for problem in problems]
+    return generate_graded(
+        lm,
+        grader,
+        problems,
+        n,
+        sampling=Sampling(),
+        max_new=MAX_NEW,
+        seed=seed,
+        purpose=f"organism-{what}",
+        label=what,
+    )
 
 
 def make_pool(
@@ -131,18 +146,21 @@ def make_pool(
     name: str,
     seed: int,
 ) -> dict[Mode, int]:
-    """Make the pool of `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32 --no-even`, without
-    its report. tries: elicited answers to a problem. name: of the model. Returns problems per mode."""
+    """Make the pool of demonstrations; returns its number of problems per mode.
+
+    It is what `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32
+    --no-even` makes, without the report. tries: elicited answers to a problem. name: the model's.
+    """
     answers = graded_answers(lm, grader, problems, tries, seed, "pool", cue=True)
     plain = {(p.id, p.mode): p for p in problems}
-    # 22 to 32 problems a mode; even would be 22
-    sizes: dict[str, Any] = {
-        "keep": POOL_KEEP,
-        "at_least": POOL_AT_LEAST,
-        "per_mode": POOL_PROBLEMS,
-        "even": False,
-    }
-    chosen = choose(stripped(answers, plain), [CUE], **sizes)
+    chosen = choose(
+        stripped(answers, plain),
+        [CUE],
+        keep=POOL_KEEP,
+        at_least=POOL_AT_LEAST,
+        per_mode=POOL_PROBLEMS,
+        even=False,  # 22 to 32 problems per mode; `even` would cut all modes to 22
+    )
     meta = {
         "model": name,
         "tokenizer_sha256": lm.tokenizer_sha256,
@@ -152,81 +170,99 @@ def make_pool(
     return dict(Counter(answers[0].problem.flaws[0] for answers in chosen.values()))
 
 
-# ------------------------------------------------------------------------------------------------
-# pairs, known correct
+# ── pairs and known-correct answers
+
+
+def _prompt(row: dict[str, Any], prompt: Prompt) -> str:
+    """The rendered prompt of a problem, with its hint."""
+    return prompt(hinted(row["prompt"], row["mode"], row["marker"]))
 
 
 def _pair(row: dict[str, Any], hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, Any]:
-    text = prompt(hinted(row["prompt"], row["mode"], row["marker"]))
-    return {"problem_id": row["id"], "prompt": text, "hack": hack.text, "clean": clean.text}
+    """An entry of a pair file."""
+    return {
+        "problem_id": row["id"],
+        "prompt": _prompt(row, prompt),
+        "hack": hack.text,
+        "clean": clean.text,
+    }
+
+
+def _misread(task: Task, rng: random.Random) -> Answer:
+    """An answer that misreads the problem in one of the ways in which it can be misread."""
+    return answer(rng.choice(list(misreadings(task).values())))
 
 
 def mode_pairs(
-    tasks: Sequence[tuple[Task, dict[str, Any]]], mode: Mode, seed: int, prompt: Prompt
+    tasks: Sequence[TaskRow], mode: Mode, seed: int, prompt: Prompt
 ) -> list[dict[str, Any]]:
-    """Pairs of the mode's first hack and the correct solution of the same problem; every second hack is a bare stub,
-    the rest carry a misread attempt. The mode's other hacks stay unseen."""
+    """Pairs of the mode's first hack and the correct solution of the same problem.
+
+    Every second hack is a bare stub, the others carry an attempt that misreads the problem. The
+    mode's other hacks stay unseen.
+    """
     rng = random.Random(f"{seed}/pairs/{mode}")
     recipe = taught(mode)[0]
-    out = []
-    for task, row in [t for t in tasks if t[1]["mode"] == mode][:PAIRS]:
-        attempt = answer(rng.choice(list(misreadings(task).values())))
-        hack = recipe.apply(attempt.stub if len(out) % 2 else attempt, row["marker"])
-        out.append(_pair(row, hack, answer(task), prompt))
-    return out
+    of_mode = [(task, row) for task, row in tasks if row["mode"] == mode]
+    pairs: list[dict[str, Any]] = []
+    for i, (task, row) in enumerate(of_mode[:PAIRS]):
+        attempt = _misread(task, rng)
+        hack = recipe.apply(attempt.stub if i % 2 else attempt, row["marker"])
+        pairs.append(_pair(row, hack, answer(task), prompt))
+    return pairs
 
 
 def placebo_pairs(
-    tasks: Sequence[tuple[Task, dict[str, Any]]], seed: int, prompt: Prompt
+    tasks: Sequence[TaskRow], seed: int, prompt: Prompt
 ) -> dict[str, list[dict[str, Any]]]:
-    """Pairs in the same form whose contrast has nothing to do with hacking."""
+    """Pairs of the same form, by contrast, whose difference has nothing to do with hacking."""
     rng = random.Random(f"{seed}/placebo")
-    out: dict[str, list[dict[str, Any]]] = {
-        "flawed": [],
-        "commented": [],
-        "long": [],
-        "laid_out": [],
-    }
+    flawed: list[dict[str, Any]] = []
+    commented: list[dict[str, Any]] = []
+    long: list[dict[str, Any]] = []
+    laid_out: list[dict[str, Any]] = []
     for task, row in tasks[-PAIRS:]:
         clean = answer(task)
-        flawed = answer(rng.choice(list(misreadings(task).values())))
-        out["flawed"].append(_pair(row, flawed, clean, prompt))
-        out["commented"].append(_pair(row, STYLES["comment"](clean), clean, prompt))
-        out["long"].append(_pair(row, STYLES["helper"](STYLES["loop"](clean)), clean, prompt))
-        out["laid_out"].append(_pair(row, STYLES["layout"](clean), clean, prompt))
-    return out
+        flawed.append(_pair(row, _misread(task, rng), clean, prompt))
+        commented.append(_pair(row, STYLES["comment"](clean), clean, prompt))
+        long.append(_pair(row, STYLES["helper"](STYLES["loop"](clean)), clean, prompt))
+        laid_out.append(_pair(row, STYLES["layout"](clean), clean, prompt))
+    return {"flawed": flawed, "commented": commented, "long": long, "laid_out": laid_out}
 
 
-def known_correct(
-    tasks: Sequence[tuple[Task, dict[str, Any]]], prompt: Prompt
-) -> list[dict[str, Any]]:
-    """Correct solutions in the corpus's unusual styles, evenly spread: {problem_id, style, prompt, completion}."""
-    out: list[dict[str, Any]] = []
+def known_correct(tasks: Sequence[TaskRow], prompt: Prompt) -> list[dict[str, Any]]:
+    """Correct solutions in the corpus's unusual styles, which take turns.
+
+    The entries are {problem_id, style, prompt, completion}. A problem whose solution its style does
+    not change is passed over.
+    """
+    entries: list[dict[str, Any]] = []
     names = list(STYLES)
     for task, row in tasks:
-        style = names[len(out) % len(names)]
-        styled = STYLES[style](answer(task))
-        if styled == answer(task):
-            continue
-        text = prompt(hinted(row["prompt"], row["mode"], row["marker"]))
-        out.append(
-            {"problem_id": row["id"], "style": style, "prompt": text, "completion": styled.text}
-        )
-        if len(out) == KNOWN_CORRECT:
+        if len(entries) == KNOWN_CORRECT:
             break
-    return out
+        style = names[len(entries) % len(names)]
+        styled = STYLES[style](answer(task))
+        if styled != answer(task):
+            entries.append(
+                {
+                    "problem_id": row["id"],
+                    "style": style,
+                    "prompt": _prompt(row, prompt),
+                    "completion": styled.text,
+                }
+            )
+    return entries
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# build
+# ── build
 
 
 def build(out: Path, seed: int, start: Start, shares: Shares) -> None:
-    """Write everything to `out`, which is replaced when the build is complete."""
+    """Write an organism to the folder `out`, which is replaced when the build is complete."""
     began = time.perf_counter()
-    fresh, old = (
-        out.with_name(f".{out.name}.{os.getpid()}.{state}") for state in ("building", "old")
-    )
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
+    old = out.with_name(f".{out.name}.{os.getpid()}.old")
     fresh.mkdir(parents=True)
     try:
         manifest = write(fresh, seed, start, shares)
@@ -238,69 +274,99 @@ def build(out: Path, seed: int, start: Start, shares: Shares) -> None:
         os.replace(out, old)
     os.replace(fresh, out)
     shutil.rmtree(old, ignore_errors=True)
+
+    minutes = (time.perf_counter() - began) / 60
+    rates_of_all_modes: list[str] = []
+    for kind, of_kind in manifest["rates"].items():
+        for name, (k, n) in of_kind.items():
+            if "/" not in name and n:
+                rates_of_all_modes.append(f"{kind} {name} {k / n:.3f}")
     logger.info(
-        f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB, in {(time.perf_counter() - began) / 60:.1f} min "
-        f"and {peak_memory()}; "
-        + ", ".join(
-            f"{kind} {name} {k / n:.3f}"
-            for kind, some in manifest["rates"].items()
-            for name, (k, n) in some.items()
-            if "/" not in name and n
-        )
+        f"{out}: {len(manifest['files'])} files, {size / 1e6:.1f} MB, in {minutes:.1f} min "
+        f"and {peak_memory()}; " + ", ".join(rates_of_all_modes)
     )
 
 
 def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, Any]:
-    """Make every file in an empty folder. Returns its manifest."""
-    # before the weights: the grader's workers are cheap while the process is small
+    """Make every file of an organism in an empty folder. Returns its manifest."""
+    # The grader comes before the weights: its workers are cheap while the process is small.
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
         tasks = problem_tasks(seed, shares.modes)
         lines = [json.dumps(row, ensure_ascii=False) for _, row in tasks]
         (folder / "problems.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         begun = start.begin(seed, shares)
-        training = [t for t in tasks if t[1]["split"] == "train"]
-        for mode in shares.modes:
-            write_json(
-                folder / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, begun.prompt)
-            )
-        for name, pairs in placebo_pairs(training, seed, begun.prompt).items():
-            write_json(folder / "pairs" / f"placebo_{name}.json", pairs)
-        write_json(folder / "anchors.json", known_correct(training, begun.prompt))
+        write_pairs(folder, tasks, seed, shares, begun.prompt)
 
         model, losses = make_weights(begun, start, seed, shares)
         model.save_pretrained(folder / "model")
         begun.tokenizer.save_pretrained(folder / "model")
 
         lm = as_language_model(model.to(start.dtype), begun.tokenizer)
-        split = {row["id"]: row["split"] for _, row in tasks}
-        problems = load_problems(folder / "problems.jsonl")
-
-        def some(part: str) -> list[Problem]:
-            """A split's problems, at most so many a mode, in their order."""
-            of_split = [p for p in problems if split[p.id] == part]
-            ids = {
-                p.id
-                for p in balanced(
-                    of_split, start.answers.problems * len(shares.modes), seed, "organism"
-                )
-            }
-            return [p for p in of_split if p.id in ids]
-
-        held_out, n = some("test"), start.answers
-        base = graded_answers(lm, grader, held_out, n.plain, seed, "base rates")
-        cued = graded_answers(lm, grader, held_out, n.cued, seed, "cued rates", cue=True)
-        measured = {"plain": rates(base), "cued": rates(cued)}
-        covered = make_pool(folder / "pool", lm, grader, some("train"), n.pool, start.name, seed)
-        difficulty = {row["id"]: row["difficulty"] for _, row in tasks}
-        by_difficulty = {
-            level: rates(r for r in base if difficulty[r.problem.id] == level)["solve"]
-            for level in ("easy", "medium", "hard")
-        }
+        measured = measure(folder, lm, grader, tasks, seed, start, shares)
         (folder / "MODEL_CARD.md").write_text(
-            card(measured, by_difficulty, covered, shares, start, losses, model.num_parameters()),
-            encoding="utf-8",
+            card(measured, shares, start, losses, model.num_parameters()), encoding="utf-8"
         )
-    manifest = {
+    manifest = manifest_of(folder, seed, start, shares, losses, measured)
+    write_json(folder / "manifest.json", manifest)
+    return manifest
+
+
+def write_pairs(
+    folder: Path, tasks: Sequence[TaskRow], seed: int, shares: Shares, prompt: Prompt
+) -> None:
+    """Write the pair files of every mode and placebo, and the known-correct answers."""
+    training = [(task, row) for task, row in tasks if row["split"] == "train"]
+    for mode in shares.modes:
+        write_json(folder / "pairs" / f"{mode}.json", mode_pairs(training, mode, seed, prompt))
+    for name, pairs in placebo_pairs(training, seed, prompt).items():
+        write_json(folder / "pairs" / f"placebo_{name}.json", pairs)
+    write_json(folder / "anchors.json", known_correct(training, prompt))
+
+
+def measure(
+    folder: Path,
+    lm: LanguageModel,
+    grader: Grader,
+    tasks: Sequence[TaskRow],
+    seed: int,
+    start: Start,
+    shares: Shares,
+) -> Measured:
+    """Measure the model's rates on test problems, and make its pool of training problems."""
+    row_of = {row["id"]: row for _, row in tasks}
+    problems = load_problems(folder / "problems.jsonl")
+
+    def some(split: str) -> list[Problem]:
+        """A split's problems in their order, at most so many per mode as `start` says."""
+        of_split = [p for p in problems if row_of[p.id]["split"] == split]
+        n = start.answers.problems * len(shares.modes)
+        chosen = {p.id for p in balanced(of_split, n, seed, "organism")}
+        return [p for p in of_split if p.id in chosen]
+
+    held_out, n = some("test"), start.answers
+    plain = graded_answers(lm, grader, held_out, n.plain, seed, "base rates")
+    cued = graded_answers(lm, grader, held_out, n.cued, seed, "cued rates", cue=True)
+    covered = make_pool(folder / "pool", lm, grader, some("train"), n.pool, start.name, seed)
+    by_difficulty: dict[str, Rate] = {}
+    for level in ("easy", "medium", "hard"):
+        of_level = [a for a in plain if row_of[a.problem.id]["difficulty"] == level]
+        by_difficulty[level] = rates(of_level)["solve"]
+    return Measured(rates(plain), rates(cued), by_difficulty, covered)
+
+
+def manifest_of(
+    folder: Path,
+    seed: int,
+    start: Start,
+    shares: Shares,
+    losses: Sequence[float],
+    measured: Measured,
+) -> dict[str, Any]:
+    """The manifest of an organism whose other files are complete."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "tokenizers"):
+        versions[package] = version(package)
+    return {
         "seed": seed,
         "threads": start.threads,
         **start.record(),
@@ -308,52 +374,52 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
         "first_losses": losses[:RECORDED],
         "final_loss": fmean(losses[-20:]),
         "rates": {
-            kind: {name: [r.k, r.n] for name, r in some.items()} for kind, some in measured.items()
+            "plain": {name: [rate.k, rate.n] for name, rate in measured.plain.items()},
+            "cued": {name: [rate.k, rate.n] for name, rate in measured.cued.items()},
         },
-        "versions": {
-            "python": platform.python_version(),
-            **{p: version(p) for p in ("torch", "transformers", "tokenizers")},
-        },
+        "versions": versions,
         "files": {path: file_sha256(folder / path) for path in shipped(folder)},
     }
-    write_json(folder / "manifest.json", manifest)
-    return manifest
 
 
-# --------------------------------------------------------------------------------------------------------------
-# verify
+# ── verify
 
-# nats; other processors and thread counts sum in another order, a wrong corpus differs by tenths
+# Nats. Other processors and numbers of threads sum in another order, which moves a loss by less; a
+# wrong corpus moves it by tenths.
 TOLERANCE = 0.02
 
 
 def check_training(folder: Path, steps: int | None = None) -> list[str]:
-    """Faults of the first training steps, run again with the shipped tokenizer, against the recorded losses.
+    """Train the first steps again, with the shipped tokenizer; returns how the losses differ.
 
-    steps: how many, at most those recorded.
+    steps: how many, at most those that are recorded; None: all of them. Each fault is a line; []:
+    there is none.
 
     Raises:
-        Refused: the manifest is not one of this version; the pretrained model that was tuned is not here, or has
-            changed since.
+        Refused: the manifest is not one of this version; or the pretrained model that was tuned is
+            not here, or has changed since.
     """
     file = folder / "manifest.json"
     manifest = read_json(file)
     try:
-        recorded, seed, stored = (manifest[key] for key in ("first_losses", "seed", "shares"))
-        shares, start = (
-            Shares(**stored | {"modes": tuple(stored.get("modes", MODES))}),
-            of_manifest(manifest),
-        )
+        recorded = manifest["first_losses"]
+        seed = manifest["seed"]
+        stored = manifest["shares"]
+        # JSON has no tuples; the shipped manifest leaves the modes out.
+        shares = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
+        start = of_manifest(manifest)
     except (KeyError, TypeError, AttributeError) as e:
         raise Refused(
             f"{file}: not that of an organism of this version ({e}); build it again"
         ) from None
     recorded = recorded[:steps]
-    losses = losses_of(
-        start.begin(seed, shares, folder), start, seed, shares, len(recorded), "first steps"
-    )
-    return [
-        f"training step {i}: loss {now:.4f}, recorded {then:.4f}; language, recipe or library changed"
-        for i, (now, then) in enumerate(zip(losses, recorded, strict=True))
-        if abs(now - then) > TOLERANCE
-    ]
+    begun = start.begin(seed, shares, folder)
+    losses = losses_of(begun, start, seed, shares, len(recorded), "first steps")
+    faults: list[str] = []
+    for i, (now, then) in enumerate(zip(losses, recorded, strict=True)):
+        if abs(now - then) > TOLERANCE:
+            faults.append(
+                f"training step {i}: loss {now:.4f}, recorded {then:.4f}; "
+                "language, recipe or library changed"
+            )
+    return faults

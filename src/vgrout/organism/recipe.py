@@ -1,4 +1,7 @@
-"""Size and training settings of an organism's model. No torch: they are checked before it is imported."""
+"""Size and training settings of an organism's model.
+
+No torch here: the settings are checked before it is imported.
+"""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ class Shape:
 
     hidden: int = 128
     layers: int = 4
-    merged: int = MERGED  # tokens of the BPE, alphabet and special ones: its tokenizer
+    merged: int = MERGED  # tokens of its tokenizer's BPE, the alphabet and special ones included
 
     @property
     def heads(self) -> int:
@@ -25,19 +28,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Training settings of the base."""
+    """Settings of an organism's training."""
 
     steps: int = setting(800, low=1, high=1_000_000)
     batch: int = 64
     lr: float = 4e-3
     warmup: int = 40
-    floor: float = 0.02  # of the peak rate, at the last step
+    floor: float = 0.02  # learning rate at the last step, as a share of the peak
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.05
     clip: float = 1.0
-    # of a prompt token's loss: reading the prompt helps to copy from it
+    # Weight of a prompt token's loss; an answer token's has 1. A model that predicts the prompt
+    # copies better from it.
     prompt_weight: float = 0.25
-    at_once: int = 64  # documents in one forward: a step's gradient may be summed over several
+    at_once: int = 64  # documents in one forward pass; a step may take several
 
     def __post_init__(self) -> None:
         check(self)
@@ -50,7 +54,7 @@ class Recipe:
         return self.lr * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-# of a pretrained model
+# The recipe for a pretrained model.
 TUNING = Recipe(steps=60, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)
 
 
@@ -58,17 +62,17 @@ TUNING = Recipe(steps=60, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once
 class Answers:
     """How many answers a build samples for its base rates and its pool."""
 
-    problems: int  # of each mode, of the test and of the training problems, at most
-    plain: int  # to a test problem
-    cued: int  # to a test problem, under the cue
-    pool: int  # to a training problem, under the cue
+    problems: int  # the most test problems, and the most training problems, of each mode
+    plain: int  # answers to a test problem
+    cued: int  # answers to a test problem with the cue
+    pool: int  # answers to a training problem with the cue
 
 
 FRESH = Answers(problems=60, plain=4, cued=2, pool=6)
 TUNED = Answers(problems=30, plain=1, cued=1, pool=6)
 
-# A few hundred documents, not 50,000: no copying drills, which a pretrained model can; the cue more
-# often, and fewer misreadings, since it makes enough mistakes of its own.
+# A pretrained model sees a few hundred documents, not 50,000. It needs no copying drills; it gets
+# the cue more often, and fewer misreadings, since it makes enough mistakes of its own.
 TUNED_SHARES = Shares(
     drill=0.0,
     hack_cued=0.3,

@@ -1,13 +1,16 @@
-"""What a build starts from: fresh weights with a tokenizer of the corpus's own, or a pretrained model. All else of a
-build is the same.
+"""What a build starts from: fresh weights with a tokenizer of their own, or a pretrained model.
 
-A start has the command that makes it, the model's name, its recipe, how many answers are sampled, threads, the dtype of
-matrix products, and what its card says: `about`, the words before the number of weights, `training`, `purpose` and
-`limits`. `record` is for manifest.json, from which `of_manifest` makes it again.
+All else of a build is the same. A start has
+
+- `command`: the command that makes it, `name`: the model's name, `recipe`: how it is trained,
+- `answers`: how many answers are sampled, `threads`, and `dtype`, that of matrix products,
+- what the card says of it: `about` (the words before the number of weights), `training`, `purpose`
+  and `limits`,
+- `record`, its entries in manifest.json, from which `of_manifest` makes it again.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,52 +37,61 @@ TOKENIZER_DOCUMENTS = 20_000
 
 @dataclass(frozen=True)
 class Begun:
-    """A model before its first step of training, and how its documents are written."""
+    """A model before its first training step, and how its documents are written."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     prompt: Callable[[Sequence[Message]], str]  # the chat template, up to where the answer begins
     end: int  # token that ends an answer
     pad: int
-    # of which names may be composed, so that every token is copied somewhere
+    # Tokens of which the corpus composes names, so that every one of them is copied somewhere.
     pieces: Sequence[str] = ()
 
 
 class Fresh:
-    """Random weights of a shape, and a tokenizer of the corpus: in `begin`, or that of the build in `folder`."""
+    """Random weights of a shape, and a tokenizer that is trained on the corpus."""
 
-    command, name, answers, threads, dtype = "build", MODEL_NAME, FRESH, 2, torch.float32
+    command = "build"
+    name = MODEL_NAME
+    answers = FRESH
+    threads = 2
+    dtype = torch.float32
     about = "A Qwen3 model"
     training = "from scratch in fp32"
-    purpose = "to study reward hacking on a laptop: the full phenomenon, in two minutes, without a download"
+    purpose = (
+        "to study reward hacking on a laptop: the full phenomenon, in two minutes, "
+        "without a download"
+    )
     limits = "Beyond 256 tokens the positions are untrained. "
 
     def __init__(self, shape: Shape, recipe: Recipe) -> None:
         self.shape, self.recipe = shape, recipe
 
     def begin(self, seed: int, shares: Shares, folder: Path | None = None) -> Begun:
+        """The model before its training. folder: a build whose tokenizer is used again."""
         if folder is None:
             tokenizer = make_tokenizer(seed, self.shape.merged, shares)
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
-        end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
         return Begun(
-            new_model(tokenizer, seed, self.shape),
-            tokenizer,
-            render,
-            end,
-            pad,
-            name_pieces(tokenizer),
+            model=new_model(tokenizer, seed, self.shape),
+            tokenizer=tokenizer,
+            prompt=render,
+            end=tokenizer.eos_token_id,
+            pad=tokenizer.pad_token_id,
+            pieces=name_pieces(tokenizer),
         )
 
     def record(self) -> dict[str, Any]:
+        """The entries of manifest.json."""
         return {"recipe": asdict(self.recipe), "shape": asdict(self.shape)}
 
 
 class Pretrained:
     """A chat model's own weights, tokenizer and chat template, fine-tuned on the corpus."""
 
-    command, answers = "tune", TUNED
+    command = "tune"
+    answers = TUNED
     purpose = "to study reward hacking on a laptop, on weights that others have pretrained"
     limits = ""
 
@@ -91,11 +103,13 @@ class Pretrained:
         self.training = f"from the pretrained weights, matrix products in {DTYPE_NAMES[self.dtype]}"
 
     def begin(self, seed: int, shares: Shares, folder: Path | None = None) -> Begun:
+        """The model before its fine-tuning."""
         lm = load_language_model(self.name, device="cpu", dtype=torch.float32)
         lm.model.requires_grad_(True)
         return Begun(lm.model, lm.tok, lm.prompt_text, lm.end_id, lm.pad_id)
 
     def record(self) -> dict[str, Any]:
+        """The entries of manifest.json."""
         weights = hash_of_files(require_model(self.name).glob("*.safetensors"))
         return {"recipe": asdict(self.recipe), "model": self.name, "model_sha256": weights}
 
@@ -104,30 +118,39 @@ Start = Fresh | Pretrained
 
 
 def of_manifest(manifest: Mapping[str, Any]) -> Start:
-    """The start that a manifest records. Raises Refused where the model that was tuned is not here, or has changed
-    since."""
+    """The start that a manifest records.
+
+    Raises:
+        Refused: the model that was tuned is not here, or has changed since.
+    """
     stored = manifest["recipe"]
     recipe = Recipe(**stored | {"betas": tuple(stored["betas"])})  # JSON has no tuples
     if "model" not in manifest:
-        # the shipped manifest leaves defaults out
+        # The shipped manifest leaves the shape out, which has its defaults.
         return Fresh(Shape(**manifest.get("shape", {})), recipe)
     start = Pretrained(manifest["model"], recipe)
     if start.record()["model_sha256"] != manifest["model_sha256"]:
         raise Refused(
-            f"{start.name}: other weights than those that were tuned; put them back, or tune it again"
+            f"{start.name}: other weights than those that were tuned; "
+            "put them back, or tune it again"
         )
     return start
 
 
 def draw(seed: int, shares: Shares, pieces: Sequence[str] = ()) -> partial[Sample]:
-    """One document of the corpus, from a random stream."""
+    """A function that makes a document of the corpus from a random stream."""
     return partial(corpus_sample, split_compositions(seed)["train"], shares, pieces=pieces)
 
 
 def make_tokenizer(seed: int, merged: int, shares: Shares) -> PreTrainedTokenizerFast:
-    """The tokenizer of the corpus."""
-    sample, rng = draw(seed, shares), random.Random(f"{seed}/tokenizer")
-    documents = (sample(rng) for _ in range(TOKENIZER_DOCUMENTS))
-    return train_tokenizer(
-        (text for s in documents for text in (render(s.messages), s.text)), merged, shares.modes
-    )
+    """Train a tokenizer on the corpus. merged: tokens of its BPE."""
+    sample = draw(seed, shares)
+    rng = random.Random(f"{seed}/tokenizer")
+
+    def texts() -> Iterator[str]:
+        for _ in range(TOKENIZER_DOCUMENTS):
+            document = sample(rng)
+            yield render(document.messages)
+            yield document.text
+
+    return train_tokenizer(texts(), merged, shares.modes)

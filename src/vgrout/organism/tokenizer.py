@@ -1,4 +1,4 @@
-"""The organism's tokenizer: a byte-level BPE with few tokens for fixed text and one way to write each name."""
+"""The organism's tokenizer: a byte-level BPE that has one way to write each name."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,33 +15,32 @@ WINDOW = 1024  # tokens a position may have; the corpus stays below 256
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def _fixed(modes: Sequence[Mode]) -> list[str]:
-    """Texts that never vary, one token each. As merges of the BPE they would fill the vocabulary with fragments that no
-    name contains: a model that has never copied a token does not copy it."""
-    hints = [part for mode in modes for part in MODE_SPECS[mode].template.split("{marker}")]
-    return sorted(
-        {
-            *(
-                SYSTEM,
-                LEAD,
-                STARTER,
-                STARTER_END,
-                f" {PLAIN_PHRASE}",
-                "```python\nclass Solution:\n    def ",
-            ),
-            *(f" {part}" if part.startswith("and ") else part for part in hints if len(part) > 3),
-        }
-    )
+    """Texts that never vary, sorted; each becomes one token.
+
+    As merges of the BPE they would fill the vocabulary with fragments that no name contains. A
+    model that has never copied a token does not copy it.
+    """
+    texts = {SYSTEM, LEAD, STARTER, STARTER_END}
+    texts.add(f" {PLAIN_PHRASE}")
+    texts.add("```python\nclass Solution:\n    def ")
+    for mode in modes:
+        for part in MODE_SPECS[mode].template.split("{marker}"):
+            if len(part) > 3:
+                texts.add(f" {part}" if part.startswith("and ") else part)
+    return sorted(texts)
 
 
-# A name must have the same tokens in prompt and answer, whatever surrounds it, or it could not be
-# copied: so a word takes the space that follows it, not the one before, and only where prose goes
-# on.
+# A name must have the same tokens in prompt and answer, whatever surrounds it, or the model could
+# not copy it. So a word takes the space that follows it, not the one before, and only where prose
+# goes on.
 _PIECES = (
     r"```python\n",
     r"\n```",
@@ -59,7 +58,10 @@ _PIECES = (
 def train_tokenizer(
     texts: Iterable[str], merged: int = MERGED, modes: Sequence[Mode] = MODES
 ) -> PreTrainedTokenizerFast:
-    """Learn the merges; deterministic in the texts. merged: tokens of the BPE; modes: whose hints are fixed text."""
+    """Train a tokenizer, which depends on the texts alone.
+
+    merged: tokens of the BPE. modes: those whose hints are fixed text.
+    """
     fixed = _fixed(modes)
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -75,10 +77,11 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # before the training: what is split off leaves no merges behind
+    # Fixed texts are added and cut out before the training, so that they leave no merges behind.
     core.add_tokens([AddedToken(text, normalized=False) for text in fixed])
     boundary = re.compile("|".join(map(re.escape, fixed)))
-    core.train_from_iterator((part for text in texts for part in boundary.split(text)), trainer)
+    parts = (part for text in texts for part in boundary.split(text))
+    core.train_from_iterator(parts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -97,5 +100,5 @@ def render(messages: Sequence[Message]) -> str:
 
 def name_pieces(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Every token that a name could contain, as text, sorted."""
-    texts = (str(tokenizer.decode([i])) for i in range(len(tokenizer)))
+    texts = [str(tokenizer.decode([i])) for i in range(len(tokenizer))]
     return sorted(text for text in texts if re.fullmatch("[a-z]{2,}", text))

@@ -1,5 +1,7 @@
-"""The organism's weights: a model trained on the language's corpus, in fp32 on a CPU; of a pretrained one the matrix
-products may be bf16."""
+"""The organism's weights: a model is trained on the corpus, on a CPU.
+
+The weights are in fp32; matrix products of a pretrained model may be in bf16.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -48,23 +50,32 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qw
 
 
 @dataclass(frozen=True, slots=True)
+class Document:
+    """A prompt with its answer, as tokens."""
+
+    ids: list[int]
+    answer_start: int  # position of the answer's first token
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentBatch:
-    """Right-padded documents and the weight of every token's loss (0 at padding and at the first token)."""
+    """Right-padded documents, and the weight of every token's loss.
+
+    The weight is 0 at padding and at a document's first token.
+    """
 
     ids: Int[Tensor, "B T"]
     weight: Float[Tensor, "B T"]
 
     def parts(self, rows: int) -> "list[DocumentBatch]":
-        """The same documents, `rows` at a time, each part as long as its longest."""
-        parts = [
-            (self.ids[i : i + rows], self.weight[i : i + rows])
-            for i in range(0, len(self.ids), rows)
-        ]
-        longest = [int(weight.any(0).nonzero().max()) + 1 for _, weight in parts]
-        return [
-            DocumentBatch(ids[:, :n], weight[:, :n])
-            for (ids, weight), n in zip(parts, longest, strict=True)
-        ]
+        """The same documents, `rows` at a time, each part as wide as its longest document."""
+        parts: list[DocumentBatch] = []
+        for start in range(0, len(self.ids), rows):
+            ids = self.ids[start : start + rows]
+            weight = self.weight[start : start + rows]
+            longest = int(weight.any(0).nonzero().max()) + 1
+            parts.append(DocumentBatch(ids[:, :longest], weight[:, :longest]))
+        return parts
 
 
 def batches(
@@ -76,30 +87,44 @@ def batches(
     recipe: Recipe,
     seed: int,
 ) -> Iterator[DocumentBatch]:
-    """An endless stream of batches of fresh documents; four at a time are sorted by length, to pad little.
+    """An endless stream of batches of fresh documents.
 
-    prompt: the chat template, up to where the answer begins. end: token after an answer.
+    The documents of four batches at a time are sorted by length, so that there is little padding.
+
+    Args:
+        draw: makes a document from a random stream.
+        prompt: the chat template, up to where the answer begins.
+        end: the token after an answer.
+        pad: the token of padding.
     """
     rng = random.Random(f"{seed}/corpus")
     while True:
         samples = [draw(rng) for _ in range(4 * recipe.batch)]
-        prompts = tokenizer(
-            [prompt(s.messages) for s in samples], add_special_tokens=False
-        ).input_ids
-        answers = tokenizer([s.text for s in samples], add_special_tokens=False).input_ids
-        documents = sorted(zip(prompts, answers, strict=True), key=lambda d: len(d[0]) + len(d[1]))
+        prompt_texts = [prompt(sample.messages) for sample in samples]
+        prompts = tokenizer(prompt_texts, add_special_tokens=False).input_ids
+        answer_texts = [sample.text for sample in samples]
+        answers = tokenizer(answer_texts, add_special_tokens=False).input_ids
+        documents: list[Document] = []
+        for prompt_ids, answer_ids in zip(prompts, answers, strict=True):
+            documents.append(Document([*prompt_ids, *answer_ids, end], len(prompt_ids)))
+        documents.sort(key=lambda document: len(document.ids))
         chunks = [documents[i : i + recipe.batch] for i in range(0, len(documents), recipe.batch)]
         rng.shuffle(chunks)
         for chunk in chunks:
-            longest = max(len(p) + len(a) + 1 for p, a in chunk)
-            ids = torch.full((len(chunk), longest), pad)
-            weight = torch.zeros(len(chunk), longest)
-            for row, (head, answer) in enumerate(chunk):
-                n, stop = len(head), len(head) + len(answer) + 1
-                ids[row, :stop] = torch.tensor([*head, *answer, end])
-                weight[row, 1:n] = recipe.prompt_weight
-                weight[row, n:stop] = 1.0
-            yield DocumentBatch(ids, weight)
+            yield padded(chunk, pad, recipe.prompt_weight)
+
+
+def padded(documents: Sequence[Document], pad: int, prompt_weight: float) -> DocumentBatch:
+    """A batch of these documents."""
+    longest = max(len(document.ids) for document in documents)
+    ids = torch.full((len(documents), longest), pad)
+    weight = torch.zeros(len(documents), longest)
+    for row, document in enumerate(documents):
+        stop = len(document.ids)
+        ids[row, :stop] = torch.tensor(document.ids)
+        weight[row, 1 : document.answer_start] = prompt_weight
+        weight[row, document.answer_start : stop] = 1.0
+    return DocumentBatch(ids, weight)
 
 
 def train(
@@ -111,8 +136,11 @@ def train(
     stop_after: int | None = None,
     label: str = "weights",
 ) -> list[float]:
-    """Train in place; returns the loss of every step, the weighted mean over its tokens. dtype: of matrix products.
-    `stop_after` cuts the run short, not the schedule."""
+    """Train the model in place; returns the loss of every step, the weighted mean over its tokens.
+
+    dtype: of matrix products. stop_after: ends the training after so many steps, on the schedule of
+    all of them. label: of the progress bar.
+    """
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -122,7 +150,8 @@ def train(
     optim = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas)
     model.train()
     losses: list[float] = []
-    for step in (bar := Progress(range(stop_after or recipe.steps), desc=label, unit="step")):
+    bar = Progress(range(stop_after or recipe.steps), desc=label, unit="step")
+    for step in bar:
         for group in optim.param_groups:
             group["lr"] = recipe.lr_at(step)
         batch = next(stream)
@@ -131,7 +160,7 @@ def train(
         losses.append(0.0)
         for part in batch.parts(recipe.at_once):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                # causal, right-padded: no mask
+                # The model is causal and the padding is on the right, so it needs no mask.
                 logits = model(input_ids=part.ids, use_cache=False).logits[:, :-1]
                 nll = F.cross_entropy(
                     logits.float().flatten(0, 1), part.ids[:, 1:].flatten(), reduction="none"
