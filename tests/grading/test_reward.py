@@ -335,12 +335,13 @@ def test_a_run_its_evaluation_and_its_resumption(module, tmp_path, capfd):
         "where the function raised, the group was dropped"
     )
     assert all("and should pass all tests" in line["messages"][-1]["content"] for line in lines)
-    assert evaluate([str(folder), "--n-prompts", "3", "--samples", "1"]) == 0
+    again = [str(folder), f"--reward={name}:f", "--n-prompts", "3", "--samples", "1"]
+    assert evaluate(again) == 0
 
     half = run(tmp_path / "half", *argv, stop_after=2)
     (tmp_path / f"{name}.py").write_text("def f(completion): return 1\n", encoding="utf-8")
     capfd.readouterr()
     assert main(["smoke", "--resume", str(half)]) == 2
     assert "changed since: reward" in capfd.readouterr().err
-    assert evaluate([str(folder), "--n-prompts", "3", "--samples", "1"]) == 2
+    assert evaluate(again) == 2
     assert "changed since" in capfd.readouterr().err

@@ -86,6 +86,8 @@ def check(group: Any) -> None:
             continue
         if should := _should(group, f, value, rule):
             raise Refused(f"{flag(f.name)} {value}: should {should}")
+        if isinstance(value, float) and not math.isfinite(value):  # which no JSON can say
+            raise Refused(f"{flag(f.name)} {value}: should be finite")
         if rule.words and not rule.later:
             require_words(f.name, listed(value, rule.words), rule.words, rule.word)
     for name, rule in changed(group):
