@@ -11,8 +11,8 @@ import ast
 
 import vgrout
 from vgrout.data import Flags
+from vgrout.envs.code.monitors import trees
 from vgrout.method.base import Monitor, Views, flags_of, rewarded
-from vgrout.method.monitors import trees
 
 
 @vgrout.register_monitor

@@ -31,7 +31,8 @@ from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
 
-Demonstrations = Sequence[tuple[Rollout, CachedGrade]]  # of one problem
+# of one problem: each with the label that came with it
+Demonstrations = Sequence[tuple[Rollout, CachedGrade]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Submitted:
     prompt_ids: tuple[int, ...]
     sample: int  # which of the problem's completions: 0 … n − 1
     completion: Completion
+    deployed: bool  # sampled with the quarantine off
     verdict: Future[Grade | Ungraded] | None  # None: another rank has it
 
 
@@ -54,50 +56,60 @@ def sample_and_submit(
     sampling: Sampling,
     max_new: int,
     stream: torch.Generator,
+    deployed: bool = False,
     on_completion: Callable[[], object] | None = None,
 ) -> list[list[Submitted]]:
     """n completions (or n[p]) of each problem by the model as it is, in the problems' order.
 
-    stream: a named CPU stream of random numbers. on_completion: called as each one ends.
+    stream: a named CPU stream of random numbers. deployed: whether the model is the deployed one.
+    on_completion: called as each one ends.
     """
     verdicts: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
+    prompts = [lm.render(problem.messages) for problem in problems]
+    in_thought: list[bool] = []
+    for problem in problems:
+        prompt = lm.prompt_text(problem.messages)
+        in_thought.append(prompt.rstrip().endswith("<think>"))
 
     def submit(p: int, i: int, completion: Completion) -> None:
         verdicts[p, i] = grader.submit(problems[p], completion.text, in_thought[p])
         if on_completion is not None:
             on_completion()
 
-    prompts = [lm.render(p.messages) for p in problems]
-    in_thought = [lm.prompt_text(p.messages).rstrip().endswith("<think>") for p in problems]
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
-    return [
-        [
-            Submitted(problems[p], prompts[p], i, answer, verdicts.get((p, i)))
-            for i, answer in enumerate(of_prompt)
-        ]
-        for p, of_prompt in enumerate(sampled)
-    ]
+    submitted: list[list[Submitted]] = []
+    for p, completions in enumerate(sampled):
+        of_problem: list[Submitted] = []
+        for i, completion in enumerate(completions):
+            verdict = verdicts.get((p, i))
+            of_problem.append(Submitted(problems[p], prompts[p], i, completion, deployed, verdict))
+        submitted.append(of_problem)
+    return submitted
 
 
 def graded(
     submitted: Sequence[Sequence[Submitted]],
 ) -> list[list[GradedCompletion[Grade | Ungraded]]]:
     """Waits for the grades, on every rank for those of all."""
-    grades = ranks.merged(
-        lambda: {
-            (p, i): s.verdict.result()
-            for p, of_problem in enumerate(submitted)
-            for i, s in enumerate(of_problem)
-            if s.verdict is not None
-        }
-    )
-    return [
-        [
-            GradedCompletion(s.problem, s.sample, s.completion, grades[p, i])
-            for i, s in enumerate(of_problem)
-        ]
-        for p, of_problem in enumerate(submitted)
-    ]
+
+    def own_grades() -> dict[tuple[int, int], Grade | Ungraded]:
+        grades: dict[tuple[int, int], Grade | Ungraded] = {}
+        for p, of_problem in enumerate(submitted):
+            for i, answer in enumerate(of_problem):
+                if answer.verdict is not None:
+                    grades[p, i] = answer.verdict.result()
+        return grades
+
+    grades = ranks.merged(own_grades)
+    with_grades: list[list[GradedCompletion[Grade | Ungraded]]] = []
+    for p, of_problem in enumerate(submitted):
+        answers: list[GradedCompletion[Grade | Ungraded]] = []
+        for i, answer in enumerate(of_problem):
+            answers.append(
+                GradedCompletion(answer.problem, answer.sample, answer.completion, grades[p, i])
+            )
+        with_grades.append(answers)
+    return with_grades
 
 
 def rollout(
@@ -113,14 +125,59 @@ def rollout(
 ) -> Batch:
     """One step's groups: of each problem the policy's own completions, graded, and its demonstrations.
 
-    A group with a completion that the sandbox could not grade is dropped, with its reason. A share of the students
-    (--rollout-ablate-frac) is sampled from the deployed model. flaws: those that the step's row counts by.
+    A group with a completion that could not be graded is dropped, with its reason. A share of the
+    students (--rollout-ablate-frac) is sampled from the deployed model. flaws: those that the step's
+    row counts by.
     """
-    students = [cfg.scale.group - len(d) for d in demonstrations]
-    deployed = [round(cfg.method.ablate_frac * n) for n in students]
+    students = [cfg.scale.group - len(of_problem) for of_problem in demonstrations]
+    with clock("gen"):
+        sampled = _sample_students(policy, grader, problems, students, cfg, step)
+    groups: list[Group] = []
+    dropped: list[str] = []
+    with clock("grade"):
+        answers = graded(sampled)
+        for index, problem in enumerate(problems):
+            where = f"step {step}, problem {problem.id}"
+            grades: list[Grade] = []
+            failed = ""
+            for answer in answers[index]:
+                if isinstance(answer.grade, Grade):
+                    grades.append(answer.grade)
+                else:
+                    failed = failed or answer.grade.reason
+            if failed:
+                dropped.append(failed)
+                logger.warning(f"{where}: group dropped, not graded: {failed}")
+                continue
+            _warn_of_lost(where, grades)
+            demos = demonstrations[index]
+            groups.append(_group(problem, index, sampled[index], grades, demos, cfg))
+    if not groups:
+        logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
+    return Batch(
+        groups=tuple(groups),
+        dropped=tuple(dropped),
+        flaws=tuple(flaws),
+        generations=cfg.generations,
+        step=step,
+        half_a=tuple(cfg.env.report_detector_codes),
+        known=cfg.method.modes_acted_on,
+    )
 
-    def draw(counts: Sequence[int], purpose: str) -> list[list[Submitted]]:
-        stream = torch_stream(cfg.run.seed, purpose, step)
+
+def _sample_students(
+    policy: Policy,
+    grader: Grader,
+    problems: Sequence[Task],
+    students: Sequence[int],
+    cfg: Config,
+    step: int,
+) -> list[list[Submitted]]:
+    """So many completions of each problem, those by the deployed model last."""
+    by_deployed = [round(cfg.method.ablate_frac * n) for n in students]
+    as_trained = [n - d for n, d in zip(students, by_deployed, strict=True)]
+
+    def draw(counts: Sequence[int], purpose: str, *, deployed: bool) -> list[list[Submitted]]:
         return sample_and_submit(
             policy,
             grader,
@@ -128,62 +185,51 @@ def rollout(
             counts,
             sampling=cfg.sampling,
             max_new=cfg.scale.max_new,
-            stream=stream,
+            stream=torch_stream(cfg.run.seed, purpose, step),
+            deployed=deployed,
         )
 
-    with clock("gen"):
-        on = draw([n - d for n, d in zip(students, deployed, strict=True)], "sample")
-        off: list[list[Submitted]] = [[] for _ in problems]
-        if any(deployed):
-            with policy.adapter.deployed():
-                off = draw(deployed, "sample-deployed")
+    sampled = draw(as_trained, "sample", deployed=False)
+    if any(by_deployed):
+        with policy.adapter.deployed():
+            more = draw(by_deployed, "sample-deployed", deployed=True)
+        sampled = [a + b for a, b in zip(sampled, more, strict=True)]
+    return sampled
 
-    groups: list[Group] = []
-    dropped: list[str] = []
-    with clock("grade"):
-        drawn = [(*on[p], *off[p]) for p in range(len(problems))]
-        for index, (problem, sampled, answers) in enumerate(
-            zip(problems, drawn, graded(drawn), strict=True)
-        ):
-            grades = [a.grade for a in answers]
-            if failed := [g for g in grades if isinstance(g, Ungraded)]:
-                dropped.append(failed[0].reason)
-                logger.warning(
-                    f"step {step}, problem {problem.id}: group dropped, not graded: {failed[0].reason}"
-                )
-                continue
-            if lost := [
-                g.status for g in grades if isinstance(g, Grade) and g.status.startswith("lost:")
-            ]:
-                logger.warning(
-                    f"step {step}, problem {problem.id}: {len(lost)} answers take their worker along: {lost[0]}"
-                )
-            rollouts = [
-                Rollout.of(problem, s.prompt_ids, s.completion, deployed=i >= len(on[index]))
-                for i, s in enumerate(sampled)
-            ]
-            rewarded: list[Grade | CachedGrade] = [
-                training_reward(cfg, g) for g in grades if isinstance(g, Grade)
-            ]
-            groups.append(
-                Group(
-                    problem,
-                    (*rollouts, *(r for r, _ in demonstrations[index])),
-                    (*rewarded, *(g for _, g in demonstrations[index])),
-                    unbiased=cfg.loss.unbiased,
-                    index=index,
-                )
+
+def _warn_of_lost(where: str, grades: Sequence[Grade]) -> None:
+    lost = [grade.status for grade in grades if grade.status.startswith("lost:")]
+    if lost:
+        logger.warning(f"{where}: {len(lost)} answers take their worker along: {lost[0]}")
+
+
+def _group(
+    problem: Task,
+    index: int,
+    sampled: Sequence[Submitted],
+    grades: Sequence[Grade],
+    demonstrations: Demonstrations,
+    cfg: Config,
+) -> Group:
+    """The students' rollouts of a problem, then the demonstrations."""
+    rollouts: list[Rollout] = []
+    rewarded: list[Grade | CachedGrade] = []
+    for answer, grade in zip(sampled, grades, strict=True):
+        rollouts.append(
+            Rollout.of(
+                answer.problem, answer.prompt_ids, answer.completion, deployed=answer.deployed
             )
-    if not groups:
-        logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
-    return Batch(
-        tuple(groups),
-        tuple(dropped),
-        tuple(flaws),
-        cfg.generations,
-        step,
-        tuple(cfg.env.report_detector_codes),
-        cfg.method.modes_acted_on,
+        )
+        rewarded.append(training_reward(cfg, grade))
+    for rollout_of_teacher, label in demonstrations:
+        rollouts.append(rollout_of_teacher)
+        rewarded.append(label)
+    return Group(
+        problem,
+        tuple(rollouts),
+        tuple(rewarded),
+        unbiased=cfg.loss.unbiased,
+        index=index,
     )
 
 
