@@ -487,14 +487,13 @@ class OwnTests:
                 value = self._value(args[0], names)
                 self._hold(_apply(_NONE_ASSERTIONS[name], value, None), True)
             case ast.Attribute(attr=name) if args and name in _ASSERTIONS:
+                # The order matters where only one of the two calls is left of MAX_CALLS.
                 second = self._value(args[1], names)
                 first = self._value(args[0], names)
                 self._hold(_apply(_ASSERTIONS[name], first, second), True)
-            case ast.Attribute() as method if not call.keywords and self._is_other_method(
-                method, names
-            ):
+            case ast.Attribute(attr=name) if self._is_other_method(call, names):
                 values = self._values(args, names)
-                self._function(self.methods[method.attr], [Meaning.INSTANCE, *values])
+                self._function(self.methods[name], [Meaning.INSTANCE, *values])
             case ast.Name(id=name) if not call.keywords and isinstance(names.get(name), ast.AST):
                 is_global = names[name] is self.names.get(name)
                 values = self._values(args, names)
@@ -502,11 +501,14 @@ class OwnTests:
             case _:
                 self._value(call, names)  # it is called, and nothing is expected of it
 
-    def _is_other_method(self, node: ast.Attribute, names: Bindings) -> bool:
-        """Say whether this is a method of an instance of Solution, other than the solution."""
-        if node.attr not in self.methods or node.attr == self.function:
+    def _is_other_method(self, call: ast.Call, names: Bindings) -> bool:
+        """Say whether a method of an instance of Solution is called, other than the solution."""
+        method = call.func
+        if not isinstance(method, ast.Attribute) or call.keywords:
             return False
-        return self._value(node.value, names) is Meaning.INSTANCE
+        if method.attr not in self.methods or method.attr == self.function:
+            return False
+        return self._value(method.value, names) is Meaning.INSTANCE
 
     # --- expectations
 
