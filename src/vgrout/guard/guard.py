@@ -87,8 +87,10 @@ class BaseAnswers:
     """
 
     def __init__(self, cfg: Config, policy: Policy, problems: Sequence[Task], n: int) -> None:
-        self.cfg, self.policy = cfg, policy
-        self.problems, self.n = problems, n
+        self.cfg = cfg
+        self.policy = policy
+        self.problems = problems
+        self.n = n
         self._answers: list[BaseAnswer] = []
         self._reference: ReferenceStats | None = None
 

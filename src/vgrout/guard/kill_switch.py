@@ -276,7 +276,8 @@ class HeldOutGuard:
 
     def _broken_rules(self, step: int) -> dict[str, str]:
         """The rules broken now, in the order of the checks, each with its reason."""
-        s, cfg = self._state, self.cfg
+        s = self._state
+        cfg = self.cfg
         if s.updates < self.min_steps:
             return {}
         broken: dict[str, str] = {}

@@ -101,7 +101,9 @@ class Distillation:
     def __init__(self, task: DistillTask, run: RunContext) -> None:
         """Load the models and open the run's files; on a resume, restore the last checkpoint."""
         settings, cfg = task.settings, task.cfg
-        self.task, self.run, self.cfg = task, run, cfg
+        self.task = task
+        self.run = run
+        self.cfg = cfg
         logger.debug(f"{to_json(task.plan())}\n{run.grader.description}")
 
         self.student, self.teacher_model = load_models(task)
@@ -199,7 +201,9 @@ class Distillation:
 
     def sample_answers(self, step: int) -> tuple[list[Rollout], list[Grade | Ungraded]]:
         """Sampled answers to this step's problems, and the grade of each."""
-        cfg, settings, clock = self.cfg, self.task.settings, self.run.clock
+        cfg = self.cfg
+        settings = self.task.settings
+        clock = self.run.clock
         problems = self.problems.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
         with clock("gen"):
             submitted = sample_and_submit(
@@ -289,7 +293,8 @@ class DistillRecorder(StepRecorder[DistillRow]):
             every=settings.checkpoint_every,
             keep=settings.checkpoint_keep,
         )
-        self.task, self.learner = task, learner
+        self.task = task
+        self.learner = learner
 
     def record(
         self, row: DistillRow, rollouts: Sequence[Rollout], grades: Sequence[Grade | Ungraded]
@@ -299,7 +304,8 @@ class DistillRecorder(StepRecorder[DistillRow]):
         Raises:
             Diverged: loss or gradient was not finite for several steps in a row.
         """
-        run, step = self.run, row.step
+        run = self.run
+        step = row.step
         self.rows.append(row)
         why = diverged([r.skipped for r in self.rows])
         last = step + 1 == self.task.cfg.scale.steps

@@ -60,7 +60,9 @@ class MiniLlm:
             Refused: they cannot; their weights are the same and there is no anchor, so that the
                 gradient would be zero; or the anchor's text is too short.
         """
-        self.task, self.settings, self.teacher_model = task, task.settings, teacher_model
+        self.task = task
+        self.settings = task.settings
+        self.teacher_model = teacher_model
         if not same_tokens(student, teacher_model):
             raise not_token_by_token(task.settings)
         if not self.settings.minillm_pretrain_anchor_weight and same_weights(
@@ -115,7 +117,8 @@ class MiniLlm:
         """
         if self.text is None:
             return None
-        scale, weight = self.task.cfg.scale, self.settings.minillm_pretrain_anchor_weight
+        scale = self.task.cfg.scale
+        weight = self.settings.minillm_pretrain_anchor_weight
         length = min(scale.max_new, len(self.text) - 1)
         stream = py_stream(self.task.cfg.run.seed, "anchor", step)
         first_tokens: list[tuple[int, ...]] = []
@@ -159,7 +162,9 @@ class Uld:
         Raises:
             Refused: a tokenizer whose tokens cannot be written as bytes.
         """
-        self.task, self.settings, self.teacher_model = task, task.settings, teacher_model
+        self.task = task
+        self.settings = task.settings
+        self.teacher_model = teacher_model
         self.sampling = task.cfg.sampling  # the teacher is sampled from as it is deployed
         self.same_tokenizer = same_tokens(student, teacher_model)
         if not self.same_tokenizer:

@@ -178,7 +178,8 @@ class RoundRecorder(StepRecorder[DpoRow]):
 
     def __init__(self, task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
         super().__init__(run, DpoRow, {})
-        self.task, self.plan = task, plan
+        self.task = task
+        self.plan = plan
         self.metrics: list[Metrics] = []
 
     def resume(self) -> None:
@@ -222,8 +223,10 @@ class Rounds:
         self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext
     ) -> None:
         problems = task.inputs.splits(task.cfg, policy)
-        self.task, self.plan = task, plan
-        self.policy, self.run = policy, run
+        self.task = task
+        self.plan = plan
+        self.policy = policy
+        self.run = run
         self.train = problems.train
         self.test = problems.balanced("test", task.settings.eval_n_prompts)
         self.base = policy.adapter.state_dict()
@@ -262,7 +265,8 @@ class Rounds:
             RuntimeError: the scorer ties on every prompt, so that there is no pair.
             Interrupted, Diverged: the round begins again when the run is resumed.
         """
-        task, clock = self.task, self.run.clock
+        task = self.task
+        clock = self.run.clock
         planned = self.plan["rounds"][number - 1]
         folder = self.fresh_folder(number)
         self.load(planned["answers_from"])
@@ -365,7 +369,9 @@ class Rounds:
         Prompts are taken in a shuffled order, pass after pass. Fewer pairs come back if a whole
         pass gives none.
         """
-        seed, number, wanted = self.task.settings.seed, planned["round"], planned["pairs"]
+        seed = self.task.settings.seed
+        number = planned["round"]
+        wanted = planned["pairs"]
         at_once = max(1, BATCH // self.task.settings.samples)  # prompts
         collected = Collected()
         with tqdm(total=wanted, desc=f"round {number}: pairs", unit="pair", disable=None) as bar:
@@ -402,7 +408,8 @@ class Rounds:
 
         reference: log-probs of each pair's chosen and rejected answer under the reference model.
         """
-        settings, per_step = self.task.settings, self.task.settings.pairs_per_step
+        settings = self.task.settings
+        per_step = self.task.settings.pairs_per_step
         steps = settings.epochs * math.ceil(len(pairs) / per_step)
         trained = AdapterOnly(self.policy, self.task.cfg.opt, steps)
         losses: list[tuple[float, float]] = []

@@ -156,7 +156,8 @@ def freeze(task: DpoTask) -> dict[str, Any]:
         Refused: the plan in the folder differs, or is damaged.
     """
     folder = task.settings.output_dir
-    plan, file = task.plan(), folder / "plan.json"
+    plan = task.plan()
+    file = folder / "plan.json"
     if not file.exists():
         write_atomic(file, to_json(plan))
         return plan

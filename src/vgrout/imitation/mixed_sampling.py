@@ -16,7 +16,9 @@ class MixedDecoder:
     """Two decoders in lock-step whose logits are the log-probabilities of the mixture."""
 
     def __init__(self, student: Decoder, teacher: Decoder, ratio: float) -> None:
-        self.student, self.teacher, self.ratio = student, teacher, ratio
+        self.student = student
+        self.teacher = teacher
+        self.ratio = ratio
         self.drop_at = max(student.drop_at, teacher.drop_at)
 
     def prefill(

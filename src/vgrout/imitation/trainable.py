@@ -33,7 +33,8 @@ class AdapterOnly:
 
     def __init__(self, policy: LanguageModel, opt: OptConfig, steps: int) -> None:
         assert isinstance(policy, Policy)
-        self.policy, self.adapter = policy, policy.adapter
+        self.policy = policy
+        self.adapter = policy.adapter
         self.optim = Optimizer(policy.adapter, opt, steps)
         self.grad = torch.zeros_like(policy.adapter.δS)
 
@@ -81,7 +82,9 @@ class FullModel:
     """Trains every weight, in the model's dtype; saves a Hugging Face folder."""
 
     def __init__(self, lm: LanguageModel, opt: OptConfig, steps: int) -> None:
-        self.lm, self.opt, self.steps = lm, opt, steps
+        self.lm = lm
+        self.opt = opt
+        self.steps = steps
         lm.model.requires_grad_(True)
         self.done = 0
         self.adamw = torch.optim.AdamW(

@@ -87,7 +87,8 @@ def build(
             None: the shipped one, built again from its own seed.
         steps: of the weights' training.
     """
-    recipe, shares = Recipe(steps=steps), corpus.shares(Shares())
+    recipe = Recipe(steps=steps)
+    shares = corpus.shares(Shares())
     if out is None:
         refuse(
             corpus != Corpus() or recipe != Recipe(),
@@ -120,7 +121,8 @@ def tune(
         steps: of the fine-tuning, of 8 documents each.
         dry_run: say what it would do, and what is missing.
     """
-    recipe, shares = replace(TUNING, steps=steps), corpus.shares(TUNED_SHARES)
+    recipe = replace(TUNING, steps=steps)
+    shares = corpus.shares(TUNED_SHARES)
     if out.exists():
         require_organism(out)
     probe_writable(out.parent, "--out")

@@ -343,7 +343,8 @@ def measure(
         chosen = {p.id for p in balanced(of_split, n, seed, "organism")}
         return [p for p in of_split if p.id in chosen]
 
-    held_out, n = some("test"), start.answers
+    held_out = some("test")
+    n = start.answers
     plain = graded_answers(lm, grader, held_out, n.plain, seed, "base rates")
     cued = graded_answers(lm, grader, held_out, n.cued, seed, "cued rates", cue=True)
     covered = make_pool(folder / "pool", lm, grader, some("train"), n.pool, start.name, seed)

@@ -65,7 +65,8 @@ class Fresh:
     limits = "Beyond 256 tokens the positions are untrained. "
 
     def __init__(self, shape: Shape, recipe: Recipe) -> None:
-        self.shape, self.recipe = shape, recipe
+        self.shape = shape
+        self.recipe = recipe
 
     def begin(self, seed: int, shares: Shares, folder: Path | None = None) -> Begun:
         """The model before its training. folder: a build whose tokenizer is used again."""
@@ -96,7 +97,8 @@ class Pretrained:
     limits = ""
 
     def __init__(self, model: str, recipe: Recipe) -> None:
-        self.name, self.recipe = model, recipe
+        self.name = model
+        self.recipe = recipe
         self.threads = cores()
         self.dtype = torch.bfloat16 if cpu_multiplies_bf16() else torch.float32
         self.about = f"`{model}`, fine-tuned: a model"
