@@ -497,6 +497,7 @@ class Sized:
         ({"part": 0}, "--part 0: should lie in (0, 4] (at most --size)"),
         ({"size": 3, "part": 4}, "--part 4: should lie in (0, 3] (at most --size)"),
         ({"size": float("nan")}, "--size nan: should lie in [1, 9)"),
+        ({"free": float("inf")}, "--free inf: should be finite"),
         ({"words": "a, c"}, "--words: unknown letter 'c'; legal: a, b"),
         ({"words": "a, b, a"}, "--words: a is there twice; legal: a, b"),
         ({"kind": "z"}, "--kind z: should be one of x, y"),

@@ -341,7 +341,7 @@ def test_a_run_its_evaluation_and_its_resumption(module, tmp_path, capfd):
     half = run(tmp_path / "half", *argv, stop_after=2)
     (tmp_path / f"{name}.py").write_text("def f(completion): return 1\n", encoding="utf-8")
     capfd.readouterr()
-    assert main(["smoke", "--resume", str(half)]) == 2
+    assert main(["smoke", f"--reward={name}:f", "--resume", str(half)]) == 2
     assert "changed since: reward" in capfd.readouterr().err
     assert evaluate(again) == 2
     assert "changed since" in capfd.readouterr().err
