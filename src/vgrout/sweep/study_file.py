@@ -5,7 +5,6 @@ Each run's flags are checked by the trainer's own parser.
 
 import hashlib
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -171,7 +170,11 @@ def _require_few_runs(study: Mapping[str, Any]) -> None:
 
 def _combinations(table: FlagTable) -> float:
     """How many settings a table makes; beyond all counting, infinitely many."""
-    return math.prod((len(value) for value in table.values() if isinstance(value, list)), start=1.0)
+    n = 1.0
+    for value in table.values():
+        if isinstance(value, list):
+            n *= len(value)
+    return n
 
 
 def _arms(study: Mapping[str, Any], code: Collection[str]) -> dict[str, Settings]:

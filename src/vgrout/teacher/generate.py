@@ -118,7 +118,10 @@ def _batch(
     submitted = sample_and_submit(
         lm, grader, problems, n, sampling=sampling, max_new=max_new, stream=stream
     )
-    return [[_to_log(answer) for answer in of_problem] for of_problem in graded(submitted)]
+    batch: list[list[Logged]] = []
+    for answers in graded(submitted):
+        batch.append([_to_log(answer) for answer in answers])
+    return batch
 
 
 def _to_log(answer: GradedCompletion[Grade | Ungraded]) -> Logged:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from loguru import logger
-from scipy.optimize import linear_sum_assignment
 
 from vgrout.config.checks import listed, setting
 from vgrout.envs.code.grading.grade import Grader
@@ -84,7 +83,7 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
     """
     if not even:
         return _matched(choices, per_mode)
-    modes = {mode for of_problem in choices.values() for mode in of_problem}
+    modes: set[Mode] = set().union(*choices.values())
     for size in range(per_mode, 0, -1):
         found = _matched(choices, size)
         if Counter(found.values()) == dict.fromkeys(modes, size):
@@ -94,6 +93,9 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
 
 def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode]:
     """The largest matching with `size` places for each mode, earlier problems before later ones."""
+    # scipy is heavy, and a wrong flag never waits for it
+    from scipy.optimize import linear_sum_assignment
+
     places = [mode for mode in MODES for _ in range(size)]
     gain = np.zeros((len(choices), len(places)))
     for i, modes in enumerate(choices.values()):
