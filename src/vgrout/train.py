@@ -4,7 +4,7 @@
 
 `train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns
 rows into gradients g [N, R], method/ says what is flagged, and what of g the deployed vector δS learns and what the
-quarantine δS_hack learns, optim.py steps, evaluate.py tests the deployed model, guard/ watches, runs/ writes.
+quarantine δS_hack learns, optim.py steps, heldout.py tests the deployed model, guard/ watches, runs/ writes.
 
 Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
@@ -58,7 +58,6 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     teacher_model = load.run_teacher(cfg, policy)
     problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
     teacher = Teacher.of_run(cfg, inputs.pool, policy, problems.train)  # demonstrations
-    # what is flagged, what is done then
     method = make_method(Setup(cfg, policy, inputs, problems.train))
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
@@ -85,13 +84,13 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
             updates: list[Update] = []
             logp_old = ()  # log-probs under the policy that sampled, from the first update on
             for _ in range(cfg.loss.updates_per_batch):
-                # g [N, R]: each row's own gradient
-                made = policy_gradients(policy, batch, cfg, teacher_model, logp_old)
-                logp_old = made.logp_old
+                # g [N, R]: a gradient for each row
+                gradients = policy_gradients(policy, batch, cfg, teacher_model, logp_old)
+                logp_old = gradients.logp_old
                 # gradient monitors decide here; keep + quar = Σ g, asserted
-                routed = method.route(batch, made.g)
+                routed = method.route(batch, gradients.g)
                 # keep → δS, quar → δS_hack
-                updates.append(optim.step(routed, made.metrics, again=bool(updates)))
+                updates.append(optim.step(routed, gradients.metrics, again=bool(updates)))
                 if not updates[-1].stepped:
                     break
             update = Update.of_batch(updates)
