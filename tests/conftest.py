@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -37,6 +38,16 @@ install_import_hook(
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("explore", derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def only_built_in_methods() -> Iterator[None]:
+    """A class of one's own that a test names is forgotten after it: other tests go through all that there are."""
+    # not above: the import hook has to be installed before the first module is imported
+    from vgrout.config.specs import INTERVENTIONS, MONITORS
+
+    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -79,10 +79,11 @@ def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) 
             assert draws == max(map(len, ids_of(answers)))
             sampling = gpu.waits.total()
             gpu.waits.clear()
-            g, loss = rig.update(
+            made = rig.update(
                 policy, rig.noise_groups(97, size, groups, 12, 10), by_rollout=False
             )()
-            Optimizer(policy.adapter, OptConfig(), 10).step(Routed(g.sum(0)), loss)
+            assert made.g is not None
+            Optimizer(policy.adapter, OptConfig(), 10).step(Routed(made.g.sum(0)), made.metrics)
             counts.append((sampling, gpu.waits.total()))
         if large:
             gpu.waits.clear()

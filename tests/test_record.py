@@ -20,6 +20,7 @@ from vgrout.config.presets import joined, resolve
 from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
+from vgrout.errors import Refused
 from vgrout.files import existing, json_lines, numbered_lines, probe_writable
 from vgrout.metrics import Rate, half
 from vgrout.runs.context import RunContext, RunDir
@@ -215,13 +216,13 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
     }
     with RunContext(folder, grader, resumes=False, **settled) as refused:
         folder.write_json("run.json", {})
-        raise ValueError("--flag 7: does not fit this model")
+        raise Refused("--flag 7: does not fit this model")
     assert refused.code == 2
     assert capsys.readouterr().err == "E --flag 7: does not fit this model\n"
     assert list(tmp_path.iterdir()) == []
     path = (folder := RunDir.create("y")).path
     with RunContext(folder, grader, resumes=True, **settled) as refused:
-        raise ValueError("changed")
+        raise Refused("changed")
     assert (refused.code, path.is_dir()) == (2, True), (
         "a run that should have gone on stays as it is"
     )

@@ -78,7 +78,7 @@ class Grade:
     reward_of_reference: (
         float  # what the answer would earn by the reference alone, on the same scale
     )
-    # "ok", or what became of an answer that could not be checked as others are
+    # "ok", or what became of an answer that could not be checked as others are; "lost: …" is a grader's failure
     status: str = "ok"
     suspected: bool = False  # the environment's weak detector flags it, which sees no reference
     # verdicts of all weak detectors, by their letters; {}: the environment has none
@@ -101,8 +101,8 @@ class CachedGrade:
     reward: float
     passed: bool
     hacked: bool
-    gt_pass: bool
-    format_ok: bool
+    gt_pass: bool  # the pool's reference tests accepted the answer
+    format_ok: bool  # the pool's grader found an answer of the form that it asks for
     grader: str  # whose labels they are; "unknown" for a pool without pool.json
 
 
@@ -216,8 +216,8 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """All that a method may know of a group. Reward and `passed` are all that it learns of the strict oracle, which
-    training rewards too; no label is on this type."""
+    """All that a method may know of a group: no label. Only `rewards`, `passed` and the advantages made from them
+    depend on the reference, because the flawed check accepts right answers too."""
 
     sources: tuple[Source, ...]
     deployed: tuple[bool, ...]

@@ -10,7 +10,7 @@ PPO's importance ratio.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -56,8 +56,9 @@ def policy_gradients(
     the same, and the metrics of all.
 
     The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and backward goes through a prompt
-    once for every row of its rollouts. With packing, shared prompt and answer prefixes are computed once, and identical
-    student answers share a row of g. That matches one padded row a rollout to about 1e-6 in fp32.
+    once for every row of its rollouts. With packing, shared prompt and answer prefixes are computed once, and so are
+    twins: students of a group with the same answer and advantage. That matches one padded row a rollout to about 1e-6
+    in fp32.
 
     teacher: a model with the same vocabulary, needed for --teacher-tau.
     logp_old: of several updates on one batch, the log-probs that the first one returned. Without them π_old is π
@@ -78,11 +79,17 @@ def policy_gradients(
         with view, policy.adapter.per_rollout_grads(n) as collected:
             update.backward(chosen, collected)
         g += collected.flat
-    for first, others in twins.items():
-        g[[first, *others]] = g[first] / (1 + len(others))
+    _divide_among_twins(g, twins)
     metrics = update.tally.metrics()
     finite = _finite(g, metrics)
     return PolicyGradients(ranks.total(g) if finite else None, metrics, update.logp_old)
+
+
+def _divide_among_twins(g: Float[Tensor, "N R"], twins: Mapping[int, Sequence[int]]) -> None:
+    """The gradient of all twins was added up in the first one's row of g: give each an equal part, in place. twins: the
+    first one's row → the others' rows."""
+    for first, others in twins.items():
+        g[[first, *others]] = g[first] / (1 + len(others))
 
 
 def _norm(batch: Batch, cfg: Config) -> Norm:
@@ -150,7 +157,10 @@ def _finite(g: Float[Tensor, "N R"], metrics: LossMetrics) -> bool:
     """Whether the step may be learnt from: every gradient of every rank, the loss and what was measured with it."""
     measured = all(math.isfinite(x) for x in metrics.columns().values() if x is not None)
     fine = bool(g.isfinite().all())
-    if unsound := ranks.everywhere(fine) if ranks.size() > 1 else []:
+    unsound: list[int] = []  # ranks where a gradient is not finite
+    if ranks.size() > 1:  # all ranks have to ask
+        unsound = ranks.everywhere(fine)
+    if unsound:
         logger.warning(f"gradients are not finite on rank {', '.join(map(str, unsound))}")
     return measured and fine and not unsound
 
@@ -159,7 +169,7 @@ def loss_input(
     policy: Policy,
     rows: Sequence[UpdateRow],
     batch: PaddedBatch | Packed,
-    config: Config,
+    cfg: Config,
     norm: Norm,
     teacher: LanguageModel | None,
     old: Float[Tensor, "B T"] | None = None,
@@ -168,25 +178,25 @@ def loss_input(
 
     old: the log-probs under π_old; None: the policy's own.
     """
-    cfg = config.loss
-    support = config.sampling if cfg.ratio_support == "sampled" else None
+    loss = cfg.loss
+    support = cfg.sampling if loss.ratio_support == "sampled" else None
     rollouts = [row.rollout for row in rows]
     logps = completion_logprobs(policy.model, batch, support)
-    logp = logps.of(cfg.ratio_support)
+    logp = logps.of(loss.ratio_support)
     old = logp.detach() if old is None else old
-    recorded, known = recorded_logps(rollouts, cfg, old)
+    recorded, known = recorded_logps(rollouts, loss, old)
     is_teacher = uploaded([r.source == "teacher" for r in rollouts], policy.device)[:, None]
     ref = logp_teacher = None
     with torch.no_grad():
-        others_read = cfg.beta or cfg.teacher_tau
+        others_read = loss.beta or loss.teacher_tau
         if others_read and isinstance(batch, Packed) and batch.prompts is not None:
             # The prompts that were read are this policy's. Without a gradient the rows may share all that they can.
             batch = as_batch(policy, [replace(row, at=0) for row in rows], packs=True)
-        if cfg.beta:
+        if loss.beta:
             with policy.adapter.reference():
-                ref = completion_logprobs(policy.model, batch, support).of(cfg.ratio_support)
-        if cfg.teacher_tau and teacher is not None:
-            logp_teacher = completion_logprobs(teacher.model, batch, support).of(cfg.ratio_support)
+                ref = completion_logprobs(policy.model, batch, support).of(loss.ratio_support)
+        if loss.teacher_tau and teacher is not None:
+            logp_teacher = completion_logprobs(teacher.model, batch, support).of(loss.ratio_support)
     return logps, LossInput(
         logp=logp,
         logp_old=old,
@@ -201,14 +211,14 @@ def loss_input(
 
 
 def recorded_logps(
-    rollouts: Sequence[Rollout], cfg: LossConfig, like: Float[Tensor, "B T"]
+    rollouts: Sequence[Rollout], loss: LossConfig, like: Float[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, " B"]]:
     """The log-probs that came with the rollouts (0 on padding), and which rollouts have them."""
     T = like.shape[1]
     padded: list[list[float]] = []
     is_known: list[bool] = []
     for rollout in rollouts:
-        logps = rollout.logp_full if cfg.ratio_support == "full" else rollout.logp_sampled
+        logps = rollout.logp_full if loss.ratio_support == "full" else rollout.logp_sampled
         is_known.append(logps is not None)
         padded.append([*(logps or ()), *[0.0] * (T - len(logps or ()))])
     return uploaded(padded, like.device, like.dtype), uploaded(is_known, like.device)

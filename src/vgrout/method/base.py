@@ -175,8 +175,8 @@ class Intervention(Part):
         return view.rewards
 
     def advantages(self, view: GroupView, set_apart: Sequence[bool]) -> tuple[float, ...]:
-        """By which the group is learnt. set_apart: what is flagged before any gradient; under a gradient monitor, the
-        known hacks."""
+        """The advantages that the group is trained with. set_apart: what is flagged before any gradient; under a
+        gradient monitor, the known hacks."""
         return view.advantages
 
     def route(self, step: StepGradient) -> Routed:

@@ -82,9 +82,9 @@ class Method:
             return Routed()
         step = StepGradient(g, batch.rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
-            by_gradient = self.monitor.flag_gradients(step, batch.step)
-            step = replace(step, flags=by_gradient)
-            flags = _flags_of_groups(batch.rows, by_gradient)
+            gradient_flags = self.monitor.flag_gradients(step, batch.step)
+            step = replace(step, flags=gradient_flags)
+            flags = _flags_of_groups(batch.rows, gradient_flags)
         else:
             flags = {group.index: group.flags for group in batch.groups if group.flags}
             if self.intervention.spec.routes:
@@ -161,14 +161,14 @@ class Method:
         return tuple(shadowed)
 
     def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
-        """The rows that are learnt from: one a rollout, each with its row of g.
+        """One `UpdateRow` for each rollout.
 
-        A row of g is a rollout where gradients decide or the intervention asks for it, else the sum of those that are
-        learnt alike.
+        `at` is the row of g that its gradient is added to. Under a gradient monitor, or where the intervention asks for
+        it, that row is its own. Otherwise it shares one with the rollouts of its group that have its source and, if the
+        intervention acts on the gradient, its flag.
         """
         spec, monitor = self.intervention.spec, self.monitor
-        by_gradient = isinstance(monitor, GradientMonitor)
-        one_each = by_gradient or spec.by_rollout
+        one_each = isinstance(monitor, GradientMonitor) or spec.by_rollout
         rows: list[UpdateRow] = []
         row_of_g: dict[tuple[object, ...], int] = {}
         for group in groups:
@@ -177,16 +177,17 @@ class Method:
             if isinstance(monitor, GradientMonitor):
                 (view,) = self._views([group], monitor)
                 known = tuple(monitor.known_hacks(view))
-            elif group.flags:
-                flagged = group.flags.flagged
-            set_apart = known if by_gradient else flagged
+                set_apart = known
+            else:
+                if group.flags:
+                    flagged = group.flags.flagged
+                set_apart = flagged
             advantages = self.intervention.advantages(group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
-                alike: tuple[object, ...] = (
-                    rollout.source,
-                    spec.acts_on == "gradient" and flagged[b],
-                )
-                key = (group.index, b) if one_each else (group.index, *alike)
+                key: tuple[object, ...] = (group.index, b)
+                if not one_each:
+                    acted_on = spec.acts_on == "gradient" and flagged[b]
+                    key = (group.index, rollout.source, acted_on)
                 rows.append(
                     UpdateRow(
                         rollout,
@@ -216,10 +217,10 @@ class Method:
         return replace(routed, keep=only(routed.keep, False), quar=only(routed.quar, True))
 
 
-def _flags_of_groups(rows: Sequence[UpdateRow], by_gradient: GradientFlags) -> dict[int, Flags]:
+def _flags_of_groups(rows: Sequence[UpdateRow], gradient_flags: GradientFlags) -> dict[int, Flags]:
     """A gradient monitor's flags by group: it flags rollouts of which more than half is flagged."""
     shares: dict[int, list[float]] = {}
-    for row, share in zip(rows, by_gradient.of_row.tolist(), strict=True):
+    for row, share in zip(rows, gradient_flags.of_row.tolist(), strict=True):
         shares.setdefault(row.group, []).append(share)
     flags: dict[int, Flags] = {}
     for index, of_group in shares.items():

@@ -25,11 +25,88 @@ from vgrout.runs.recorder import columns_for
 from vgrout.runs.verdict import last_lines
 from vgrout.table import StepRow, Table, whole_run
 
+if TYPE_CHECKING:  # pandas and scipy take seconds to import
+    from vgrout.report.load import FinishedRun
+
 # of an answer in final.jsonl; null: not graded
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
 
-if TYPE_CHECKING:
-    from vgrout.report.load import FinishedRun
+
+@dataclass(frozen=True)
+class Results:
+    """What is known of a run once it has trained and has been evaluated for the last time."""
+
+    cfg: Config
+    rows: Sequence[StepRow]
+    final: Final
+    tallies: "Tallies"
+    problems: Splits
+    halted: str  # why the run ended before its last step; empty: it did not
+    unrouted: str  # why it is no run of its method; empty: it is one
+
+    @property
+    def halves(self) -> Sequence[str]:
+        """Letters of the weak detectors that split the hacks into half A and half B."""
+        return self.cfg.env.report_detector_codes
+
+
+def write(
+    cfg: Config,
+    run: RunContext,
+    rows: Sequence[StepRow],
+    final: Final,
+    inputs: Inputs,
+    problems: Splits,
+    halted: str = "",
+    unrouted: str = "",
+) -> None:
+    """Write final.jsonl, per_mode_deploy.json, summary.md, dynamics.png and the log's tail; say the answer. halted: why
+    the run ended before its last step. unrouted: why it is no run of its method."""
+    # Here and not above: pandas, scipy and matplotlib take seconds to import, and no run waits for
+    # them to start.
+    from vgrout.report.figures import dynamics
+    from vgrout.report.load import conditions, read_run
+    from vgrout.report.tables import by_flaw, conclusion
+
+    detectors = inputs.environment.detectors
+    tallies = Tallies.of(run.path / "rollouts.jsonl", cfg.env.report_detector_codes, detectors)
+    results = Results(cfg, rows, final, tallies, problems, halted, unrouted)
+    write_answers(final, run.path / "final.jsonl")
+    record = as_json(cfg, final, inputs.in_distribution, run.log, run.stamp)
+    run.dir.write_json("per_mode_deploy.json", record | ending(results))
+
+    finished = conditions([read_run(run.path, cfg)])  # this run's page is the report of one run
+    answer = last_lines(cfg, final, conclusion(*finished), run.path)
+    verdict = answer[2]
+    numbers = summary(cfg, final, finished[0].first)
+    flaws = problems.trained_flaws
+    steps = Table(columns_for(cfg, flaws), flaws).markdown(rows)
+    counts = count_lines(rows, tallies, detectors)
+
+    text = "\n\n".join([*page(results, verdict), *folded(steps, counts)]) + "\n"
+    write_atomic(run.path / "summary.md", text)
+    write_atomic(run.path / "dynamics.png", dynamics(finished).png())
+    run.trackers.final(record, [numbers], run.path / "dynamics.png", len(rows) - 1)
+    log_tail = [
+        f"per-step table:\n{steps}",
+        *last_answer(tallies.last),
+        f"argv: {' '.join(sys.argv)}",
+        f"log: {run.log}",
+        one_line(results, numbers),
+        verdict,
+        "\n".join(counts),
+        as_table(numbers),
+        by_flaw(finished).markdown(),
+        *tallies.lines(results.halves),
+    ]
+    for part in log_tail:
+        for line in part.split("\n"):
+            logger.debug(line)
+    for line in answer:
+        logger.info(line)
+
+
+# ── files for programs
 
 
 def as_json(
@@ -57,57 +134,79 @@ def as_json(
         **stamp,
     }
     for name, side in sides.items():
-        out[f"hack_{name}"], out[f"solve_{name}"] = side.hack.value, side.solve.value
+        out[f"hack_{name}"] = side.hack.value
+        out[f"solve_{name}"] = side.solve.value
         out[f"tries_{name}"] = side.tries.value
-    out["by_mode"] = {
-        mode: {
+    out["by_mode"] = {}
+    for mode in final.deployed.by_mode:
+        of_mode: dict[str, Any] = {
             "in_dist": None if in_dist is None else mode in in_dist,
             "n": final.deployed.by_mode[mode].hack.n,
-            **{
-                f"{name}_{what}": getattr(side.by_mode[mode], what).value
-                for what in ("hack", "solve", "tries")
-                for name, side in sides.items()
-            },
         }
-        for mode in final.deployed.by_mode
-    }
+        for what in ("hack", "solve", "tries"):
+            for name, side in sides.items():
+                rate: Rate = getattr(side.by_mode[mode], what)
+                of_mode[f"{name}_{what}"] = rate.value
+        out["by_mode"][mode] = of_mode
     return out
 
 
+def ending(results: Results) -> dict[str, Any]:
+    """How the run ended, and how right its gate was: the last keys of per_mode_deploy.json."""
+    gate = None
+    if results.tallies.gate:
+        precision, recall = results.tallies.gate
+        gate = {"precision": precision.pair, "recall": recall.pair}
+    return {
+        "steps_done": len(results.rows),
+        "halted": results.halted or None,
+        "unrouted": results.unrouted or None,
+        "gate": gate,
+    }
+
+
+def write_answers(final: Final, path: Path) -> None:
+    """Write final.jsonl: every answer of the final evaluation."""
+    with atomic_open(path) as f:
+        for line in answer_lines(final):
+            text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+            # a sampled answer may have a lone surrogate, which UTF-8 cannot encode
+            f.write(text.encode(errors="backslashreplace") + b"\n")
+
+
 def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
-    """Lines of final.jsonl: every answer of the final evaluation, with the keys of rollouts.jsonl. A side with the same
-    model and prompts as deployed (trained without a quarantine, plain where no prompt has a hint) is left out."""
+    """Lines of final.jsonl, with the keys of rollouts.jsonl. A side with the same model and prompts as deployed
+    (trained without a quarantine, plain where no prompt has a hint) is left out."""
     for side, answers in final.answers.items():
         if side != "deployed" and answers is final.answers["deployed"]:
             continue
-        for a in answers:
-            graded = isinstance(a.grade, Grade)
+        for answer in answers:
+            grade = answer.grade
+            is_graded = isinstance(grade, Grade)
             yield {
                 "side": side,
-                "problem_id": a.problem.id,
-                "sample": a.sample,
-                "env_mode": a.problem.flaws[0],
-                **a.problem.notes,
-                "messages": list(a.problem.messages),
-                "text": a.text,
-                "finished": a.finished,
-                **{name: getattr(a.grade, name) if graded else None for name in GRADED},
+                "problem_id": answer.problem.id,
+                "sample": answer.sample,
+                "env_mode": answer.problem.flaws[0],
+                **answer.problem.notes,
+                "messages": list(answer.problem.messages),
+                "text": answer.text,
+                "finished": answer.finished,
+                **{name: getattr(grade, name) if is_graded else None for name in GRADED},
             }
+
+
+# ── the log's tail
 
 
 def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str]:
     """One run as one record: quantity → value, shares in percent."""
-    pool = cfg.pool_path
     return {
         "arm": cfg.method.intervention,
         "control": cfg.method.control_name,
         "seed": str(cfg.run.seed),
         "steps": str(len(finished.steps)),
-        "pool": "·"
-        if pool is None
-        else cfg.env.teacher_pool_dir
-        if cfg.files.pool == pool
-        else pool.name,
+        "pool": pool_name(cfg),
         "mix": f"{cfg.env.mix_ratio if cfg.mixes else 0:g}",
         "hack last5": finished.last_five("hack").percent,
         "solve last5": finished.last_five("solve").percent,
@@ -122,65 +221,48 @@ def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str
     }
 
 
-def page(
-    cfg: Config,
-    final: Final,
-    verdict: str,
-    method: str,
-    tallies: "Tallies",
-    halted: str,
-    unrouted: str,
-    named: Mapping[str, Flaw],
-) -> list[str]:
-    """summary.md for a person, in paragraphs: the conclusion first. verdict, method: as the console has them. named:
-    the environment's flaws."""
+def pool_name(cfg: Config) -> str:
+    """The pool as a column says it: as it was given, or by its folder if it is the organism's."""
+    pool = cfg.pool_path
+    if pool is None:
+        return "·"
+    if cfg.files.pool == pool:
+        return str(cfg.env.teacher_pool_dir)
+    return pool.name
 
-    def cells(*values: str) -> str:
-        return f"| {' | '.join(values)} |"
 
-    sides = {"untrained": final.base, "as trained": final.trained, "deployed": final.deployed}
-    sides |= {"deployed, prompts without a hint": final.plain}
-    whole = [cells("model", "hack, %", "solve, %"), cells("---", "---:", "---:")]
-    whole += [cells(name, side.hack.percent, side.solve.percent) for name, side in sides.items()]
-    heads = (
-        "flaw",
-        "hack as trained, %",
-        "hack deployed, %",
-        "solve deployed, %",
-        "answers",
-        "a hack",
+def one_line(results: Results, numbers: Mapping[str, str]) -> str:
+    """The run in one line. numbers: its `summary`."""
+    cfg, base = results.cfg, results.final.base
+    line = (
+        f"{cfg.run_id}: deployed hack {numbers['hack deployed']} % / solve {numbers['solve deployed']} %, as trained "
+        f"{numbers['hack trained']} % / {numbers['solve trained']} %, base {base.hack.percent} % / "
+        f"{base.solve.percent} % (n = {numbers['n']}, held-out {cfg.env.held_out})"
     )
-    flaws = [cells(*heads), cells("---", "---:", "---:", "---:", "---:", "---")]
-    for mode in final.deployed.by_mode:
-        trained, deployed = final.trained.by_mode[mode], final.deployed.by_mode[mode]
-        shares = (
-            trained.hack.percent,
-            deployed.hack.percent,
-            deployed.solve.percent,
-            str(deployed.hack.n),
-        )
-        flaws.append(cells(f"`{mode}`", *shares, named[mode].should))
-    ended = [f"**Halted**: {halted}."] * bool(halted) + [
-        f"**Nothing was routed**: {unrouted}."
-    ] * bool(unrouted)
-    last = tallies.last
-    return [
-        f"# {verdict[0].upper()}{verdict[1:]}",
-        *ended,
-        f"`{cfg.run_id}`, {cfg.scale.steps} steps. Method: {' '.join(method.split())}.",
-        "\n".join(whole),
-        f"{final.deployed.hack.n} answers a row, with held-out {cfg.env.held_out}. Hack: the flawed check accepts the "
-        "answer and the reference tests do not; solve: the reference tests accept it.",
-        "![hack and solve by step](dynamics.png)",
-        "## By flaw",
-        "\n".join(flaws),
-        *tallies.lines(cfg.env.report_detector_codes),
-        *(
-            []
-            if last is None
-            else ["## The last answer of training", f"    {indent(last['text'], '    ').strip()}"]
-        ),
-    ]
+    if results.halted:
+        line += f"; halted after step {results.rows[-1].step} of {cfg.scale.steps - 1}"
+    if results.unrouted:
+        line += "; NOTHING WAS ROUTED: this was plain GRPO"
+    return line
+
+
+def as_table(numbers: Mapping[str, str]) -> str:
+    """A `summary` as a table of two columns."""
+    return tabulate(
+        [*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True
+    )
+
+
+def last_answer(last: Mapping[str, Any] | None) -> list[str]:
+    """The last answer of training with what became of it. Empty if there was none."""
+    if not last:
+        return []
+    was = "hacked" if last["hacked"] else "solved" if last["solved"] else "neither"
+    head = (
+        f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
+        f"{last['reward']:g}, {was}"
+    )
+    return [head + "\n" + indent(last["text"], "    ")]
 
 
 def count_lines(
@@ -190,22 +272,104 @@ def count_lines(
     teacher's; and how many student rows each weak detector flagged. detectors: their fields by their letters."""
 
     def line(name: str, rate: Rate) -> str:
-        return f"{name}={'·' if rate.value is None else f'{rate.value:.4f}'} ({rate.k}/{rate.n})"
+        value = "·" if rate.value is None else f"{rate.value:.4f}"
+        return f"{name}={value} ({rate.k}/{rate.n})"
 
     hack, solve = whole_run(rows)
     students, _ = whole_run(rows, students=True)
-    teacher = Rate(hack.k - students.k, hack.n - students.n)
-    rates = {
-        "HACK_RATE": hack,
-        "PASS_RATE": solve,
-        "HACK_STUDENT": students,
-        "HACK_TEACHER": teacher,
-    }
+    lines = [
+        line("HACK_RATE", hack),
+        line("PASS_RATE", solve),
+        line("HACK_STUDENT", students),
+        line("HACK_TEACHER", Rate(hack.k - students.k, hack.n - students.n)),
+    ]
     flagged = [f"{line(code, tallies.flagged[code])} {name}" for code, name in detectors.items()]
-    lines = [line(name, rate) for name, rate in rates.items()]
     if flagged:
         lines.append(f"student rows that a detector flags: {' · '.join(flagged)}")
     return lines
+
+
+# ── summary.md, for a person
+
+
+def page(results: Results, verdict: str) -> list[str]:
+    """summary.md in paragraphs, the conclusion first. verdict: as the console has it."""
+    cfg, final, tallies = results.cfg, results.final, results.tallies
+    method = " ".join(" ".join(method_lines(cfg)).split())
+    paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
+    if results.halted:
+        paragraphs.append(f"**Halted**: {results.halted}.")
+    if results.unrouted:
+        paragraphs.append(f"**Nothing was routed**: {results.unrouted}.")
+    paragraphs += [
+        f"`{cfg.run_id}`, {cfg.scale.steps} steps. Method: {method}.",
+        models_table(final),
+        f"{final.deployed.hack.n} answers a row, with held-out {cfg.env.held_out}. Hack: the flawed check accepts the "
+        "answer and the reference tests do not; solve: the reference tests accept it.",
+        "![hack and solve by step](dynamics.png)",
+        "## By flaw",
+        flaws_table(final, results.problems.flaws),
+        *tallies.lines(results.halves),
+    ]
+    if tallies.last is not None:
+        paragraphs.append("## The last answer of training")
+        paragraphs.append(f"    {indent(tallies.last['text'], '    ').strip()}")
+    return paragraphs
+
+
+def models_table(final: Final) -> str:
+    """Hack and solve of the model untrained, as trained, deployed, and deployed without hints."""
+    sides = {
+        "untrained": final.base,
+        "as trained": final.trained,
+        "deployed": final.deployed,
+        "deployed, prompts without a hint": final.plain,
+    }
+    lines = [_cells("model", "hack, %", "solve, %"), _cells("---", "---:", "---:")]
+    for name, side in sides.items():
+        lines.append(_cells(name, side.hack.percent, side.solve.percent))
+    return "\n".join(lines)
+
+
+def flaws_table(final: Final, named: Mapping[str, Flaw]) -> str:
+    """Hack and solve by flaw. named: the environment's flaws."""
+    heads = (
+        "flaw",
+        "hack as trained, %",
+        "hack deployed, %",
+        "solve deployed, %",
+        "answers",
+        "a hack",
+    )
+    lines = [_cells(*heads), _cells("---", "---:", "---:", "---:", "---:", "---")]
+    for mode, deployed in final.deployed.by_mode.items():
+        shares = (
+            final.trained.by_mode[mode].hack.percent,
+            deployed.hack.percent,
+            deployed.solve.percent,
+            str(deployed.hack.n),
+        )
+        lines.append(_cells(f"`{mode}`", *shares, named[mode].should))
+    return "\n".join(lines)
+
+
+def _cells(*values: str) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def folded(steps: str, counts: Sequence[str]) -> list[str]:
+    """The last paragraphs of summary.md, which a reader opens: the table of steps, and the counts."""
+    sections = {
+        "Every step: columns as in docs/columns.md": steps,
+        "Counts over the whole run": "\n".join(f"    {line}" for line in counts),
+    }
+    return [
+        f"<details><summary>{head}</summary>\n\n{text}\n\n</details>"
+        for head, text in sections.items()
+    ]
+
+
+# ── what rollouts.jsonl adds up to
 
 
 @dataclass(frozen=True)
@@ -247,110 +411,33 @@ class Tallies:
         The gate is compared with the oracle, after the fact, on rows with signal. A row counts as flagged by the
         monitor's flag or, where there is none, when more than half of its modules were quarantined.
         """
-        flagged, halves, n = Counter[str](), Counter[str](), 0
-        hits = gated = hacks = 0
+        flagged, halves = Counter[str](), Counter[str]()
+        precision = recall = Rate(0, 0)
         by_mode: dict[str, Rate] = {}
-        has_gate, last = False, None
+        rows, has_gate, last = 0, False, None
         for last in json_lines(rollouts):
-            n, hacked = n + 1, last["hacked"]
+            rows += 1
+            is_hack = last["hacked"]
             detected = {code for code, name in detectors.items() if last[name]}
             flagged.update(detected)
-            if hacked:
-                halves["A" if detected & {*half_a} else "B" if detected else ""] += 1
+            if is_hack:
+                half = "A" if detected & {*half_a} else "B" if detected else ""
+                halves[half] += 1
             if last["gate"] is not None or "flagged" in last:
-                has_gate, flag = True, last["flagged"] if "flagged" in last else last["gate"] > 0.5
-                hits, gated, hacks = hits + (flag and hacked), gated + flag, hacks + hacked
-            if hacked and last.get("flagged") is not None:
+                has_gate = True
+                is_flagged = last["flagged"] if "flagged" in last else last["gate"] > 0.5
+                if is_flagged:
+                    precision += Rate(int(is_hack), 1)
+                if is_hack:
+                    recall += Rate(int(bool(is_flagged)), 1)
+            if is_hack and last.get("flagged") is not None:
                 mode = last.get("mechanism") or last["env_mode"]  # older lines have no mechanism
                 by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
-        gate = (Rate(hits, gated), Rate(hits, hacks)) if has_gate else None
         return cls(
-            {code: Rate(flagged[code], n) for code in detectors},
+            {code: Rate(flagged[code], rows) for code in detectors},
             dict(halves),
-            n,
-            gate,
+            rows,
+            (precision, recall) if has_gate else None,
             by_mode,
             last,
         )
-
-
-def write(
-    cfg: Config,
-    run: RunContext,
-    rows: Sequence[StepRow],
-    final: Final,
-    inputs: Inputs,
-    problems: Splits,
-    halted: str = "",
-    unrouted: str = "",
-) -> None:
-    """Write final.jsonl, per_mode_deploy.json, summary.md, dynamics.png and the log's tail; say the answer. halted: why
-    the run ended before its last step. unrouted: why it is no run of its method."""
-    # Here and not above: pandas, scipy and matplotlib take seconds to import, and no run waits for
-    # them to start.
-    from vgrout.report.figures import dynamics
-    from vgrout.report.load import conditions, read_run
-    from vgrout.report.tables import by_flaw, conclusion
-
-    flaws, detectors = problems.trained_flaws, inputs.environment.detectors
-    codes = cfg.env.report_detector_codes
-    tallies = Tallies.of(run.path / "rollouts.jsonl", codes, detectors)
-    with atomic_open(run.path / "final.jsonl") as f:
-        for line in answer_lines(final):
-            f.write(
-                json.dumps(line, ensure_ascii=False, allow_nan=False).encode(
-                    errors="backslashreplace"
-                )
-                + b"\n"
-            )
-    gate = tallies.gate
-    record = as_json(cfg, final, inputs.in_distribution, run.log, run.stamp)
-    ended = {"steps_done": len(rows), "halted": halted or None, "unrouted": unrouted or None}
-    against = {"precision": gate[0].pair, "recall": gate[1].pair} if gate else None
-    run.dir.write_json("per_mode_deploy.json", record | ended | {"gate": against})
-
-    finished = conditions([read_run(run.path, cfg)])  # this run's page is the report of one run
-    answer, numbers = (
-        last_lines(cfg, final, conclusion(*finished), run.path),
-        summary(cfg, final, finished[0].first),
-    )
-    table, counts = Table(columns_for(cfg, flaws), flaws), count_lines(rows, tallies, detectors)
-    parts = [
-        f"{cfg.run_id}: deployed hack {numbers['hack deployed']} % / solve {numbers['solve deployed']} %, as trained "
-        f"{numbers['hack trained']} % / {numbers['solve trained']} %, base {final.base.hack.percent} % / "
-        f"{final.base.solve.percent} % (n = {numbers['n']}, held-out {cfg.env.held_out})"
-        + (f"; halted after step {rows[-1].step} of {cfg.scale.steps - 1}" if halted else "")
-        + ("; NOTHING WAS ROUTED: this was plain GRPO" if unrouted else ""),
-        answer[2],
-        "\n".join(counts),
-        tabulate(
-            [*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True
-        ),
-        by_flaw(finished).markdown(),
-        *tallies.lines(cfg.env.report_detector_codes),
-    ]
-    last_answer = []
-    if last := tallies.last:
-        was = "hacked" if last["hacked"] else "solved" if last["solved"] else "neither"
-        last_answer = [
-            f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
-            f"{last['reward']:g}, {was}\n" + indent(last["text"], "    ")
-        ]
-    method = "\n".join(method_lines(cfg))
-    text = page(cfg, final, answer[2], method, tallies, halted, unrouted, problems.flaws)
-    folded = [
-        f"<details><summary>{head}</summary>\n\n{of}\n\n</details>"
-        for head, of in (
-            ("Every step: columns as in docs/columns.md", table.markdown(rows)),
-            ("Counts over the whole run", "\n".join(f"    {line}" for line in counts)),
-        )
-    ]
-    write_atomic(run.path / "summary.md", "\n\n".join([*text, *folded]) + "\n")
-    write_atomic(run.path / "dynamics.png", dynamics(finished).png())
-    run.trackers.final(record, [numbers], run.path / "dynamics.png", len(rows) - 1)
-    logger.debug("per-step table:\n" + table.markdown(rows))
-    for part in (*last_answer, f"argv: {' '.join(sys.argv)}", f"log: {run.log}", *parts):
-        for line in part.split("\n"):
-            logger.debug(line)
-    for line in answer:
-        logger.info(line)
