@@ -144,7 +144,7 @@ def test_an_update_peaks_where_the_plan_says(
     by_rollout, group, prompts, prompt, budget, monkeypatch
 ):
     """Answers of 40 tokens, on a pretended GPU's kernel, in one forward and in several after their prompts': what is
-    made on the way, and at its highest, to a tenth."""
+    made on the way, and at its highest: at most a tenth above the plan, and not far below it."""
     sizes = SIZES | {"vocab_size": 128}
     model, shapes = small(sizes), shapes_of(sizes)
     policy = tiny.as_policy(model)
@@ -164,7 +164,7 @@ def test_an_update_peaks_where_the_plan_says(
     }
     planned = plan(shapes, group=group, prompts=prompts, by_rollout=by_rollout, **of)
     inside = planned.activations + planned.logits + 2 * group * prompts * shapes.R * 4
-    assert live.peak == pytest.approx(inside, rel=0.1)
+    assert 0.85 * inside < live.peak < 1.1 * inside
 
 
 def test_qwen3_4b():
