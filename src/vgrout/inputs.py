@@ -102,12 +102,18 @@ def make_environment(cfg: Config) -> Environment:
     return environment_class(cfg.env.environment).of_run(cfg)
 
 
-def read_inputs(cfg: Config) -> Inputs:
-    """Raises Refused, one line, for every mistake in a file that can be seen without a model."""
-    absent: list[str] = []
+class _Reader:
+    """Reads files, and remembers which of them are missing: a user wants to hear of all of them at once."""
 
-    def read(load: Callable[[Path], T], path: Path | None) -> T | None:
-        """What is there. None: no file is named, or it is missing, which is noted: all of them are known at the end."""
+    def __init__(self) -> None:
+        self.absent: list[str] = []
+
+    def read(self, load: Callable[[Path], T], path: Path | None) -> T | None:
+        """What `load` makes of it. None: no file is named, or it is missing.
+
+        Raises:
+            Refused: it is there, and wrong.
+        """
         if path is None:
             return None
         try:
@@ -115,55 +121,77 @@ def read_inputs(cfg: Config) -> Inputs:
         except Refused as e:
             if path.exists():
                 raise
-            absent.append(str(e))
+            self.absent.append(str(e))
             return None
 
+
+def read_inputs(cfg: Config) -> Inputs:
+    """Raises Refused, one line, for every mistake in a file that can be seen without a model."""
+    files = _Reader()
     if ORGANISM in (cfg.scale.model, cfg.loss.teacher_model):
         flag = "--organism" if cfg.scale.organism else "--model organism:"
-        read(lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
-        if absent:  # and so is all that is in it
-            return Inputs(make_environment(cfg), absent=tuple(absent))
+        files.read(lambda _: cfg.files.require_sound(flag), cfg.files.root / "manifest.json")
+        if files.absent:  # and so is all that is in it
+            return Inputs(make_environment(cfg), absent=tuple(files.absent))
     # nothing to fetch: its problems are not to blame
     if looks_like_path(cfg.model_path) and not cfg.run.dry_run:
         require_model(cfg.model_path)
     environment = make_environment(cfg)
-    absent += environment.absent
+    files.absent += environment.absent
     require_flaws(cfg, environment)
-    pool = read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
+    pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
-    pairs = None
+    pairs, placebo = read_pairs(cfg, files)
+    check_model(cfg, files, environment)
     if cfg.method.has_direction:
-        pairs = read(load_pairs, cfg.pairs_path) if cfg.pairs_path else handwritten()
-    placebo = None
+        files.read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
+    if cfg.loss.teacher_model:
+        teacher = cfg.teacher_model_path
+        files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
+    known_correct = files.read(load_known_correct, cfg.known_correct_path) or ()
+    healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
+    try_ensemble(cfg, environment, pool)
+    return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(files.absent))
+
+
+def read_pairs(cfg: Config, files: _Reader) -> tuple[PairSet | None, PairSet | None]:
+    """The pairs of the direction, and those of a placebo control. None: the method has no such pairs."""
+    pairs = placebo = None
+    if cfg.method.has_direction:
+        pairs = files.read(load_pairs, cfg.pairs_path) if cfg.pairs_path else handwritten()
     if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
-        placebo = read(load_pairs, path) if path else handwritten_placebo(cfg.method.placebo_pairs)
+        named = cfg.method.placebo_pairs
+        placebo = files.read(load_pairs, path) if path else handwritten_placebo(named)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise Refused(
                 f"--placebo-pairs {path}: these are the true pairs; give another contrast"
             )
-    folder = read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
+    return pairs, placebo
+
+
+def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
+    """Raises Refused, one line, if prompts do not fit the model, or the quarantine's block is none of its blocks."""
+    folder = files.read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
     if folder is not None:
         require_fitting(environment.prompts, folder, cfg.scale.max_new, environment.source)
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
         raise Refused(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
-    if cfg.method.has_direction:
-        read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
-    if cfg.loss.teacher_model:
-        read(
-            lambda _: require_model(cfg.teacher_model_path, "--teacher-model"),
-            Path(cfg.teacher_model_path),
-        )
-    known_correct = read(load_known_correct, cfg.known_correct_path) or ()
-    healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
+
+
+def try_ensemble(cfg: Config, environment: Environment, pool: Pool | None) -> None:
+    """Import the functions of --rm-ensemble-members, and try each on one right answer.
+
+    Raises:
+        Refused: it cannot be imported, or does not answer with a number.
+    """
     train = environment.tasks(pool)["train"] if environment.prompts else []
     for name in cfg.detectors.members:
         score = scorer(name, "--rm-ensemble-members")
         if train:
             score(train[0], train[0].right_answer)
-    return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(absent))
 
 
 def require_flaws(cfg: Config, environment: Environment) -> None:

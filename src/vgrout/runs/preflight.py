@@ -36,8 +36,10 @@ from vgrout.model.source import (
 from vgrout.runs import checkpoint
 from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
 from vgrout.table import StepRow
+from vgrout.teacher.pools import Pool
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    from vgrout.direction.controls import Provenance
     from vgrout.method.method import Method
     from vgrout.model.policy import Policy
 
@@ -278,64 +280,78 @@ def plan_lines(
 ) -> list[str]:
     """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
     named: somebody chose the intervention."""
-    s, shapes = cfg.scale, find_shapes(cfg.model_path)
-    per_step, made_for_gpu = cfg.generations, cfg.preset in ("fast", "full")
-    an_evaluation, n_final = (
-        cfg.eval.eval_n_prompts * s.group,
-        4 * cfg.eval.final_n_prompts * cfg.eval.final_samples,
-    )
-    on_the_way = sum(map(cfg.evaluates, range(s.steps))) * an_evaluation
-    cached = (
-        f", {cfg.n_teacher} of {s.group} cached where a problem is covered" if cfg.n_teacher else ""
-    )
-    lines = [
-        *(
-            f"{head:<14}{line}"
-            for head, line in zip_longest(["method"], method_lines(cfg, named), fillvalue="")
+    of_environment = dict(inputs.environment.plan())
+    rewards = of_environment.pop("reward", None)
+    lines = _headed("method", *method_lines(cfg, named))
+    lines += _work_lines(cfg)
+    lines += _machine_lines(cfg, inputs, folder)
+    for head, line in of_environment.items():
+        lines += _headed(head, line)
+    if pool := inputs.pool:
+        rollouts = sum(map(len, pool.demos.values()))
+        lines += _headed("pool", f"{len(pool.ids)} problems, {rollouts} rollouts")
+    if inputs.pairs:
+        lines += _headed("pairs", f"{len(inputs.pairs)} from {inputs.pairs.source}")
+    if cfg.method.in_shadow:
+        watching = ", ".join(cfg.method.in_shadow)
+        lines += _headed("shadow", f"{watching}: they flag, and change nothing")
+    if rewards:
+        lines += _headed("reward", rewards)
+    if cfg.method.control_name != "none":
+        control = f"{cfg.method.control_name}: {cfg.method.control_what}"
+        if inputs.placebo:
+            control += f" ({len(inputs.placebo)} from {inputs.placebo.source})"
+        lines += _headed("control", control)
+    lines += _headed("guard", guard_line(cfg))
+    lines.append(grader.description.replace("sandbox: ", "sandbox       ", 1))
+    for line in inputs.absent:
+        lines += _headed("missing", line)
+    return lines
+
+
+def _headed(head: str, *lines: str) -> list[str]:
+    """Lines of the plan, with a head before the first."""
+    return [f"{of_line:<14}{line}" for of_line, line in zip_longest([head], lines, fillvalue="")]
+
+
+def _work_lines(cfg: Config) -> list[str]:
+    """How much is sampled."""
+    scale = cfg.scale
+    evaluations = sum(cfg.evaluates(step) for step in range(scale.steps))
+    in_evaluations = evaluations * cfg.eval.eval_n_prompts * scale.group
+    at_the_end = 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    cached = ""
+    if cfg.n_teacher:
+        cached = f", {cfg.n_teacher} of {scale.group} cached where a problem is covered"
+    return [
+        *_headed(
+            "run",
+            f"{cfg.run_id}: {scale.steps} steps of {scale.prompts_per_step} problems × {scale.group} answers{cached}",
         ),
-        f"run           {cfg.run_id}: {s.steps} steps of {s.prompts_per_step} problems × {s.group} answers{cached}",
-        f"answers       {per_step * s.steps:,} in training, {on_the_way:,} in evaluations on the way, at most "
-        f"{n_final:,} at the end; of at most {s.max_new:,} tokens",
+        *_headed(
+            "answers",
+            f"{cfg.generations * scale.steps:,} in training, {in_evaluations:,} in evaluations on the way, at most "
+            f"{at_the_end:,} at the end; of at most {scale.max_new:,} tokens",
+        ),
     ]
-    lines.append(
-        f"model         {s.model}"
-        + (f" in {s.organism}" if s.organism else "")
-        + f", {dtype_of(cfg)}"
-    )
-    if made_for_gpu and not visible():
-        lines.append(f"device        no GPU here; {cfg.preset} is made for one of 80 GB or more")
+
+
+def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
+    """The model, and the memory and disk space that it needs."""
+    shapes = find_shapes(cfg.model_path)
+    organism = f" in {cfg.scale.organism}" if cfg.scale.organism else ""
+    lines = _headed("model", f"{cfg.scale.model}{organism}, {dtype_of(cfg)}")
+    if cfg.preset in ("fast", "full") and not visible():
+        lines += _headed("device", f"no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)
     if shapes:
         lines += memory_lines(cfg, shapes, inputs.environment.prompts)
     else:
-        lines.append("memory        no plan: the model is not here, or is of an unknown shape")
-    free = shutil.disk_usage(existing(folder)).free
-    lines.append(
-        f"disk          about {max(1, disk_needed(cfg) // 2**20)} MiB; {free // 2**20} MiB free"
-    )
-    plan = dict(inputs.environment.plan())
-    rewards = plan.pop("reward", None)
-    lines += [f"{head:<14}{line}" for head, line in plan.items()]
-    if pool := inputs.pool:
-        lines.append(
-            f"pool          {len(pool.ids)} problems, {sum(map(len, pool.demos.values()))} rollouts"
-        )
-    if inputs.pairs:
-        lines.append(f"pairs         {len(inputs.pairs)} from {inputs.pairs.source}")
-    if cfg.method.in_shadow:
-        lines.append(
-            f"shadow        {', '.join(cfg.method.in_shadow)}: they flag, and change nothing"
-        )
-    if rewards:
-        lines.append(f"reward        {rewards}")
-    if cfg.method.control_name != "none":
-        of = f" ({len(inputs.placebo)} from {inputs.placebo.source})" if inputs.placebo else ""
-        lines.append(f"control       {cfg.method.control_name}: {cfg.method.control_what}{of}")
-    lines += [
-        f"guard         {guard_line(cfg)}",
-        grader.description.replace("sandbox: ", "sandbox       ", 1),
-    ]
-    return lines + [f"missing       {line}" for line in inputs.absent]
+        lines += _headed("memory", "no plan: the model is not here, or is of an unknown shape")
+    needed = max(1, disk_needed(cfg) // 2**20)
+    free = shutil.disk_usage(existing(folder)).free // 2**20
+    lines += _headed("disk", f"about {needed} MiB; {free} MiB free")
+    return lines
 
 
 def find_resume(requested: Config) -> tuple[Path | None, Config]:
@@ -407,57 +423,83 @@ def opening_lines(
     grader: str,
 ) -> list[str]:
     """grader: fingerprint of this run's grader."""
-
-    def by_flaw(names: Iterable[str]) -> str:
-        count = Counter(names)
-        return ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
-
-    train, pool, G, G_t = problems.train, inputs.pool, cfg.scale.group, cfg.n_teacher
-    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
-    n_flaws = len(problems.trained_flaws)
-    lines = [
-        f"problems: {len(train)} to train on, {len(problems.test)} to test · "
-        f"{n_flaws} flaw{'s' * (n_flaws != 1)}",
-        f"problems: {len(train)} train, {len(problems.val)} val, {len(problems.test)} test kept of "
-        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: "
-        f"{by_flaw(task.flaws[0] for task in train)}",
-    ]
-    if pool:
-        sizes, grades = (
-            [*map(len, pool.demos.values())],
-            [d.grade for rows in pool.demos.values() for d in rows],
-        )
-        hacked, passed = Rate.of(g.hacked for g in grades), Rate.of(g.gt_pass for g in grades)
-        lines.append(
-            f"pool: {pool.folder}, {len(sizes)} problems, {len(grades)} rollouts, {min(sizes)} to {max(sizes)} each; "
-            f"cached hack rate {hacked.percent} % ({hacked.k}/{hacked.n}), gt_pass {passed.percent} %; labels by "
-            f"grader {pool.grader}{'' if pool.grader == grader else f', this run has {grader}'}"
-        )
-        if pool.partition:
-            lines.append(f"partition: {by_flaw(pool.partition.values())}")
-    lines += inputs.environment.ignored(pool)
+    lines = _problem_lines(cfg, inputs, problems)
+    if inputs.pool:
+        lines += _pool_lines(inputs.pool, problems, grader)
+    lines += inputs.environment.ignored(inputs.pool)
     lines += [f"{head}: {line}" for head, line in inputs.environment.plan() if head == "reward"]
-    of, off = ", ".join(cfg.env.demo_modes), cfg.env.teacher_off_step
-    lines.append(
-        f"groups: G {G} = G_s {G - G_t} live + G_t {G_t} cached where covered{f', of {of} alone' if of else ''} (mix "
-        f"{cfg.env.mix_ratio:g}){'' if off is None else f'; none from step {off} on'}"
+    lines.append(_groups_line(cfg))
+    lines.append(_trainable_line(cfg, policy))
+    if method.provenance:
+        lines.append(_direction_line(cfg, method.provenance))
+    return lines
+
+
+def _problem_lines(cfg: Config, inputs: Inputs, problems: Splits) -> list[str]:
+    """How many problems there are, for the console and then for the log."""
+    n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
+    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
+    by_flaw = _by_flaw(problems, (task.flaws[0] for task in problems.train))
+    return [
+        f"problems: {n_train} to train on, {n_test} to test · {n_flaws} flaw{'s' * (n_flaws != 1)}",
+        f"problems: {n_train} train, {len(problems.val)} val, {n_test} test kept of "
+        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: {by_flaw}",
+    ]
+
+
+def _pool_lines(pool: Pool, problems: Splits, grader: str) -> list[str]:
+    """What the demonstrations are, by the labels that came with them."""
+    sizes = [len(rows) for rows in pool.demos.values()]
+    grades = [demonstration.grade for rows in pool.demos.values() for demonstration in rows]
+    hacked = Rate.of(grade.hacked for grade in grades)
+    passed = Rate.of(grade.gt_pass for grade in grades)
+    another = "" if pool.grader == grader else f", this run has {grader}"
+    lines = [
+        f"pool: {pool.folder}, {len(sizes)} problems, {len(grades)} rollouts, {min(sizes)} to {max(sizes)} each; "
+        f"cached hack rate {hacked.percent} % ({hacked.k}/{hacked.n}), gt_pass {passed.percent} %; labels by "
+        f"grader {pool.grader}{another}"
+    ]
+    if pool.partition:
+        lines.append(f"partition: {_by_flaw(problems, pool.partition.values())}")
+    return lines
+
+
+def _by_flaw(problems: Splits, names: Iterable[str]) -> str:
+    """How often each flaw is named."""
+    count = Counter(names)
+    return ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
+
+
+def _groups_line(cfg: Config) -> str:
+    """How many of a group's answers are sampled, and how many are demonstrations."""
+    group, n_teacher = cfg.scale.group, cfg.n_teacher
+    of_flaws = f", of {', '.join(cfg.env.demo_modes)} alone" if cfg.env.demo_modes else ""
+    off = cfg.env.teacher_off_step
+    until = "" if off is None else f"; none from step {off} on"
+    return (
+        f"groups: G {group} = G_s {group - n_teacher} live + G_t {n_teacher} cached where covered{of_flaws} (mix "
+        f"{cfg.env.mix_ratio:g}){until}"
     )
+
+
+def _trainable_line(cfg: Config, policy: "Policy") -> str:
+    """How many numbers learn, and how many do not."""
     adapter = policy.adapter
     quarantine = f", δS_hack {len(adapter):,}" if cfg.method.routes else ""
     if quarantine and cfg.method.quarantine_block is not None:
         quarantine += f" (in {cfg.method.resolved('quarantine')} alone, where δS is not)"
     frozen = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
-    lines.append(
-        f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"
+    return f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"
+
+
+def _direction_line(cfg: Config, origin: "Provenance") -> str:
+    """What the direction was extracted from, and whether it will be again."""
+    every = cfg.method.refresh_every
+    again = "frozen"
+    if every and not cfg.method.haar:
+        again = f"extracted again every {every} steps"
+    file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
+    return (
+        f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} (sha256 "
+        f"{origin.pairs_sha256[:12]}){file}; {again}"
     )
-    if origin := method.provenance:
-        every = cfg.method.refresh_every
-        again = (
-            f"extracted again every {every} steps" if every and not cfg.method.haar else "frozen"
-        )
-        file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
-        lines.append(
-            f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} (sha256 "
-            f"{origin.pairs_sha256[:12]}){file}; {again}"
-        )
-    return lines
