@@ -72,7 +72,8 @@ def test_golden(method, done):
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(
         found[:10]
     )
-    want[-1]["gn"] *= 1.1
+    learnt = [row for row in want if row["gn"] is not None]  # a step without signal has no gradient
+    learnt[-1]["gn"] *= 1.1
     assert len(differences(got, want)) == 1, "and a changed number is found"
 
 
