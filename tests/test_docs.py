@@ -1,4 +1,4 @@
-"""The documents say what is there: links, commands, flags, columns, the numbers of tables; and they are short."""
+"""The documents say what is there: links, commands, flags, columns, the numbers of tables."""
 
 import ast
 import importlib.util
