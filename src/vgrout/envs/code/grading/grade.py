@@ -333,7 +333,8 @@ class Grader:
         seen = f"{request['id']}\n{request['mode']}\n{request['text']}"
         digest = hashlib.sha256(seen.encode(errors="backslashreplace")).digest()
         reason = ""
-        for _ in itertools.count() if self.retries is None else range(1 + self.retries):
+        attempts = itertools.count() if self.retries is None else range(1 + self.retries)
+        for _ in attempts:
             worker = self._idle.get()
             try:
                 reply = worker.ask(request)
@@ -342,14 +343,13 @@ class Grader:
                     raise RuntimeError("the grader is closed") from None
                 reason = clean_name(str(e).replace(" ", "_"))
                 worker = self._replace(worker)
-                with self._lock:
-                    self._lost[digest] += 1
-                if self._lost[digest] >= 2:
-                    if self._sound(worker):
-                        with self._lock:
-                            self.lost_answers += 1
-                        return messages.NOT_RUN | {"exit_status": f"lost:{reason}"}
-                    worker = self._replace(worker)
+                if not self._was_lost_before(digest):
+                    continue
+                if self._sound(worker):
+                    with self._lock:
+                        self.lost_answers += 1
+                    return messages.NOT_RUN | {"exit_status": f"lost:{reason}"}
+                worker = self._replace(worker)
                 continue
             finally:
                 self._idle.put(worker)
@@ -391,6 +391,12 @@ class Grader:
             tries=_tries(problem, text, hacked, solved),
             details=details,
         )
+
+    def _was_lost_before(self, digest: bytes) -> bool:
+        """Count a worker that was lost with this answer: whether it is not the first."""
+        with self._lock:
+            self._lost[digest] += 1
+            return self._lost[digest] > 1
 
     @staticmethod
     def _sound(worker: _Worker) -> bool:
