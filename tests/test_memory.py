@@ -301,7 +301,11 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
     ("name", "full_at", "learnt"),
     [
         ("none", "vgrout.heldout.evaluate_final", "train.safetensors"),
-        ("distill-minillm", "vgrout.imitation.distill_loop.plain", "ckpt_step0004.safetensors"),
+        (
+            "distill-minillm",
+            "vgrout.imitation.distill_loop.without_hint",
+            "ckpt_step0004.safetensors",
+        ),
         ("dpo", "vgrout.imitation.dpo_rounds.write_manifest", "round-*/adapter/train.safetensors"),
     ],
 )

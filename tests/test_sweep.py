@@ -23,6 +23,7 @@ from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.envs.code.environment import CodeEnvironment
+from vgrout.errors import Refused
 from vgrout.files import hold
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.sweep import runner as sweeps
@@ -334,7 +335,7 @@ def test_a_run_is_visible_while_it_loads(study: Path, monkeypatch: pytest.Monkey
     def look(*_: object) -> None:
         sweep = Sweep.of(load_study_file(study))
         found.append((sweep.entries[0].state, sweep.entries[1].state))
-        raise ValueError("the model is too small")
+        raise Refused("the model is too small")
 
     monkeypatch.setattr(train, "train", look)
     assert train.main([*flags]) == 2

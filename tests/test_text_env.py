@@ -239,7 +239,7 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
     from vgrout.report.__main__ import main as report
 
     assert report([str(run), "--out", str(tmp_path / "report")]) == 0
-    assert "reward" in (tmp_path / "report/report.md").read_text()
+    assert "reward" in (tmp_path / "report/report.html").read_text()
 
 
 @pytest.mark.long

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# nats per token; the KL of a model to itself is a small negative number as often as a positive one
+KL_ROUNDING = 1e-4
+
 # up to this size a model folder is hashed beforehand; a larger one would take seconds per run
 MODEL_BYTES = 2**28
 
@@ -240,7 +243,7 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
             raise Refused(
                 f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder"
             )
-        if wrong := [value for value in values if not 0 <= value < math.inf]:
+        if wrong := [value for value in values if not -KL_ROUNDING < value < math.inf]:
             raise Refused(
                 f"--kl-calibrate-from {path}: kl_deploy {wrong[0]} in its steps.jsonl should be "
                 "finite and not negative"
