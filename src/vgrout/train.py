@@ -1,10 +1,11 @@
 """GRPO against a flawed grader, with gradient routing: `vgrout train PRESET [--flag value …]`.
 
-    sample → grade → advantages → per-rollout gradients → route → step → evaluate → row
+    sample → grade → flag → gradients → route → step → evaluate → row
 
-`train` is the loop. What it calls, in this order: rollout.py makes and grades completions, grpo.py turns
-rows into gradients g [N, R], method/ says what is flagged, and what of g the deployed vector δS learns and what the
-quarantine δS_hack learns, optim.py steps, heldout.py tests the deployed model, guard/ watches, runs/ writes.
+`train` is the loop. What it calls, in this order: rollout.py samples and grades completions, method/ says what text
+monitors flag and which rows are learnt from, grpo.py turns these rows into gradients g [N, R], method/ says what of g
+the deployed vector δS learns and what the quarantine δS_hack learns, optim.py steps, heldout.py tests the deployed
+model, guard/ watches, runs/ writes.
 
 Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
@@ -52,7 +53,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.teacher.demonstrations import Teacher
 
     if run.resumes and ranks.first():
-        checkpoint.latest(run.path)  # a state that cannot be read is refused before a model is
+        # an unreadable checkpoint is refused before the model is loaded
+        checkpoint.latest(run.path)
     run.clock.begin("loading the model")
     policy = load.run_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
     teacher_model = load.run_teacher(cfg, policy)
@@ -67,8 +69,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     val = problems.balanced("val", cfg.eval.eval_n_prompts)
     first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
 
-    guard.raise_if_diverged()  # a resumed run may have diverged already
-    # or have halted: then only its final evaluation is left
+    # a resumed run may have diverged already, or have halted: then only its final evaluation is left
+    guard.raise_if_diverged()
     last = first if guard.halts else cfg.scale.steps
     for step in run.steps(range(first, last)):
         clock.reset()
@@ -79,15 +81,15 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         )
 
         with clock("fb"):
-            # what text monitors flag; screen and penalty change rewards; the rows to learn from
+            # what text monitors flag; penalty changes rewards; the rows to learn from
             batch = method.flag(batch)
             updates: list[Update] = []
             logp_old = ()  # log-probs under the policy that sampled, from the first update on
             for _ in range(cfg.loss.updates_per_batch):
-                # g [N, R]: a gradient for each row
+                # g [N, R]: N gradients of rows, or of rows learnt alike
                 gradients = policy_gradients(policy, batch, cfg, teacher_model, logp_old)
                 logp_old = gradients.logp_old
-                # gradient monitors decide here; keep + quar = Σ g, asserted
+                # gradient monitors flag here, and gates choose shares; keep + quar = Σ g, asserted
                 routed = method.route(batch, gradients.g)
                 # keep → δS, quar → δS_hack
                 updates.append(optim.step(routed, gradients.metrics, again=bool(updates)))
@@ -183,7 +185,7 @@ def follow() -> int:
 
 
 def grader_of(cfg: Config, inputs: Inputs) -> Grader:
-    """What grades this run's answers: one for each core, shared between the ranks of this machine."""
+    """What grades this run's answers. Its workers are this machine's cores, divided among the ranks on it."""
     workers = max(1, cores() // ranks.here())
     return inputs.environment.grader(workers, cfg.run.max_error_retries)
 
