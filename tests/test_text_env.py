@@ -116,7 +116,10 @@ def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., l
 WRONG: dict[str, tuple[list[Any], str]] = {
     "not JSON": ([row(0), "{"], "rows.jsonl, line 2: not JSON"),
     "a list": (["[1]"], "rows.jsonl, line 1: not a JSON object"),
-    "no id": ([{"prompt": "x"}], "rows.jsonl, line 1: 'id' should be a whole number, got None"),
+    "no id": (
+        [{"prompt": "x"}],
+        "rows.jsonl, line 1: 'id' should be a whole number, got none: number the rows",
+    ),
     "a true id": ([{"id": True, "prompt": "x"}], "'id' should be a whole number, got True"),
     "an id twice": (
         [row(1), row(1, prompt="y")],
@@ -158,7 +161,6 @@ def test_bad_rows_are_named_with_their_line(
 
 
 FLAGS = {
-    "--reference {m}:raises": "raised OSError: no judge",
     "--reward {m}:too_much": "returned 3.0, not a number in [0, 1]",
     "--reference {m}:absent": "cannot be imported",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
@@ -186,6 +188,22 @@ def test_wrong_flags_are_one_line(
     error = capsys.readouterr().err
     assert FLAGS[flags] in error
     assert error.count("\n") == 1
+
+
+def test_a_function_that_raises_shows_where(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback from its own first frame, then the line that says what it was asked about."""
+    argv = world()
+    at = argv.index("--reference") + 1
+    argv[at] = argv[at].replace(":gold", ":raises")
+    assert main([*argv, "--dry-run"]) == 2
+    title, frame, *_, error, refusal = capsys.readouterr().err.strip().splitlines()
+    assert title == "Traceback (most recent call last):"
+    assert f"{argv[at].partition(':')[0]}.py" in frame
+    assert frame.endswith("in raises")
+    assert error == "OSError: no judge"
+    assert refusal.endswith("raised OSError: no judge (asked about the row at rows.jsonl, line 1)")
 
 
 def test_a_reference_without_a_proxy_is_refused(

@@ -126,14 +126,16 @@ class TextGrader:
 
     def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
         """Grade now. Ungraded where a function fails for good."""
-        answer = after_thought(text)
         try:
-            proxy, reference = (
-                self._score(self.proxy, task, answer),
-                self._score(self.reference, task, answer),
-            )
+            return self.graded(task, text)
         except RewardFailed as e:
             return Ungraded(str(e))
+
+    def graded(self, task: TextTask, text: str) -> Grade:
+        """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
+        answer = after_thought(text)
+        proxy = self._score(self.proxy, task, answer)
+        reference = self._score(self.reference, task, answer)
         passed = proxy >= self.proxy.passes_at
         solved = reference >= self.reference.passes_at
         hacked = passed and not solved
@@ -154,7 +156,7 @@ class TextGrader:
                 lambda: arguments(task, answer), self.retries, lambda: self._closed
             )
         except RewardFailed as e:
-            raise RewardFailed(f"{function.flag} {function.name} {e}") from None
+            raise RewardFailed(f"{function.flag} {function.name} {e}") from e.__cause__
 
     def close(self) -> None:
         """Let running gradings finish. Idempotent."""
@@ -258,9 +260,10 @@ class TextEnvironment:
     def check(self, grader: TextGrader) -> None:
         """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
         row = self.rows[0]
-        grade = grader.grade(row, row.right_answer or "I do not know.")
-        if isinstance(grade, Ungraded):
-            raise Refused(f"{grade.reason} (asked about the row at {row.where})")
+        try:
+            grader.graded(row, row.right_answer or "I do not know.")
+        except RewardFailed as e:
+            raise Refused(f"{e} (asked about the row at {row.where})") from e.__cause__
 
     def plan(self) -> list[tuple[str, str]]:
         count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}
@@ -323,7 +326,8 @@ def _row(record: Any, where: str) -> TextTask:
         raise Refused(f"{where}: not a JSON object")
     number, flaw, split = record.get("id"), record.get("flaw", FLAW), record.get("split")
     if type(number) is not int or number < 0:
-        raise Refused(f"{where}: 'id' should be a whole number, got {number!r}")
+        got = repr(number) if "id" in record else "none: number the rows"
+        raise Refused(f"{where}: 'id' should be a whole number, got {got}")
     if not isinstance(flaw, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", flaw):
         raise Refused(
             f"{where}: 'flaw' should be a name of small letters, digits and _, got {flaw!r}"
