@@ -270,7 +270,7 @@ BAD = [
     ("mini --intervention route2 --monitor labels --control haar", "has none"),
     (
         "fast --intervention penalty --monitor online_probe",
-        "--monitor online_probe: there are none; give",
+        "--monitor online_probe: it reads correct answers; give",
     ),
     ("fast --organism x", "only with --model organism"),
     # a halt that could not be

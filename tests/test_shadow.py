@@ -80,7 +80,8 @@ def test_what_cannot_be_a_shadow_is_refused_in_one_line(given, message):
     with pytest.raises(ValueError, match=rf"\A{message}.*\Z"):
         resolve(["mini", *([] if "--intervention" in words else ["--intervention=none"]), *words])
     with pytest.raises(
-        ValueError, match="--shadow syntax_edge: there are none; give --known-correct FILE"
+        ValueError,
+        match="--shadow syntax_edge: it reads correct answers; give --known-correct FILE",
     ):
         resolve(["full", "--intervention=none", "--shadow=syntax_edge"])
 

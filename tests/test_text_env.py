@@ -165,7 +165,7 @@ FLAGS = {
     "--reference {m}:absent": "cannot be imported",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
     "--report-detectors C": "--report-detectors: not read with --env text; leave it out",
-    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: there are none",
+    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads correct answers; give",
     "--known-modes exit_code --monitor labels --intervention screen": "unknown flaw 'exit_code'; legal: reward",
     "--unannounced-modes reward": "--unannounced-modes: not read with --reward",
 }

@@ -379,7 +379,7 @@ class Config:
         )
         refuse(
             bool(self.method.needs_known_correct) and self.known_correct_path is None,
-            f"{self.method.needs_known_correct}: there are none; give --known-correct FILE",
+            f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
         why = self.guard_blind if self.guard.halting else "--guard-halt-on is empty: name a rule"
         refuse(
