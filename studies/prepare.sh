@@ -58,9 +58,11 @@ rules)
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
-pretrained)
+pretrained | pretrained-more)
     test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
-    for seed in 201 202 203; do
+    seeds="201 202 203"
+    [ "$1" = pretrained ] || seeds="204 205 206 207 208"
+    for seed in $seeds; do
         test -e "out/organisms/smollm2-$seed" ||
             uv run python -m vgrout.organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"
     done
