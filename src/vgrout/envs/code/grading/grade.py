@@ -260,7 +260,7 @@ class Grader:
         if self.protections.weak and not allow_weak:
             self.close()
             raise WeakSandbox(
-                f"the sandbox is too weak here for the reference tests (an answer could {self.protections.breaches[0]}); "
+                f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
                 "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
