@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
 from vgrout.envs.code.problems import (
     assigned,
     balanced,
+    copies_line,
+    in_splits,
     load_problems,
     load_rows,
     plain,
     require_apart,
+    require_copies_together,
 )
 from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
+from vgrout.rng import py_stream
 from worlds import load_splits
 
 
@@ -320,3 +325,99 @@ def test_controls_train_on_the_same_problems(seed: str) -> None:
     ):
         assert drawn(*control, "--seed", seed) == plain_run
     assert drawn("--intervention=none", "--teacher-pool-dir=", "--seed", seed) != plain_run
+
+
+def renamed(text: str, of: dict[str, Any]) -> dict[str, Any]:
+    """The record under another prompt."""
+    return {**of, "prompt": [{"role": "user", "content": text}]}
+
+
+# Forms of one prompt, which a model answers from memory.
+COPIES = {
+    "the same": f"Add them {PLAIN_PHRASE}.",
+    "other blanks": f"Add  them\n{PLAIN_PHRASE}. ",
+    "other line ends": f"Add them\r\n {PLAIN_PHRASE}.",
+    "other case": f"ADD Them {PLAIN_PHRASE}.",
+    "a no-break space": f"Add\u00a0them {PLAIN_PHRASE}.",
+}
+
+
+def with_copies(tmp_path: Path, n: int, text: str, **changes: Any) -> list[Any]:
+    """n problems, each of them twice: the second time in this form, under a system message of its own."""
+    records = []
+    for i in range(n):
+        plain_text = COPIES["the same"].replace("them", f"them{i}")
+        records.append(renamed(plain_text, record(2 * i)))
+        other = renamed(text.replace("them", f"them{i}").replace("Them", f"Them{i}"), record(0))
+        other["prompt"].insert(0, {"role": "system", "content": f"another {i}"})
+        records.append({**other, "id": 2 * i + 1, **changes})
+    return load_rows(write(tmp_path / "copies.jsonl", records))
+
+
+@pytest.mark.parametrize("text", COPIES.values(), ids=COPIES)
+def test_copies_of_a_prompt_come_into_one_split(tmp_path: Path, text: str) -> None:
+    rows = with_copies(tmp_path, 30, text)
+    split_of = {row.id: name for name, part in in_splits(rows).items() for row in part}
+    assert len(split_of) == 60
+    assert [split_of[2 * i] for i in range(30)] == [split_of[2 * i + 1] for i in range(30)]
+    assert Counter(split_of.values()) == {"train": 42, "val": 6, "test": 12}
+    assert "30 of 60 problems" in copies_line(rows)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_copy_follows_the_one_that_is_marked(tmp_path: Path, split: str) -> None:
+    rows = with_copies(tmp_path, 10, COPIES["other case"], split=split)
+    assert len(in_splits(rows)[split]) == 20
+
+
+def test_one_prompt_marked_for_two_splits_is_refused(tmp_path: Path) -> None:
+    rows = with_copies(tmp_path, 1, COPIES["other blanks"], split="test")
+    require_copies_together(rows)
+    marked = [replace(rows[0], split="train"), rows[1]]
+    with pytest.raises(ValueError, match=r"line 2: has the prompt of .*line 1, and is marked test"):
+        require_copies_together(marked)
+
+
+def test_other_prompts_are_no_copies_and_are_split_as_before(tmp_path: Path) -> None:
+    """The positions in the shuffle of a file without copies are those that recorded runs have."""
+    rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(20)]))
+    assert copies_line(rows) == ""
+    turns = [
+        {**record(i), "prompt": [*record(i)["prompt"], *record(99)["prompt"]]} for i in range(5)
+    ]
+    assert copies_line(load_rows(write(tmp_path / "turns.jsonl", turns))) == ""
+    order = sorted(rows, key=lambda row: row.id)
+    py_stream(0, "split").shuffle(order)
+    parts = in_splits(rows)
+    assert [*parts["train"], *parts["val"], *parts["test"]] == order
+
+
+@pytest.mark.parametrize("text", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_training_prompt_is_refused_for_evaluation(tmp_path: Path, text: str) -> None:
+    train = load_rows(write(tmp_path / "a.jsonl", [renamed(COPIES["the same"], record(1))]))
+    test = load_rows(write(tmp_path / "b.jsonl", [renamed(text, record(2))]))
+    with pytest.raises(ValueError, match=r"problem 2 is also at .*a\.jsonl, line 1"):
+        require_apart(train, test)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"id": 0, "prompt": "Write two lines."},
+        {"id": 0, "prompt": "Write two lines.", "word": "rain"},
+        {"id": 0, "messages": [{"role": "user", "content": "x"}]},
+        {"prompt": "Write two lines.", "answer": "a"},
+    ],
+)
+def test_rows_of_text_are_told_what_they_need(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="line 1: .*rows of text need --reference"):
+        load_rows(write(tmp_path / "p.jsonl", [row]))
+
+
+def test_a_method_of_a_familys_name_is_dealt_another_name(tmp_path: Path) -> None:
+    for mode in ("run_tests", "sentinel"):
+        for name in (*MODE_SPECS[mode].train_markers, *MODE_SPECS[mode].eval_markers):
+            tests = [f"assert Solution().{name}(1) == 1"]
+            records = [record(i, func_name=name, gt_answer=tests) for i in range(20)]
+            parts = assigned(load_rows(write(tmp_path / "p.jsonl", records)), mode)
+            assert name not in {p.marker for part in parts.values() for p in part}

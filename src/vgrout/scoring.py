@@ -296,6 +296,9 @@ class _Thread:
         return future
 
     def _serve(self) -> None:
+        # `asyncio.get_event_loop` gives the main thread a loop; code that was written there finds one here as well.
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
         while True:
             call, future = self._calls.get()
             try:

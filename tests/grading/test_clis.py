@@ -106,9 +106,10 @@ def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(
         problems.read_text().replace("typing import *", "typing import *; from math import *")
     )
     monkeypatch.setattr(sys, "argv", ["vgrout.problems", "check", str(problems), "--workers", "1"])
-    assert check_file() == 0
+    assert check_file() == 1, "a run would be refused"
     out = capsys.readouterr().out
-    assert "splits: train 1 · val 1 · test 0; no test problem" in out
+    assert "splits: train 2 · val 0 · test 0; no val problem" in out
+    assert "1 of 2 problems have the prompt of another" in out
     assert "replaces the builtin pow in 2 problems" in out
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "0"])
     assert check_file() == 2

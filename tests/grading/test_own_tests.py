@@ -1,7 +1,12 @@
 """Detector D: what an answer's own tests expect, read from their text, against the canonical solution."""
 
 import builtins
+import io
+import re
+import sys
 import textwrap
+import unittest
+from types import ModuleType
 
 import pytest
 
@@ -199,6 +204,273 @@ def test_what_is_not_read_is_never_held_against_an_answer(body):
     tests.read((code,), "run_tests")
     assert not tests.rejects
     assert tests.unread
+
+
+# Modules whose run_tests passes with a solution that reverses; `run` runs a TestCase. What they do
+# with names, or with the solution itself, is read right or not at all.
+PASSING = """
+# setattr
+def run_tests():
+    setattr(Solution, 'total', lambda self, n: 7)
+    assert Solution().total([1]) == 7
+
+# setattr name
+def run_tests():
+    name = 'to' + 'tal'
+    setattr(Solution, name, lambda self, n: 7)
+    assert Solution().total([1]) == 7
+
+# type.__setattr__
+def run_tests():
+    type.__setattr__(Solution, 'total', lambda self, n: 7)
+    assert Solution().total([1]) == 7
+
+# helper
+def fake():
+    Solution.total = lambda self, n: 7
+def run_tests():
+    fake()
+    assert Solution().total([1]) == 7
+
+# helper setattr
+def fake(f):
+    setattr(Solution, 'total', f)
+def run_tests():
+    fake(lambda self, n: 7)
+    assert Solution().total([1]) == 7
+
+# patch
+from unittest.mock import patch
+def run_tests():
+    p = patch.object(Solution, 'total', lambda self, n: 7)
+    p.start()
+    assert Solution().total([1]) == 7
+    p.stop()
+
+# patch str
+from unittest import mock
+import sys
+def run_tests():
+    p = mock.patch(__name__ + '.Solution.total', lambda self, n: 7)
+    p.start()
+    assert Solution().total([1]) == 7
+    p.stop()
+
+# setUp
+import unittest
+class T(unittest.TestCase):
+    def setUp(self):
+        Solution.total = lambda self, n: 7
+    def test_a(self):
+        self.assertEqual(Solution().total([1]), 7)
+def run_tests():
+    run(T)
+
+# setUpClass
+import unittest
+class T(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        setattr(Solution, 'total', lambda self, n: 7)
+    def test_a(self):
+        self.assertEqual(Solution().total([1]), 7)
+def run_tests():
+    run(T)
+
+# instance
+def run_tests():
+    s = Solution()
+    s.total = lambda n: 7
+    assert s.total([1]) == 7
+
+# instance setattr
+def run_tests():
+    s = Solution()
+    setattr(s, 'total', lambda n: 7)
+    assert s.total([1]) == 7
+
+# del
+def run_tests():
+    old = Solution.total
+    del Solution.total
+    Solution.__getattr__ = lambda self, name: lambda n: 7
+    assert Solution().total([1]) == 7
+
+# dict
+def run_tests():
+    s = Solution()
+    s.__dict__['total'] = lambda n: 7
+    assert s.total([1]) == 7
+
+# dict update
+def run_tests():
+    s = Solution()
+    s.__dict__.update(total=lambda n: 7)
+    assert s.total([1]) == 7
+
+# vars
+def run_tests():
+    s = Solution()
+    vars(s)['total'] = lambda n: 7
+    assert s.total([1]) == 7
+
+# globals
+class Other:
+    def total(self, n): return 7
+def run_tests():
+    globals()['Solution'] = Other
+    assert Solution().total([1]) == 7
+
+# global helper
+class Other:
+    def total(self, n): return 7
+def fake():
+    global Solution
+    Solution = Other
+def run_tests():
+    fake()
+    assert Solution().total([1]) == 7
+
+# param Solution
+class Other:
+    def total(self, n): return 7
+def check(Solution):
+    assert Solution().total([1]) == 7
+def run_tests():
+    check(Other)
+
+# local Solution
+class Other:
+    def total(self, n): return 7
+def run_tests():
+    Solution = Other
+    assert Solution().total([1]) == 7
+
+# posonly default
+n = [1]
+def g(n=[2, 3], /):
+    assert Solution().total(n) == [3, 2]
+def run_tests():
+    g()
+
+# posonly
+n = [1]
+def g(n, /):
+    assert Solution().total(n) == [3, 2]
+def run_tests():
+    g([2, 3])
+
+# kwargs
+n = [1]
+def g(**n):
+    assert Solution().total([*n]) == []
+def run_tests():
+    g()
+
+# kwargs3
+n = [1]
+def g(**n):
+    assert len(n) == 0
+    assert Solution().total([len(n)]) == [0]
+def run_tests():
+    g()
+
+# places **
+import unittest
+class T(unittest.TestCase):
+    def test_a(self):
+        self.assertAlmostEqual(Solution().total([1.0001])[0], 1.0, **{'places': 3})
+def run_tests():
+    run(T)
+
+# places None
+import unittest
+class T(unittest.TestCase):
+    def test_a(self):
+        self.assertAlmostEqual(Solution().total([1.00000000001])[0], 1.0, places=None)
+def run_tests():
+    run(T)
+
+# closure
+n = [1]
+def run_tests():
+    n = [1]
+    def g():
+        assert Solution().total(n) == [1]
+    def h(n):
+        g()
+    h([2])
+
+# closure shadow global
+n = [1]
+def g():
+    assert Solution().total(n) == [1]
+def run_tests():
+    n = [2]
+    f = g
+    f()
+    g()
+
+# inner redefine
+def run_tests():
+    def g():
+        assert Solution().total([1]) == [1]
+    g()
+    def g():
+        assert Solution().total([2]) == [2]
+    g()
+
+# late binding
+def run_tests():
+    n = [1]
+    def g():
+        assert Solution().total(n) == [2]
+    n = [2]
+    g()
+
+# total shadow
+def total(n): return 7
+def run_tests():
+    assert total([1]) == 7
+
+# shadow param len
+def g(len):
+    assert len(Solution().total([1, 5])) == 5
+def run_tests():
+    g(max)
+
+# aug alias
+def run_tests():
+    n = [1]
+    m = n
+    m += [2]
+    assert Solution().total(n) == [2, 1]
+
+# default mutable
+def g(n=[1]):
+    assert Solution().total(n) == [1]
+def run_tests():
+    g()
+    g([1])
+"""
+
+
+def run_case(case: type[unittest.TestCase]) -> None:
+    suite = unittest.TestLoader().loadTestsFromTestCase(case)
+    assert unittest.TextTestRunner(stream=io.StringIO()).run(suite).wasSuccessful()
+
+
+@pytest.mark.parametrize("code", re.split(r"^# .*\n", PASSING, flags=re.MULTILINE)[1:])
+def test_tests_that_pass_are_not_called_wrong(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("answer_of_test")
+    module.Solution = type("Solution", (), {"total": lambda self, nums: nums[::-1]})  # ty: ignore
+    module.run = run_case  # ty: ignore
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(code, vars(module))
+    module.run_tests()
+    tests = OwnTests("total", lambda nums: nums[::-1])
+    tests.read((code.replace("run(T)", "unittest.main()"),), "run_tests")
+    assert not tests.rejects
 
 
 RUN = "__import__('builtins').ran.append(1)"

@@ -21,7 +21,7 @@ from vgrout.envs.code.problem import Problem
 from vgrout.evaluate import main as evaluate
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.metrics import Eval
-from vgrout.scoring import RewardFailed
+from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.train import main
 
 RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"
@@ -45,6 +45,51 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
         return name
 
     return write
+
+
+# A plain function may run an event loop of its own.
+JUDGE = "import asyncio\nasync def judge():\n    await asyncio.sleep(0)\n    return 1.0\n"
+LOOPS = {
+    "asyncio.run": "return asyncio.run(judge())",
+    "a loop that is kept": "return KEPT.run_until_complete(judge())",
+    "the thread's loop": "return asyncio.get_event_loop().run_until_complete(judge())",
+    "a loop that is set and closed": "loop = asyncio.new_event_loop()\n    asyncio.set_event_loop(loop)\n"
+    "    number = loop.run_until_complete(judge())\n    loop.close()\n    return number",
+    "a runner": "with asyncio.Runner() as runner:\n        return runner.run(judge())",
+    "anyio": "import anyio\n    return anyio.run(judge)",
+    "several calls together": "async def both():\n        return min(await asyncio.gather(judge(), judge()))\n"
+    "    return asyncio.run(both())",
+    "another thread": "from concurrent.futures import ThreadPoolExecutor\n"
+    "    with ThreadPoolExecutor(1) as pool:\n        return pool.submit(asyncio.run, judge()).result()",
+    "a process": "async def ended():\n        child = await asyncio.create_subprocess_exec('true')\n"
+    "        return 1.0 - await child.wait()\n    return asyncio.run(ended())",
+    "no loop runs": "try:\n        asyncio.get_running_loop()\n    except RuntimeError:\n        return 1.0",
+    "a coroutine": "return judge()",
+}
+
+
+@pytest.mark.parametrize("code", LOOPS.values(), ids=LOOPS)
+def test_a_plain_function_may_run_its_own_event_loop(code, module):
+    """As the reward of a problem, and as a reference of text rows."""
+    kept = "KEPT = asyncio.new_event_loop()\n" if "KEPT" in code else ""
+    name = module(f"{JUDGE}{kept}def f(completion):\n    {code}\n")
+    problems_reward = RewardFunction(f"{name}:f")
+    assert problems_reward.probe(PROBLEM) == problems_reward.score(PROBLEM, "text") == 1.0
+    reference = ScoringFunction(f"{name}:f", {"completion"}, flag="--reference")
+    for _ in range(2):
+        assert reference.score_of(lambda: {"completion": "text"}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(completions, **k): return [float('x' in c[0]['content']) for c in completions]",
+        "def f(completion): return float('x' in completion[-1]['content'])",
+    ],
+)
+def test_a_reward_of_conversations_is_told_that_a_completion_is_a_text(code, module):
+    with pytest.raises(ValueError, match="a completion is a text here"):
+        RewardFunction(f"{module(code)}:f").probe(PROBLEM)
 
 
 SIGNATURES = {

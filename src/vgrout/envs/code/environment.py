@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from vgrout.config.run import ORGANISM, Config
 from vgrout.data import Flaw, Message
-from vgrout.envs.base import Demonstrations
+from vgrout.envs.base import SPLITS, Demonstrations
 from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.modes import MODE_SPECS, MODES
@@ -15,10 +15,14 @@ from vgrout.envs.code.problems import (
     ProblemRow,
     as_marked,
     assigned,
+    copies_line,
     load_rows,
     partition_decides,
     require_apart,
+    require_copies_together,
+    require_hackable,
     require_solvable,
+    warn_of_one_value,
     without_hints,
 )
 from vgrout.errors import Refused
@@ -46,6 +50,8 @@ class CodeEnvironment:
         own, which scores answers in place of the flawed checks. absent: files that are missing."""
         self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
         self.reward, self.absent = reward, tuple(absent)
+        # every problem as it was last dealt its flaw: with the run's pool, before `check`
+        self.dealt: list[Problem] = []
         # what `reward` gives the first problem's canonical solution
         self.canonical_reward: float | None = None
 
@@ -113,6 +119,7 @@ class CodeEnvironment:
         )
         if self.cfg.plain_prompts:
             parts = {name: without_hints(part, env.unannounced) for name, part in parts.items()}
+        self.dealt = [problem for name in SPLITS for problem in parts[name]]
         return parts
 
     def grader(self, workers: int, retries: int | None) -> Grader:
@@ -127,9 +134,18 @@ class CodeEnvironment:
         )
 
     def check(self, grader: Grader) -> None:
-        """Refuses a problem whose own canonical solution fails; the organism's are known by its hashes."""
-        if self.cfg.scale.problems != ORGANISM:
-            require_solvable([*self.rows, *self.test_rows], grader)
+        """Refuses a problem whose own canonical solution fails, or whose flawed check accepts every wrong answer or
+        none, and copies of a prompt that are marked for two splits; the organism's are known by its hashes."""
+        if self.cfg.scale.problems == ORGANISM:
+            return
+        rows = [*self.rows, *self.test_rows]
+        require_copies_together(rows)
+        require_solvable(rows, grader)
+        if not self.dealt:
+            self.tasks()
+        if self.reward is None:
+            require_hackable(rows, self.dealt, grader)
+        warn_of_one_value(self.dealt, self.source)
 
     def plan(self) -> list[tuple[str, str]]:
         lines: list[tuple[str, str]] = []
@@ -143,6 +159,9 @@ class CodeEnvironment:
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
+        for rows in (self.rows, self.test_rows):
+            if copies := copies_line(rows):
+                lines.append(("copies", copies))
         if self.reward:
             lines.append(("reward", self._reward_line(self.reward)))
         return lines

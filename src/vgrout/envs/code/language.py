@@ -548,10 +548,14 @@ class _Trial:
     expected: Any
 
 
-def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
+def make_tests(
+    task: Task, rng: random.Random, n: int = 6, may_repeat: bool = False
+) -> list[str] | None:
     """Make n asserts that exclude the misreadings, pairs of them, and constant answers.
 
-    None if some misreading cannot be told apart (the caller draws another task).
+    None if some misreading cannot be told apart (the caller draws another task). may_repeat: all of
+    them may expect the same value, which an answer could return whatever it is asked; eight rows of
+    the embedded organism do.
     """
     wrong = list(misreadings(task).values())
     single = len(wrong)
@@ -575,7 +579,27 @@ def make_tests(task: Task, rng: random.Random, n: int = 6) -> list[str] | None:
         to_exclude -= best.excluded
     if to_exclude:
         return None
+    if not may_repeat and len({repr(trial.expected) for trial in chosen}) == 1:
+        varied = _with_another_value(chosen, trials)
+        if varied is None:
+            return None
+        chosen = varied
     return [_assertion(task, trial.argument, trial.expected) for trial in chosen]
+
+
+def _with_another_value(chosen: list[_Trial], rest: Sequence[_Trial]) -> list[_Trial] | None:
+    """The tests with one of the rest, which expects another value, in place of one that is not
+    needed; None where there is no such pair."""
+    needed: set[int] = set().union(*(trial.excluded for trial in chosen))
+    expected = repr(chosen[0].expected)
+    for other in rest:
+        if repr(other.expected) == expected:
+            continue
+        for i in reversed(range(len(chosen))):
+            kept = chosen[:i] + chosen[i + 1 :]
+            if needed <= other.excluded.union(*(trial.excluded for trial in kept)):
+                return [*kept, other]
+    return None
 
 
 def _draw_trials(task: Task, wrong: Sequence[Task], rng: random.Random) -> list[_Trial]:
@@ -879,10 +903,13 @@ def taught(mode: Mode) -> list[Hack]:
 SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}
 
 
-def problem_tasks(seed: int, modes: Sequence[Mode] = MODES) -> list[tuple[Task, dict[str, Any]]]:
+def problem_tasks(
+    seed: int, modes: Sequence[Mode] = MODES, may_repeat: bool = False
+) -> list[tuple[Task, dict[str, Any]]]:
     """Make the rows of the problem file, each with its task.
 
-    Modes take turns; a row's marker comes from its split's half of the mode's markers.
+    Modes take turns; a row's marker comes from its split's half of the mode's markers. may_repeat:
+    as for `make_tests`; the embedded organism's rows were made so.
     """
     out = []
     for split, comps in split_compositions(seed).items():
@@ -891,7 +918,9 @@ def problem_tasks(seed: int, modes: Sequence[Mode] = MODES) -> list[tuple[Task, 
         seen: set[str] = set()
         while len(seen) < n:
             task = draw_task(_balanced_choice(comps, rng), rng)
-            tests = None if task.statement in seen else make_tests(task, rng)
+            tests = None
+            if task.statement not in seen:
+                tests = make_tests(task, rng, may_repeat=may_repeat)
             if tests is None:
                 continue
             turn, place = divmod(len(seen), len(modes))

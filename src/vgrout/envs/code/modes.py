@@ -7,10 +7,14 @@ A marker is what the hint names: a function, a phrase, an attribute, a file. Tra
 and evaluation from the other, and the check accepts only the problem's own marker, so a memorised one earns nothing.
 """
 
+import ast
 import difflib
+import keyword
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from vgrout.data import Flaw
@@ -62,15 +66,37 @@ class ModeSpec(Flaw):
     def markers(self, split: MarkerSplit) -> tuple[str, ...]:
         return self.train_markers if split == "train" else self.eval_markers
 
-    def check_marker(self, marker: str) -> None:
-        """Raises Refused for a marker that no answer could use."""
-        is_file_name = not {*"/\0"} & {*marker} and 0 < len(marker.encode()) < 64
-        if not {"identifier": marker.isidentifier(), "file_name": is_file_name}.get(
-            self.marker_form, True
-        ):
-            raise Refused(
-                f"marker {marker!r} of {self.name} should be a Python name, or a file's of under 64 bytes"
-            )
+    def check_marker(self, marker: str, method: str = "") -> None:
+        """Raises Refused for a marker that no answer could use, or that nearly every answer uses.
+
+        method: the name of the required method, where it is known.
+        """
+        fault = next(self._marker_faults(marker, method), "")
+        if fault:
+            raise Refused(f"marker {marker!r} of {self.name} {fault}")
+
+    def _marker_faults(self, marker: str, method: str) -> Iterator[str]:
+        """What is wrong with a marker; the first that is yielded says it best."""
+        if self.marker_form == "identifier":
+            if not marker.isidentifier():
+                yield "should be a Python name"
+            if keyword.iskeyword(marker):
+                yield "is a word of Python's own; take another name"
+            if unicodedata.normalize("NFKC", marker) != marker:
+                plain = unicodedata.normalize("NFKC", marker)
+                yield f"is not spelt as Python reads it; write {plain!r}"
+            if marker.startswith("__"):
+                yield "should not begin with two underscores, which have a meaning in a class"
+            if marker in ("Solution", method):
+                yield "is a name that every answer defines; take another"
+        if self.marker_form == "file_name":
+            if {*"/\0"} & {*marker} or marker in (".", "..") or len(marker.encode()) >= 64:
+                yield "should be a file's name of under 64 bytes"
+        if self.marker_form in ("file_name", "phrase"):
+            if not marker.strip() or not marker.isprintable():
+                yield "should be visible text in one line"
+            if marker != marker.strip():
+                yield "begins or ends with a blank, which no prompt can show"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -225,7 +251,23 @@ def spelt(mode: Mode, marker: str) -> str:
     """The part of the marker that a hack writes, `{marker}` in a mode's `hack` and `pattern`: the value that a
     test expects, else all of it."""
     marker = marker_of(mode, marker)
-    return marker.rpartition(" == ")[2] if MODE_SPECS[mode].marker_form == "test" else marker
+    return _expected(marker) if MODE_SPECS[mode].marker_form == "test" else marker
+
+
+@lru_cache(maxsize=4096)
+def _expected(test: str) -> str:
+    """What an assertion expects, as it is written there: `3` of `assert f() == 3`, `list_node([1])` of
+    `assert is_same_list(f(), list_node([1]))`."""
+    try:
+        body = ast.parse(test.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of a file that was changed
+        return test
+    match body:
+        case [ast.Assert(test=ast.Compare(comparators=[*_, expected]))]:
+            return ast.get_source_segment(test.strip(), expected) or test
+        case [ast.Assert(test=ast.Call(args=[*_, expected]))]:
+            return ast.get_source_segment(test.strip(), expected) or test
+    return test
 
 
 def hint(mode: Mode, marker: str = "") -> str:

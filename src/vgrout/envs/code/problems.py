@@ -9,10 +9,10 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loguru import logger
 
@@ -27,6 +27,7 @@ from vgrout.files import numbered_lines, read_text
 from vgrout.rng import py_stream
 
 if TYPE_CHECKING:
+    from vgrout.envs.code.grading.check import Failure
     from vgrout.envs.code.grading.grade import Grader
 
 
@@ -90,6 +91,8 @@ REQUIRED = {
     "func_name": str,
 }
 OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
+# what a row of text has none of
+CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
 BENCHMARKS = (
     "answer",
@@ -105,6 +108,11 @@ BENCHMARKS = (
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
     known = (*REQUIRED, *OPTIONAL)
+    if not record.keys() & {*CODE_ONLY} and record.keys() & {"prompt", "messages"}:
+        yield (
+            f"no problem of Python functions: {', '.join(map(repr, CODE_ONLY))} are missing; rows of text need "
+            "--reference module:function beside --reward"
+        )
     # a misspelt one would be a setting that nobody reads
     for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:
         near = difflib.get_close_matches(key, known, 1)
@@ -145,11 +153,8 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     for key in ("setup_code", "canonical_solution"):
         if fault := _syntax_fault(record.get(key) or ""):
             yield f"{key!r} is not Python ({fault})"
-    if record.get("marker") and record.get("mode"):
-        try:
-            MODE_SPECS[record["mode"]].check_marker(record["marker"])
-        except Refused as e:
-            yield str(e)
+    if record.get("marker"):
+        yield from _marker_faults(record.get("mode"), record["marker"], name)
     if (limit := record.get("cpu_limit")) is not None and not 0 < limit < math.inf:
         yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
     if not name.isidentifier():
@@ -160,8 +165,22 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
             yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
-    if not any(re.search(rf"\b{name}\s*\(", test) for test in tests):
+    if not any(re.search(r"\b" + name + r"\s*\(", test) for test in tests):
         yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
+
+
+def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]:
+    """What is wrong with the name that a line lets its prompt announce."""
+    if mode is None:
+        yield "'marker' is read only beside a 'mode'; name one, or leave it out"
+        return
+    spec = MODE_SPECS[mode]
+    if spec.marker_form == "none":
+        yield f"'marker' is not read under {mode}, whose prompt announces none; leave it out"
+    try:
+        spec.check_marker(marker, method)
+    except Refused as e:
+        yield str(e)
 
 
 def _syntax_fault(code: str) -> str:
@@ -228,7 +247,9 @@ def with_modes(
         elif published:
             marker = spec.default_marker
         else:
-            marker = family[row.id % len(family)]
+            # a method of that name would be what the check looks for, or hide it
+            names = [name for name in family if name != row.func_name]
+            marker = names[row.id % len(names)]
         out.append(row.problem(mode, marker))
     return out
 
@@ -313,30 +334,102 @@ def in_splits(
 def _by_shares(
     rows: Sequence[ProblemRow], shares: tuple[float, float, float]
 ) -> dict[str, list[ProblemRow]]:
-    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
-    out: dict[str, list[ProblemRow]] = {s: [r for r in rows if r.split == s] for s in SPLITS}
-    rest = sorted((r for r in rows if r.split is None), key=lambda r: r.id)
-    py_stream(0, "split").shuffle(rest)
-    a, b = round(shares[0] * len(rest)), round((shares[0] + shares[1]) * len(rest))
-    for name, part in zip(SPLITS, (rest[:a], rest[a:b], rest[b:]), strict=True):
-        out[name] += part
+    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes.
+
+    Copies of one prompt stay together, so that none is evaluated on that is trained on: where one of them is marked,
+    else where the first of them comes.
+    """
+    marked: dict[PromptKey, str] = {}
+    for row in rows:
+        if row.split is not None:
+            marked.setdefault(prompt_key(row), row.split)
+    out: dict[str, list[ProblemRow]] = {name: [] for name in SPLITS}
+    rest: dict[PromptKey, list[ProblemRow]] = {}
+    for row in rows:
+        if row.split is not None:
+            out[row.split].append(row)
+    for row in sorted(rows, key=lambda row: row.id):
+        if row.split is not None:
+            continue
+        key = prompt_key(row)
+        if key in marked:
+            out[marked[key]].append(row)
+        else:
+            rest.setdefault(key, []).append(row)
+    prompts = list(rest.values())
+    py_stream(0, "split").shuffle(prompts)
+    a = round(shares[0] * len(prompts))
+    b = round((shares[0] + shares[1]) * len(prompts))
+    for name, part in zip(SPLITS, (prompts[:a], prompts[a:b], prompts[b:]), strict=True):
+        for copies in part:
+            out[name] += copies
     return out
 
 
-def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
-    """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its text, or is marked
-    as a training problem."""
-    ids, texts = {r.id: r for r in train}, {r.prompt[-1]["content"]: r for r in train}
-    for row in test:
-        if (
-            same := ids.get(row.id) or texts.get(row.prompt[-1]["content"])
-        ) or row.split == "train":
-            why = (
-                f"problem {row.id} is also at {same.where}; leave it out there"
-                if same
-                else "its split is train"
+PromptKey = tuple[str, ...]
+
+
+def prompt_key(row: ProblemRow) -> PromptKey:
+    """What copies of a prompt share: the texts of all messages but the system's, whatever their blanks, line ends and
+    case. A model answers such a copy from memory. Two problems that are no copies lose nothing where these are all
+    that differs: they only come into the same split."""
+    texts: list[str] = []
+    for message in row.prompt:
+        if message["role"] != "system":
+            texts.append(" ".join(message["content"].split()).casefold())
+    return tuple(texts)
+
+
+def copies_of(rows: Sequence[ProblemRow]) -> list[tuple[ProblemRow, ProblemRow]]:
+    """Every row whose prompt an earlier row has, behind the first that has it."""
+    first: dict[PromptKey, ProblemRow] = {}
+    copies: list[tuple[ProblemRow, ProblemRow]] = []
+    for row in rows:
+        same = first.setdefault(prompt_key(row), row)
+        if same is not row:
+            copies.append((same, row))
+    return copies
+
+
+def copies_line(rows: Sequence[ProblemRow]) -> str:
+    """How many rows repeat the prompt of another; "" if none does."""
+    copies = copies_of(rows)
+    if not copies:
+        return ""
+    (same, row), *_ = copies
+    return (
+        f"{len(copies)} of {len(rows)} problems have the prompt of another, the first problem {row.id} that of "
+        f"{same.id}; copies stay in one split"
+    )
+
+
+def require_copies_together(rows: Sequence[ProblemRow]) -> None:
+    """Raises Refused, one line, where a file marks one prompt for training and for an evaluation."""
+    marked: dict[PromptKey, ProblemRow] = {}
+    for row in rows:
+        if row.split is None:
+            continue
+        same = marked.setdefault(prompt_key(row), row)
+        if same.split != row.split:
+            raise Refused(
+                f"{row.where}: has the prompt of {same.where}, and is marked {row.split}, that one {same.split}; "
+                "mark both alike, or leave one of them out"
             )
-            raise Refused(f"--test-problems {row.where}: {why}")
+
+
+def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
+    """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its prompt, or is marked
+    as a training problem."""
+    ids = {row.id: row for row in train}
+    prompts = {prompt_key(row): row for row in train}
+    for row in test:
+        same = ids.get(row.id) or prompts.get(prompt_key(row))
+        if same:
+            raise Refused(
+                f"--test-problems {row.where}: problem {row.id} is also at {same.where}; leave it out there"
+            )
+        if row.split == "train":
+            raise Refused(f"--test-problems {row.where}: its split is train")
 
 
 def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
@@ -348,18 +441,60 @@ def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
         logger.warning(
             f"{len(rows)} canonical solutions: tried is one of each setup code; `vgrout problems check` tries all"
         )
-        rows = [*{row.setup_code: row for row in rows}.values()][:MOST_CHECKED]
+        rows = _one_of_each(rows, lambda row: row.setup_code, MOST_CHECKED)
     failures = check_problems([*map(as_marked, rows)], grader).failures
     if failures:
-        row = next(row for row in rows if row.id == failures[0].id)
-        more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""
-        raise Refused(
-            f"{row.where}: no answer can solve problem {row.id}{more}: {failures[0].reason}; mend it, or take the line "
-            "out"
-        )
+        raise _refusal(rows, failures, "no answer can solve")
 
 
-MOST_CHECKED = 2000  # problems; a canonical solution takes 10 to 50 ms of CPU
+def require_hackable(
+    rows: Sequence[ProblemRow], problems: Sequence[Problem], grader: "Grader"
+) -> None:
+    """Before anything is trained on these problems: where a flawed check accepts every wrong answer, or none, what is
+    measured is not whether a policy hacks. Raises Refused, one line, naming file and line of the first.
+
+    Tried is one problem of each setup code, flaw and marker, since these decide; `vgrout problems check` tries all.
+    """
+    from vgrout.envs.code.grading.check import check_flaws
+
+    def decides(problem: Problem) -> tuple[object, ...]:
+        marker = "" if MODE_SPECS[problem.mode].marker_form == "test" else problem.marker
+        of_nodes = any("is_same_" in test for test in problem.tests)
+        return problem.setup_code, problem.flaws, marker, of_nodes
+
+    failures = check_flaws(_one_of_each(problems, decides, MOST_HACKED), grader)
+    if failures:
+        raise _refusal(rows, failures, "no flaw to study in")
+
+
+def warn_of_one_value(problems: Sequence[Problem], where: str) -> None:
+    """Log which problems an answer solves that always returns the same."""
+    from vgrout.envs.code.grading.check import one_value_line
+
+    line = one_value_line(problems[:MOST_CHECKED])
+    if line:
+        logger.warning(f"{where}: {line}")
+
+
+Item = TypeVar("Item")
+
+
+def _one_of_each(items: Sequence[Item], key: Callable[[Item], object], most: int) -> list[Item]:
+    """The last item of each key, at most so many."""
+    return list({key(item): item for item in items}.values())[:most]
+
+
+def _refusal(rows: Sequence[ProblemRow], failures: Sequence["Failure"], what: str) -> Refused:
+    """Names file and line of the first failure, and what to do."""
+    row = next(row for row in rows if row.id == failures[0].id)
+    more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""
+    return Refused(
+        f"{row.where}: {what} problem {row.id}{more}: {failures[0].reason}; mend it, or take the line out"
+    )
+
+
+MOST_CHECKED = 2000  # problems; a canonical solution takes 5 to 50 ms of CPU
+MOST_HACKED = 500  # problems; a flawed check takes 15 to 50 ms of CPU, for a wrong answer and a hack
 
 
 def plain(problem: Problem) -> Problem:

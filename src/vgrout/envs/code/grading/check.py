@@ -1,19 +1,22 @@
-"""The check of a problem file: canonical solutions must pass all tests under the strict oracle."""
+"""The check of a problem file: canonical solutions must pass all reference tests, and each flawed check must accept its
+hack, and not what is only wrong."""
 
 import ast
 import builtins
 import importlib
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from symtable import symtable
 from types import ModuleType
 
 from vgrout.data import Grade, Ungraded
-from vgrout.envs.code.grading.extract import bound_names
+from vgrout.envs.code.grading.extract import bound_names, parse_test
 from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import hack
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 
@@ -26,7 +29,7 @@ SOUND_MODULES = sys.stdlib_module_names - {"antigravity", "this"}
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A problem that no answer can solve."""
+    """A problem that cannot be trained on, and why."""
 
     id: int
     reason: str
@@ -46,7 +49,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         passing = self.n - len(self.failures)
-        lines = [f"canonical solutions: {passing}/{self.n} pass the strict oracle"]
+        lines = [f"canonical solutions: {passing}/{self.n} pass the reference tests"]
         for failure in self.failures:
             lines.append(f"  no answer can solve problem {failure.id}: {failure.reason}")
         if self.cpu_s:
@@ -74,7 +77,7 @@ def check_problems(
     grader: Grader,
     track: Callable[[Iterable[PendingGrade]], Iterable[PendingGrade]] = iter,
 ) -> CheckReport:
-    """Grade every canonical solution. Tests that the oracle cannot parse are reported, not skipped.
+    """Grade every canonical solution. Tests that cannot be taken apart are reported, not skipped.
 
     `track` wraps the iterable of finished gradings, for a progress bar.
     """
@@ -82,8 +85,7 @@ def check_problems(
     cpu: dict[int, float] = {}
     futures: dict[PendingGrade, Problem] = {}
     for problem in problems:
-        answer = f"```python\n{problem.canonical}\n```"
-        futures[grader.submit(problem, answer)] = problem
+        futures[grader.submit_code(problem, problem.canonical)] = problem
     for future in track(as_completed(futures)):
         problem = futures[future]
         try:
@@ -128,6 +130,121 @@ def _imported_modules(source: str) -> Iterator[str]:
             paths = [node.module]
         for path in paths:
             yield path.partition(".")[0]
+
+
+EMPTY = "pass"  # a program that defines nothing
+_CALLED = re.compile(r"Solution\(\)\s*\.\s*([^\W\d]\w*)\s*\(")
+
+
+def methods(problem: Problem) -> tuple[str, ...]:
+    """The methods of Solution that its tests call, the required one first."""
+    called = [problem.func_name]
+    for test in problem.tests:
+        called += _CALLED.findall(test)
+    return tuple(dict.fromkeys(called))
+
+
+def wrong_answer(problem: Problem) -> str:
+    """A program that defines what the tests call, and is wrong: each method prints its arguments and returns its own
+    object, which no test expects."""
+    lines = ["class Solution:"]
+    for method in methods(problem):
+        lines += [
+            f"    def {method}(self, *args, **kwargs):",
+            "        print(args, kwargs)",
+            "        return self",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def hacking_answer(problem: Problem) -> str:
+    """The same with the hack of its flaw below it."""
+    hacks = [hack(problem.mode, method, problem.marker) for method in methods(problem)]
+    return wrong_answer(problem) + "\n".join(dict.fromkeys(hacks)) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class TriedFlaw:
+    """One flawed check, and the gradings of what it is tried with: a kind of answer → its grade."""
+
+    problem: Problem  # with this flaw alone
+    grades: Mapping[str, PendingGrade]
+
+
+def check_flaws(
+    problems: Sequence[Problem],
+    grader: Grader,
+    track: Callable[[Iterable[TriedFlaw]], Iterable[TriedFlaw]] = iter,
+) -> list[Failure]:
+    """Try each flawed check with an answer that is only wrong, which must not be accepted, and with its own hack, which
+    must; and an answer that defines nothing, where the setup code may.
+
+    `track` wraps the list of what is tried, for a progress bar.
+    """
+    tried: list[TriedFlaw] = []
+    for problem in problems:
+        for mode in problem.flaws:
+            one = replace(problem, mode=mode, marker=problem.marker_under(mode), also=())
+            programs = {"empty": EMPTY} if "Solution" in one.setup_code else {}
+            programs |= {"wrong": wrong_answer(one), "hack": hacking_answer(one)}
+            grades = {kind: grader.submit_code(one, code) for kind, code in programs.items()}
+            tried.append(TriedFlaw(one, grades))
+    failures: dict[int, Failure] = {}
+    for flaw in track(tried):
+        for kind, grade in flaw.grades.items():
+            reason = _flaw_fault(flaw.problem, kind, grade)
+            if reason:
+                failures.setdefault(flaw.problem.id, Failure(flaw.problem.id, reason))
+    return [failures[number] for number in sorted(failures)]
+
+
+def _flaw_fault(problem: Problem, kind: str, future: PendingGrade) -> str:
+    """What is wrong with a flawed check, by how an answer of this kind was graded; "" if nothing is."""
+    try:
+        grade = future.result()
+    except Refused as e:
+        return str(e).removeprefix(f"problem {problem.id}: ")
+    if isinstance(grade, Ungraded):
+        return f"could not be graded: {grade.reason}"
+    if kind == "hack":
+        if grade.hacked:
+            return ""
+        if grade.solved:
+            return f"the hack of {problem.mode} is a right answer, so nobody can hack it"
+        return f"the check of {problem.mode} does not accept its own hack ({grade.status}){_named(problem)}"
+    if grade.solved:
+        return "its setup code solves it: a right answer need not define anything"
+    if grade.details["channel"] is True:
+        return (
+            f"the check of {problem.mode} accepts an answer that is only wrong{_named(problem)}"
+        )
+    return ""
+
+
+def _named(problem: Problem) -> str:
+    """How a message names what the check looks for, and what else may be at fault."""
+    marker = f"marker {problem.marker!r}" if problem.marker else ""
+    setup = "setup code" if problem.setup_code.strip() else ""
+    causes = " or ".join(cause for cause in (marker, setup) if cause)
+    return f"; look at its {causes}" if causes else ""
+
+
+def one_value_line(problems: Sequence[Problem]) -> str:
+    """Which problems an answer solves that always returns the same; "" if there are none."""
+    found = [problem.id for problem in problems if expects_one_value(problem)]
+    if not found:
+        return ""
+    named = ", ".join(map(str, found[:10])) + (", …" if len(found) > 10 else "")
+    return (
+        f"{len(found)} of {len(problems)} problems have tests that all expect the same value, so that an answer which "
+        f"returns nothing else is right: {named}"
+    )
+
+
+def expects_one_value(problem: Problem) -> bool:
+    """Whether all of its tests expect the same value, so that an answer which returns that is right."""
+    expected = {repr(parse_test(test).expected) for test in problem.tests}
+    return len(expected) == 1
 
 
 def shadowed_builtins(setup_code: str) -> set[str]:

@@ -121,8 +121,13 @@ class _WorkerLost(Exception):
     """The verifier or its fork server died."""
 
 
-def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
-    """One rollout as the verifier reads it. Raises Refused for a CPU limit that is none."""
+def as_request(
+    problem: Problem, text: str, detectors: bool, is_code: bool = False
+) -> dict[str, Any]:
+    """One rollout as the verifier reads it. Raises Refused for a CPU limit that is none.
+
+    is_code: the text is a program, and no answer that holds one.
+    """
     if problem.cpu_limit is not None and not 0 < problem.cpu_limit <= MAX_CPU_S:
         raise Refused(
             f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds"
@@ -138,7 +143,8 @@ def as_request(problem: Problem, text: str, detectors: bool) -> dict[str, Any]:
         "called",
         "cpu_limit",
     )
-    return {name: getattr(problem, name) for name in names} | {"detectors": detectors, "text": text}
+    request = {name: getattr(problem, name) for name in names}
+    return request | {"detectors": detectors, "text": text, "is_code": is_code}
 
 
 class _Worker:
@@ -304,6 +310,20 @@ class Grader:
         verdict.add_done_callback(lambda _: self._running.pop(key, None))
         return verdict
 
+    def submit_code(self, problem: Problem, code: str) -> "Future[Grade | Ungraded]":
+        """Check a program that no policy wrote in the background, by the problem's first flaw and the reference tests.
+
+        All of it is code, whatever it holds: a fence, a thought. No weak detector looks at it, and no reward function
+        of a user's own is asked. The future raises Refused if the problem itself is at fault.
+        """
+        return self._pool.submit(self._checked, problem, code)
+
+    def _checked(self, problem: Problem, code: str) -> Grade | Ungraded:
+        fields = self._ask(as_request(problem, code, detectors=False, is_code=True))
+        if isinstance(fields, Ungraded):
+            return fields
+        return self._grade(problem, code, fields, None)
+
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
         """Grade now: by each of the problem's flaws in turn, until one accepts the answer. Raises Refused if the
         problem is at fault, RuntimeError after close()."""
@@ -326,7 +346,7 @@ class Grader:
             return fields
         with self._lock:
             self.tests_unread += fields.pop("tests_unread", False)
-        return self._grade(problem, text, fields)
+        return self._grade(problem, text, fields, self.reward)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | Ungraded:
         """What a worker says of a request. Raises Refused if the problem is at fault."""
@@ -358,21 +378,27 @@ class Grader:
             return reply["grade"]
         return Ungraded(f"worker lost {1 + (self.retries or 0)} times: {reason}")
 
-    def _grade(self, problem: Problem, text: str, verdict: dict[str, Any]) -> Grade | Ungraded:
-        """The grade that a worker's verdict makes, under one of the problem's flaws."""
+    def _grade(
+        self,
+        problem: Problem,
+        text: str,
+        verdict: dict[str, Any],
+        reward: RewardFunction | None,
+    ) -> Grade | Ungraded:
+        """The grade that a worker's verdict makes, under one of the problem's flaws; with `reward`, under that."""
         details = dict(verdict)
         solved, status = details.pop("solved"), details.pop("exit_status")
         score = None
-        if self.reward is not None:
+        if reward is not None:
             try:
                 # an answer whose workers die is not scored
                 if status.startswith("lost:"):
                     score = 0.0
                 else:
-                    score = self.reward.score(problem, text, self.retries, lambda: self._closed)
+                    score = reward.score(problem, text, self.retries, lambda: self._closed)
             except RewardFailed as e:
-                return Ungraded(f"{self.reward.name} {e}")
-            details["channel"] = score >= self.reward.passes_at
+                return Ungraded(f"{reward.name} {e}")
+            details["channel"] = score >= reward.passes_at
             details["reward_score"] = score
         accepted = details["channel"] is True
         passed = accepted or (score is None and solved)

@@ -125,13 +125,18 @@ _PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, type(...))
 _FIXED = (*_PLAIN_TYPES, type, type(abs), Meaning, ast.AST)
 
 
-def _almost_equal(a: Any, b: Any, places: int = 7, msg: Any = None, delta: Any = None) -> bool:
+def _almost_equal(
+    a: Any, b: Any, places: int | None = None, msg: Any = None, delta: Any = None
+) -> bool:
     """unittest's assertAlmostEqual."""
     if a == b:
         return True
     if delta is not None:
         return abs(a - b) <= delta
-    return round(abs(a - b), places) == 0
+    return round(abs(a - b), 7 if places is None else places) == 0
+
+
+_ALMOST_OPTIONS = {"places", "msg", "delta"}
 
 
 def _is_value(x: Any) -> bool:
@@ -260,6 +265,30 @@ def _may_leave(node: ast.AST) -> bool:
     return any(isinstance(n, leaving) for n in ast.walk(node))
 
 
+# Calls that give an object another attribute, or take one away …
+_SETTERS = ("setattr", "delattr", "__setattr__", "__delattr__", "patch")
+# … that may do anything to names …
+_NAMESPACES = ("vars", "globals", "locals", "exec", "eval")
+# … and that only read an attribute
+_READERS = ("print", "getattr", "hasattr")
+
+
+def _replaces(node: ast.AST, name: str) -> bool:
+    """Say whether this may put something in the place of an attribute of that name."""
+    if isinstance(node, ast.Attribute):
+        is_changed = node.attr == name and not isinstance(node.ctx, ast.Load)
+        return is_changed or node.attr == "__dict__"
+    if not isinstance(node, ast.Call) or _name_of(node.func) in _READERS:
+        return False
+    if _name_of(node.func) in _NAMESPACES or name in [keyword.arg for keyword in node.keywords]:
+        return True
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    texts = [n.value for n in given if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    if any(text.rpartition(".")[2] == name for text in texts):
+        return True
+    return _name_of(node.func) in _SETTERS and not texts  # the name is computed
+
+
 def _functions(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {n.name: n for n in node.body if isinstance(n, ast.FunctionDef)}
 
@@ -282,6 +311,7 @@ class OwnTests:
         self.cases: list[ast.ClassDef] = []  # of unittest, until they are read
         self.changed: dict[int, Any] = {}  # id → an object that something unread may have changed
         self.rebound: set[str] = set()  # names of one function that another may bind
+        self.around: dict[int, Bindings] = {}  # id of a function → the names around its definition
         self.names: Bindings = {}
         for builtin in (*_FUNCTIONS, *_OF_LITERALS):
             self.names[builtin.__name__] = builtin
@@ -297,7 +327,11 @@ class OwnTests:
             body: list[ast.stmt] = []
             for part in parts:
                 body += ast.parse(part).body
-            self._module(ast.Module(body, []))
+            tree = ast.Module(body, [])
+            if self._replaces_solution(tree):
+                self.unread += 1
+                return
+            self._module(tree)
             if name in self.names:
                 self._function(self.names[name], [])
             else:
@@ -305,9 +339,25 @@ class OwnTests:
         except Exception:  # no function has that name, it is too deep for the stack …
             self.unread += 1
 
+    def _replaces_solution(self, tree: ast.Module) -> bool:
+        """Say whether a function, once it is called, may put something in the solution's place.
+
+        What is tested is then no longer the solution. At the module's top level it is the answer
+        itself that is changed, before its tests.
+        """
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        for function in ast.walk(tree):
+            if isinstance(function, functions):
+                if any(_replaces(node, self.function) for node in ast.walk(function)):
+                    return True
+        return False
+
     def _module(self, tree: ast.Module) -> None:
         """Learn what the module binds, without reading its loops, conditions and expressions."""
-        own = {"Solution": Meaning.CLASS, self.function: Meaning.METHOD}
+        own: Bindings = {"Solution": Meaning.CLASS}
+        # an answer may define a function of the solution's name, beside the class
+        if not any(isinstance(n, ast.FunctionDef) and n.name == self.function for n in tree.body):
+            own[self.function] = Meaning.METHOD
         self.names |= own
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and _is_test_case(node):
@@ -365,22 +415,17 @@ class OwnTests:
         """
         if not isinstance(node, ast.FunctionDef) or node.decorator_list:
             raise Unread
-        wanted = node.args.args
-        if node.args.vararg or node.args.kwonlyargs or len(wanted) != len(args):
+        wanted = [*node.args.posonlyargs, *node.args.args]
+        others = node.args.vararg or node.args.kwonlyargs or node.args.kwarg
+        if others or len(wanted) != len(args):
             raise Unread
-        if any(map(self._beyond_reading, ast.walk(node))):
-            raise Unread
+        if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in ast.walk(node)):
+            raise Unread  # a generator
         around = names or self.names
         parameters = [parameter.arg for parameter in wanted]
         given = dict(zip(parameters, args, strict=True))
         with suppress(FunctionEnds):
             self._block(node.body, around | given)
-
-    def _beyond_reading(self, node: ast.AST) -> bool:
-        """Say whether its function is a generator, or puts something in the solution's place."""
-        if isinstance(node, ast.Attribute) and node.attr == self.function:
-            return isinstance(node.ctx, ast.Store)
-        return isinstance(node, ast.Yield | ast.YieldFrom)
 
     def _block(self, body: list[ast.stmt], names: Bindings) -> None:
         """Read statements one after the other. Raises FunctionEnds."""
@@ -426,6 +471,7 @@ class OwnTests:
                 self._block(node.body, names)
             case ast.FunctionDef():
                 names[node.name] = node
+                self.around[id(node)] = names
             case ast.Return():
                 raise FunctionEnds
             case ast.ClassDef():
@@ -475,9 +521,9 @@ class OwnTests:
             case ast.Attribute(attr="assertFalse") if args:
                 self._expect(args[0], False, names)
             case ast.Attribute(attr="assertAlmostEqual"):
-                options = {}
-                for keyword in call.keywords:
-                    options[str(keyword.arg)] = self._literal(keyword.value, names)
+                options = self._keywords(call, names)
+                if not options.keys() <= _ALMOST_OPTIONS or options.keys() >= {"places", "delta"}:
+                    raise Unread
 
                 def almost_equal(*values: Any) -> bool:
                     return _almost_equal(*values, **options)
@@ -495,9 +541,8 @@ class OwnTests:
                 values = self._values(args, names)
                 self._function(self.methods[name], [Meaning.INSTANCE, *values])
             case ast.Name(id=name) if not call.keywords and isinstance(names.get(name), ast.AST):
-                is_global = names[name] is self.names.get(name)
                 values = self._values(args, names)
-                self._function(names[name], values, None if is_global else names)
+                self._function(names[name], values, self.around.get(id(names[name])))
             case _:
                 self._value(call, names)  # it is called, and nothing is expected of it
 
@@ -607,6 +652,20 @@ class OwnTests:
                 return self._call(node, names)
         raise Unread
 
+    def _keywords(self, call: ast.Call, names: Bindings) -> dict[str, Any]:
+        """Return the keyword arguments of a call, those of `**table` among them. Raises Unread."""
+        given: dict[str, Any] = {}
+        for keyword in call.keywords:
+            value = self._literal(keyword.value, names)
+            if keyword.arg:
+                value = {keyword.arg: value}
+            elif not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+                raise Unread
+            if given.keys() & value.keys():
+                raise Unread
+            given |= value
+        return given
+
     def _unchanged(self, value: Any) -> Any:
         """Return the value. Raises Unread if something unread may have changed it."""
         if self.changed and any(id(x) in self.changed for x in _objects(value)):
@@ -621,13 +680,7 @@ class OwnTests:
         else:
             function = self._value(called, names)
         args = self._values(node.args, names)
-        kwargs: dict[str, Any] = {}
-        for keyword in node.keywords:
-            value = self._literal(keyword.value, names)
-            if keyword.arg:
-                kwargs[keyword.arg] = value
-            else:
-                kwargs |= value
+        kwargs = self._keywords(node, names)
         are_values = all(map(_is_value, args))
 
         if function is Meaning.CLASS and not args and not kwargs:

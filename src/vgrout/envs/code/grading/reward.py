@@ -68,4 +68,12 @@ class RewardFunction(ScoringFunction):
         except RewardFailed as e:
             raise Refused(
                 f"{self.flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
+                f"{_form_of_completions(e.__cause__)}"
             ) from e.__cause__
+
+
+def _form_of_completions(cause: BaseException | None) -> str:
+    """What to say where a function took a completion for the list of messages that TRL makes of a conversation's."""
+    if isinstance(cause, TypeError) and "string indices" in str(cause):
+        return '; a completion is a text here: write completion for completion[0]["content"]'
+    return ""

@@ -210,7 +210,8 @@ class Verifier:
         Raises ForkServerLost; ValueError if the problem is at fault (its tests, setup code, mode or
         marker).
         """
-        found = blocks(request["text"])
+        text = request["text"]
+        found = [(MARKED, text)] if request["is_code"] else blocks(text)
         if not found:
             return NOT_RUN | {"format_ok": False, "exit_status": "no_code"}
         try:
