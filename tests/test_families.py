@@ -24,9 +24,10 @@ import tiny
 from vgrout.config.run import Config, OptConfig, ScaleConfig
 from vgrout.data import CachedGrade, Group, Message, Rollout
 from vgrout.envs.code.problem import Problem
+from vgrout.errors import Refused
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
-from vgrout.model.load import attention, load_language_model, load_policy
+from vgrout.model.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
@@ -201,6 +202,24 @@ def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
             assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("named_by", ["tokenizer", "generation settings", "nothing"])
+def test_a_configuration_without_an_end_of_text_is_read(
+    named_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attribute itself is missing, as in configurations of some architectures."""
+    model, tok = tiny.tiny("llama"), tokenizer(PLAIN, "<pad>")
+    del model.config.eos_token_id
+    monkeypatch.delattr(type(model.config), "eos_token_id")
+    model.generation_config.eos_token_id = 1 if named_by == "generation settings" else None
+    if named_by != "tokenizer":
+        tok.eos_token = None
+    if named_by == "nothing":
+        with pytest.raises(Refused, match="end-of-text"):
+            as_language_model(model, tok)
+        return
+    assert as_language_model(model, tok).eos_ids == {1}
+
+
 def test_the_turns_end_counts_though_no_list_names_it() -> None:
     """An instruct template on a base model's tokenizer: answers would run on after it."""
     model = tiny.tiny("gemma")
@@ -361,7 +380,9 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
 def test_which_attention(
     device: str, dtype: torch.dtype, installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(
+        "vgrout.model.attention.flash_attention", lambda: object() if installed else None
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert (
         attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind

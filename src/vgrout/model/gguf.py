@@ -169,7 +169,7 @@ def convert(file: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     if turn_end is not None:
-        eos = {model.config.eos_token_id, turn_end} - {None}
+        eos = {getattr(model.config, "eos_token_id", None), turn_end} - {None}
         model.generation_config.eos_token_id = sorted(eos)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
     tokenizer.save_pretrained(folder)

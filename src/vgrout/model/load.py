@@ -370,7 +370,7 @@ def _end_of_text(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> set[in
     eos: set[int] = set()
     named = (
         tok.eos_token_id,
-        model.config.eos_token_id,
+        getattr(model.config, "eos_token_id", None),  # some configurations lack the attribute
         getattr(model.generation_config, "eos_token_id", None),
     )
     for ids in named:
