@@ -55,6 +55,8 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
     ours, adapter = deployed(policy, ids), policy.adapter
     assert export.main([str(done), "--out", str(tmp_path / "lora"), "--to", "peft"]) == 0
     assert "0 % of the adapter's norm left out" in capsys.readouterr().out
+    written = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert written["target_modules"] == sorted(adapter.names), "the same file in every process"
     base = load_beside(policy, saved.model, policy.model.dtype)
     with policy.adapter.reference():
         untrained = deployed(policy, ids)

@@ -20,7 +20,10 @@ from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
-SCHEMA = "v2_with_sv"  # of a direction file
+SCHEMA = "vgrout_direction_3"  # of a direction file
+# The schema of a direction file in the papers' format, which has V and its singular values alone.
+# Files of ours bore the same name, and are told from these by their hashes.
+SHARED_SCHEMA = "v2_with_sv"
 DIRECTIONS = Path("out/vhack")  # where a run looks for one
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 MIN_PAIRS = 3  # two are held out of every extraction
@@ -292,16 +295,28 @@ class Meta:
         Raises:
             Refused: an entry is missing or cannot be read, or the file is of another schema.
         """
-        try:
-            values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
-            for name in ("top_k", "n_pairs", "n_heldout"):
-                values[name] = int(raw[name])
-            values["tau_axis"] = float(raw["tau_axis"])
-            if raw["schema"] == SCHEMA:
+        schema = raw.get("schema")
+        if schema == SHARED_SCHEMA and "n_pairs" not in raw:
+            raise Refused(
+                f"{where}: a direction of schema {SHARED_SCHEMA} that does not say in which "
+                "singular vectors its numbers are (their signs differ between machines), so it "
+                "cannot be used; extract one from the same pairs: vgrout direction --pairs FILE"
+            )
+        names = [f.name for f in fields(cls)]
+        missing = [name for name in names if name not in raw]
+        if schema not in (SCHEMA, SHARED_SCHEMA):
+            why = f"its schema is {schema}" if schema else "it names no schema"
+        elif missing:
+            why = f"its metadata lack {', '.join(missing)}"
+        else:
+            values: dict[str, Any] = {name: raw[name] for name in names}
+            try:
+                for name in ("top_k", "n_pairs", "n_heldout"):
+                    values[name] = int(raw[name])
+                values["tau_axis"] = float(raw["tau_axis"])
                 return cls(**values)
-            why = f"schema {raw['schema']}"
-        except (KeyError, ValueError) as e:
-            why = f"{type(e).__name__}: {e}"
+            except ValueError as e:
+                why = f"its metadata cannot be read: {e}"
         raise Refused(f"{where}: no direction of schema {SCHEMA} ({why}); extract it again")
 
     def require_pairs(self, pairs: PairSet, where: str) -> None:
