@@ -31,7 +31,7 @@ from vgrout.model.load import as_language_model, attention, load_language_model,
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
-from vgrout.model.source import model_folder
+from vgrout.model.source import model_folder, require_fitting, window_of
 from vgrout.optim import Optimizer
 from vgrout.runs.preflight import adapter_lines
 from vgrout.tensor_types import Routed
@@ -273,6 +273,104 @@ def test_an_answer_keeps_its_spaces() -> None:
     ids = policy.encode(text := "return ' '.join(xs) , x .")
     assert policy.tok.decode(ids) != text
     assert policy.decode(ids) == text
+
+
+@pytest.mark.parametrize("pad", ["<pad>", None])
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("<think>ab</think>cd<eos>", "<think>ab</think>cd"),
+        ("<think>ab", "<think>ab"),
+        ("<pad>a<pad>b<eos>", "ab"),
+        ("<user>a<assistant>", "<user>a<assistant>"),
+        ("<eos>", ""),
+    ],
+)
+def test_an_answer_shows_its_special_tokens_but_those_that_end_or_pad_it(
+    written: str, shown: str, pad: str | None
+) -> None:
+    """A thought between special tokens that is not finished is no answer yet."""
+    policy = tiny.policy("llama", pad=pad)
+    if pad is None:
+        shown = "<pad>a<pad>b" if "<pad>" in written else shown
+    ids = policy.encode(written)
+    assert policy.decode(ids) == shown
+    assert policy.decode(policy.encode(shown)) == shown
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + i for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("named", ["in the model", "in the parameters"])
+def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
+    named: str, tmp_path: Path
+) -> None:
+    """Beyond the first set's length one long row would turn all rows of its forward."""
+    settings: dict[str, Any] = {**tiny.SHAPE, "eos_token_id": 1, "pad_token_id": 0}
+    if named == "in the model":
+        settings["original_max_position_embeddings"] = 64
+        model: Any = transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(**settings, rope_parameters=LONGROPE)
+        )
+    else:
+        rope = LONGROPE | {"original_max_position_embeddings": 64}
+        model = LlamaForCausalLM(transformers.LlamaConfig(**settings, rope_parameters=rope))
+    policy = tiny.as_policy(model.eval())
+    assert policy.window == 64
+    prompt, answer = tuple(range(2, 12)), (5, 6, 7)
+
+    def beside(length: int) -> torch.Tensor:
+        """Log-probs of the answer beside a row of so many tokens."""
+        long = tuple(7 * i % 90 + 2 for i in range(length - len(prompt)))
+        return policy.logprobs([prompt, prompt], [answer, long])[0][0, :3]
+
+    alone = policy.logprobs([prompt], [answer])[0][0]
+    assert torch.allclose(beside(64), alone, atol=1e-5)
+    assert not torch.allclose(beside(65), alone, atol=1e-2), "the window is no smaller than it must"
+    model.save_pretrained(tmp_path)
+    message: Message = {"role": "user", "content": "hello"}
+    require_fitting([[message]], tmp_path, 63, "p.jsonl")
+    with pytest.raises(Refused, match="window holds 64 tokens"):
+        require_fitting([[message]], tmp_path, 64, "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"max_position_embeddings": 9}, 9),
+        ({"max_position_embeddings": 9.5}, None),
+        ({}, None),
+        ({"original_max_position_embeddings": 5, "max_position_embeddings": 9}, 9),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 5}}, 9),
+        ({"rope_parameters": {"rope_type": "longrope"}}, 9),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 5}}, 5),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 5}, 5),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 15}, 9),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "longrope",
+                        "original_max_position_embeddings": 5,
+                    },
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+            5,
+        ),
+        ({"rope_parameters": [1]}, 9),
+        ({"rope_parameters": {"rope_type": ["longrope"]}}, 9),
+    ],
+)
+def test_windows(config: dict[str, Any], window: int | None) -> None:
+    if "rope_parameters" in config or "rope_scaling" in config:
+        config = {"max_position_embeddings": 9} | config
+    assert window_of(config) == window
 
 
 def test_a_step_raises_rewarded_answers_and_survives_saving(

@@ -19,6 +19,8 @@ from fake_runs import fake_run
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
+from vgrout.errors import Refused
+from vgrout.inputs import read_inputs
 from vgrout.model import load, policy
 from vgrout.model.source import require_fitting, require_model
 from vgrout.report.__main__ import main as report
@@ -207,6 +209,114 @@ def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> No
     assert why in refusal(lambda: require_model(tmp_path / "model"))
 
 
+def cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
+    """The first part of a file alone."""
+
+    def of(model: Path) -> None:
+        content = (model / name).read_bytes()
+        (model / name).write_bytes(content[: int(len(content) * share)])
+
+    return of
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def of(model: Path) -> None:
+        for name in names:
+            (model / name).unlink()
+
+    return of
+
+
+def template_of_settings(text: object) -> Callable[[Path], None]:
+    """The chat template where older folders have it."""
+
+    def of(model: Path) -> None:
+        (model / "chat_template.jinja").unlink()
+        edit(model / "tokenizer_config.json", "chat_template", value=text)
+
+    return of
+
+
+HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (without("config.json"), "without config.json"),
+    "no weights": (without("model.safetensors"), "no model.safetensors"),
+    "no tokenizer": (without("tokenizer.json"), "no tokenizer.json in it"),
+    "no tokenizer at all": (
+        without("tokenizer.json", "tokenizer_config.json"),
+        "no tokenizer.json in it",
+    ),
+    "no settings of the tokenizer": (
+        without("tokenizer_config.json"),
+        "no tokenizer_config.json in it",
+    ),
+    "no template": (without("chat_template.jinja"), "no chat template in it"),
+    "half a config": (cut("config.json"), "config.json"),
+    "half the weights": (cut("model.safetensors"), "not a readable safetensors file"),
+    "half a tokenizer": (cut("tokenizer.json"), "is no usable tokenizer"),
+    "half the settings of the tokenizer": (cut("tokenizer_config.json"), "tokenizer_config.json"),
+    "half the generation settings": (
+        lambda m: (m / "generation_config.json").write_text('{"eos_token_id": [1, 5'),
+        "generation_config.json",
+    ),
+    "half a list of special tokens": (
+        lambda m: (m / "special_tokens_map.json").write_text('{"eos_to'),
+        "special_tokens_map.json",
+    ),
+    "half a template": (cut("chat_template.jinja", 0.6), "chat template cannot be read"),
+    "an empty template": (cut("chat_template.jinja", 0), "no chat template in it"),
+    "an empty tokenizer": (cut("tokenizer.json", 0), "is no usable tokenizer"),
+    "a tokenizer without tokens": (
+        lambda m: edit(
+            m / "tokenizer.json", "model", value={"type": "BPE", "vocab": {}, "merges": []}
+        ),
+        "has no tokens for a text",
+    ),
+    "a vocabulary without its merges": (
+        lambda m: ((m / "tokenizer.json").unlink(), (m / "vocab.json").write_text("{}")),
+        "no tokenizer.json in it",
+    ),
+    "a template with a fault": (template_of_settings("{% if %}"), "chat template cannot be read"),
+    "regex": (
+        lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
+        "is no usable tokenizer",
+    ),
+}
+WHOLE: dict[str, Callable[[Path], object]] = {
+    "all": lambda m: None,
+    "no generation settings": lambda m: (m / "generation_config.json").unlink(missing_ok=True),
+    "a template in the settings": template_of_settings("{{ messages[0]['content'] }}"),
+    "several templates": template_of_settings([{"name": "default", "template": "{{ messages }}"}]),
+    "a tag of transformers alone": lambda m: (m / "chat_template.jinja").write_text(
+        "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}{% break %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, why = HALVES[case]
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    damage(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(load, "_load_weights", lambda *_: pytest.fail("loaded"))
+    argv = ["full", "--model=model", f"--problems={organism.PROBLEMS}", "--max-new=64", "--dry-run"]
+    assert why in refusal(lambda: require_model(tmp_path / "model"))
+    try:
+        absent = read_inputs(resolve([*argv, "--intervention=none"])).absent
+    except Refused as error:
+        absent = (str(error),)
+    assert why in " ".join(absent)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_folder_may_lack_what_is_not_needed(case: str, tmp_path: Path) -> None:
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    WHOLE[case](tmp_path / "model")
+    assert require_model(tmp_path / "model") == tmp_path / "model"
+
+
 def a_token_of_its_own(model: Path) -> None:
     file = model / "tokenizer.json"
     tokens = json.loads(file.read_text())["added_tokens"]
@@ -217,15 +327,10 @@ def a_token_of_its_own(model: Path) -> None:
 
 LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unsupported": (weights(no_targets), "weights are missing, first "),
-    "no template": (lambda m: (m / "chat_template.jinja").unlink(), "chat_template is not set"),
     "no layers": (setting("num_hidden_layers", 0), "no usable model"),
     "shapes": (setting("hidden_size", 256), "no usable model"),
     "heads": (setting("num_attention_heads", "4"), "no usable model"),
     "vocabulary": (setting("vocab_size", 100), "no usable model"),
-    "regex": (
-        lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
-        "no usable model",
-    ),
     "tokens": (a_token_of_its_own, "given token 843, its embedding has 843 rows"),
 }
 

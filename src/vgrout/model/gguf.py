@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,14 @@ def read_head(file: Path) -> int | None:
     before = {kind: resource.getrlimit(kind) for kind in limits}
     for kind, limit in limits.items():
         _, hard = before[kind]
-        resource.setrlimit(kind, (limit, hard))
+        with suppress(ValueError, OSError):  # macOS refuses some limits
+            resource.setrlimit(kind, (limit, hard))
     fields = GGUFReader(file).fields
     if "tokenizer.chat_template" not in fields:
         raise Refused("its tokenizer has no chat template; choose an instruct model")
     for kind, limit in before.items():
-        resource.setrlimit(kind, limit)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(kind, limit)
     turn_end = fields.get("tokenizer.ggml.eot_token_id")
     if turn_end is None:
         return None
@@ -169,7 +172,8 @@ def convert(file: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
     if turn_end is not None:
-        eos = {getattr(model.config, "eos_token_id", None), turn_end} - {None}
+        text_end = getattr(model.config, "eos_token_id", None)
+        eos = {turn_end} if text_end is None else {turn_end, text_end}
         model.generation_config.eos_token_id = sorted(eos)
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
     tokenizer.save_pretrained(folder)

@@ -34,7 +34,7 @@ from vgrout.model import template_probe
 from vgrout.model.attention import kernel_name
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
-from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
+from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template, loaded_window
 from vgrout.model.source import (
     SVD_CACHE,
     FoundModel,
@@ -332,9 +332,15 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     """
     check_head(model.eval().requires_grad_(False))
     eos = _end_of_text(model, tok)
-    if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
+    window = loaded_window(model)
+    if not eos or window is None:
         raise Refused(
             f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"
+        )
+    if window < model.config.max_position_embeddings:
+        logger.info(
+            f"window: {window:,} of the model's {model.config.max_position_embeddings:,} tokens, up "
+            "to which longrope has the same factors for every row"
         )
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
     _require_embedded(model, tok, eos, pad_id)
@@ -391,6 +397,8 @@ def _require_embedded(
     text = apply_template(tok, [USER])
     with tokenizing("its tokenizer"):
         prompt = tok(text, add_special_tokens=False)["input_ids"]
+    if not prompt:
+        raise Refused(f"{type(model).__name__}: its tokenizer makes no tokens of a prompt")
     given = sorted([*eos, *prompt, pad_id])
     for token in (given[0], given[-1]):
         if not 0 <= token < rows:
