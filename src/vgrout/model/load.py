@@ -48,7 +48,7 @@ from vgrout.model.source import (
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
-from vgrout.model.trials import lean_fits, packs, require_branching
+from vgrout.model.trials import lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -227,7 +227,8 @@ def load_language_model(
         raise
     # The libraries raise all sorts of things on damaged files; a panic is no Exception.
     except BaseException as error:
-        if out_of_memory(error):
+        is_ours = raised_here(error) and not isinstance(error, Refused)
+        if is_ours or out_of_memory(error):
             raise
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
@@ -316,6 +317,8 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as e:  # whatever the libraries raise
+        if raised_here(e) or out_of_memory(e):
+            raise
         raise Refused(" ".join(str(e).split())) from e
     linears = targets(model)
     shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]

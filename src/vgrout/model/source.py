@@ -23,7 +23,7 @@ from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular
-from vgrout.model.gguf import gguf_file, unpack, unpacked
+from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import USER, syntax_error
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
@@ -58,8 +58,11 @@ def model_folder(model: str | Path) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """The same folder, after a check of its weights' files. A GGUF file is converted if it was not.
+def require_model(model: str | Path, flag: str = "--model", *, convert: bool = True) -> Path:
+    """The same folder, after a check of its files. A GGUF file is converted if it was not.
+
+    convert: False, for a plan: of a GGUF file the head is checked alone, and its folder may be yet
+        to come.
 
     Raises:
         Refused: one line that says what is wrong and what to run: no such model here, no
@@ -67,6 +70,9 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
             model needs shows when it is loaded.
     """
     file = gguf_file(model)
+    if file is not None and not convert and not is_unpacked(file):
+        head_configuration(file, flag)
+        return unpacked(file)
     if file is not None:
         unpack(file, flag)
     folder = model_folder(model)
@@ -174,10 +180,7 @@ def require_fitting(
     message.
     """
     window = window_of(text_configuration(folder))
-    if window is not None and window <= max_new:
-        raise Refused(
-            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
-        )
+    require_room(window, max_new)
     texts = [message["content"] for messages in prompts for message in messages]
     require_embedded(texts, folder, source)
     tokenizer = read_tokenizer(folder)
@@ -190,6 +193,14 @@ def require_fitting(
             if sum(lengths) <= room:
                 return
     raise none_fits(source, room)
+
+
+def require_room(window: int | None, max_new: int) -> None:
+    """Raises Refused, one line, if answers leave no room for a prompt in the model's window."""
+    if window is not None and window <= max_new:
+        raise Refused(
+            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
+        )
 
 
 def require_embedded(texts: Iterable[str], folder: Path, source: str) -> None:
@@ -518,13 +529,15 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
 
 def find_shapes(model: str | Path) -> Shapes | None:
     """Shapes of a local folder, a downloaded hub id, or a model known by name. None: of another."""
-    folder = model_folder(model)
-    if folder is None:
-        return KNOWN.get(str(model))
+    folder, file = model_folder(model), gguf_file(model)
     try:
-        return shapes_of(configuration(folder))
+        if folder is not None:
+            return shapes_of(configuration(folder))
+        if file is not None:
+            return shapes_of(head_configuration(file, "--model"))
     except (OSError, Refused):
         return None
+    return KNOWN.get(str(model))
 
 
 # ── a flag's value
