@@ -27,6 +27,8 @@ from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
+from vgrout.model import load, trials
+from vgrout.model.decoder import HfDecoder
 from vgrout.model.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampler import sample
@@ -218,6 +220,37 @@ def test_a_configuration_without_an_end_of_text_is_read(
             as_language_model(model, tok)
         return
     assert as_language_model(model, tok).eos_ids == {1}
+
+
+def raising(where: Path) -> Any:
+    """A function that fails, as if its code were in this file."""
+    made: dict[str, Any] = {}
+    exec(compile("def fails(*_, **__): raise KeyError('k')", str(where), "exec"), made)
+    return made["fails"]
+
+
+OURS, OF_A_LIBRARY = Path(trials.__file__).with_name("new.py"), Path(transformers.__file__)
+
+
+def test_only_what_a_library_raises_is_said_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy = tiny.policy("llama")
+    monkeypatch.setattr(HfDecoder, "step", raising(OF_A_LIBRARY))
+    with pytest.raises(Refused, match="cannot branch; not supported"):
+        trials.require_branching(policy.model)
+    monkeypatch.setattr(HfDecoder, "step", raising(OURS))
+    with pytest.raises(KeyError):
+        trials.require_branching(policy.model)
+
+    policy.model.save_pretrained(tmp_path)
+    policy.tok.save_pretrained(tmp_path)
+    for module, name in ((load, "try_template"), (load, "_load_weights")):
+        for where, kind in ((OF_A_LIBRARY, Refused), (OURS, KeyError)):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, raising(where))
+                with pytest.raises(kind):
+                    load_language_model(tmp_path, device="cpu", dtype=torch.float32)
 
 
 def test_the_turns_end_counts_though_no_list_names_it() -> None:

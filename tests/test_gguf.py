@@ -169,7 +169,7 @@ def test_a_plan_refuses_what_the_head_shows(damage, made, plan, tmp_path):
         file.write_bytes(b"weights")
     else:
         file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(Refused, match="--model .*bad.gguf: cannot be converted"):
+    with pytest.raises(Refused, match=r"--model .*bad\.gguf: cannot be converted"):
         plan(file, "--max-new=64")
     assert find_shapes(file) is None
 
