@@ -210,13 +210,20 @@ def pairs_from_pool(
     for where, row in numbered_lines(log):
         try:
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            problem_id = row["problem_id"]
-            prompt = row["prompt"] if render is None else render(messages)
+            problem_id, text = row["problem_id"], row["text"].strip()
+            prompt = row["prompt"] if render is None else ""
+            all_texts = [prompt, *(m[key] for m in messages for key in ("role", "content"))]
             is_hack = _is_hack(row, detector)
-            if is_hack is not None and row["text"].strip():
-                first.setdefault((problem_id, prompt), {}).setdefault(is_hack, row["text"])
+            hash(problem_id)
         except (KeyError, TypeError, AttributeError) as e:
             raise Refused(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
+        if not all(isinstance(part, str) for part in all_texts):
+            raise Refused(f"{where}: prompt and messages should be texts")
+        if is_hack is None or not text:
+            continue
+        if render is not None:
+            prompt = render(messages)
+        first.setdefault((problem_id, prompt), {}).setdefault(is_hack, row["text"])
     pairs: list[Pair] = []
     for (problem_id, prompt), texts in first.items():
         if len(texts) == 2 and texts[True] != texts[False]:
