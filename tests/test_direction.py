@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,15 @@ from vgrout.direction.extract import (
     obtain,
     save,
 )
-from vgrout.direction.pairs import DIRECTIONS, Pair, PairSet, load_pairs
+from vgrout.direction.pairs import (
+    DIRECTIONS,
+    SHARED_SCHEMA,
+    Pair,
+    PairSet,
+    check_file,
+    load_pairs,
+)
+from vgrout.errors import Refused
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.load import load_policy
@@ -348,8 +357,12 @@ def test_a_direction_file_goes_round(policy, found, tmp_path):
     tensors, name = load_file(path), next(iter(found.axes))
     assert tensors[name].shape == (8, len(found.axes[name].mean))
     assert torch.equal(tensors["_sv/" + name], found.axes[name].sv)
-    assert found.meta.to_strings()["schema"] == "v2_with_sv"
+    strings = found.meta.to_strings()
+    assert strings["schema"] not in (SHARED_SCHEMA, None)
     assert list(path.parent.iterdir()) == [path]
+    # as it was written before the schema had a name of its own
+    save_file(tensors, path, strings | {"schema": SHARED_SCHEMA})
+    assert load(path, policy, PAIRS).meta == found.meta
 
 
 def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, tmp_path):
@@ -369,7 +382,11 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
         policy.adapter.basis_fingerprint(torch.ones(len(policy.adapter)))
     )
     other_basis = r"bad\.safetensors: made in other singular vectors of the same weights"
-    older = {k: v for k, v in strings.items() if k != "basis"}
+
+    def drop(metadata: dict[str, str], name: str) -> dict[str, str]:
+        return {k: v for k, v in metadata.items() if k != name}
+
+    older = drop(strings, "basis")
     for complaint, changed, metadata in (
         (
             "not finite, first",
@@ -378,15 +395,40 @@ def test_other_models_pairs_shapes_and_nans_are_refused_by_name(policy, found, t
         ),
         ("of another shape or", {name: tensors[name][:7].clone()}, strings),
         ("too many, of another shape", {"else": torch.zeros(1)}, strings),
-        (r"no direction of schema v2_with_sv \(schema v1\)", {}, strings | {"schema": "v1"}),
-        (r"no direction of schema v2_with_sv \(ValueError", {}, strings | {"top_k": "many"}),
+        ("its schema is v1", {}, strings | {"schema": "v1"}),
+        ("names no schema", {}, {"top_k": "12"}),
+        ("cannot be read: .*many", {}, strings | {"top_k": "many"}),
+        ("lack basis", {}, older),
+        ("lack weights_sha256, basis", {}, drop(older, "weights_sha256")),
         (other_basis, {}, strings | {"basis": elsewhere}),
-        (r"bad\.safetensors: no direction of .* \(KeyError: 'basis'\); extract", {}, older),
+        (other_basis, {}, strings | {"basis": re.sub(r"-?\d[^,\]]*", "NaN", elsewhere)}),
+        (other_basis, {}, strings | {"basis": re.sub(r"-?\d[^,\]]*", "NaN", elsewhere, count=1)}),
     ):
         save_file(tensors | changed, bad, metadata)
         with pytest.raises(ValueError, match=complaint) as error:
             load(bad, policy, PAIRS)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+def test_a_file_in_the_shared_format_is_refused_with_the_reason(hashes, policy, found, tmp_path):
+    """It has V, singular values and the settings: nothing tells in which singular vectors."""
+    path = tmp_path / "v.safetensors"
+    tensors = {}
+    for module, axes in found.axes.items():
+        tensors |= {module: axes.V.contiguous(), f"_sv/{module}": axes.sv}
+    metadata = {name: found.meta.to_strings()[name] for name in ("model", "top_k", "tau_axis")}
+    metadata |= {"dtype": "bfloat16", "schema": SHARED_SCHEMA}
+    if hashes:
+        metadata |= {"pairs_sha256": PAIRS.sha256, "weights_sha256": found.meta.weights_sha256}
+    save_file(tensors, path, metadata)
+    for read in (
+        lambda: load(path, policy, PAIRS),
+        lambda: check_file(path, "--v-hack-path", PAIRS),
+    ):
+        with pytest.raises(Refused, match=r"singular vectors.*vgrout direction") as error:
+            read()
+        assert "KeyError" not in str(error.value)
 
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):

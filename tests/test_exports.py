@@ -1,6 +1,8 @@
 """Exports, read by the programs that they are for."""
 
 import json
+import resource
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -55,6 +57,8 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
     ours, adapter = deployed(policy, ids), policy.adapter
     assert export.main([str(done), "--out", str(tmp_path / "lora"), "--to", "peft"]) == 0
     assert "0 % of the adapter's norm left out" in capsys.readouterr().out
+    written = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert written["target_modules"] == sorted(adapter.names), "the same file in every process"
     base = load_beside(policy, saved.model, policy.model.dtype)
     with policy.adapter.reference():
         untrained = deployed(policy, ids)
@@ -76,6 +80,61 @@ def test_a_peft_adapter_is_exact_at_full_rank_and_better_the_higher_its_rank(
             )
         assert errors == sorted(errors, reverse=True)
         assert errors[-1] < 1e-5
+
+
+BROKEN = {
+    "peft": ("raise ImportError('cannot import name x from transformers')", "cannot be imported"),
+    "inspect_ai": ("import no_such_module_of_inspect", "cannot be imported"),
+}
+
+
+@pytest.mark.parametrize("package", BROKEN)
+def test_a_package_that_cannot_be_imported_is_said_before_a_model_is_loaded(
+    package: str,
+    done: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, says = BROKEN[package]
+    (tmp_path / "found" / package).mkdir(parents=True)
+    (tmp_path / "found" / package / "__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "found")
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("vgrout.model.load.load_saved", lambda _: pytest.fail("loaded"))
+    to = package.removesuffix("_ai")
+    assert export.main([str(done), "--out", str(tmp_path / "x"), "--to", to]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "not installed" not in said
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_is_one_line_and_a_fault_of_ours_is_not(
+    done: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A limit on a file's size stands in for the disk: safetensors hears of both from the system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        assert export.main([str(done), "--out", str(tmp_path / "x")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("vgrout.export.model.write", fails)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        export.export_run(export.ExportSettings(run=done, out=tmp_path / "x"))
+    assert export.main([str(done), "--out", str(tmp_path / "x")]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("default")

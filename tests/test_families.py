@@ -24,13 +24,16 @@ import tiny
 from vgrout.config.run import Config, OptConfig, ScaleConfig
 from vgrout.data import CachedGrade, Group, Message, Rollout
 from vgrout.envs.code.problem import Problem
+from vgrout.errors import Refused
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
-from vgrout.model.load import attention, load_language_model, load_policy
+from vgrout.model import load, trials
+from vgrout.model.decoder import HfDecoder
+from vgrout.model.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
-from vgrout.model.source import model_folder
+from vgrout.model.source import model_folder, require_fitting, window_of
 from vgrout.optim import Optimizer
 from vgrout.runs.preflight import adapter_lines
 from vgrout.tensor_types import Routed
@@ -201,6 +204,55 @@ def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
             assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("named_by", ["tokenizer", "generation settings", "nothing"])
+def test_a_configuration_without_an_end_of_text_is_read(
+    named_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attribute itself is missing, as in configurations of some architectures."""
+    model, tok = tiny.tiny("llama"), tokenizer(PLAIN, "<pad>")
+    del model.config.eos_token_id
+    monkeypatch.delattr(type(model.config), "eos_token_id")
+    model.generation_config.eos_token_id = 1 if named_by == "generation settings" else None
+    if named_by != "tokenizer":
+        tok.eos_token = None
+    if named_by == "nothing":
+        with pytest.raises(Refused, match="end-of-text"):
+            as_language_model(model, tok)
+        return
+    assert as_language_model(model, tok).eos_ids == {1}
+
+
+def raising(where: Path) -> Any:
+    """A function that fails, as if its code were in this file."""
+    made: dict[str, Any] = {}
+    exec(compile("def fails(*_, **__): raise KeyError('k')", str(where), "exec"), made)
+    return made["fails"]
+
+
+OURS, OF_A_LIBRARY = Path(trials.__file__).with_name("new.py"), Path(transformers.__file__)
+
+
+def test_only_what_a_library_raises_is_said_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy = tiny.policy("llama")
+    monkeypatch.setattr(HfDecoder, "step", raising(OF_A_LIBRARY))
+    with pytest.raises(Refused, match="cannot branch; not supported"):
+        trials.require_branching(policy.model)
+    monkeypatch.setattr(HfDecoder, "step", raising(OURS))
+    with pytest.raises(KeyError):
+        trials.require_branching(policy.model)
+
+    policy.model.save_pretrained(tmp_path)
+    policy.tok.save_pretrained(tmp_path)
+    for module, name in ((load, "try_template"), (load, "_load_weights")):
+        for where, kind in ((OF_A_LIBRARY, Refused), (OURS, KeyError)):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, raising(where))
+                with pytest.raises(kind):
+                    load_language_model(tmp_path, device="cpu", dtype=torch.float32)
+
+
 def test_the_turns_end_counts_though_no_list_names_it() -> None:
     """An instruct template on a base model's tokenizer: answers would run on after it."""
     model = tiny.tiny("gemma")
@@ -254,6 +306,104 @@ def test_an_answer_keeps_its_spaces() -> None:
     ids = policy.encode(text := "return ' '.join(xs) , x .")
     assert policy.tok.decode(ids) != text
     assert policy.decode(ids) == text
+
+
+@pytest.mark.parametrize("pad", ["<pad>", None])
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("<think>ab</think>cd<eos>", "<think>ab</think>cd"),
+        ("<think>ab", "<think>ab"),
+        ("<pad>a<pad>b<eos>", "ab"),
+        ("<user>a<assistant>", "<user>a<assistant>"),
+        ("<eos>", ""),
+    ],
+)
+def test_an_answer_shows_its_special_tokens_but_those_that_end_or_pad_it(
+    written: str, shown: str, pad: str | None
+) -> None:
+    """A thought between special tokens that is not finished is no answer yet."""
+    policy = tiny.policy("llama", pad=pad)
+    if pad is None:
+        shown = "<pad>a<pad>b" if "<pad>" in written else shown
+    ids = policy.encode(written)
+    assert policy.decode(ids) == shown
+    assert policy.decode(policy.encode(shown)) == shown
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + i for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("named", ["in the model", "in the parameters"])
+def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
+    named: str, tmp_path: Path
+) -> None:
+    """Beyond the first set's length one long row would turn all rows of its forward."""
+    settings: dict[str, Any] = {**tiny.SHAPE, "eos_token_id": 1, "pad_token_id": 0}
+    if named == "in the model":
+        settings["original_max_position_embeddings"] = 64
+        model: Any = transformers.Phi3ForCausalLM(
+            transformers.Phi3Config(**settings, rope_parameters=LONGROPE)
+        )
+    else:
+        rope = LONGROPE | {"original_max_position_embeddings": 64}
+        model = LlamaForCausalLM(transformers.LlamaConfig(**settings, rope_parameters=rope))
+    policy = tiny.as_policy(model.eval())
+    assert policy.window == 64
+    prompt, answer = tuple(range(2, 12)), (5, 6, 7)
+
+    def beside(length: int) -> torch.Tensor:
+        """Log-probs of the answer beside a row of so many tokens."""
+        long = tuple(7 * i % 90 + 2 for i in range(length - len(prompt)))
+        return policy.logprobs([prompt, prompt], [answer, long])[0][0, :3]
+
+    alone = policy.logprobs([prompt], [answer])[0][0]
+    assert torch.allclose(beside(64), alone, atol=1e-5)
+    assert not torch.allclose(beside(65), alone, atol=1e-2), "the window is no smaller than it must"
+    model.save_pretrained(tmp_path)
+    message: Message = {"role": "user", "content": "hello"}
+    require_fitting([[message]], tmp_path, 63, "p.jsonl")
+    with pytest.raises(Refused, match="window holds 64 tokens"):
+        require_fitting([[message]], tmp_path, 64, "p.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({"max_position_embeddings": 9}, 9),
+        ({"max_position_embeddings": 9.5}, None),
+        ({}, None),
+        ({"original_max_position_embeddings": 5, "max_position_embeddings": 9}, 9),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 5}}, 9),
+        ({"rope_parameters": {"rope_type": "longrope"}}, 9),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 5}}, 5),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 5}, 5),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 15}, 9),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "longrope",
+                        "original_max_position_embeddings": 5,
+                    },
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+            5,
+        ),
+        ({"rope_parameters": [1]}, 9),
+        ({"rope_parameters": {"rope_type": ["longrope"]}}, 9),
+    ],
+)
+def test_windows(config: dict[str, Any], window: int | None) -> None:
+    if "rope_parameters" in config or "rope_scaling" in config:
+        config = {"max_position_embeddings": 9} | config
+    assert window_of(config) == window
 
 
 def test_a_step_raises_rewarded_answers_and_survives_saving(
@@ -361,7 +511,9 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
 def test_which_attention(
     device: str, dtype: torch.dtype, installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(
+        "vgrout.model.attention.flash_attention", lambda: object() if installed else None
+    )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     assert (
         attention(torch.device(device), dtype, LlamaForCausalLM, transformers.LlamaConfig()) == kind

@@ -1,9 +1,11 @@
 """GGUF files: converted once into a folder that is the same model, checked before that."""
 
 import json
+import os
 import shutil
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from llama import TEXTS, bpe, llama, write_gguf
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
+from vgrout.errors import Refused
 from vgrout.inputs import file_hashes, read_inputs
-from vgrout.model.gguf import gguf_sha256, unpacked
-from vgrout.model.source import find_adapter, find_source, model_folder, require_model
+from vgrout.model import gguf
+from vgrout.model.gguf import gguf_sha256, main, unpacked
+from vgrout.model.source import (
+    find_adapter,
+    find_shapes,
+    find_source,
+    model_folder,
+    require_model,
+    shapes_of,
+)
+from vgrout.runs.preflight import adapter_lines
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +130,79 @@ def test_what_is_no_whole_model_is_refused_in_one_line(damage, says, made, tmp_p
         require_model(file)
     assert "\n" not in str(refusal.value)
     assert not [*tmp_path.glob("out/models/*")], "nothing half made is left"
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """The inputs and the lines of a plan, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(file, *more):
+        argv = ["fast", "--intervention=none", f"--model={file}", "--teacher-pool-dir=none"]
+        cfg = resolve([*argv, f"--problems={organism.PROBLEMS}", *more, "--dry-run"])
+        absent = read_inputs(cfg).absent
+        return absent, "\n".join(adapter_lines(cfg)), find_shapes(file)
+
+    return of
+
+
+def test_a_plan_reads_the_head_and_writes_nothing(made, plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf, "unpack", lambda *_: pytest.fail("converted"))
+    file, model, _ = made
+    absent, adapter, shapes = plan(file, "--max-new=64")
+    assert not absent
+    assert shapes == shapes_of(model.config.to_dict())
+    assert f"{shapes.R} singular values" in adapter
+    assert require_model(file, convert=False) == unpacked(file)
+    with pytest.raises(Refused, match="window holds 1024 tokens"):
+        plan(file, "--max-new=1024")
+    assert not [*tmp_path.rglob("*.safetensors")]
+    assert not (tmp_path / "out" / "models").exists()
+
+
+@pytest.mark.parametrize("damage", ["half a head", "mute", "text"])
+def test_a_plan_refuses_what_the_head_shows(damage, made, plan, tmp_path):
+    file = Path(shutil.copy(made[0], tmp_path / "bad.gguf"))
+    if damage == "mute":
+        write_gguf(file, *made[1:], template=None)
+    elif damage == "text":
+        file.write_bytes(b"weights")
+    else:
+        file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(Refused, match=r"--model .*bad\.gguf: cannot be converted"):
+        plan(file, "--max-new=64")
+    assert find_shapes(file) is None
+
+
+BROKEN = {
+    "ImportError": "raise ImportError('numpy is too old')",
+    "OSError": "raise OSError('libggml.so: no such file')",
+    "ModuleNotFoundError": "import no_such_module_of_gguf",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_package_that_cannot_be_imported_is_not_the_files_fault(
+    kind, made, tmp_path, monkeypatch
+):
+    (tmp_path / "gguf.py").write_text(BROKEN[kind])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.chdir(tmp_path)
+    for read in (partial(require_model, made[0]), partial(require_model, made[0], convert=False)):
+        gguf._head.cache_clear()
+        with pytest.raises(Refused, match=f"installed and cannot be imported .{kind}") as refusal:
+            read()
+        assert "give a whole GGUF file" not in str(refusal.value)
+
+
+def test_what_is_not_the_files_fault_is_no_refusal(made, tmp_path, monkeypatch):
+    """The conversion ends by an error of its own: here its folder cannot be made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").write_text("a file")
+    assert main(made[0], None) == 0
+    with pytest.raises(RuntimeError, match="conversion ended with 1") as fault:
+        gguf._run_apart(made[0], "--model", "folder/within")
+    assert not isinstance(fault.value, Refused)
 
 
 def test_without_the_package_one_line_names_it(made, tmp_path, monkeypatch):

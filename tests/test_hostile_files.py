@@ -6,12 +6,15 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import tiny
@@ -19,8 +22,10 @@ from fake_runs import fake_run
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
+from vgrout.errors import Refused
+from vgrout.inputs import read_inputs
 from vgrout.model import load, policy
-from vgrout.model.source import require_fitting, require_model
+from vgrout.model.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report
 from vgrout.runs.preflight import find_resume
 from vgrout.sweep.study_file import load_study_file
@@ -207,25 +212,133 @@ def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> No
     assert why in refusal(lambda: require_model(tmp_path / "model"))
 
 
-def a_token_of_its_own(model: Path) -> None:
+def cut(name: str, share: float = 0.5) -> Callable[[Path], None]:
+    """The first part of a file alone."""
+
+    def of(model: Path) -> None:
+        content = (model / name).read_bytes()
+        (model / name).write_bytes(content[: int(len(content) * share)])
+
+    return of
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def of(model: Path) -> None:
+        for name in names:
+            (model / name).unlink()
+
+    return of
+
+
+def template_of_settings(text: object) -> Callable[[Path], None]:
+    """The chat template where older folders have it."""
+
+    def of(model: Path) -> None:
+        (model / "chat_template.jinja").unlink()
+        edit(model / "tokenizer_config.json", "chat_template", value=text)
+
+    return of
+
+
+HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (without("config.json"), "without config.json"),
+    "no weights": (without("model.safetensors"), "no model.safetensors"),
+    "no tokenizer": (without("tokenizer.json"), "no tokenizer.json in it"),
+    "no tokenizer at all": (
+        without("tokenizer.json", "tokenizer_config.json"),
+        "no tokenizer.json in it",
+    ),
+    "no settings of the tokenizer": (
+        without("tokenizer_config.json"),
+        "no tokenizer_config.json in it",
+    ),
+    "no template": (without("chat_template.jinja"), "no chat template in it"),
+    "half a config": (cut("config.json"), "config.json"),
+    "half the weights": (cut("model.safetensors"), "not a readable safetensors file"),
+    "half a tokenizer": (cut("tokenizer.json"), "is no usable tokenizer"),
+    "half the settings of the tokenizer": (cut("tokenizer_config.json"), "tokenizer_config.json"),
+    "half the generation settings": (
+        lambda m: (m / "generation_config.json").write_text('{"eos_token_id": [1, 5'),
+        "generation_config.json",
+    ),
+    "half a list of special tokens": (
+        lambda m: (m / "special_tokens_map.json").write_text('{"eos_to'),
+        "special_tokens_map.json",
+    ),
+    "half a template": (cut("chat_template.jinja", 0.6), "chat template cannot be read"),
+    "an empty template": (cut("chat_template.jinja", 0), "no chat template in it"),
+    "an empty tokenizer": (cut("tokenizer.json", 0), "is no usable tokenizer"),
+    "a tokenizer without tokens": (
+        lambda m: edit(
+            m / "tokenizer.json", "model", value={"type": "BPE", "vocab": {}, "merges": []}
+        ),
+        "has no tokens for a text",
+    ),
+    "a vocabulary without its merges": (
+        lambda m: ((m / "tokenizer.json").unlink(), (m / "vocab.json").write_text("{}")),
+        "no tokenizer.json in it",
+    ),
+    "a template with a fault": (template_of_settings("{% if %}"), "chat template cannot be read"),
+    "regex": (
+        lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
+        "is no usable tokenizer",
+    ),
+}
+WHOLE: dict[str, Callable[[Path], object]] = {
+    "all": lambda m: None,
+    "no generation settings": lambda m: (m / "generation_config.json").unlink(missing_ok=True),
+    "a template in the settings": template_of_settings("{{ messages[0]['content'] }}"),
+    "several templates": template_of_settings([{"name": "default", "template": "{{ messages }}"}]),
+    "a tag of transformers alone": lambda m: (m / "chat_template.jinja").write_text(
+        "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}{% break %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage, why = HALVES[case]
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    damage(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(load, "_load_weights", lambda *_: pytest.fail("loaded"))
+    argv = ["full", "--model=model", f"--problems={organism.PROBLEMS}", "--max-new=64", "--dry-run"]
+    assert why in refusal(lambda: require_model(tmp_path / "model"))
+    try:
+        absent = read_inputs(resolve([*argv, "--intervention=none"])).absent
+    except Refused as error:
+        absent = (str(error),)
+    assert why in " ".join(absent)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_folder_may_lack_what_is_not_needed(case: str, tmp_path: Path) -> None:
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    WHOLE[case](tmp_path / "model")
+    assert require_model(tmp_path / "model") == tmp_path / "model"
+
+
+def add_token(model: Path) -> None:
+    """A token that was added after training, so that the embedding has no row for it."""
     file = model / "tokenizer.json"
     tokens = json.loads(file.read_text())["added_tokens"]
     edit(file, "added_tokens", value=[*tokens, tokens[0] | {"id": 843, "content": "<x>"}])
+
+
+def a_token_of_its_own(model: Path) -> None:
+    add_token(model)
     template = model / "chat_template.jinja"
     template.write_text(f"<x>{template.read_text()}")
 
 
 LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unsupported": (weights(no_targets), "weights are missing, first "),
-    "no template": (lambda m: (m / "chat_template.jinja").unlink(), "chat_template is not set"),
     "no layers": (setting("num_hidden_layers", 0), "no usable model"),
     "shapes": (setting("hidden_size", 256), "no usable model"),
     "heads": (setting("num_attention_heads", "4"), "no usable model"),
     "vocabulary": (setting("vocab_size", 100), "no usable model"),
-    "regex": (
-        lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
-        "no usable model",
-    ),
     "tokens": (a_token_of_its_own, "given token 843, its embedding has 843 rows"),
 }
 
@@ -243,6 +356,114 @@ def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path
     assert why in refusal(
         lambda: load.load_policy(tmp_path / "model", device=device, dtype=dtype, cache_dir=None)
     )
+
+
+@pytest.mark.parametrize(
+    "where", ["prompt", "pairs", "placebo", "known correct", "demonstration", "nowhere"]
+)
+def test_a_text_with_a_token_that_the_model_cannot_read_is_refused_by_the_plan(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    add_token(tmp_path / "model")
+    rows = [json.loads(line) for line in organism.PROBLEMS.read_text().splitlines()]
+    if where == "prompt":
+        rows[2]["prompt"][-1]["content"] += " <x>"
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["full", "--model=model", "--problems=p.jsonl", "--max-new=64", "--dry-run"]
+    argv += [f"--teacher-pool-dir={'pool' if where == 'demonstration' else 'none'}"]
+    pairs = json.loads((organism.PAIRS_DIR / "run_tests.json").read_text())
+    file = "p.jsonl, line 3"
+    if where in ("pairs", "placebo"):
+        of_placebo = json.loads((organism.PAIRS_DIR / "placebo_long.json").read_text())
+        (pairs if where == "pairs" else of_placebo)[2]["hack"] += "<x>"
+        argv += ["--intervention=route2", "--vhack-pairs-path=pairs.json"]
+        if where == "placebo":
+            argv += ["--control=placebo", "--placebo-pairs=placebo.json"]
+        (tmp_path / "pairs.json").write_text(json.dumps(pairs, indent=1))
+        (tmp_path / "placebo.json").write_text(json.dumps(of_placebo, indent=1))
+        file = f"{where.removesuffix('s') + 's' * (where == 'pairs')}.json, line "
+    elif where == "known correct":
+        known = [{"prompt": pair["prompt"], "completion": pair["clean"]} for pair in pairs]
+        known[2]["completion"] += "<x>"
+        (tmp_path / "known.json").write_text(json.dumps(known, indent=1))
+        argv += ["--intervention=penalty", "--monitor=online_probe", "--known-correct=known.json"]
+        file = "known.json, line "
+    else:
+        argv += ["--intervention=none"]
+    if where == "demonstration":
+        shutil.copytree(organism.POOL_DIR, tmp_path / "pool")
+        (tmp_path / "pool" / "pool.json").unlink()  # it has the files' hashes
+        packed = min((tmp_path / "pool").glob("*.gz"))
+        lines = [json.loads(line) for line in gzip.decompress(packed.read_bytes()).splitlines()]
+        lines[0]["completion"] += "<x>"
+        packed.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+        file = "pool: "
+    cfg = resolve(argv)
+    if where == "nowhere":
+        assert not read_inputs(cfg).absent
+        return
+    says = refusal(lambda: read_inputs(cfg))
+    assert says.startswith(file), says
+    assert "'<x>' (843), and the model's embedding has 843 rows" in says
+
+
+def test_a_later_text_with_such_a_token_is_one_line() -> None:
+    lm = tiny.policy()
+    lm.tok.add_tokens(["<x>"])
+    assert lm.encode("abc")
+    assert "'<x>' (97)" in refusal(lambda: lm.encode("ab <x>"))
+    assert "'<x>' (97)" in refusal(lambda: lm.render([{"role": "user", "content": "ab <x>"}]))
+
+
+@pytest.mark.parametrize("last_call", ["none", "padded", "truncated", "both"])
+def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call: str, tmp_path: Path) -> None:
+    """Its padding and its truncation are written into the file, and are not the tokenizer's."""
+    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    core = Tokenizer.from_file(str(file))
+    if last_call in ("padded", "both"):
+        core.enable_padding(length=512)
+    if last_call in ("truncated", "both"):
+        core.enable_truncation(8)
+    core.save(str(file))
+    short, long = "add one", "add one, " * 400
+    require_fitting([[{"role": "user", "content": short}]], tmp_path / "model", 64, "p.jsonl")
+    says = refusal(
+        lambda: require_fitting(
+            [[{"role": "user", "content": long}]], tmp_path / "model", 64, "p.jsonl"
+        )
+    )
+    assert "none of its prompts fits" in says
+    read = read_tokenizer(tmp_path / "model")
+    assert read is not None
+    assert len(read.encode(short).ids) < 8
+
+
+@pytest.mark.parametrize("refused", [ValueError, OSError])
+@pytest.mark.parametrize("which", ["RLIMIT_AS", "RLIMIT_CPU"])
+def test_a_system_that_refuses_a_limit_renders_templates_all_the_same(
+    refused: type[Exception], which: str
+) -> None:
+    """macOS says ValueError to RLIMIT_AS."""
+    code = f"""
+import resource, runpy
+real = resource.setrlimit
+def setrlimit(kind, limits):
+    if kind == resource.{which}:
+        raise {refused.__name__}("current limit exceeds maximum limit")
+    real(kind, limits)
+resource.setrlimit = setrlimit
+runpy.run_path({load.template_probe.__file__!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code],
+        input=b"{{ messages[0].content }}",
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("pattern", ["(", "(a+)+$"])

@@ -18,6 +18,7 @@ from vgrout.direction.pairs import (
     pairs_from_pool,
 )
 from vgrout.envs.code.modes import MODE_SPECS
+from vgrout.errors import Refused
 
 SHARED = Path(
     os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
@@ -313,6 +314,21 @@ def test_a_log_without_enough_contrast_or_with_a_bad_line_is_refused(tmp_path):
     unlabelled = [line(0, "x"), {"problem": 1, "prompt": "p", "text": "t"}]
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: not a rollout with labels"):
         pairs_from_pool(log_of(tmp_path, unlabelled), "E")
+    for wrong in (
+        {"prompt": 5},
+        {"problem_id": []},
+        {"messages": [{"role": "user"}]},
+        {"text": None},
+    ):
+        with pytest.raises(Refused, match=r"rollouts\.jsonl, line 1: "):
+            pairs_from_pool(log_of(tmp_path, [line(0, "x") | wrong]), "E")
+
+    def fails(_: object) -> str:
+        raise KeyError("a fault of ours")
+
+    good = log_of(tmp_path, [line(0, "x", hacked=True)])
+    with pytest.raises(KeyError, match="a fault of ours"):
+        pairs_from_pool(good, "oracle", fails)
     (tmp_path / "rollouts.jsonl").write_text("{}{\n")
     with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 1: not JSON"):
         pairs_from_pool(tmp_path / "rollouts.jsonl", "E")

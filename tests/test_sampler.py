@@ -378,7 +378,8 @@ def test_answers_end_with_eos_or_are_cut():
         assert not any(t in policy.eos_ids for t in a.ids[:-1])
         assert a.finished or len(a.ids) == 20
         assert len(a.ids) == len(a.logp_full) == len(a.logp_sampled)
-        assert a.text == policy.tok.decode(list(a.ids), skip_special_tokens=True)
+        shown = [i for i in a.ids if i not in policy.eos_ids]
+        assert a.text == policy.tok.decode(shown)
         assert max(*a.logp_full, *a.logp_sampled) <= 0
 
 
@@ -471,7 +472,7 @@ def test_render_is_the_chat_template_with_thinking_off():
     ids = policy.render([{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}])
     text = "<system>a<eos><user>bc<eos><assistant><think></think>"
     assert policy.tok.decode(list(ids)) == text
-    assert policy.decode([*ids, 1]) == "abc"
+    assert policy.decode([*ids, 1]) == text.replace("<eos>", "")
     assert policy.window == 256
 
 

@@ -164,6 +164,15 @@ def not_installed(package: str, extra: str = "") -> Refused:
     )
 
 
+def cannot_import(package: str, error: ImportError, extra: str = "") -> Refused:
+    """The refusal where importing an extra of the installation has failed: it is missing, or broken."""
+    missing = isinstance(error, ModuleNotFoundError) and error.name == package.replace("-", "_")
+    if missing:
+        return not_installed(package, extra)
+    why = " ".join(str(error).split())[:160]
+    return Refused(f"{package} is installed and cannot be imported ({why}): install it again")
+
+
 def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
     """The result of `cli`; `--help` exits. help_flag: lists all flags.
 

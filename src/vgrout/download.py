@@ -23,7 +23,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from vgrout.cli import cli_exit, command, not_installed, parse_args
+from vgrout.cli import cannot_import, cli_exit, command, parse_args
 from vgrout.embedded import SMOLLM2
 from vgrout.envs.code.problems import load_rows
 from vgrout.errors import Refused
@@ -151,8 +151,8 @@ def dataset(
     require_new(out)
     try:
         from datasets import load_dataset
-    except ImportError:
-        raise not_installed("datasets") from None
+    except ImportError as error:
+        raise cannot_import("datasets", error) from None
     try:
         rows = load_dataset(id, config, split=split)
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about `id`

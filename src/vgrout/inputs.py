@@ -23,8 +23,17 @@ from vgrout.environments import environment_class
 from vgrout.envs.base import Environment, Splits, split_tasks
 from vgrout.errors import Refused
 from vgrout.files import hash_of_files, json_lines
-from vgrout.model.gguf import gguf_file, gguf_sha256
-from vgrout.model.source import find_shapes, looks_like_path, require_fitting, require_model
+from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
+from vgrout.model.source import (
+    find_shapes,
+    looks_like_path,
+    model_folder,
+    require_embedded,
+    require_fitting,
+    require_model,
+    require_room,
+    window_of,
+)
 from vgrout.scoring import scorer
 from vgrout.teacher.pools import Pool, load_pool
 
@@ -151,8 +160,12 @@ def read_inputs(cfg: Config) -> Inputs:
         files.read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
     if cfg.loss.teacher_model:
         teacher = cfg.teacher_model_path
-        files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
+        convert = not cfg.run.dry_run
+        files.read(
+            lambda _: require_model(teacher, "--teacher-model", convert=convert), Path(teacher)
+        )
     known_correct = files.read(load_known_correct, cfg.known_correct_path) or ()
+    check_texts(cfg, pool, (pairs, placebo), known_correct)
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     try_ensemble(cfg, environment, pool)
     return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(files.absent))
@@ -176,12 +189,39 @@ def read_pairs(cfg: Config, files: _Reader) -> tuple[PairSet | None, PairSet | N
 
 def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
     """Raises Refused, one line, if prompts do not fit the model, or the quarantine's block is none of its blocks."""
-    folder = files.read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
-    if folder is not None:
+    convert = not cfg.run.dry_run
+    folder = files.read(
+        lambda _: require_model(cfg.model_path, convert=convert), Path(cfg.model_path)
+    )
+    file = gguf_file(cfg.model_path)
+    if folder is not None and file is not None and not folder.is_dir():
+        require_room(window_of(head_configuration(file, "--model")), cfg.scale.max_new)
+    elif folder is not None:
         require_fitting(environment.prompts, folder, cfg.scale.max_new, environment.source)
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
         raise Refused(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
+
+
+def check_texts(
+    cfg: Config,
+    pool: Pool | None,
+    pair_sets: Sequence[PairSet | None],
+    known_correct: Sequence[KnownCorrect],
+) -> None:
+    """Raises Refused, one line, if a text that the model is given has a token that it cannot read."""
+    folder = model_folder(cfg.model_path)
+    if folder is None:
+        return
+    if pool is not None:
+        demos = [demo.completion or "" for of_task in pool.demos.values() for demo in of_task]
+        require_embedded(demos, folder, str(pool.folder))
+    for pairs in pair_sets:
+        if pairs is not None:
+            texts = [text for pair in pairs.pairs for text in (pair.prompt, pair.hack, pair.clean)]
+            require_embedded(texts, folder, pairs.source)
+    texts = [text for known in known_correct for text in (known.prompt, known.completion)]
+    require_embedded(texts, folder, str(cfg.known_correct_path))
 
 
 def try_ensemble(cfg: Config, environment: Environment, pool: Pool | None) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vgrout import ranks
-from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SCHEMA, Meta, PairSet
+from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta, PairSet
 from vgrout.errors import Refused
 from vgrout.files import write_atomic
 from vgrout.model.layout import Packed, batches, pack, padded_batches
@@ -325,7 +325,8 @@ def default_path(policy: Policy, pairs: PairSet, top_k: int, tau_axis: float) ->
     else:
         name = f"v_hack_pairset_{pairs.stem}"
     weights = weights_sha256(policy.model, policy.adapter)
-    text = f"{SCHEMA} {weights} {pairs.sha256} {top_k} {tau_axis} {N_HELDOUT}"
+    # not SCHEMA: files that were written before it had a name of its own are found as well
+    text = f"{SHARED_SCHEMA} {weights} {pairs.sha256} {top_k} {tau_axis} {N_HELDOUT}"
     return DIRECTIONS / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:10]}.safetensors"
 
 

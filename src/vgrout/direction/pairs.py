@@ -20,7 +20,10 @@ from vgrout.files import from_json, numbered_lines, read_text
 from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
-SCHEMA = "v2_with_sv"  # of a direction file
+SCHEMA = "vgrout_direction_3"  # of a direction file
+# The schema of a direction file in the papers' format, which has V and its singular values alone.
+# Files of ours bore the same name, and are told from these by their hashes.
+SHARED_SCHEMA = "v2_with_sv"
 DIRECTIONS = Path("out/vhack")  # where a run looks for one
 LEETCODE = Path(__file__).with_name("data") / "leetcode.json"
 MIN_PAIRS = 3  # two are held out of every extraction
@@ -207,13 +210,20 @@ def pairs_from_pool(
     for where, row in numbered_lines(log):
         try:
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            problem_id = row["problem_id"]
-            prompt = row["prompt"] if render is None else render(messages)
+            problem_id, text = row["problem_id"], row["text"].strip()
+            prompt = row["prompt"] if render is None else ""
+            all_texts = [prompt, *(m[key] for m in messages for key in ("role", "content"))]
             is_hack = _is_hack(row, detector)
-            if is_hack is not None and row["text"].strip():
-                first.setdefault((problem_id, prompt), {}).setdefault(is_hack, row["text"])
+            hash(problem_id)
         except (KeyError, TypeError, AttributeError) as e:
             raise Refused(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
+        if not all(isinstance(part, str) for part in all_texts):
+            raise Refused(f"{where}: prompt and messages should be texts")
+        if is_hack is None or not text:
+            continue
+        if render is not None:
+            prompt = render(messages)
+        first.setdefault((problem_id, prompt), {}).setdefault(is_hack, row["text"])
     pairs: list[Pair] = []
     for (problem_id, prompt), texts in first.items():
         if len(texts) == 2 and texts[True] != texts[False]:
@@ -292,16 +302,28 @@ class Meta:
         Raises:
             Refused: an entry is missing or cannot be read, or the file is of another schema.
         """
-        try:
-            values: dict[str, Any] = {f.name: raw[f.name] for f in fields(cls)}
-            for name in ("top_k", "n_pairs", "n_heldout"):
-                values[name] = int(raw[name])
-            values["tau_axis"] = float(raw["tau_axis"])
-            if raw["schema"] == SCHEMA:
+        schema = raw.get("schema")
+        if schema == SHARED_SCHEMA and "n_pairs" not in raw:
+            raise Refused(
+                f"{where}: a direction of schema {SHARED_SCHEMA} that does not say in which "
+                "singular vectors its numbers are (their signs differ between machines), so it "
+                "cannot be used; extract one from the same pairs: vgrout direction --pairs FILE"
+            )
+        names = [f.name for f in fields(cls)]
+        missing = [name for name in names if name not in raw]
+        if schema not in (SCHEMA, SHARED_SCHEMA):
+            why = f"its schema is {schema}" if schema else "it names no schema"
+        elif missing:
+            why = f"its metadata lack {', '.join(missing)}"
+        else:
+            values: dict[str, Any] = {name: raw[name] for name in names}
+            try:
+                for name in ("top_k", "n_pairs", "n_heldout"):
+                    values[name] = int(raw[name])
+                values["tau_axis"] = float(raw["tau_axis"])
                 return cls(**values)
-            why = f"schema {raw['schema']}"
-        except (KeyError, ValueError) as e:
-            why = f"{type(e).__name__}: {e}"
+            except ValueError as e:
+                why = f"its metadata cannot be read: {e}"
         raise Refused(f"{where}: no direction of schema {SCHEMA} ({why}); extract it again")
 
     def require_pairs(self, pairs: PairSet, where: str) -> None:

@@ -18,11 +18,13 @@ from typing import Annotated, Literal
 
 import tyro
 from loguru import logger
+from safetensors import SafetensorError
 
 from vgrout import console
-from vgrout.cli import cli_exit, out_of_memory, parse_args
+from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
 from vgrout.errors import Refused
+from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
 
@@ -66,7 +68,7 @@ def export_run(settings: ExportSettings) -> str:
 
     Raises:
         Refused: one line; nothing was written.
-        RuntimeError: the written model is not the deployed one; nothing is left behind.
+        Differs: the written model is not the deployed one; nothing is left behind.
     """
     out = settings.out
     try:
@@ -77,8 +79,8 @@ def export_run(settings: ExportSettings) -> str:
             content = write(settings, folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
-    except OSError as e:
-        why = e.strerror or e
+    except (OSError, SafetensorError) as e:  # the latter too where a disk is full
+        why = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise Refused(f"--out {out}: cannot be written ({why}); choose another folder") from None
     return content
 
@@ -97,6 +99,8 @@ def _write_model(settings: ExportSettings, folder: Path) -> str:
     saved = find_adapter(settings.run, settings.step, settings.model)
     from vgrout.export import model, peft
 
+    if settings.to == "peft":
+        peft.require_peft()
     policy = load_saved(saved)
     texts = model.probes(saved, policy)
     if settings.to == "peft":
@@ -125,9 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = parse_args(ExportSettings, argv, "vgrout export")
         try:
             content = export_run(settings)
-        except RuntimeError as e:
-            if out_of_memory(e):
-                raise
+        except Differs as e:
             logger.error(str(e))
             return 1
         files = [path for path in settings.out.rglob("*") if path.is_file()]

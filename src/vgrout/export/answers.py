@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from vgrout.cli import not_installed
+from vgrout.cli import cannot_import, not_installed
 from vgrout.config.run import Config, from_dict
 from vgrout.errors import Refused
 from vgrout.files import json_lines, read_json
@@ -48,8 +48,10 @@ def to_inspect(run: Path, folder: Path) -> str:
         )
     try:
         from inspect_ai.log import write_eval_log
-    except ImportError:
-        raise not_installed("inspect-ai", "inspect") from None
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "inspect_ai":
+            raise not_installed("inspect-ai", "inspect") from None
+        raise cannot_import("inspect-ai", error) from None
     status = run / "status.json"  # written last after the final evaluation
     seconds = read_json(status)["time"] if status.is_file() else final.stat().st_mtime
     created = datetime.fromtimestamp(seconds, UTC)

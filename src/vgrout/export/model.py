@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from vgrout.envs.base import messages_of
 from vgrout.errors import Refused
+from vgrout.export import Differs
 from vgrout.files import numbered_lines, read_json
 from vgrout.metrics import percent
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
@@ -184,13 +185,13 @@ def export(
     """Fill `folder`, which exists and is empty, and compare it with the deployed model on `texts`.
 
     Raises:
-        RuntimeError: the comparison failed.
+        Differs: the comparison failed.
     """
     own = DTYPE_NAMES[policy.model.dtype]
     dtype = dtype or ("bf16" if own == "bf16" else "fp32")
     write(policy, folder, DTYPES[dtype])
     result = parity(policy, load_beside(policy, folder), texts, exact=dtype == own)
     if not result.holds:
-        raise RuntimeError(f"the exported model is not the deployed one: {result}")
+        raise Differs(f"the exported model is not the deployed one: {result}")
     (folder / "README.md").write_text(model_card(saved, dtype, result), encoding="utf-8")
     return result

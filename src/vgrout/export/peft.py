@@ -6,6 +6,7 @@ kept, which is the best approximation of that rank (Eckart and Young), and the m
 √(Σ dropped δ² / Σ δ²), is reported.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vgrout.cli import not_installed
+from vgrout.cli import cannot_import
+from vgrout.export import Differs
 from vgrout.export.model import Parity, about, card, load_beside, parity
 from vgrout.model.policy import Policy
 from vgrout.model.source import Saved
@@ -49,6 +51,14 @@ def factors(
     return A.contiguous().cpu(), B.contiguous().cpu()
 
 
+def require_peft() -> None:
+    """Raises Refused, one line, if peft is missing or cannot be imported."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise cannot_import("peft", error) from None
+
+
 @torch.no_grad()
 def export(
     saved: Saved, policy: Policy, folder: Path, rank: int | None, texts: Sequence[str]
@@ -60,13 +70,10 @@ def export(
     rank: of every module, at most; None: as many as it has singular values.
 
     Raises:
-        Refused: peft is not installed.
-        RuntimeError: at full rank, PEFT's model is not the deployed one.
+        Differs: at full rank, PEFT's model is not the deployed one.
     """
-    try:
-        from peft import LoraConfig, PeftModel
-    except ImportError:
-        raise not_installed("peft") from None
+    from peft import LoraConfig, PeftModel
+
     adapter = policy.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -92,17 +99,26 @@ def export(
         inference_mode=True,
     )
     config.save_pretrained(str(folder))
+    _sort_targets(folder / "adapter_config.json")
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     base = load_beside(policy, saved.model, policy.model.dtype)
     loaded = PeftModel.from_pretrained(base, str(folder)).eval()
     missing = (dropped / total) ** 0.5 if total else 0.0
     result = Lora(most, missing, parity(policy, loaded, texts, exact=False))
     if rank is None and not result.parity.holds:
-        raise RuntimeError(
-            f"the adapter as PEFT loads it is not the deployed model: {result.parity}"
-        )
+        raise Differs(f"the adapter as PEFT loads it is not the deployed model: {result.parity}")
     (folder / "README.md").write_text(adapter_card(saved, result), encoding="utf-8")
     return result
+
+
+def _sort_targets(file: Path) -> None:
+    """Order the modules that a written configuration names.
+
+    PEFT keeps them as a set, whose order is another one in every process.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["target_modules"] = sorted(config["target_modules"])
+    file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def adapter_card(saved: Saved, result: Lora) -> str:

@@ -11,21 +11,23 @@ library has for attention functions of others.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import accumulate, chain
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
+from loguru import logger
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 ATTENTION = "vgrout_packed"  # our name in transformers' list of attention functions
 
@@ -57,14 +59,14 @@ def uploaded(
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
     """The kernel of the update's attention: "flash_attn", "varlen_attn" or "sdpa".
 
-    The package flash-attn is used where it is installed; torch's varlen kernel is as fast.
+    The package flash-attn is used where it can be imported; torch's varlen kernel is as fast.
     """
     # flash-attention has no other dtypes
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
     if torch.cuda.get_device_capability()[0] < 8:  # flash-attention 2 begins with sm_80
         return "sdpa"
-    if importlib.util.find_spec("flash_attn") is not None:
+    if flash_attention() is not None:
         return "flash_attn"
     with suppress(ImportError):  # torch before 2.10 has no varlen module
         from torch.nn.attention.varlen import varlen_attn
@@ -72,6 +74,33 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
         if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.13 has it, 2.11 does not
             return "varlen_attn"
     return "sdpa"
+
+
+@cache
+def flash_attention() -> Callable[..., Tensor] | None:
+    """flash-attn's varlen function; None where the package is not there, or cannot be used.
+
+    A package that was built for another torch, CUDA or C library is found, and raises when it is
+    imported: what, is up to its extension module. The log says so once.
+    """
+    try:
+        found = importlib.import_module("flash_attn").flash_attn_varlen_func
+    except Exception as error:
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
+            _warn_of_flash_attention(f"{type(error).__name__}: {error}")
+        return None
+    # another distribution of that name, or a version that aligns a mask at the wrong end
+    if not is_flash_attn_2_available():
+        _warn_of_flash_attention("transformers takes it for no flash-attention 2 from 2.3.3 on")
+        return None
+    return found
+
+
+def _warn_of_flash_attention(why: str) -> None:
+    why = " ".join(why.split())[:200]
+    logger.warning(
+        f"flash-attn is installed and cannot be used ({why}): torch's own attention takes its place"
+    )
 
 
 def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
@@ -88,7 +117,8 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 def _flash_attention_kernel() -> Kernel:
-    flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
+    flash_attn_varlen_func = flash_attention()
+    assert flash_attn_varlen_func is not None, "kernel_name has asked for it"
 
     def kernel(
         q: Tensor,

@@ -7,6 +7,7 @@ any transformers model; `LeanDecoder` runs Llama-like ones faster.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -78,6 +79,9 @@ class HfDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        # Transformers 5.24 renamed the argument; 5.40 forgets its older name.
+        takes = signature(backbone(model).forward).parameters
+        self.cache_argument = "cache" if "cache" in takes else "past_key_values"
 
     def prefill(
         self,
@@ -111,8 +115,8 @@ class HfDecoder:
             input_ids=ids,
             attention_mask=self.mask,
             position_ids=positions,
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.cache_argument: self.cache},
         )
         return out.last_hidden_state[:, -1]
 

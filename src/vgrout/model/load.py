@@ -34,7 +34,7 @@ from vgrout.model import template_probe
 from vgrout.model.attention import kernel_name
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
-from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template
+from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template, loaded_window
 from vgrout.model.source import (
     SVD_CACHE,
     FoundModel,
@@ -48,7 +48,7 @@ from vgrout.model.source import (
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
-from vgrout.model.trials import lean_fits, packs, require_branching
+from vgrout.model.trials import lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -227,7 +227,8 @@ def load_language_model(
         raise
     # The libraries raise all sorts of things on damaged files; a panic is no Exception.
     except BaseException as error:
-        if out_of_memory(error):
+        is_ours = raised_here(error) and not isinstance(error, Refused)
+        if is_ours or out_of_memory(error):
             raise
         why = " ".join(str(error).split())[:160] or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
@@ -316,6 +317,8 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as e:  # whatever the libraries raise
+        if raised_here(e) or out_of_memory(e):
+            raise
         raise Refused(" ".join(str(e).split())) from e
     linears = targets(model)
     shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]
@@ -332,9 +335,15 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
     """
     check_head(model.eval().requires_grad_(False))
     eos = _end_of_text(model, tok)
-    if not eos or not isinstance(getattr(model.config, "max_position_embeddings", None), int):
+    window = loaded_window(model)
+    if not eos or window is None:
         raise Refused(
             f"{type(model).__name__}: names no end-of-text token, or no max_position_embeddings"
+        )
+    if window < model.config.max_position_embeddings:
+        logger.info(
+            f"window: {window:,} of the model's {model.config.max_position_embeddings:,} tokens, up "
+            "to which longrope has the same factors for every row"
         )
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
     _require_embedded(model, tok, eos, pad_id)
@@ -370,7 +379,7 @@ def _end_of_text(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> set[in
     eos: set[int] = set()
     named = (
         tok.eos_token_id,
-        model.config.eos_token_id,
+        getattr(model.config, "eos_token_id", None),  # some configurations lack the attribute
         getattr(model.generation_config, "eos_token_id", None),
     )
     for ids in named:
@@ -391,6 +400,8 @@ def _require_embedded(
     text = apply_template(tok, [USER])
     with tokenizing("its tokenizer"):
         prompt = tok(text, add_special_tokens=False)["input_ids"]
+    if not prompt:
+        raise Refused(f"{type(model).__name__}: its tokenizer makes no tokens of a prompt")
     given = sorted([*eos, *prompt, pad_id])
     for token in (given[0], given[-1]):
         if not 0 <= token < rows:

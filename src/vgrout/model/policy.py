@@ -9,6 +9,7 @@ import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,7 +33,7 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import Budget
-from vgrout.model.source import tokenizing
+from vgrout.model.source import WINDOW_NAMES, not_embedded, tokenizing, window_of
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.model.template_probe import SECONDS
 
@@ -65,8 +66,10 @@ class LanguageModel:
 
     @property
     def window(self) -> int:
-        """Longest prompt + completion that the model was built for, in tokens."""
-        return int(self.model.config.max_position_embeddings)
+        """Longest prompt + completion in tokens, as `window_of`."""
+        window = loaded_window(self.model)
+        assert window is not None, "`as_language_model` has refused a model without"
+        return window
 
     def render(self, messages: Sequence[Message], sampled: Sequence[TokenIds] = ()) -> TokenIds:
         """Token ids of the chat template up to where the answer begins, thinking off.
@@ -106,9 +109,19 @@ class LanguageModel:
         return [apply_template(self.tok, messages)]
 
     def encode(self, text: str) -> TokenIds:
-        """Tokens of rendered text, with no special token added. Raises Refused as `tokenizing`."""
+        """Tokens of rendered text, with no special token added.
+
+        Raises:
+            Refused: as `tokenizing`; or a token has no row in the embedding.
+        """
         with tokenizing(self.tok.name_or_path):
-            return tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+            ids = tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+        rows = len(cast(Tensor, self.model.get_input_embeddings().weight))
+        last = max(ids, default=0)
+        if last >= rows:
+            token = str(self.tok.convert_ids_to_tokens(last))
+            raise not_embedded(repr(text[:40]), token, last, rows)
+        return ids
 
     def encode_completion(self, text: str, finished: bool = True) -> TokenIds:
         """An answer's tokens as the model would have written them; if `finished`, with its EOS."""
@@ -123,13 +136,14 @@ class LanguageModel:
         return tokenizer_sha256(self.tok)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The answer's text without special tokens.
+        """The answer's text, without the tokens that end it or pad it.
 
-        Every space is kept: a tokenizer's clean-up is for prose.
+        Other special tokens stay: a model may write its thoughts between two of them, and whether
+        a thought was finished shows by them. Every space is kept: a tokenizer's clean-up is for
+        prose.
         """
-        text = self.tok.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        shown = [i for i in ids if i not in self.eos_ids and i != self.pad_id]
+        text = self.tok.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     @property
@@ -233,6 +247,11 @@ class Policy(LanguageModel):
         if isinstance(batch, Packed):
             return packed_hidden(self.model, backbone(self.model), batch)[at]
         return completion_hidden(self.model, batch)
+
+
+def loaded_window(model: PreTrainedModel) -> int | None:
+    """The window of a model in memory, in tokens, as `window_of`."""
+    return window_of({name: getattr(model.config, name, None) for name in WINDOW_NAMES})
 
 
 def conversation(

@@ -4,10 +4,12 @@ A flag names the organism, a folder, a GGUF file, a hub id, or an adapter over o
 Torch-free. Nothing is fetched here: that is `python -m vgrout.download`.
 """
 
+import json
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +23,8 @@ from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular
-from vgrout.model.gguf import gguf_file, unpack, unpacked
+from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
+from vgrout.model.template_probe import USER, syntax_error
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
     import torch
@@ -55,8 +58,11 @@ def model_folder(model: str | Path) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def require_model(model: str | Path, flag: str = "--model") -> Path:
-    """The same folder, after a check of its weights' files. A GGUF file is converted if it was not.
+def require_model(model: str | Path, flag: str = "--model", *, convert: bool = True) -> Path:
+    """The same folder, after a check of its files. A GGUF file is converted if it was not.
+
+    convert: False, for a plan: of a GGUF file the head is checked alone, and its folder may be yet
+        to come.
 
     Raises:
         Refused: one line that says what is wrong and what to run: no such model here, no
@@ -64,6 +70,9 @@ def require_model(model: str | Path, flag: str = "--model") -> Path:
             model needs shows when it is loaded.
     """
     file = gguf_file(model)
+    if file is not None and not convert and not is_unpacked(file):
+        head_configuration(file, flag)
+        return unpacked(file)
     if file is not None:
         unpack(file, flag)
     folder = model_folder(model)
@@ -110,19 +119,55 @@ def configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
-def config_number(
-    folder: Path, name: Literal["max_position_embeddings", "num_hidden_layers"]
-) -> int | None:
-    """A number of a model's configuration: its window in tokens, or how many blocks it has.
+def text_configuration(folder: Path) -> dict[str, Any]:
+    """The part of a model's configuration that is about text. Raises as `configuration`."""
+    config = configuration(folder)
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def config_number(folder: Path, name: Literal["vocab_size", "num_hidden_layers"]) -> int | None:
+    """A number of a model's configuration: rows of its embedding, or how many blocks it has.
 
     None: it is not there under the usual name. Raises as `configuration`.
     """
-    config = configuration(folder)
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        config = inner
-    value = config.get(name)
+    value = text_configuration(folder).get(name)
     return value if type(value) is int else None
+
+
+# Names of a configuration on which a window depends.
+WINDOW_NAMES = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_parameters",
+    "rope_scaling",  # the older name
+)
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """Longest prompt + completion, in tokens, for which a model's numbers depend on a row alone.
+
+    It is what the model was built for. But "longrope" has two sets of rotation factors, and the
+    longest row of a forward chooses for all of its rows, and for keys that lie in a cache: there it
+    is the length up to which the first set is used.
+
+    None: no window is named.
+    """
+    window = config.get("max_position_embeddings")
+    if type(window) is not int:
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return window
+    for of_layers in (rope, *rope.values()):  # some models name parameters by kinds of layers
+        if not isinstance(of_layers, Mapping):
+            continue
+        kind = of_layers.get("rope_type") or of_layers.get("type")
+        first_set = config.get("original_max_position_embeddings")
+        first_set = first_set or of_layers.get("original_max_position_embeddings")
+        if kind in ("longrope", "su") and type(first_set) is int:
+            window = min(window, first_set)
+    return window
 
 
 def require_fitting(
@@ -130,25 +175,98 @@ def require_fitting(
 ) -> None:
     """Raises Refused, one line, if no prompt fits the window of the model in this folder.
 
-    Only the tokens of a prompt's messages are counted; the template adds some. source: where the
-    prompts come from, for the message.
+    Also if a prompt has a token without a row in the embedding. Only the tokens of a prompt's
+    messages are counted; the template adds some. source: where the prompts come from, for the
+    message.
     """
-    window = config_number(folder, "max_position_embeddings")
-    if window is not None and window <= max_new:
-        raise Refused(
-            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
-        )
-    file = folder / "tokenizer.json"
-    if not prompts or window is None or not file.is_file():
+    window = window_of(text_configuration(folder))
+    require_room(window, max_new)
+    texts = [message["content"] for messages in prompts for message in messages]
+    require_embedded(texts, folder, source)
+    tokenizer = read_tokenizer(folder)
+    if not prompts or window is None or tokenizer is None:
         return
     room = window - max_new
-    with tokenizing(file):
-        tokenizer = Tokenizer.from_file(str(file))
+    with tokenizing(folder / "tokenizer.json"):
         for messages in prompts:  # as a rule the first one fits
             lengths = [len(tokenizer.encode(message["content"]).ids) for message in messages]
             if sum(lengths) <= room:
                 return
     raise none_fits(source, room)
+
+
+def require_room(window: int | None, max_new: int) -> None:
+    """Raises Refused, one line, if answers leave no room for a prompt in the model's window."""
+    if window is not None and window <= max_new:
+        raise Refused(
+            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
+        )
+
+
+def require_embedded(texts: Iterable[str], folder: Path, source: str) -> None:
+    """Raises Refused, one line, if a text has a token without a row in the model's embedding.
+
+    A tokenizer that was given tokens after training has such tokens. source: the file that the
+    texts come from, or its folder, for the message.
+    """
+    rows = config_number(folder, "vocab_size")
+    tokenizer = read_tokenizer(folder)
+    if rows is None or tokenizer is None:
+        return
+    if max(tokenizer.get_vocab().values(), default=0) < rows:
+        return
+    with tokenizing(folder / "tokenizer.json"):
+        for text in texts:
+            encoded = tokenizer.encode(text)
+            for id, token in zip(encoded.ids, encoded.tokens, strict=True):
+                if id >= rows:
+                    raise not_embedded(_line_with(source, token), token, id, rows)
+
+
+def not_embedded(where: str, token: str, id: int, rows: int) -> Refused:
+    """The refusal of a text with a token that the model cannot read."""
+    return Refused(
+        f"{where}: has the token {token!r} ({id}), and the model's embedding has {rows} rows; take "
+        "it out of the text, or give a model that was trained with it"
+    )
+
+
+def _line_with(source: str, token: str) -> str:
+    """The file with the number of its first line that has this text, where it is such a file."""
+    path = Path(source)
+    if not path.is_file():
+        return source
+    escaped = json.dumps(token)[1:-1]
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if token in line or escaped in line:
+                return f"{source}, line {number}"
+    return source
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder's tokenizer.json; None: it has no such file.
+
+    The file may keep the padding and the truncation of the tokenizer's last call, which would
+    change every length: both are switched off.
+
+    Raises:
+        Refused: as `tokenizing`.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    at = file.stat()
+    return _tokenizer(file, at.st_size, at.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # reading takes up to half a second, and checks ask for it several times
+def _tokenizer(file: Path, size: int, mtime_ns: int) -> Tokenizer:
+    with tokenizing(file):
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
 
 @contextmanager
@@ -159,7 +277,7 @@ def tokenizing(where: str | Path) -> Generator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (Refused, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:
         why = " ".join(str(e).split())[:160]
@@ -210,6 +328,66 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
     # transformers would make all these blocks before it missed their weights
     if blocks > tensors:
         raise wrong(f"config.json has {blocks} layers, its weights are {tensors} tensors")
+    try:
+        why = _tokenizer_fault(folder)
+    except Refused as e:
+        why = str(e)
+    if why:
+        raise wrong(why)
+
+
+# Files of which one is a whole tokenizer. transformers makes an empty one where there is none.
+TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.txt")
+# Some of them transformers passes over, without a word, where they cannot be read.
+SETTINGS = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def _tokenizer_fault(folder: Path) -> str:
+    """What is wrong with the files of a folder's tokenizer, or "".
+
+    Raises:
+        Refused: one of them cannot be read.
+    """
+    found = any(list(folder.glob(name)) for name in TOKENIZERS)
+    if not found and not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return "no tokenizer.json in it"
+    if not (folder / "tokenizer_config.json").is_file():  # it names the special tokens
+        return "no tokenizer_config.json in it"
+    for name in SETTINGS:
+        _json_object(folder / name)
+    tokenizer = read_tokenizer(folder)
+    if tokenizer is not None and not tokenizer.encode(USER["content"]).ids:
+        return "its tokenizer.json has no tokens for a text"
+    template = _chat_template(folder)
+    if not template:
+        return "no chat template in it (chat_template.jinja, or in tokenizer_config.json)"
+    if isinstance(template, str) and (error := syntax_error(template)):
+        return f"its chat template cannot be read: {error}"
+    return ""
+
+
+def _chat_template(folder: Path) -> object:
+    """A folder's chat template, or a list of several; None or "": it has none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return read_text(file)
+    in_settings = _json_object(folder / "tokenizer_config.json").get("chat_template")
+    return in_settings or list(folder.glob("additional_chat_templates/*.jinja"))
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is no such file. Raises Refused where it cannot be read."""
+    if not file.is_file():
+        return {}
+    data = from_json(read_text(file), str(file))
+    if not isinstance(data, dict):
+        raise Refused(f"{file}: is no JSON object")
+    return data
 
 
 def _weight_files(folder: Path, flag: str) -> set[str] | None:
@@ -351,13 +529,15 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
 
 def find_shapes(model: str | Path) -> Shapes | None:
     """Shapes of a local folder, a downloaded hub id, or a model known by name. None: of another."""
-    folder = model_folder(model)
-    if folder is None:
-        return KNOWN.get(str(model))
+    folder, file = model_folder(model), gguf_file(model)
     try:
-        return shapes_of(configuration(folder))
+        if folder is not None:
+            return shapes_of(configuration(folder))
+        if file is not None:
+            return shapes_of(head_configuration(file, "--model"))
     except (OSError, Refused):
         return None
+    return KNOWN.get(str(model))
 
 
 # ── a flag's value
@@ -510,11 +690,8 @@ class FoundModel:
 
     def vocabulary(self) -> dict[str, int] | None:
         """Token → id, from the tokenizer's file alone. None: there is no such file."""
-        file = self.folder / "tokenizer.json"
-        if not file.is_file():
-            return None
-        with tokenizing(file):
-            return Tokenizer.from_file(str(file)).get_vocab()
+        tokenizer = read_tokenizer(self.folder)
+        return None if tokenizer is None else tokenizer.get_vocab()
 
     def identity(self) -> dict[str, str | None]:
         """Name of the base and sha256 of the adapter's file, for a run's records."""

@@ -440,7 +440,8 @@ class SvdAdapter:
         if fingerprint.shape == here.shape:
             distance = (here - fingerprint.to(here)).abs().amax(1)
             allowed = SAME_BASIS * torch.stack(norms).cpu()
-            turned = (distance > allowed).tolist()
+            same = distance <= allowed  # of a NaN it is False
+            turned = (~same).tolist()
         if any(turned):
             first = self.names[turned.index(True)]
             raise Refused(

@@ -10,7 +10,9 @@ import re
 import resource
 import sys
 import time
+from contextlib import suppress
 
+from jinja2 import TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 3  # of CPU time
@@ -28,21 +30,37 @@ CONVERSATIONS = (
 )
 
 
-def render(text: str) -> None:
-    """Render every kind of conversation that vgrout shows a template.
+def environment() -> ImmutableSandboxedEnvironment:
+    """The environment that transformers gives a template."""
+    like_transformers = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    like_transformers.filters["tojson"] = lambda value, **_: json.dumps(value)
+    return like_transformers
 
-    The environment is the one that transformers gives it.
-    """
+
+def _without_generation_marks(text: str) -> str:
+    """The template without a tag that transformers alone knows."""
+    return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
+
+
+def syntax_error(text: str) -> str:
+    """What is wrong with a template's syntax, or "". Nothing of it is run."""
+    try:
+        environment().parse(_without_generation_marks(text))
+    except (TemplateSyntaxError, RecursionError) as error:
+        return " ".join(str(error).split())[:160]
+    return ""
+
+
+def render(text: str) -> None:
+    """Render every kind of conversation that vgrout shows a template."""
 
     def fail(message: str) -> None:
         raise RuntimeError(message)
 
     functions = {"raise_exception": fail, "strftime_now": time.strftime}
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value)
-    template = environment.from_string(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text))
+    template = environment().from_string(_without_generation_marks(text))
     for messages in CONVERSATIONS:
         for prompt in (True, False):
             try:
@@ -58,9 +76,18 @@ def render(text: str) -> None:
                 continue
 
 
+def limit(kind: int, most: int) -> None:
+    """Lower a limit of this process, where the system lets it be lowered.
+
+    macOS refuses RLIMIT_AS. Whoever started this process still ends it after a time.
+    """
+    with suppress(ValueError, OSError):
+        resource.setrlimit(kind, (most, most))
+
+
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    limit(resource.RLIMIT_CPU, SECONDS)
+    limit(resource.RLIMIT_AS, BYTES)
     try:
         render(sys.stdin.read())
     except MemoryError:

@@ -6,6 +6,7 @@ tokens before they are used.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.prefixes import Ids, Prompts
 from vgrout.model.source import LLAMAS
+
+PACKAGE = Path(__file__).parents[1]
 
 # (prompts, tokens of two further steps) → logits of a trial
 Trial = Callable[[Sequence[Ids], Tensor], Float[Tensor, "8 V"]]
@@ -136,6 +140,7 @@ def require_branching(model: PreTrainedModel) -> None:
     Raises:
         Refused: the cache cannot be branched, or the model does not read it.
     """
+    why = ""
     try:
         # recurrences add up in another order: 1e-3 of Nemotron-H
         fits = _agree(
@@ -145,15 +150,29 @@ def require_branching(model: PreTrainedModel) -> None:
             fp32=1e-2,
             bf16=1e-1,
         )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # whatever a model's own code raises
-        logger.debug(f"{type(model).__name__}: {type(e).__name__}: {e}")
+    except Exception as error:  # whatever a model's own code raises
+        if out_of_memory(error) or raised_here(error):
+            raise
         fits = False
+        why = f" ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     if not fits:
         raise Refused(
-            f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported"
+            f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported{why}"
         )
+
+
+def raised_here(error: BaseException) -> bool:
+    """Whether this package's own code raised it, and not a library that it called.
+
+    What a library raises on a model's files is about these files. What our code raises is a fault
+    of ours, whichever files it was given.
+    """
+    last = error.__traceback__
+    if last is None:
+        return False
+    while last.tb_next is not None:
+        last = last.tb_next
+    return Path(last.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
 def _agree(model: PreTrainedModel, got: Trial, want: Trial, fp32: float, bf16: float) -> bool:

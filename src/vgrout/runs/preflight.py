@@ -22,6 +22,7 @@ from vgrout.files import existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, visible
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.metrics import Rate
+from vgrout.model.gguf import gguf_file, is_unpacked, unpacked
 from vgrout.model.memory import CARDS, GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.source import (
     ITEMSIZE,
@@ -76,6 +77,9 @@ def disk_needed(cfg: Config) -> int:
         checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # two vectors with two moments each
         cached = sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
         need += 4 * shapes.R * (saved + checkpoints) + max(0, svd_cache(cfg, shapes) - cached)
+        file = gguf_file(cfg.model_path)
+        if file is not None and not is_unpacked(file):
+            need += 4 * shapes.parameters  # converted into fp32
     return need
 
 
@@ -341,6 +345,9 @@ def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
     shapes = find_shapes(cfg.model_path)
     organism = f" in {cfg.scale.organism}" if cfg.scale.organism else ""
     lines = _headed("model", f"{cfg.scale.model}{organism}, {dtype_of(cfg)}")
+    file = gguf_file(cfg.model_path)
+    if file is not None and not is_unpacked(file):
+        lines += _headed("", f"converted once, by the run, into {unpacked(file)}")
     if cfg.preset in ("fast", "full") and not visible():
         lines += _headed("device", f"no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)
