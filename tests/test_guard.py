@@ -5,6 +5,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from methods import graded
 from vgrout.config.guard import GuardConfig, blind, evaluations
-from vgrout.config.presets import resolve
+from vgrout.config.presets import PRESETS, resolve
+from vgrout.config.run import Config
 from vgrout.errors import Refused
 from vgrout.guard.kill_switch import (
     CollapseStopError,
@@ -25,6 +27,7 @@ from vgrout.guard.kill_switch import (
 )
 from vgrout.inputs import kl_of_runs
 from vgrout.rollout import training_reward
+from vgrout.runs.preflight import guard_line
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -355,6 +358,48 @@ def test_a_guard_fires_unless_it_is_blind(
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
     assert guard.should_halt() == (blind(cfg, steps, every) is None)
+
+
+@pytest.mark.parametrize("intervention", ["none", "erase", "route2"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: str) -> None:
+    """Every short run starts. Where the preset's halt could not be, the guard logs, and the plan and a warning say so."""
+    usual = PRESETS[preset][1]
+    method = replace(usual.method, intervention=intervention)
+    halts = preset in ("fast", "full") and intervention != "none"
+
+    def made(steps: int, every: int, guard: str | None) -> Config:
+        return replace(
+            usual,
+            method=method,
+            scale=replace(usual.scale, steps=steps),
+            eval=replace(usual.eval, eval_ablate_every=every),
+            guard=replace(usual.guard, guard=guard),
+        )
+
+    found = Counter[str]()
+    for steps, every in product(range(1, 26), (0, 1, 2, 3, 5, 7, 10, 20, 25, 50)):
+        cannot = blind(usual.guard, steps, every)
+        cfg = made(steps, every, None)
+        assert cfg.guard_mode == ("halt" if halts and not cannot else "log")
+        assert bool(cfg.guard_warning) == (halts and cannot is not None)
+        assert (cannot or "halt" if halts else "log") in guard_line(cfg)
+        for guard in ("off", "log"):
+            assert made(steps, every, guard).guard_mode == guard
+            assert not made(steps, every, guard).guard_warning
+        if cannot:
+            with pytest.raises(Refused, match="--guard halt could not fire"):
+                made(steps, every, "halt")
+        else:
+            assert made(steps, every, "halt").guard_mode == "halt"
+        found["blind" if cannot else "fine"] += 1
+    assert {*found} == {"blind", "fine"}
+
+
+@pytest.mark.parametrize("flags", ["--steps=10", "--eval-ablate-every=0", "--eval-ablate-every=50"])
+def test_short_runs_as_they_are_typed(flags: str) -> None:
+    assert "only logs" in guard_line(resolve(["fast", "--intervention=route2", flags]))
+    assert "only logs" in guard_line(resolve(["full", "--guard-halt-on="]))
 
 
 @pytest.mark.parametrize(("flags", "counts"), [("", True), ("--control=no_loophole", False)])

@@ -167,6 +167,8 @@ def launch(
             on_run(run)
         with run:
             run.announce(*first_lines(cfg, named=named or bool(path)))
+            if cfg.guard_warning:
+                logger.warning(cfg.guard_warning)
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)

@@ -68,7 +68,7 @@ class ImitationSettings:
     weight_decay: float = 0.0
     """Decoupled decay."""
     warmup_frac: float = 0.1
-    """Share of the steps spent warming up."""
+    """Share of the steps spent warming up, and at least one of them; 0: none."""
     grad_clip: float = 10.0
     """Largest L2 norm of the gradient."""
     seed: int = 41

@@ -244,6 +244,8 @@ def guard_line(cfg: Config) -> str:
         case "off":
             return "off"
         case "log":
+            if cfg.guard_warning:
+                return f"log: {cfg.guard_warning}"
             blind = f" (it cannot fire: {cfg.guard_blind})" if cfg.guard_blind else ""
             return f"log: a verdict is a warning{blind}"
         case "halt":
