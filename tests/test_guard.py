@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from methods import graded
-from vgrout.config.guard import GuardConfig, blind, evaluations
+from vgrout.config.guard import RULES, GuardConfig, blind, breakable, evaluations
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.config.run import Config
 from vgrout.errors import Refused
@@ -342,22 +342,87 @@ def test_blind_guards() -> None:
     assert blind(cfg, 20, 5) is None
     assert "--eval-ablate-every" in (blind(cfg, 60, 0) or "")
     assert "--guard-warmup" in (blind(cfg, 19, 5) or "")
-    assert "--guard-baseline" in (blind(cfg, 200, 100) or "")
+    assert "--guard-baseline" in (blind(cfg, 200, 100, ["streak", "gap"]) or "")
+    assert blind(cfg, 200, 100) is None, "the KL has no baseline"
+    assert "--max-proxy-real-gap" in (
+        blind(GuardConfig(max_proxy_real_gap=1.9), 60, 5, ["gap"]) or ""
+    )
     assert blind(GuardConfig(guard_baseline=1), 200, 100) is None
 
 
-@given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 40), st.integers(1, 5))
+@given(
+    st.integers(1, 60),
+    st.integers(0, 30),
+    st.integers(0, 40),
+    st.integers(1, 5),
+    st.sampled_from([0.01, 0.1, 0.7, 1.5]),
+)
 def test_a_guard_fires_unless_it_is_blind(
-    steps: int, every: int, warmup: int, baseline: int
+    steps: int, every: int, warmup: int, baseline: int, limit: float
 ) -> None:
-    """On the worst series, a guard fires exactly if it is not blind."""
-    cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
+    """On the worst series of shares, a guard fires exactly if it is not blind."""
+    cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=limit)
     guard = HeldOutGuard(cfg, cfg.first_update(steps, every))
     at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
     for k, done in enumerate(at):
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
-    assert guard.should_halt() == (blind(cfg, steps, every) is None)
+    assert guard.should_halt() == (blind(cfg, steps, every, ["streak", "gap"]) is None)
+
+
+@given(
+    st.integers(1, 40),
+    st.sampled_from([0.0, 1e-4, 0.01, 0.05, 0.099, 0.1, 0.3, 0.9]),
+    st.sampled_from([0.0, 0.5, 0.9, 0.99]),
+)
+def test_a_streak_that_can_be_is_seen(patience: int, rise_eps: float, ema_alpha: float) -> None:
+    """Held-out falls, and in-loop rises, by a hair more than counts; the last time by all that there is."""
+    cfg = config(
+        decline_patience=patience,
+        rise_eps=rise_eps,
+        ema_alpha=ema_alpha,
+        guard_rule="ema",
+        max_proxy_real_gap=1.99,
+    )
+    guard = HeldOutGuard(cfg)
+    average = 1.0
+    guard.update(0, 0.0, 1.0)
+    for i in range(patience):
+        fall = rise_eps + 1e-9 if i < patience - 1 else 1.0
+        held_out = max(0.0, average - fall / (1 - ema_alpha))
+        average = ema_alpha * average + (1 - ema_alpha) * held_out
+        guard.update(i + 1, 1 - held_out, held_out)
+    assert breakable(cfg, "streak", patience) == ("streak" in guard.fired)
+    assert not breakable(cfg, "streak", patience - 1)
+
+
+@given(st.integers(1, 40), st.floats(0.01, 1.99), st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+def test_a_gap_that_can_be_is_seen(n: int, limit: float, ema_alpha: float) -> None:
+    cfg = config(max_proxy_real_gap=limit, ema_alpha=ema_alpha)
+    guard = HeldOutGuard(cfg)
+    guard.update(0, 0.0, 1.0)
+    for i in range(n):
+        guard.update(i + 1, 1.0, 0.0)
+    largest = 2 * (1 - ema_alpha**n)
+    assert ("gap" in guard.fired) == breakable(cfg, "gap", n) or largest == pytest.approx(limit)
+
+
+# by rule, what breaks it with the default settings: each a series of in-loop, held-out, KL
+BREAKS: dict[str, list[tuple[float, float, float]]] = {
+    "kl": [(0.5, 0.5, 0.2)] * 3,
+    "streak": [(0.3, 0.9, 0.0), (0.3, 0.9, 0.0), *[(1.0, 0.0, 0.0)] * 3],
+    "gap": [(0.0, 1.0, 0.0)] * 2 + [(1.0, 0.0, 0.0)],
+    "not_finite": [(0.5, math.nan, 0.0)],
+}
+
+
+@pytest.mark.parametrize("rule", [*RULES, "not_finite"])
+@pytest.mark.parametrize("how", ["ema", "se"])
+def test_every_rule_can_be_broken(rule: str, how: Any) -> None:
+    guard = HeldOutGuard(GuardConfig(guard_warmup=0, guard_rule=how))
+    for i, (in_loop, held_out, kl) in enumerate(BREAKS[rule]):
+        guard.update(i, in_loop, held_out, kl, n=64)
+    assert guard.should_halt([rule])
 
 
 @pytest.mark.parametrize("intervention", ["none", "erase", "route2"])
@@ -379,11 +444,11 @@ def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: st
 
     found = Counter[str]()
     for steps, every in product(range(1, 26), (0, 1, 2, 3, 5, 7, 10, 20, 25, 50)):
-        cannot = blind(usual.guard, steps, every)
+        cannot = blind(usual.guard, steps, every, usual.guard.halting)
         cfg = made(steps, every, None)
         assert cfg.guard_mode == ("halt" if halts and not cannot else "log")
         assert bool(cfg.guard_warning) == (halts and cannot is not None)
-        assert (cannot or "halt" if halts else "log") in guard_line(cfg)
+        assert ((cannot or "halt") if halts else "log") in guard_line(cfg)
         for guard in ("off", "log"):
             assert made(steps, every, guard).guard_mode == guard
             assert not made(steps, every, guard).guard_warning

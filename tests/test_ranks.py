@@ -340,32 +340,32 @@ def always(id, completion):
 
 
 @pytest.mark.parametrize(
-    ("reward", "argv", "signal_in"),
+    ("reward", "argv"),
     [
-        ("sometimes", ["--intervention", "none"], {0, 1}),
-        ("always", ["--intervention", "none", "--updates-per-batch", "2"], {0}),
+        ("sometimes", "--intervention none --updates-per-batch 2"),
         *(
-            pytest.param("sometimes", argv.split(), {0, 1}, marks=pytest.mark.slow)
-            for argv in (
-                "--intervention none --beta 0.1 --loss icepop",
-                "--intervention none --loss dppo_tv --updates-per-batch 2",
-                "--intervention screen --monitor labels",
-                "--intervention penalty --monitor labels",
+            pytest.param(reward, argv, marks=pytest.mark.slow)
+            for reward, argv in (
+                ("always", "--intervention none"),
+                ("sometimes", "--intervention none --beta 0.1 --loss icepop"),
+                ("sometimes", "--intervention none --loss dppo_tv"),
+                ("sometimes", "--intervention screen --monitor labels"),
+                ("sometimes", "--intervention penalty --monitor labels"),
             )
         ),
     ],
-    ids=str,
 )
 @pytest.mark.long
-def test_steps_without_signal_on_two_ranks(reward, argv, signal_in, tmp_path):
+def test_steps_without_signal_on_two_ranks(reward, argv, tmp_path):
     """Where all answers of all groups score alike, no rank has a row: the step is skipped, as it is on one process."""
     (tmp_path / "flat.py").write_text(FLAT)
-    command = ["smoke", "--reward", f"flat:{reward}", *argv, "--teacher-pool-dir", "none"]
+    command = ["smoke", "--reward", f"flat:{reward}", *argv.split(), "--teacher-pool-dir", "none"]
     command += ["--steps", "4", "--prompts-per-step", "1", "--eval-ablate-every", "0"]
     command += ["--final-n-prompts", "2", "--final-samples", "1", "--threads", "1", "--max-new=24"]
     output_of(start(tmp_path, *command, "--output-dir", "one"))
     output_of(torchrun(tmp_path, 2, *command, "--output-dir", "two"))
-    assert {row["signal"][0] for row in rows(tmp_path / "one")} == signal_in
+    with_signal = {row["signal"] > 0 for row in rows(tmp_path / "one")}
+    assert with_signal == ({False} if reward == "always" else {False, True})
     same_run(tmp_path / "one", tmp_path / "two")
 
 

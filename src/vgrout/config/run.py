@@ -412,7 +412,8 @@ class Config:
         """Why no rule could ever halt this run; "": one could."""
         if not self.guard.halting:
             return "--guard-halt-on is empty: name a rule"
-        return self.guard_blind or ""
+        every = self.eval.eval_ablate_every
+        return blind(self.guard, self.scale.steps, every, self.guard.halting) or ""
 
     @property
     def guard_blind(self) -> str | None:

@@ -15,7 +15,7 @@ import tyro
 
 from vgrout import embedded as organism
 from vgrout.config.checks import Dtype, check, setting
-from vgrout.config.guard import GuardConfig
+from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
     BENCHMARK_TRAIN,
@@ -344,7 +344,12 @@ class DpoSettings(ImitationSettings):
             f"--scorer {self.scorer}: flawed, strict, or your own function as module:function",
         )
         self.sampling.require_draws("--samples", self.samples)
-        self.watching()
+        why = blind(self.watching(), self.rounds, every=1, rules=("streak", "gap"))
+        refuse(
+            self.guard == "halt" and why is not None,
+            f"--guard halt could not fire in {self.rounds} rounds: lower --max-proxy-real-gap or --decline-patience, "
+            "or choose --guard log",
+        )
 
     def watching(self) -> GuardConfig:
         """The guard's settings. It counts rounds; round 0, before any training, is its baseline."""
