@@ -5,10 +5,12 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -330,6 +332,80 @@ def test_calibration_refuses(values: list[float]) -> None:
     assert guard.kl_hard_stop == 0.08
 
 
+NUMBERS: dict[str, Any] = {
+    "float": float,
+    "np.float32": np.float32,
+    "np.float64": np.float64,
+    "array": np.asarray,
+    "array of one": lambda x: np.asarray([x], dtype=np.float32),
+    "tensor": torch.tensor,
+    "tensor with a gradient": lambda x: torch.tensor(x, requires_grad=True),
+    "bf16": lambda x: torch.tensor([x], dtype=torch.bfloat16),
+    "Fraction": Fraction,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_state_is_plain_numbers_whatever_was_given(kind: str) -> None:
+    make = NUMBERS[kind]
+    guard = HeldOutGuard(min_steps=np.int64(1), kl_hard_stop=make(0.5), ema_alpha=make(0.5))
+    for i in range(6):
+        step, n = (np.int64(i), np.int64(64)) if kind != "float" else (i, 64)
+        x = i / 8
+        guard.update(step, make(x), make(1 - x), make(x), make(0.5), make(0.25), n=n)
+    guard.calibrate_kl_threshold([make(0.125), make(0.25)], factor=make(2.0))
+    assert "gap" in guard.fired
+    state = json.loads(json.dumps(guard.state_dict()))
+    assert state == guard.state_dict()
+    other = HeldOutGuard(ema_alpha=0.5)
+    other.load_state_dict(state)
+    assert other.update(6, 0.5, 0.5) == guard.update(6, 0.5, 0.5)
+    assert type(guard.should_halt()) is bool
+    guard.kl_hard_stop = make(0.75)
+    assert json.loads(json.dumps(guard.state_dict()))["kl_hard_stop"] == guard.kl_hard_stop == 0.75
+
+
+def test_the_names_it_was_published_with() -> None:
+    guard = HeldOutGuard(rise_eps=0.25)
+    assert guard.rise_eps == 0.25
+    assert guard.update(7, 0.5, 0.5).step == 7
+    assert kl_token_trust_filter(logratio_sq_half=0.5) is True
+    guard.kl_hard_stop = 0.5
+    assert not guard.update(8, 0.5, 0.5, kl_to_init=0.4).fire
+
+
+@pytest.mark.parametrize("bad", ["much", None, [0.5, 0.5], np.zeros(2), torch.zeros(2), 1j])
+def test_what_is_no_number_is_named(bad: Any) -> None:
+    guard = HeldOutGuard()
+    with pytest.raises(ValueError, match="in_loop_reward"):
+        guard.update(0, bad, 0.5)
+    with pytest.raises(ValueError, match="baseline_kls"):
+        guard.calibrate_kl_threshold([0.5, bad])
+    with pytest.raises(ValueError, match="kl_hard_stop"):
+        guard.kl_hard_stop = bad
+    assert guard.last_status() is None
+    assert guard.kl_hard_stop == 0.08
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_limit_is_positive(bad: float) -> None:
+    with pytest.raises(ValueError, match="kl_hard_stop"):
+        HeldOutGuard().kl_hard_stop = bad
+
+
+@pytest.mark.parametrize("given", [0.08, {"kl_hard_stop": 0.08}, None, "ema"])
+def test_a_setting_is_given_by_its_name(given: Any) -> None:
+    with pytest.raises(TypeError, match="kl_hard_stop=0.08"):
+        HeldOutGuard(given)
+
+
+def test_nothing_calibrates_nothing() -> None:
+    for nothing in ([], np.zeros(0), torch.zeros(0)):
+        with pytest.raises(ValueError, match="calibrate_kl_threshold: no value"):
+            HeldOutGuard().calibrate_kl_threshold(nothing)
+    assert HeldOutGuard().calibrate_kl_threshold(np.asarray([0.01, 0.02])) == pytest.approx(0.045)
+
+
 @pytest.mark.parametrize(("score", "n"), [(3.5, 10), (-0.1, 10), (0.5, 0)])
 def test_misuse_is_refused(score: float, n: int) -> None:
     with pytest.raises(ValueError, match="guard: "):
@@ -428,7 +504,7 @@ def test_every_rule_can_be_broken(rule: str, how: Any) -> None:
 @pytest.mark.parametrize("intervention", ["none", "erase", "route2"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: str) -> None:
-    """Every short run starts. Where the preset's halt could not be, the guard logs, and the plan and a warning say so."""
+    """Every short run starts. Where the preset's halt could not be, the guard logs, and the plan says so."""
     usual = PRESETS[preset][1]
     method = replace(usual.method, intervention=intervention)
     halts = preset in ("fast", "full") and intervention != "none"

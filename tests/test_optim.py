@@ -107,7 +107,7 @@ def test_a_short_run_learns(steps, frac):
     """AdamW moves a singular value by about the learning rate a step, whatever its gradient."""
     adapter = SvdAdapter(tiny(), None)
     optim = Optimizer(adapter, replace(HYPER, warmup_frac=frac, weight_decay=0.0), steps)
-    for step in range(steps):
+    for _ in range(steps):
         optim.step(Routed(drawn(adapter, 0)))
     assert adapter.δS.detach().abs().median() > HYPER.lr * 0.1
 

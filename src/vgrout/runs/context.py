@@ -36,7 +36,14 @@ from vgrout import console, faults, ranks
 from vgrout.cli import command, out_of_memory, show_refusal
 from vgrout.console import Clock
 from vgrout.envs.base import Grader
-from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
+from vgrout.errors import (
+    Diverged,
+    Halted,
+    Interrupted,
+    NothingAligned,
+    NothingRouted,
+    Refused,
+)
 from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.ranks import RankLost
 from vgrout.tracking import Trackers
@@ -390,6 +397,11 @@ class RunContext:
                     "unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}"
                 )
                 logger.error(str(e))
+            case NothingAligned():
+                self.code = FAILED
+                other = "give another --student or --teacher, or --uld-lambda 0"
+                self.status("failed", str(e), other)
+                logger.error(f"{e}; {other}")
             case RankLost():
                 self.code = FAILED
                 self.status("failed", str(e))
