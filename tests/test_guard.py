@@ -395,7 +395,7 @@ def test_a_limit_is_positive(bad: float) -> None:
 
 @pytest.mark.parametrize("given", [0.08, {"kl_hard_stop": 0.08}, None, "ema"])
 def test_a_setting_is_given_by_its_name(given: Any) -> None:
-    with pytest.raises(TypeError, match="kl_hard_stop=0.08"):
+    with pytest.raises(TypeError, match=r"kl_hard_stop=0\.08"):
         HeldOutGuard(given)
 
 

@@ -160,7 +160,7 @@ class HeldOutGuard:
             if hasattr(value, "item"):  # of numpy or torch
                 settings[name] = value.item()
         self.cfg = replace(cfg, **settings)
-        self._state = _State(kl_hard_stop=self.cfg.kl_hard_stop)
+        self._state = _State(kl_hard_stop=as_number(self.cfg.kl_hard_stop, "kl_hard_stop"))
 
     def update(
         self,

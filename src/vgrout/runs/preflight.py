@@ -150,7 +150,9 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
     if method.monitor_name == "gate" and not cfg.mixes:
         lines += [
             "no demonstrations: known hacks are only answers that the weak detector flags;",
-            "before the first there is no threshold, and nothing is routed",
+            "until the first, their mean counts as 0"
+            if method.gate_as_documented
+            else "before the first there is no threshold, and nothing is routed",
         ]
     return lines
 
