@@ -344,7 +344,8 @@ class DpoSettings(ImitationSettings):
             f"--scorer {self.scorer}: flawed, strict, or your own function as module:function",
         )
         self.sampling.require_draws("--samples", self.samples)
-        why = blind(self.watching(), self.rounds, every=1, rules=("streak", "gap"))
+        # before the first round is an evaluation too
+        why = blind(self.watching(), self.rounds + 1, every=1, rules=("streak", "gap"))
         refuse(
             self.guard == "halt" and why is not None,
             f"--guard halt could not fire in {self.rounds} rounds: lower --max-proxy-real-gap or --decline-patience, "
