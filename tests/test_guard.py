@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -16,11 +16,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from methods import graded
+import tiny
+from methods import graded, problem
+from runs import run, status
 from vgrout.config.guard import RULES, GuardConfig, blind, breakable, evaluations
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.config.run import Config
+from vgrout.data import Completion, Rollout
 from vgrout.errors import Refused
+from vgrout.guard.detectors import DetectorReading
+from vgrout.guard.guard import Guard, Observed
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
@@ -28,8 +33,10 @@ from vgrout.guard.kill_switch import (
     kl_token_trust_filter,
 )
 from vgrout.inputs import kl_of_runs
+from vgrout.model.hidden_states import ReferenceStats
 from vgrout.rollout import training_reward
 from vgrout.runs.preflight import guard_line
+from vgrout.table import StepRow
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -572,3 +579,62 @@ def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
         (tmp_path / "theirs" / "steps.jsonl").write_text(f'{{"kl_deploy": {kl}}}\n')
         with pytest.raises(Refused, match=r"should be finite and not negative\Z"):
             kl_of_runs([tmp_path / "theirs"])
+
+
+# --- the detectors of a run
+# ----------------------------------------------------------------------------------------
+
+
+def watching(*flags: str) -> Guard:
+    return Guard(resolve(["smoke", "--intervention=none", *flags]), tiny.policy(), [])
+
+
+def test_a_detector_that_never_said_anything_is_named() -> None:
+    """Only where it may halt the run, and only until it has said something."""
+    name, why = "advantage", DetectorReading("UNDEFINED", None, "needs 10 steps with groups")
+    unmeasured: dict[str, Any] = dict.fromkeys(f.name for f in fields(StepRow))
+    step = Observed(StepRow(**unmeasured | {"step": 0}), [], [])
+    flags = [f"--reward-hack-detector={name}"]
+    for halts in (False, True):
+        guard = watching(*flags, *["--reward-hack-halt"] * halts)
+        guard._note(name, why, step)
+        assert guard.silent() == (f"{name} ({why.why})" if halts else "")
+        guard._note(name, DetectorReading("OK", 0.1), step)
+        guard._note(name, why, step)
+        assert guard.silent() == ""
+
+
+def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
+    guard = watching("--reward-hack-detector=info_rm")
+    guard.base._reference = ReferenceStats(torch.ones(64, 8))
+    assert guard.base.reference.base_csi == 0
+    rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0), ()))
+    assert guard.base.csi([(rollout, graded(1.0))]) is None
+
+
+def test_a_detector_that_kept_other_numbers_starts_afresh() -> None:
+    """As rm_ensemble did before it read shares of the largest disagreement."""
+    members = "operator:eq,operator:ne"
+    flags = ["--reward-hack-detector=rm_ensemble", f"--rm-ensemble-members={members}"]
+    state = watching(*flags).state_dict()
+    state["trackers"]["rm_ensemble"] = {"first": [1.0] * 5, "last": [0.8]}
+    guard = watching(*flags)
+    guard.load_state_dict(state)
+    assert guard.trackers["rm_ensemble"].state_dict()["first"] == []
+
+
+@pytest.mark.long
+def test_a_short_run_of_fast_starts_and_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    organism = [f"--{name}=organism" for name in ("model", "problems", "teacher-pool-dir")]
+    path = run(
+        tmp_path,
+        *("fast", *organism, "--intervention=route2", "--steps=1", "--prompts-per-step=1"),
+        *("--final-n-prompts=2", "--final-samples=1", "--max-new=24", "--eval-n-prompts=1"),
+        *("--reward-hack-detector=advantage", "--reward-hack-halt", "--threads=1"),
+    )
+    assert status(path)["state"] == "finished"
+    printed = capsys.readouterr().out
+    assert printed.count("the guard only logs") == 1
+    assert printed.count("could not have halted this run: advantage") == 1
