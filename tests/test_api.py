@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 import vgrout
 from fake_runs import fake_run
 from runs import SMALL
 from vgrout.api import argv
-from vgrout.errors import Refused
+from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
+from vgrout.ranks import RankLost
+from vgrout.runs.context import STATES
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 
@@ -89,6 +93,13 @@ def test_a_run_as_frames(shared_run, tmp_path):
         ({"lernrate": 1}, "--lernrate=1: no such flag"),
         ({"dry_run": True}, "makes no run"),
         ({"intervention": "cap"}, "cap"),
+        ({"seed": [1, 2]}, r"seed=\[1, 2\]: should be one value"),
+        ({"seed": range(2)}, "seed=range"),
+        ({"seed": ["1", "2"]}, "--seed"),
+        ({"lr": {"a": 1}}, "lr="),
+        ({"steps": np.arange(2)}, "steps="),
+        ({"track": b"wandb"}, "track="),
+        ({"lr": object()}, "lr="),
         ({"model": "organism", "problems": "x.jsonl"}, "only with --problems organism"),
     ],
 )
@@ -98,6 +109,51 @@ def test_a_refused_call_starts_nothing(flags, message, tmp_path, monkeypatch):
         vgrout.train_run("smoke", **flags)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("out/runs/*"))
+
+
+def test_keywords_are_a_command_line():
+    given = {"seed": np.int64(3), "lr": np.float64(0.5), "steps": torch.tensor(4), "group": True}
+    given |= {"teacher_modes": ["a", "b"], "kl_calibrate_from": (Path("x"), "y"), "out_tag": None}
+    assert argv(given) == [
+        *("--seed=3", "--lr=0.5", "--steps=4", "--group"),
+        *("--teacher-modes=a,b", "--kl-calibrate-from=x,y"),
+    ]
+    assert argv({"teacher_modes": [], "reward_hint": np.bool_(False)}) == [
+        "--teacher-modes=",
+        "--no-reward-hint",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [
+        (1, ZeroDivisionError("division by zero")),
+        (1, NothingRouted("nothing")),
+        (1, RankLost("gone")),
+        (3, Halted("the guard")),
+        (4, Diverged("a NaN")),
+        (130, Interrupted("by a signal")),
+        (130, KeyboardInterrupt()),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else str(x),
+)
+def test_a_run_that_failed_says_why(code, raised, tmp_path, monkeypatch):
+    """Whatever ended the run is the cause of RunFailed, and its code that of the command."""
+    monkeypatch.chdir(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("vgrout.train.train", fails)
+    with pytest.raises(vgrout.RunFailed) as failed:
+        vgrout.train_run("smoke", intervention="none", quiet=True)
+    assert failed.value.__cause__ is raised
+    assert failed.value.code == code
+    assert failed.value.run.status["state"] in STATES
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(vgrout.__file__).parent / "py.typed").is_file()
 
 
 def test_a_resume_that_is_refused_is_a_wrong_call_and_no_run_that_failed(tmp_path, monkeypatch):

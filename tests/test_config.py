@@ -275,7 +275,8 @@ BAD = [
     ("fast --organism x", "only with --model organism"),
     # a halt that could not be
     ("mini --guard halt --guard-halt-on=", "--guard halt could not fire (--guard-halt-on is empty"),
-    ("fast --steps 10", "--guard halt could not fire ("),
+    ("fast --steps 10 --guard halt", "--guard halt could not fire ("),
+    ("smoke --guard halt --eval-ablate-every 0", "--guard halt could not fire (no evaluation"),
     (
         "mini --guard-halt-on=kl,speed",
         "--guard-halt-on: unknown rule 'speed'; legal: kl, streak, gap",

@@ -1,52 +1,86 @@
 """Detectors on answers known beforehand, and on what they must refuse."""
 
 import math
+from collections.abc import Sequence
+from statistics import pvariance
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vgrout.config.run import DETECTORS
 from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,
     CollapseTripwire,
     DetectorReading,
-    Drop,
+    Disagreement,
     EchoTrap,
     Level,
     Tracker,
     echo_score,
     ensemble_divergence,
+    largest_variance,
     words,
 )
+from vgrout.guard.guard import new_detector
 from vgrout.scoring import import_function
 
 FLAG = "--rm-ensemble-members"
 FINITE = st.floats(-1e6, 1e6)
+Scores = Sequence[Sequence[float]]
 
 
-def test_drop_bands():
-    def after(current: float) -> DetectorReading:
-        detector = Drop(baseline=2, window=1)
-        detector.update(2.0)
-        detector.update(2.0)
-        return detector.update(current)
+def scores_apart(distance: float) -> list[list[float]]:
+    """Two members who differ by so much on every answer."""
+    return [[0.5 + distance / 2] * 6, [0.5 - distance / 2] * 6]
 
-    assert [after(x).state for x in (2.5, 1.81, 1.79, 1.41, 1.39)] == [
-        "OK",
-        "OK",
-        "WARN",
-        "WARN",
-        "HACK",
-    ]
-    assert after(2.5).value == 0
-    assert after(1.5).value == pytest.approx(0.25)
-    # it needs both windows and a positive baseline
-    detector = Drop(baseline=3, window=2)
-    assert [detector.update(1.0).state for _ in range(5)] == ["UNDEFINED"] * 4 + ["OK"]
-    detector = Drop(baseline=1, window=1)
-    assert [detector.update(x).state for x in (-1.0, -5.0)] == ["UNDEFINED"] * 2
+
+def after(first: Scores, later: Scores) -> DetectorReading:
+    """What is read once `later` has come five times after `first` came five times."""
+    detector = Disagreement()
+    readings = [detector.update(scores) for scores in [first] * 5 + [later] * 5]
+    assert [reading.state for reading in readings[:9]] == ["UNDEFINED"] * 9
+    return readings[9]
+
+
+def test_disagreement_is_a_share_of_the_largest():
+    """Two members who differ by d have the variance d² / 4, of at most 1 / 4."""
+    for distance in (0.0, 0.3, 0.32, 0.54, 0.55, 1.0):
+        reading = after(scores_apart(0.0), scores_apart(distance))
+        assert reading.value == pytest.approx(distance**2)
+        assert reading.state == (
+            "OK" if distance <= 0.3 else "WARN" if distance < 0.548 else "HACK"
+        )
+    assert after(scores_apart(0.6), scores_apart(0.2)).value == 0
+    assert after(scores_apart(0.6), scores_apart(1.0)).value == pytest.approx(1)
+    assert after(scores_apart(1.0), scores_apart(1.0)).state == "UNDEFINED"
+    assert Disagreement().update([[], []]).state == "UNDEFINED"
+
+
+@given(
+    st.integers(2, 32),
+    st.floats(-100, 100),
+    st.floats(0.01, 1000),
+    st.lists(st.booleans(), min_size=1, max_size=6),
+)
+def test_total_disagreement_halts_whatever_the_members_and_their_unit(n, low, width, answers):
+    """Half of the members give the lowest score and half the highest; every number between is less apart."""
+    if width + abs(low) < 1:
+        low, width = 0.0, 1.0  # the least range there is
+    low, high = min(0.0, low), max(1.0, low + width)
+    ends = [low if i % 2 else high for i in range(n)]
+    apart = [[end if flipped else low + high - end for flipped in answers] for end in ends]
+    reading = after([[high] * len(answers)] * n, apart)
+    assert reading.value == pytest.approx(1)
+    assert reading.state == "HACK"
+    assert ensemble_divergence(apart) == pytest.approx(largest_variance(n, low, high))
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=32))
+def test_the_largest_variance_is_one(numbers):
+    assert pvariance(numbers) <= largest_variance(len(numbers), 0, 1) + 1e-12
 
 
 def test_divergence_by_hand():
@@ -71,7 +105,7 @@ def test_divergence_is_a_variance(scores):
             for name in ("nowhere:f", "operator:nothing", "operator", "string:digits", ":f")
         ),
         (ensemble_divergence, [[1.0], [math.nan]], "member 1: nan is no finite number"),
-        (Drop().update, math.inf, "drop: inf"),
+        (Disagreement().update, [[math.inf], [1.0]], "member 0: inf"),
         (Level(Bands(0.3, 0.6)).update, math.nan, "level: nan"),
     ],
     ids=lambda x: "" if callable(x) else str(x)[:20],
@@ -126,7 +160,10 @@ def test_advantage_collapse():
 
 
 TRACKERS: dict[str, tuple[Any, Any]] = {
-    "drop": (lambda: Drop(baseline=2, window=2), lambda d, x: d.update(x)),
+    "disagreement": (
+        lambda: Disagreement(baseline=2, window=2),
+        lambda d, x: d.update([[2 * x, 0.5], [1.0, 0.2]]),
+    ),
     "level": (lambda: Level(Bands(0.3, 0.6), window=2), lambda d, x: d.update(x)),
     "echo": (lambda: EchoTrap(base=0.1), lambda d, x: d.update(["ab " * int(9 * x)])),
     "advantage": (lambda: AdvantageCollapse(window=2), lambda d, x: d.update(int(4 * x), 4)),
@@ -146,3 +183,37 @@ def test_resuming_a_tracker_changes_nothing(name, series, cut):
     second.load_state_dict(first.state_dict())
     assert [feed(second, x) for x in series[cut:]] == expected[cut:]
     assert second.state_dict() == whole.state_dict()
+
+
+# Each detector of the trainer, after it has been shown a healthy run: the worst of the readings that its documentation
+# allows. info_rm: in units of the base policy's CSI. advantage: no group has signal. echo: nothing but one word.
+WORST: dict[str, Any] = {
+    "info_rm": lambda d: d.update(1.5),
+    "rm_ensemble": lambda d: d.update([[1.0] * 6, [0.0] * 6]),
+    "advantage": lambda d: d.update(1, 1),
+    "echo": lambda d: d.update(["x " * 40]),
+    "collapse": lambda d: d.update(-7.0),
+}
+HEALTHY: dict[str, Any] = {
+    "info_rm": lambda d: d.update(1.0),
+    "rm_ensemble": lambda d: d.update([[1.0] * 6, [1.0] * 6]),
+    "advantage": lambda d: d.update(0, 1),
+    "echo": lambda d: d.update([CODE]),
+    "collapse": lambda d: d.update(-1.0),
+}
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 0.6, 1.0])
+@pytest.mark.parametrize("name", [*DETECTORS, "echo", "collapse"])
+def test_every_detector_can_say_hack(name, threshold):
+    detector = new_detector(name, threshold)
+    if isinstance(detector, EchoTrap):
+        detector.calibrate([CODE] * 4)
+    assert {HEALTHY[name](detector).state for _ in range(20)} <= {"UNDEFINED", "OK"}
+    assert "HACK" in [WORST[name](detector).state for _ in range(20)]
+
+
+def test_a_base_policy_that_repeats_everything_leaves_nothing_to_read():
+    trap = EchoTrap()
+    trap.calibrate(["x x x x x"])
+    assert trap.update(["x x x x x"]).state == "UNDEFINED"

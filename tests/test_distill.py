@@ -23,7 +23,8 @@ from vgrout.data import Rollout
 from vgrout.distill import main
 from vgrout.envs.code.language import Shares
 from vgrout.envs.code.problem import Problem
-from vgrout.imitation import dpo_rounds
+from vgrout.errors import Refused
+from vgrout.imitation import distill_methods, dpo_rounds
 from vgrout.imitation.distill_methods import MiniLlm, Uld
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
@@ -223,6 +224,51 @@ def test_uld_across_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     topk = Uld(task(method="uld", uld_strategy="topk_align", uld_top_k=5), student, teacher)
     few = topk.learn(FullModel(student, t.cfg.opt, 1), plain, 0)
     assert 0 < few["distance"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("unknown", "λ", "said"), [("x", 1.5, 0), ("all", 1.5, 1), ("all", 0.0, 0)]
+)
+def test_a_student_that_cannot_spell_an_answer(
+    unknown: str, λ: float, said: int, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    """What it can spell of an answer is compared. Where that is the first token alone, a warning says so, unless only
+    the cross-entropy was asked for."""
+    student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
+    given = [a for a in answers(teacher) if len(a.completion_ids) > 1]
+    monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
+    method = Uld(t := task(method="uld", uld_lambda=λ), student, teacher)
+    spelled = [b"" if unknown in ("all", b.decode()) else b for b in method.student_bytes.of]
+    method.student_bytes = replace(method.student_bytes, of=tuple(spelled))
+    got = method.learn(FullModel(student, t.cfg.opt, 1), given, 0)
+    assert len(warnings) == said
+    assert (got["aligned"] == 0) == (unknown == "all")
+    assert (got["distance"] is None) == (λ == 0)
+
+
+def test_top_k_of_tokenizers_that_share_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All would be in the bucket of the rest, where the distance is 0."""
+    student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
+    monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
+    monkeypatch.setattr(distill_methods, "nearest_tokens", lambda *_: torch.full((97,), -1))
+    with pytest.raises(Refused, match="topk_align"):
+        Uld(task(method="uld", uld_strategy="topk_align", uld_top_k=5), student, teacher)
+
+
+@pytest.mark.long
+def test_a_run_that_aligned_nothing_is_no_run_of_uld(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is evaluated and written, says so in its last lines, and ends with 1."""
+    monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
+    monkeypatch.setattr(distill_methods, "aligned", lambda *_: [(0, 0)])
+    path = imitate(tmp_path, *IMITATIONS["distill-uld"], code=1)
+    assert [row["aligned"] for row in rows_of(path)] == [0.0] * 4
+    assert status(path)["state"] == "failed"
+    assert "--uld-lambda 0" in status(path)["next"]
+    assert "NOTHING WAS ALIGNED" in (path / "summary.md").read_text(encoding="utf-8")
+    assert (path / "final.json").is_file()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_the_anchor_is_a_language_model_loss() -> None:

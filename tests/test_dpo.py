@@ -11,12 +11,16 @@ import torch
 import tiny
 from methods import graded
 from runs import program
+from vgrout.config.guard import GuardConfig
 from vgrout.config.run import OptConfig
 from vgrout.data import Completion, GradedCompletion
 from vgrout.envs.code.problem import Problem
+from vgrout.errors import Refused
+from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
     add_pairs,
+    ask_guard,
     best_and_worst,
     complete,
     refer,
@@ -45,6 +49,46 @@ SMALL = [
     "--eval-samples",
     "1",
 ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "limit", "patience", "fine"),
+    [
+        (1, 0.1, 2, True),
+        (1, 0.5, 2, False),
+        (2, 0.5, 2, True),
+        (9, 0.5, 20, True),
+        (9, 1.9, 20, False),
+    ],
+)
+def test_a_halt_that_could_not_be_is_refused(
+    rounds: int, limit: float, patience: int, fine: bool
+) -> None:
+    """An average moves by a tenth of its distance to the newest value, so a gap needs rounds to open."""
+
+    def settings(guard: Any) -> DpoSettings:
+        return DpoSettings(
+            base_model="organism",
+            output_dir=Path("o"),
+            rounds=rounds,
+            max_proxy_real_gap=limit,
+            decline_patience=patience,
+            guard=guard,
+        )
+
+    settings("log")
+    if fine:
+        settings("halt")
+    else:
+        with pytest.raises(Refused, match="--guard halt could not fire"):
+            settings("halt")
+
+
+def test_a_round_without_a_graded_answer_says_nothing_to_the_guard() -> None:
+    guard = HeldOutGuard(GuardConfig(guard_warmup=0))
+    metrics = {"step": 0, "score_deploy": None, "evaluation": {"solve": [0, 0]}}
+    assert ask_guard("halt", guard, metrics) == ""
+    assert guard.last_status() is None
 
 
 # ── pairs and loss
@@ -196,7 +240,7 @@ def test_own_scorer_and_guard(here: Path) -> None:
         "base",
         "--fresh-rounds",
     ]
-    program(here, "iterative_dpo", *argv, "--guard", "halt", "--max-proxy-real-gap", "1.9")
+    program(here, "iterative_dpo", *argv, "--guard", "halt", "--max-proxy-real-gap", "0.19")
     lines = [
         json.loads(line)
         for line in (here / "o" / "round-01" / "pairs.jsonl").read_text().splitlines()

@@ -136,6 +136,7 @@ FLAGS: dict[str, Run | Held] = {
     "--guard-rule": Watch(GUARD, "ema", "se"),
     "--guard-warmup": Watch(LATE, "0", "30"),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
+    "--kl-bias-correction": Held("test_losses.py::test_the_kls_gradient"),
     "--kl-calibrate-from": Held("test_flags.py::test_healthy_runs_calibrate_the_guard"),
     "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
     "--known-correct": Run(PROBE, "{known}", "{half_known}"),

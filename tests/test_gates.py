@@ -1,6 +1,7 @@
 """Monitors of gradients: the τ gate against a plain re-implementation, the pair band by hand, votes of modules."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -74,6 +75,36 @@ def test_tau_by_hand(steps, share, tau):
         routed_rows = gate(cos[None], live[None] > 0, known > 0)
     assert routed_rows.tolist() == [share]
     assert gate.tau.item() == pytest.approx(tau, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("cosines", "known", "share", "tau"),
+    [
+        # no known hack: the rest's mean is 0.4, and what lies above half of it is routed
+        ([0.9, 0.1, 0.2], [0, 0, 0], [1, 0, 0], 0.2),
+        ([-0.9, -0.1, -0.2], [0, 0, 0], [0, 1, 0], -0.2),
+        # nothing but known hacks, which are routed whatever τ is
+        ([0.6, 0.2], [1, 1], [1, 1], 0.2),
+        ([0.8, 0.2], [1, 0], [1, 0], 0.5),  # both: as always
+    ],
+)
+def test_as_in_the_documents_what_was_never_seen_counts_as_0(cosines, known, share, tau):
+    live = torch.ones(1, len(known), dtype=torch.bool)
+    gate = TauGate(1, absent_is_zero=True)
+    assert gate.tau.isnan().all()
+    got = gate(torch.tensor([cosines]), live, torch.tensor(known) > 0)
+    assert got.tolist() == [share]
+    assert gate.tau.item() == pytest.approx(tau)
+
+
+def test_only_the_documents_settings_count_it_so():
+    """Without a known hack, the gate of other settings routes nothing."""
+    groups = [(rows(8, 3, (2, 7)), group(8))]
+    routes = {}
+    for vote, modules in product(("module", "rollout"), ("all", "apart")):
+        found = routed(toy("route2", gate_vote=vote, gate_modules=modules), *groups)
+        routes[vote, modules] = any(scores(found))
+    assert [settings for settings, some in routes.items() if some] == [("module", "all")]
 
 
 def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():

@@ -5,18 +5,28 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from methods import graded
-from vgrout.config.guard import GuardConfig, blind, evaluations
-from vgrout.config.presets import resolve
+import tiny
+from methods import graded, problem
+from runs import run, status
+from vgrout.config.guard import RULES, GuardConfig, blind, breakable, evaluations
+from vgrout.config.presets import PRESETS, resolve
+from vgrout.config.run import Config
+from vgrout.data import Completion, Rollout
 from vgrout.errors import Refused
+from vgrout.guard.detectors import DetectorReading
+from vgrout.guard.guard import Guard, Observed
 from vgrout.guard.kill_switch import (
     CollapseStopError,
     HeldOutGuard,
@@ -24,7 +34,9 @@ from vgrout.guard.kill_switch import (
     kl_token_trust_filter,
 )
 from vgrout.inputs import kl_of_runs
+from vgrout.model.hidden_states import ReferenceStats
 from vgrout.rollout import training_reward
+from vgrout.runs.preflight import guard_line
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
@@ -327,6 +339,80 @@ def test_calibration_refuses(values: list[float]) -> None:
     assert guard.kl_hard_stop == 0.08
 
 
+NUMBERS: dict[str, Any] = {
+    "float": float,
+    "np.float32": np.float32,
+    "np.float64": np.float64,
+    "array": np.asarray,
+    "array of one": lambda x: np.asarray([x], dtype=np.float32),
+    "tensor": torch.tensor,
+    "tensor with a gradient": lambda x: torch.tensor(x, requires_grad=True),
+    "bf16": lambda x: torch.tensor([x], dtype=torch.bfloat16),
+    "Fraction": Fraction,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_state_is_plain_numbers_whatever_was_given(kind: str) -> None:
+    make = NUMBERS[kind]
+    guard = HeldOutGuard(min_steps=np.int64(1), kl_hard_stop=make(0.5), ema_alpha=make(0.5))
+    for i in range(6):
+        step, n = (np.int64(i), np.int64(64)) if kind != "float" else (i, 64)
+        x = i / 8
+        guard.update(step, make(x), make(1 - x), make(x), make(0.5), make(0.25), n=n)
+    guard.calibrate_kl_threshold([make(0.125), make(0.25)], factor=make(2.0))
+    assert "gap" in guard.fired
+    state = json.loads(json.dumps(guard.state_dict()))
+    assert state == guard.state_dict()
+    other = HeldOutGuard(ema_alpha=0.5)
+    other.load_state_dict(state)
+    assert other.update(6, 0.5, 0.5) == guard.update(6, 0.5, 0.5)
+    assert type(guard.should_halt()) is bool
+    guard.kl_hard_stop = make(0.75)
+    assert json.loads(json.dumps(guard.state_dict()))["kl_hard_stop"] == guard.kl_hard_stop == 0.75
+
+
+def test_the_names_it_was_published_with() -> None:
+    guard = HeldOutGuard(rise_eps=0.25)
+    assert guard.rise_eps == 0.25
+    assert guard.update(7, 0.5, 0.5).step == 7
+    assert kl_token_trust_filter(logratio_sq_half=0.5) is True
+    guard.kl_hard_stop = 0.5
+    assert not guard.update(8, 0.5, 0.5, kl_to_init=0.4).fire
+
+
+@pytest.mark.parametrize("bad", ["much", None, [0.5, 0.5], np.zeros(2), torch.zeros(2), 1j])
+def test_what_is_no_number_is_named(bad: Any) -> None:
+    guard = HeldOutGuard()
+    with pytest.raises(ValueError, match="in_loop_reward"):
+        guard.update(0, bad, 0.5)
+    with pytest.raises(ValueError, match="baseline_kls"):
+        guard.calibrate_kl_threshold([0.5, bad])
+    with pytest.raises(ValueError, match="kl_hard_stop"):
+        guard.kl_hard_stop = bad
+    assert guard.last_status() is None
+    assert guard.kl_hard_stop == 0.08
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_limit_is_positive(bad: float) -> None:
+    with pytest.raises(ValueError, match="kl_hard_stop"):
+        HeldOutGuard().kl_hard_stop = bad
+
+
+@pytest.mark.parametrize("given", [0.08, {"kl_hard_stop": 0.08}, None, "ema"])
+def test_a_setting_is_given_by_its_name(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"kl_hard_stop=0\.08"):
+        HeldOutGuard(given)
+
+
+def test_nothing_calibrates_nothing() -> None:
+    for nothing in ([], np.zeros(0), torch.zeros(0)):
+        with pytest.raises(ValueError, match="calibrate_kl_threshold: no value"):
+            HeldOutGuard().calibrate_kl_threshold(nothing)
+    assert HeldOutGuard().calibrate_kl_threshold(np.asarray([0.01, 0.02])) == pytest.approx(0.045)
+
+
 @pytest.mark.parametrize(("score", "n"), [(3.5, 10), (-0.1, 10), (0.5, 0)])
 def test_misuse_is_refused(score: float, n: int) -> None:
     with pytest.raises(ValueError, match="guard: "):
@@ -339,22 +425,129 @@ def test_blind_guards() -> None:
     assert blind(cfg, 20, 5) is None
     assert "--eval-ablate-every" in (blind(cfg, 60, 0) or "")
     assert "--guard-warmup" in (blind(cfg, 19, 5) or "")
-    assert "--guard-baseline" in (blind(cfg, 200, 100) or "")
+    assert "--guard-baseline" in (blind(cfg, 200, 100, ["streak", "gap"]) or "")
+    assert blind(cfg, 200, 100) is None, "the KL has no baseline"
+    assert "--max-proxy-real-gap" in (
+        blind(GuardConfig(max_proxy_real_gap=1.9), 60, 5, ["gap"]) or ""
+    )
     assert blind(GuardConfig(guard_baseline=1), 200, 100) is None
 
 
-@given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 40), st.integers(1, 5))
+@given(
+    st.integers(1, 60),
+    st.integers(0, 30),
+    st.integers(0, 40),
+    st.integers(1, 5),
+    st.sampled_from([0.01, 0.1, 0.7, 1.5]),
+)
 def test_a_guard_fires_unless_it_is_blind(
-    steps: int, every: int, warmup: int, baseline: int
+    steps: int, every: int, warmup: int, baseline: int, limit: float
 ) -> None:
-    """On the worst series, a guard fires exactly if it is not blind."""
-    cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=0.01)
+    """On the worst series of shares, a guard fires exactly if it is not blind."""
+    cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=limit)
     guard = HeldOutGuard(cfg, cfg.first_update(steps, every))
     at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
     for k, done in enumerate(at):
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
-    assert guard.should_halt() == (blind(cfg, steps, every) is None)
+    assert guard.should_halt() == (blind(cfg, steps, every, ["streak", "gap"]) is None)
+
+
+@given(
+    st.integers(1, 40),
+    st.sampled_from([0.0, 1e-4, 0.01, 0.05, 0.099, 0.1, 0.3, 0.9]),
+    st.sampled_from([0.0, 0.5, 0.9, 0.99]),
+)
+def test_a_streak_that_can_be_is_seen(patience: int, rise_eps: float, ema_alpha: float) -> None:
+    """Held-out falls, and in-loop rises, by a hair more than counts; the last time by all that there is."""
+    cfg = config(
+        decline_patience=patience,
+        rise_eps=rise_eps,
+        ema_alpha=ema_alpha,
+        guard_rule="ema",
+        max_proxy_real_gap=1.99,
+    )
+    guard = HeldOutGuard(cfg)
+    average = 1.0
+    guard.update(0, 0.0, 1.0)
+    for i in range(patience):
+        fall = rise_eps + 1e-9 if i < patience - 1 else 1.0
+        held_out = max(0.0, average - fall / (1 - ema_alpha))
+        average = ema_alpha * average + (1 - ema_alpha) * held_out
+        guard.update(i + 1, 1 - held_out, held_out)
+    assert breakable(cfg, "streak", patience) == ("streak" in guard.fired)
+    assert not breakable(cfg, "streak", patience - 1)
+
+
+@given(st.integers(1, 40), st.floats(0.01, 1.99), st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+def test_a_gap_that_can_be_is_seen(n: int, limit: float, ema_alpha: float) -> None:
+    cfg = config(max_proxy_real_gap=limit, ema_alpha=ema_alpha)
+    guard = HeldOutGuard(cfg)
+    guard.update(0, 0.0, 1.0)
+    for i in range(n):
+        guard.update(i + 1, 1.0, 0.0)
+    largest = 2 * (1 - ema_alpha**n)
+    assert ("gap" in guard.fired) == breakable(cfg, "gap", n) or largest == pytest.approx(limit)
+
+
+# by rule, what breaks it with the default settings: each a series of in-loop, held-out, KL
+BREAKS: dict[str, list[tuple[float, float, float]]] = {
+    "kl": [(0.5, 0.5, 0.2)] * 3,
+    "streak": [(0.3, 0.9, 0.0), (0.3, 0.9, 0.0), *[(1.0, 0.0, 0.0)] * 3],
+    "gap": [(0.0, 1.0, 0.0)] * 2 + [(1.0, 0.0, 0.0)],
+    "not_finite": [(0.5, math.nan, 0.0)],
+}
+
+
+@pytest.mark.parametrize("rule", [*RULES, "not_finite"])
+@pytest.mark.parametrize("how", ["ema", "se"])
+def test_every_rule_can_be_broken(rule: str, how: Any) -> None:
+    guard = HeldOutGuard(GuardConfig(guard_warmup=0, guard_rule=how))
+    for i, (in_loop, held_out, kl) in enumerate(BREAKS[rule]):
+        guard.update(i, in_loop, held_out, kl, n=64)
+    assert guard.should_halt([rule])
+
+
+@pytest.mark.parametrize("intervention", ["none", "erase", "route2"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: str) -> None:
+    """Every short run starts. Where the preset's halt could not be, the guard logs, and the plan says so."""
+    usual = PRESETS[preset][1]
+    method = replace(usual.method, intervention=intervention)
+    halts = preset in ("fast", "full") and intervention != "none"
+
+    def made(steps: int, every: int, guard: str | None) -> Config:
+        return replace(
+            usual,
+            method=method,
+            scale=replace(usual.scale, steps=steps),
+            eval=replace(usual.eval, eval_ablate_every=every),
+            guard=replace(usual.guard, guard=guard),
+        )
+
+    found = Counter[str]()
+    for steps, every in product(range(1, 26), (0, 1, 2, 3, 5, 7, 10, 20, 25, 50)):
+        cannot = blind(usual.guard, steps, every, usual.guard.halting)
+        cfg = made(steps, every, None)
+        assert cfg.guard_mode == ("halt" if halts and not cannot else "log")
+        assert bool(cfg.guard_warning) == (halts and cannot is not None)
+        assert ((cannot or "halt") if halts else "log") in guard_line(cfg)
+        for guard in ("off", "log"):
+            assert made(steps, every, guard).guard_mode == guard
+            assert not made(steps, every, guard).guard_warning
+        if cannot:
+            with pytest.raises(Refused, match="--guard halt could not fire"):
+                made(steps, every, "halt")
+        else:
+            assert made(steps, every, "halt").guard_mode == "halt"
+        found["blind" if cannot else "fine"] += 1
+    assert {*found} == {"blind", "fine"}
+
+
+@pytest.mark.parametrize("flags", ["--steps=10", "--eval-ablate-every=0", "--eval-ablate-every=50"])
+def test_short_runs_as_they_are_typed(flags: str) -> None:
+    assert "only logs" in guard_line(resolve(["fast", "--intervention=route2", flags]))
+    assert "only logs" in guard_line(resolve(["full", "--guard-halt-on="]))
 
 
 @pytest.mark.parametrize(("flags", "counts"), [("", True), ("--control=no_loophole", False)])
@@ -386,3 +579,62 @@ def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
         (tmp_path / "theirs" / "steps.jsonl").write_text(f'{{"kl_deploy": {kl}}}\n')
         with pytest.raises(Refused, match=r"should be finite and not negative\Z"):
             kl_of_runs([tmp_path / "theirs"])
+
+
+# --- the detectors of a run
+# ----------------------------------------------------------------------------------------
+
+
+def watching(*flags: str) -> Guard:
+    return Guard(resolve(["smoke", "--intervention=none", *flags]), tiny.policy(), [])
+
+
+def test_a_detector_that_never_said_anything_is_named() -> None:
+    """Only where it may halt the run, and only until it has said something."""
+    name, why = "advantage", DetectorReading("UNDEFINED", None, "needs 10 steps with groups")
+    row: Any = SimpleNamespace(step=0)  # all that a note reads of a row
+    step = Observed(row, [], [])
+    flags = [f"--reward-hack-detector={name}"]
+    for halts in (False, True):
+        guard = watching(*flags, *["--reward-hack-halt"] * halts)
+        guard._note(name, why, step)
+        assert guard.silent() == (f"{name} ({why.why})" if halts else "")
+        guard._note(name, DetectorReading("OK", 0.1), step)
+        guard._note(name, why, step)
+        assert guard.silent() == ""
+
+
+def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
+    guard = watching("--reward-hack-detector=info_rm")
+    guard.base._reference = ReferenceStats(torch.ones(64, 8))
+    assert guard.base.reference.base_csi == 0
+    rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0), ()))
+    assert guard.base.csi([(rollout, graded(1.0))]) is None
+
+
+def test_a_detector_that_kept_other_numbers_starts_afresh() -> None:
+    """As rm_ensemble did before it read shares of the largest disagreement."""
+    members = "operator:eq,operator:ne"
+    flags = ["--reward-hack-detector=rm_ensemble", f"--rm-ensemble-members={members}"]
+    state = watching(*flags).state_dict()
+    state["trackers"]["rm_ensemble"] = {"first": [1.0] * 5, "last": [0.8]}
+    guard = watching(*flags)
+    guard.load_state_dict(state)
+    assert guard.trackers["rm_ensemble"].state_dict()["first"] == []
+
+
+@pytest.mark.long
+def test_a_short_run_of_fast_starts_and_warns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    organism = [f"--{name}=organism" for name in ("model", "problems", "teacher-pool-dir")]
+    path = run(
+        tmp_path,
+        *("fast", *organism, "--intervention=route2", "--steps=1", "--prompts-per-step=1"),
+        *("--final-n-prompts=2", "--final-samples=1", "--max-new=24", "--eval-n-prompts=1"),
+        *("--reward-hack-detector=advantage", "--reward-hack-halt", "--threads=1"),
+    )
+    assert status(path)["state"] == "finished"
+    printed = capsys.readouterr().out
+    assert printed.count("the guard only logs") == 1
+    assert printed.count("could not have halted this run: advantage") == 1

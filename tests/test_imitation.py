@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -166,7 +168,53 @@ def test_two_tokenizers_align_where_both_start_a_token() -> None:
             assert small.of[i] == big.of[j]
     known = student_of[student_of >= 0].tolist()
     assert len(known) == len(set(known)) > 256
-    assert aligned(small, b[1:], big, a) == []  # not the same text
+    for i, j in aligned(small, b[1:], big, a):  # not the same text
+        assert small.text(b[1:][:i]) == big.text(a[:j])
+
+
+# a student without a newline and without a blank; a teacher that has all, and longer tokens
+STUDENT = TokenBytes((b"a", b"b", b"", b"c", b"ab", b""), 5)  # 2: unknown, 5: the end
+TEACHER = TokenBytes((b"a", b"b", b"\n", b"c", b" ", b"bc", b""), 6)
+
+
+@pytest.mark.parametrize(
+    ("ids", "teacher_ids", "pairs"),
+    [
+        # ab?c  ab\nc: at the newline each begins a token, and the prefixes are the same
+        ([0, 1, 2, 3], [0, 1, 2, 3], [(0, 0), (1, 1), (2, 2)]),
+        # the first character
+        ([2, 0, 1], [2, 0, 1], [(0, 0)]),
+        # several in a row
+        ([0, 2, 2, 1], [0, 2, 4, 1], [(0, 0), (1, 1)]),
+        # the last one, before the end
+        ([0, 1, 2, 5], [0, 1, 2, 6], [(0, 0), (1, 1), (2, 2)]),
+        # a longer token across the place where the other has two
+        ([4, 2, 3], [0, 1, 2, 3], [(0, 0), (1, 2)]),
+        # a token of the teacher's that holds more than the student could say
+        ([0, 1, 3, 2], [0, 5, 2], [(0, 0), (1, 1), (3, 2)]),
+        # all can be spelled; one is cut short
+        ([0, 1, 3, 5], [0, 1, 3, 6], [(0, 0), (1, 1), (2, 2), (3, 3)]),
+        ([0, 1], [0, 1, 3, 6], [(0, 0), (1, 1)]),
+        ([], [0], []),
+        ([0], [], []),
+    ],
+)
+def test_texts_are_aligned_up_to_where_they_differ(
+    ids: list[int], teacher_ids: list[int], pairs: list[tuple[int, int]]
+) -> None:
+    assert aligned(STUDENT, ids, TEACHER, teacher_ids) == pairs
+
+
+@given(st.text("ab\nc ", max_size=12), st.sampled_from(["", "\n", "b\n", "ab\nc "]))
+def test_aligned_tokens_have_one_prefix(text: str, unknown: str) -> None:
+    """Whatever the student cannot spell: all that comes before it is aligned, and nothing after it."""
+    full = TokenBytes(tuple(c.encode() for c in "ab\nc "), 9)
+    poor = TokenBytes(tuple(b"" if c in unknown else c.encode() for c in "ab\nc "), 9)
+    ids = ["ab\nc ".index(c) for c in text]
+    if text.startswith(" "):
+        return  # a leading blank is ignored where the other text has none
+    known = next((n for n, c in enumerate(text) if c in unknown), len(text))
+    assert aligned(poor, ids, full, ids) == [(i, i) for i in range(min(known + 1, len(text)))]
 
 
 def test_bytes_of_sentencepiece_and_byte_tokens() -> None:

@@ -94,6 +94,51 @@ REFERENCES: dict[str, Callable[[LossInput], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("moved", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["grpo", "icepop"])
+def test_the_kls_gradient(name: str, moved: float) -> None:
+    """Summed over every token of a vocabulary, each as often as π_old samples it: without the correction that of
+    KL(ref ‖ π), while π is π_old; with --kl-bias-correction that of KL(π ‖ ref), after further updates too."""
+    noise = torch.Generator().manual_seed(0)
+    V = 6
+    logits, ref, step = torch.randn(3, V, generator=noise, dtype=torch.float64)
+    logits.requires_grad_()
+    logp, logq = logits.log_softmax(0), ref.log_softmax(0)
+    old = (logits.detach() + moved * step).log_softmax(0)
+    x = LossInput(
+        logp=logp[:, None],
+        logp_old=old[:, None],
+        logp_sampler=old[:, None],
+        logp_ref=logq[:, None],
+        advantages=torch.zeros(V, dtype=torch.float64),
+        mask=torch.ones(V, 1, dtype=torch.bool),
+        norm=Norm(rollouts=1, max_new=1, tokens=1),
+    )
+
+    def of(value: Tensor) -> list[float]:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0].tolist()
+
+    def of_loss(corrected: bool) -> list[float]:
+        cfg = LossConfig(loss=name, beta=0.5, kl_bias_correction=corrected)
+        return of((old.exp() * policy_loss(x, cfg).per_rollout).sum())
+
+    reverse = of(0.5 * (logp.exp() * (logp - logq)).sum())
+    forward = of(0.5 * (logq.exp() * (logq - logp)).sum())
+    assert of_loss(corrected=True) == pytest.approx(reverse)
+    assert reverse != pytest.approx(forward, rel=0.1)
+    if not moved:
+        assert of_loss(corrected=False) == pytest.approx(forward)
+
+
+def test_a_corrected_kl_is_finite_and_zero_on_padding() -> None:
+    wild = torch.where(make().mask, torch.tensor(-400.0), -math.inf)
+    x = make(logp_ref=wild, logp_old=wild)
+    assert loss(x, beta=0.1, kl_bias_correction=True).isfinite().all()
+    got = gradient(x, beta=0.1, kl_bias_correction=True)
+    assert got.isfinite().all()
+    assert not got[~x.mask].any()
+
+
 @EVERY
 def test_loss_is_its_papers_formula(name):
     """`low` and `high` mark exactly the tokens without a policy gradient, by autograd."""
@@ -223,6 +268,7 @@ def test_adv_tau_and_teacher_tau():
         ({"beta": math.nan}, "finite"),
         ({"loss": "icepop", "clip_low": 6.0}, "--clip-low 6.0: should be less than 5.0"),
         ({"loss": "dppo_tv", "beta": 0.1}, "no KL term"),
+        ({"kl_bias_correction": True}, "not read without --beta"),
     ],
 )
 def test_contradictions_are_refused(changes, message):

@@ -4,6 +4,8 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tiny import relative, tiny
@@ -82,9 +84,32 @@ def test_schedule():
     assert lrs[6] == pytest.approx(1.5e-2), "half way down the cosine"
     assert lrs[10] == pytest.approx(0)
     assert all(a > b for a, b in pairwise(lrs[2:]))
-    assert lr_at(0, replace(HYPER, warmup_frac=0.0), STEPS) == pytest.approx(3e-5), (
-        "at least one step of warm-up"
-    )
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 12, 1000])
+def test_without_a_warm_up_the_first_step_has_the_whole_rate(steps):
+    lrs = [lr_at(step, replace(HYPER, warmup_frac=0.0), steps) for step in range(steps)]
+    assert lrs[0] == HYPER.lr
+    assert all(a > b for a, b in pairwise(lrs))
+
+
+@given(st.floats(0, 1), st.integers(1, 200))
+def test_every_schedule_has_a_step_that_learns(frac, steps):
+    """No warm-up is the whole run: some step has a tenth of the rate, and none has more than all of it."""
+    lrs = [lr_at(step, replace(HYPER, warmup_frac=frac), steps) for step in range(steps)]
+    assert HYPER.lr * 0.1 < max(lrs) <= HYPER.lr
+    assert all(lr > 0 for lr in lrs)
+
+
+@pytest.mark.parametrize("frac", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5])
+def test_a_short_run_learns(steps, frac):
+    """AdamW moves a singular value by about the learning rate a step, whatever its gradient."""
+    adapter = SvdAdapter(tiny(), None)
+    optim = Optimizer(adapter, replace(HYPER, warmup_frac=frac, weight_decay=0.0), steps)
+    for _ in range(steps):
+        optim.step(Routed(drawn(adapter, 0)))
+    assert adapter.δS.detach().abs().median() > HYPER.lr * 0.1
 
 
 @pytest.mark.parametrize(

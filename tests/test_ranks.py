@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -111,35 +111,55 @@ def test_ranks_are_torchruns(environment, found, monkeypatch):
     assert ranks.first() == (found[1] == 0)
 
 
+def totals(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What `total` gives each of these ranks, and what each has sent; the ranks' exchange is pretended."""
+
+    def rows_with_values(x: torch.Tensor) -> list[int]:
+        return [i for i, row in enumerate(x) if row.any()]
+
+    sent: list[torch.Tensor] = []
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        for part, x in zip(parts, xs, strict=True):
+            rows = x[rows_with_values(x)]
+            part.zero_()[: len(rows)] = rows
+        sent.append(mine)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(ranks, "size", lambda: max(2, len(xs)))
+        m.setattr(ranks, "gather", lambda make: [rows_with_values(x) for x in xs])
+        m.setattr("torch.distributed.all_gather", all_gather)
+        return [ranks.total(x) for x in xs], sent
+
+
 @given(
     st.lists(
         st.lists(st.sampled_from([0.0, 0.1, -0.1, 1e8]), min_size=4, max_size=4),
-        min_size=1,
+        min_size=2,
         max_size=4,
     )
 )
 def test_a_sum_is_that_of_all_rows_in_rank_order(by_rank):
     """In fp64, whichever rows a rank has: 1e8 + 0.1 − 1e8 in fp32 would be 0."""
-    xs, sent = (
-        [torch.tensor(rows)[:, None] * torch.tensor([1.0, 3.0]) for rows in by_rank],
-        list[torch.Tensor](),
-    )
-
-    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor) -> None:
-        for part, x in zip(parts, xs, strict=True):
-            rows = x[x.any(1)]
-            part.zero_()[: len(rows)] = rows
-        sent.append(mine)
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(ranks, "size", lambda: len(xs) if len(xs) > 1 else 2)
-        xs += [torch.zeros(4, 2)] * (len(xs) == 1)
-        m.setattr(ranks, "gather", lambda make: [x.any(1).nonzero().flatten().tolist() for x in xs])
-        m.setattr("torch.distributed.all_gather", all_gather)
-        got = [ranks.total(x) for x in xs]
+    xs = [torch.tensor(rows)[:, None] * torch.tensor([1.0, 3.0]) for rows in by_rank]
+    got, sent = totals(xs)
     want = torch.stack(xs).double().sum(0).float()
     assert all(torch.equal(x, want) for x in got)
     assert len(sent[0]) == max(1, *(int(x.any(1).sum()) for x in xs))
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.lists(st.booleans(), min_size=2, max_size=4),
+    st.sampled_from([torch.float32, torch.float64, torch.int64]),
+)
+def test_a_sum_has_any_shape_and_a_rank_may_have_nothing(shape, has_values, dtype):
+    """Any length may be 0, and no rank, some, or all may have values."""
+    ones = torch.ones(shape, dtype=dtype)
+    got, _ = totals([ones * has for has in has_values])
+    for x in got:
+        assert x.dtype == dtype
+        assert torch.equal(x, ones * sum(has_values))
 
 
 EVALUATED = ["--eval-ablate-every", "2", "--eval-n-prompts", "2"]
@@ -251,6 +271,102 @@ def test_exchange(tmp_path):
     elsewhere = [values, "ValueError rank 1: x", "RuntimeError rank 1: Odd: ab"]
     said = [(tmp_path / str(r)).read_text().splitlines() for r in range(3)]
     assert said == [elsewhere, [values, "ValueError x", "Odd ab"], elsewhere]
+
+
+# what each rank has, and what all should find then
+NOTHING = """
+import itertools, json
+from pathlib import Path
+import torch
+from torch import Tensor
+from vgrout import ranks
+
+SHAPES = [(3,), (0,), (3, 2), (0, 2), (3, 0), (0, 0), (2, 3, 2), (2, 0, 2), (0, 3, 2)]
+
+with ranks.joined():
+    me, found = ranks.rank(), {}
+    for has in itertools.product((False, True), repeat=2):
+        mine = has[me]
+        of_mask = {
+            "gather": ranks.gather(lambda: [me] if mine else []),
+            "gather None": ranks.gather(lambda: me if mine else None),
+            "merged": sorted(ranks.merged(lambda: {me: me} if mine else {})),
+            "everywhere": ranks.everywhere(mine),
+            "rows": torch.cat(ranks.gather(lambda: torch.ones(int(mine), 2))).tolist(),
+            "from_first": ranks.from_first([] if not mine else [me]),
+        }
+        for shape in SHAPES:
+            summed = ranks.total(torch.full(shape, float(mine)))
+            assert summed.shape == shape, (summed.shape, shape)
+            of_mask[f"total {list(shape)}"] = sorted(set(summed.flatten().tolist()))
+        found[str(list(has))] = of_mask
+    assert ranks.from_first(None) is None
+    assert list(ranks.own([])) == []
+    assert list(ranks.own([0, 0])) == ([0, 1] if me == 0 else [])
+    assert len(ranks.own([5])) == (me == 1)
+    Path(f"{me}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+def test_an_exchange_of_nothing(tmp_path):
+    """Every exchange, where no rank has something, one of them, or both."""
+    (tmp_path / "nothing.py").write_text(NOTHING)
+    output_of(torchrun(tmp_path, 2, program=["nothing.py"]))
+    found = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2)]
+    for has in product((False, True), repeat=2):
+        both = [of_rank[str(list(has))] for of_rank in found]
+        with_something = [r for r in range(2) if has[r]]
+        for of_rank in both:
+            assert of_rank.pop("gather") == [[0] if has[0] else [], [1] if has[1] else []]
+            assert of_rank.pop("gather None") == [0 if has[0] else None, 1 if has[1] else None]
+            assert of_rank.pop("merged") == with_something
+            assert of_rank.pop("everywhere") == [r for r in range(2) if not has[r]]
+            assert of_rank.pop("rows") == [[1.0, 1.0]] * len(with_something)
+            assert of_rank.pop("from_first") == ([0] if has[0] else [])
+            for shape, values in of_rank.items():
+                empty = "0" in shape.removeprefix("total ")
+                assert values == ([] if empty else [float(len(with_something))]), (has, shape)
+
+
+# a reward that is the same for every answer to half of the problems, and one that it is for all
+FLAT = """
+def sometimes(id, completion):
+    return 0.5 if id % 2 else (len(completion) % 7) / 7
+
+def always(id, completion):
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "argv"),
+    [
+        ("sometimes", "--intervention none --updates-per-batch 2"),
+        *(
+            pytest.param(reward, argv, marks=pytest.mark.slow)
+            for reward, argv in (
+                ("always", "--intervention none"),
+                ("sometimes", "--intervention none --beta 0.1 --loss icepop"),
+                ("sometimes", "--intervention none --loss dppo_tv"),
+                ("sometimes", "--intervention screen --monitor labels"),
+                ("sometimes", "--intervention penalty --monitor labels"),
+            )
+        ),
+    ],
+)
+@pytest.mark.long
+def test_steps_without_signal_on_two_ranks(reward, argv, tmp_path):
+    """Where all answers of all groups score alike, no rank has a row: the step is skipped, as it is on one process."""
+    (tmp_path / "flat.py").write_text(FLAT)
+    command = ["smoke", "--reward", f"flat:{reward}", *argv.split(), "--teacher-pool-dir", "none"]
+    command += ["--steps", "4", "--prompts-per-step", "1", "--eval-ablate-every", "0"]
+    command += ["--final-n-prompts", "2", "--final-samples", "1", "--threads", "1", "--max-new=24"]
+    output_of(start(tmp_path, *command, "--output-dir", "one"))
+    output_of(torchrun(tmp_path, 2, *command, "--output-dir", "two"))
+    with_signal = {row["signal"] > 0 for row in rows(tmp_path / "one")}
+    assert with_signal == ({False} if reward == "always" else {False, True})
+    same_run(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,13 @@ def test_a_share_ends_at_its_bounds() -> None:
 # ── tests
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("n", [0, 1, 6, 20])
+def test_a_difference_that_is_not_finite_has_no_p(bad: float, n: int) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        sign_flip([*[0.1] * n, bad])
+
+
 def test_sign_flips_by_hand() -> None:
     """Of 2^3 sign patterns of (1, 2, 4) only two are as far out: p = 1/4, the smallest that three seeds allow."""
     assert sign_flip([0.1, 0.2, 0.4]) == PValue(0.25, 0.25, "n too small")

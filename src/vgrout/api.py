@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
-from vgrout.errors import Refused
+from vgrout.errors import Refused, refuse
 from vgrout.files import json_lines, read_json
 
 if TYPE_CHECKING:
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from vgrout.runs.context import RunContext
 
 
-Value = str | int | float | bool | Path | Sequence[str] | None
+Value = str | int | float | bool | Path | Sequence[str | Path] | None
 
 
 class RunFailed(RuntimeError):
     """A run that started and did not finish: halted, diverged, interrupted or failed.
 
-    `run` holds what it wrote.
-
-    Where it failed by a fault, of this program or of your own class, `__cause__` is that exception.
+    `run` holds what it wrote. `__cause__` is the exception that ended it: of `vgrout.errors`, or the
+    fault, of this program or of your own class.
     """
 
     def __init__(self, run: "Run", code: int) -> None:
@@ -116,8 +115,8 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
 
     Raises:
         Refused: a wrong flag or file, one line; nothing was started. It is a ValueError.
-        RunFailed: it started, and was halted, diverged, interrupted or failed; by a fault, which is
-            its `__cause__`, also while it was loaded.
+        RunFailed: it started, and was halted, diverged, interrupted or failed, also by a fault while
+            it was loaded; why is its `__cause__`.
     """
     from vgrout import train
     from vgrout.runs.context import BAD
@@ -157,16 +156,36 @@ def load_run(path: str | Path) -> Run:
 
 
 def argv(flags: dict[str, Value]) -> list[str]:
-    """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list."""
-    words = []
+    """Keywords as a command line: True and False are --flag and --no-flag, None is left out, a list a comma list.
+
+    Raises:
+        Refused: a value that is no flag's.
+    """
+    words: list[str] = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
+        item = getattr(value, "item", None)
+        if callable(item) and getattr(value, "ndim", 0) == 0:  # a number of numpy or torch
+            value = item()
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, str | int | float | Path):
             words.append(f"--{flag}={value}")
         elif value is not None:
-            words.append(f"--{flag}={','.join(value)}")
+            words.append(f"--{flag}={','.join(_listed(name, value))}")
+    return words
+
+
+def _listed(name: str, value: object) -> list[str]:
+    """The words of a list. Raises Refused where it is no list of texts or paths."""
+    given = " ".join(repr(value).split())[:80]
+    words: list[str] = []
+    for word in value if isinstance(value, list | tuple | set) else [None]:
+        refuse(
+            not isinstance(word, str | Path),
+            f"{name}={given}: should be one value, or for some flags a list of names; several runs are several calls",
+        )
+        words.append(str(word))
     return words
 
 

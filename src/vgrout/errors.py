@@ -29,3 +29,7 @@ class Diverged(Exception):
 
 class NothingRouted(AssertionError):
     """A method with a quarantine has learnt, and its quarantine has learnt nothing."""
+
+
+class NothingAligned(Exception):
+    """A distillation by ULD has compared no token but the first of answers: it was cross-entropy almost alone."""

@@ -60,7 +60,13 @@ class LossOutput:
 
 
 def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
-    """The loss that `cfg.loss` names, plus β · KL."""
+    """The loss that `cfg.loss` names, plus β · KL.
+
+    With samples of π_old = π, the expected gradient of K3 is that of KL(ref ‖ π), not of the
+    KL(π ‖ ref) that K3 estimates (arXiv 2506.09477). ρ · K3 has the latter's, and is exact in later
+    updates too (DeepSeek-V3.2, arXiv 2512.02556): ∇(ρ · K3) = ρ (log π − log ref) ∇ log π. Either
+    is a token's, with what comes before it fixed.
+    """
     A = token_advantages(x, cfg)
     output = LOSSES[cfg.loss](x, A, cfg)
     if not cfg.beta:
@@ -68,7 +74,10 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
 
     assert x.logp_ref is not None
     kl = kl_to(x.logp, x.logp_ref, x.mask)
-    penalty = cfg.beta * reduce_tokens(kl, x, cfg)
+    penalised = kl
+    if cfg.kl_bias_correction:
+        penalised = log_ratio(x.logp, x.logp_old, x.mask).exp() * kl
+    penalty = cfg.beta * reduce_tokens(penalised, x, cfg)
     return replace(output, per_rollout=output.per_rollout + penalty, kl=kl)
 
 

@@ -56,7 +56,7 @@ def prompts_apart(
         return len({row.at for row in by_prompt[prompt]})
 
     most_rows_first = sorted(by_prompt, key=lambda prompt: -rows_of_g(prompt))
-    if rows_of_g(most_rows_first[0]) < 2:
+    if max(map(rows_of_g, by_prompt), default=0) < 2:
         return [(rows, None)]
     parts: list[list[tuple[int, ...]]] = []
     left = 0

@@ -180,8 +180,19 @@ def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
     It rises linearly to `cfg.lr` over the warm-up, from 1e-3 of it, then falls to 0 at `steps` as
     half a cosine.
     """
-    warmup = max(1, int(cfg.warmup_frac * steps + 1e-9))
+    warmup = warmup_steps(cfg, steps)
     if step < warmup:
         return cfg.lr * (1e-3 + (1 - 1e-3) * step / warmup)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_steps(cfg: OptConfig, steps: int) -> int:
+    """How many of the steps are warm-up: the share that is asked for, and at least one of it.
+
+    None with a share of 0, and none in a run of a single step: at 1e-3 of the rate it would learn
+    nothing.
+    """
+    if cfg.warmup_frac == 0 or steps == 1:
+        return 0
+    return max(1, int(cfg.warmup_frac * steps + 1e-9))

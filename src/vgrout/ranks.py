@@ -220,7 +220,8 @@ def everywhere(fine: bool) -> list[int]:
 def total(x: "Tensor") -> "Tensor":
     """Σ of x [N, …] over the ranks, the same on each to the last bit.
 
-    It is added in rank order in fp64. A rank sends only the rows that are not zero.
+    It is added in rank order in fp64. A rank sends only the rows that are not zero. N, or any other
+    length, may be 0: in a step without signal there is no row.
     """
     if size() == 1:
         return x
@@ -228,7 +229,9 @@ def total(x: "Tensor") -> "Tensor":
     from torch import distributed
 
     global _sent
-    own = x.reshape(len(x), -1).any(1).nonzero().flatten()
+    # flatten, not reshape to −1: that is ambiguous where a length is 0
+    has_value = x if x.ndim == 1 else x.flatten(1).any(1)
+    own = has_value.nonzero().flatten()
     rows = gather(own.tolist)
     most = max(len(of_rank) for of_rank in rows)
     # all ranks send tensors of one shape

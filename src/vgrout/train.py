@@ -114,6 +114,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
 
     unrouted = recorder.nothing_routed()
     logger.debug(guard.summary())
+    if guard.silent():
+        logger.warning(f"detectors that could not have halted this run: {guard.silent()}")
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, run.grader, problems, cfg, clock, run.vote_stop)
     if ranks.first():
@@ -167,6 +169,8 @@ def launch(
             on_run(run)
         with run:
             run.announce(*first_lines(cfg, named=named or bool(path)))
+            if cfg.guard_warning:
+                logger.warning(cfg.guard_warning)
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)

@@ -1,6 +1,7 @@
 """Settings of the held-out kill switch, and whether it can fire at all."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,8 +18,8 @@ class GuardConfig:
 
     guard: Literal["off", "log", "halt"] | None = None
     """What a verdict does: nothing, a line in the log, or the end of the run after a last evaluation (exit 3); none:
-    halt in single runs of fast and full, log in smoke, mini and small, in every study, and where --intervention none is
-    meant to hack."""
+    halt in single runs of fast and full where a rule could halt them, log in smoke, mini and small, in every study,
+    and where --intervention none is meant to hack."""
     guard_halt_on: str = setting("streak,gap", words=RULES, word="rule")
     """Comma list: the rules that may halt a run, of kl, streak, gap; the others warn. The default are those that
     raised no false alarm in recorded runs (docs/guard.md)."""
@@ -66,16 +67,43 @@ def evaluations(steps: int, every: int) -> list[int]:
     return sorted({*range(every, steps + 1, every), steps}) if every > 0 else []
 
 
-def blind(cfg: GuardConfig, steps: int, every: int) -> str | None:
-    """Why this guard could never fire in a run of `steps` with an evaluation each `every` and at the end; None: it can.
+def blind(cfg: GuardConfig, steps: int, every: int, rules: Collection[str] = RULES) -> str | None:
+    """Why none of these rules could ever be broken in a run of `steps` with an evaluation each `every` and at the end;
+    None: one could.
 
     Steps are counted from 1, when they are done.
     """
     if not (at := evaluations(steps, every)):
         return "no evaluation on the way: set --eval-ablate-every"
-    if not any(done >= cfg.guard_warmup for done in at[cfg.guard_baseline :]):
+    counted = [i for i, done in enumerate(at, 1) if done >= cfg.guard_warmup]
+    after_baseline = counted[-1] - cfg.guard_baseline if counted else 0
+    if not counted or (after_baseline < 1 and "kl" not in rules):
         return (
             f"{len(at)} evaluations in {steps} steps, --guard-baseline takes {cfg.guard_baseline} of them and "
             f"--guard-warmup withholds it for {cfg.guard_warmup} steps: lower one of the two, or --eval-ablate-every"
         )
+    if not any(breakable(cfg, rule, after_baseline) for rule in rules):
+        return (
+            f"{', '.join(rules)} cannot be broken in {after_baseline} evaluations after the baseline: lower "
+            "--max-proxy-real-gap, --decline-patience or --rise-eps, or evaluate more often (--eval-ablate-every)"
+        )
     return None
+
+
+def breakable(cfg: GuardConfig, rule: str, evaluations: int) -> bool:
+    """Whether shares in [0, 1] exist that break this rule within so many evaluations after the baseline.
+
+    An average moves by at most 1 − `ema_alpha` of its distance to the newest value:
+
+    - gap: in-loop at 1 from 0, and held-out at 0 from 1, are 2 (1 − ema_alpha^n) apart.
+    - streak: held-out falls `decline_patience` times by more than `rise_eps`. The last fall, to 0, is the largest
+      where those before it were as small as they may be.
+    - kl: has no upper bound, and no baseline.
+    """
+    if rule == "gap":
+        return 2 * (1 - cfg.ema_alpha**evaluations) > cfg.max_proxy_real_gap
+    if rule == "streak":
+        before_the_last = cfg.rise_eps * (cfg.decline_patience - 1)
+        largest = (1 - cfg.ema_alpha) * (1 - before_the_last)
+        return evaluations >= cfg.decline_patience and largest > cfg.rise_eps
+    return True

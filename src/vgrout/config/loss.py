@@ -58,6 +58,9 @@ class LossConfig:
     ] = "grpo"
     beta: float = _not_negative(0.0)
     """Weight of the KL (K3) to the adapter at zero."""
+    kl_bias_correction: bool = setting(False, needs="beta")
+    """Times the ratio to π_old, which makes the KL's gradient that of KL(π ‖ reference); without it, it is that of
+    KL(reference ‖ π), as in GRPO as published (docs/method.md)."""
     unbiased: bool = True
     """Dr. GRPO: no division by the group's std, constant normaliser G · max_new · P."""
     ratio_support: Literal["full", "sampled"] = "full"

@@ -291,6 +291,12 @@ class MethodConfig:
             read |= {*MONITORS[name].settings}
         return read
 
+    @property
+    def gate_as_documented(self) -> bool:
+        """Whether every module's gate decides by itself, as in the documents: the mean of known hacks, or of the rest,
+        then counts as 0 until there is one."""
+        return self.resolved("gate_vote") == "module" and self.resolved("gate_modules") == "all"
+
     def resolved(self, name: str) -> Any:
         """A setting as it is meant: None is what the intervention's row says."""
         value = getattr(self, name)

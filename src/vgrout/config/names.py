@@ -38,6 +38,7 @@ NAMES: dict[str, dict[str, str]] = {
         "use_cpu": "a GPU is used where there is one; for the CPU set CUDA_VISIBLE_DEVICES to nothing",
         "project": "say --track wandb, and set WANDB_PROJECT",
         "run_name": "say --out-tag, the suffix of the run's name, or --output-dir, its folder",
+        "use_bias_correction_kl": "say --kl-bias-correction, with --beta",
         "report_to": "say --track tensorboard, wandb or trackio",
         "logging_steps": "every step is logged; leave it out",
         "resume_from_checkpoint": "say --resume RUN or --resume latest",

@@ -86,7 +86,7 @@ class OptConfig:
     weight_decay: float = setting(0.1, low=0, high=10)
     """Decoupled decay on both parts."""
     warmup_frac: float = setting(0.1, low=0, high=1)
-    """Share of the steps spent warming up."""
+    """Share of the steps spent warming up, and at least one of them; 0: none."""
     grad_clip: float = setting(10.0, above=0, should="be positive")
     """Largest joint L2 norm of both parts' gradients."""
 
@@ -381,17 +381,39 @@ class Config:
             bool(self.method.needs_known_correct) and self.known_correct_path is None,
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
-        why = self.guard_blind if self.guard.halting else "--guard-halt-on is empty: name a rule"
         refuse(
-            self.guard_mode == "halt" and bool(why),
-            f"--guard halt could not fire ({why}); or choose --guard log",
+            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
+            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
         )
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
-        """What a verdict of the kill switch does, with the run's default resolved."""
+        """What a verdict of the kill switch does. A guard that nobody asked for only logs where no rule could ever halt
+        the run: a short run needs no flag."""
+        if self.guard.guard:
+            return self.guard.guard
+        return "halt" if self._usually_halts and not self.guard_cannot_halt else "log"
+
+    @property
+    def _usually_halts(self) -> bool:
+        """Whether the guard halts such a run where --guard is not given."""
         watched = self.preset in ("smoke", "mini", "small") or self.method.intervention == "none"
-        return self.guard.guard or ("log" if watched else "halt")
+        return not watched
+
+    @property
+    def guard_warning(self) -> str:
+        """That the guard only logs although it usually halts such a run, and why; "": it does as usual, or as given."""
+        if self.guard.guard or not self._usually_halts or not self.guard_cannot_halt:
+            return ""
+        return f"the guard only logs, as it could not halt this run ({self.guard_cannot_halt})"
+
+    @property
+    def guard_cannot_halt(self) -> str:
+        """Why no rule could ever halt this run; "": one could."""
+        if not self.guard.halting:
+            return "--guard-halt-on is empty: name a rule"
+        every = self.eval.eval_ablate_every
+        return blind(self.guard, self.scale.steps, every, self.guard.halting) or ""
 
     @property
     def guard_blind(self) -> str | None:

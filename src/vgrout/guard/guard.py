@@ -34,13 +34,12 @@ from vgrout.guard.detectors import (
     AdvantageCollapse,
     CollapseTripwire,
     DetectorReading,
-    Drop,
+    Disagreement,
     EchoTrap,
     Level,
     State,
     Tracker,
     diverged,
-    ensemble_divergence,
 )
 from vgrout.guard.kill_switch import NOT_FINITE, HeldOutGuard
 from vgrout.metrics import Eval, Rate, mean, spaced, students
@@ -135,9 +134,12 @@ class BaseAnswers:
         return float(logp[mask].mean())
 
     def csi(self, students: Sequence[tuple[Rollout, Grade]]) -> float | None:
-        """CSI per answer of some of a step's answers, in units of the base policy's."""
+        """CSI per answer of some of a step's answers, in units of the base policy's.
+
+        None without answers, and where the base policy's answers are all alike: it has no unit then.
+        """
         rows = spaced([rollout for rollout, _ in students], LATENT_ROWS)
-        if not rows:
+        if not rows or not self.reference.base_csi:
             return None
         x = latents(self.policy, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
         return self.reference.csi(x) / len(x) / self.reference.base_csi
@@ -156,7 +158,7 @@ def new_detector(name: str, echo_threshold: float) -> Tracker:
     """A detector that has seen nothing yet."""
     match name:
         case "rm_ensemble":
-            return Drop()
+            return Disagreement()
         case "info_rm":
             return Level(CSI_BANDS)
         case "advantage":
@@ -210,6 +212,7 @@ class Guard:
             self.trackers[name] = new_detector(name, cfg.detectors.echo_trap_threshold)
 
         self.states: dict[str, State] = {}  # what each detector said last
+        self.undefined: dict[str, str] = {}  # why a detector could say nothing in the last step
         self.rewarded = Rate(0, 0)  # student rows rewarded in full, since the last evaluation
         self.skipped: list[int] = []  # of the last steps, 1 for each that was not finite
         self.halted = ""  # why a detector has halted the run; "": none has. It is never cleared
@@ -258,8 +261,8 @@ class Guard:
     def _read(self, tracker: Tracker, step: Observed) -> DetectorReading:
         """What a detector says of a step."""
         match tracker:
-            case Drop():
-                return tracker.update(self._ensemble_health(step))
+            case Disagreement():
+                return tracker.update(self._ensemble_scores(step))
             case Level():
                 return tracker.update(self.base.csi(step.students))
             case AdvantageCollapse():
@@ -276,7 +279,9 @@ class Guard:
     def _note(self, name: str, reading: DetectorReading, step: Observed) -> None:
         """Record a reading, log a change of state, and remember whether it ends the run."""
         if reading.state == "UNDEFINED":
+            self.undefined[name] = reading.why
             return
+        self.undefined.pop(name, None)
         value = None if reading.value is None else round(reading.value, 6)
         self.readings[name] = [reading.state, value]
         message = f"step {step.row.step}: detector {name} says {reading.state}"
@@ -294,10 +299,13 @@ class Guard:
                 f"its last answer ends …{tail}"
             )
             return
-        detectors = self.cfg.detectors
-        may_halt = detectors.echo_trap_halt if name == "echo" else detectors.reward_hack_halt
-        if may_halt and not self.halted:
+        if self._may_halt(name) and not self.halted:
             self.halted = message
+
+    def _may_halt(self, name: str) -> bool:
+        """Whether this detector ends the run when it says HACK."""
+        detectors = self.cfg.detectors
+        return detectors.echo_trap_halt if name == "echo" else detectors.reward_hack_halt
 
     def _ask_kill_switch(self, step: Observed, deployed: Eval | None) -> None:
         """Show the kill switch an evaluation, and record and log its verdict."""
@@ -355,15 +363,15 @@ class Guard:
             return row.lp_t
         return None if row.step % SCORE_EVERY else self.base.logp()
 
-    def _ensemble_health(self, step: Observed) -> float | None:
-        """1 / (1 + divergence) of the ensemble's members on a few answers."""
+    def _ensemble_scores(self, step: Observed) -> list[list[float]]:
+        """The scores that each of the ensemble's members gives to a few answers."""
         answers = [
             (rollout.problem, rollout.text) for rollout, _ in spaced(step.students, ENSEMBLE_ROWS)
         ]
         scores: list[list[float]] = []
         for member in self.members:
             scores.append([member(problem, text) for problem, text in answers])
-        return 1 / (1 + ensemble_divergence(scores)) if answers else None
+        return scores
 
     # ── how a run ends
 
@@ -411,6 +419,14 @@ class Guard:
             parts.append(", ".join(states))
         return "watched: " + "; ".join(parts)
 
+    def silent(self) -> str:
+        """Which detectors may halt the run and have said nothing in it, each with the reason; "": none."""
+        parts: list[str] = []
+        for name, why in self.undefined.items():
+            if name != "collapse" and self._may_halt(name) and name not in self.states:
+                parts.append(f"{name} ({why})")
+        return ", ".join(parts)
+
     # ── memory
 
     def state_dict(self) -> dict[str, Any]:
@@ -429,13 +445,15 @@ class Guard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave.
 
-        A detector that the run did not have starts afresh. That a detector has halted the run is
-        kept only while the configuration still lets one do so.
+        A detector that the run did not have, or that kept other numbers in another version of this
+        program, starts afresh. That a detector has halted the run is kept only while the
+        configuration still lets one do so.
         """
         self.kill_switch.load_state_dict(state["guard"])
         for name, tracker in self.trackers.items():
-            if name in state["trackers"]:
-                tracker.load_state_dict(state["trackers"][name])
+            kept = state["trackers"].get(name, {})
+            if kept.keys() == {*tracker.STATE}:
+                tracker.load_state_dict(kept)
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
         self.base.load_state_dict(state["base"])
         self.rewarded = Rate(*state["rewarded"])

@@ -43,6 +43,11 @@ class TripwireStatus:
         """The same as `fire`, under the name that it was published with."""
         return self.fire
 
+    @property
+    def step(self) -> int:
+        """The same as `round_idx`, for a caller that counts steps."""
+        return self.round_idx
+
     def line(self) -> str:
         """The verdict as a line of the log."""
         line = ""
@@ -64,13 +69,25 @@ class CollapseStopError(RuntimeError):
         self.status = status
 
 
-def kl_token_trust_filter(token_kl: Any, threshold: float = 0.08) -> Any:
+def kl_token_trust_filter(logratio_sq_half: Any, threshold: float = 0.08) -> Any:
     """True for a token to mask out: one that has moved too far to be learnt from, or is NaN.
 
-    token_kl: ½ · (log π − log π_old)², a number, an array or a tensor. threshold: the largest value
-    that is still trusted.
+    logratio_sq_half: ½ · (log π − log π_old)², a number, an array or a tensor. threshold: the
+    largest value that is still trusted.
     """
-    return (token_kl <= threshold) ^ True
+    return (logratio_sq_half <= threshold) ^ True
+
+
+def as_number(x: Any, name: str) -> float:
+    """A plain number: of a numpy scalar, an array or a tensor of one number, also one with a gradient.
+
+    Raises:
+        ValueError: it is not one number; the message has its name.
+    """
+    try:
+        return float(x.item() if hasattr(x, "item") else x)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"guard: {name} {x!r}: should be one number") from None
 
 
 def standard_error(share: float, n: int) -> float:
@@ -127,11 +144,23 @@ class HeldOutGuard:
         min_steps: the first update that may fire; it takes the place of `guard_warmup`, which
         counts updates here too. settings: fields of `cfg` by name, as in
         HeldOutGuard(kl_hard_stop=0.05).
+
+        Raises:
+            TypeError: `cfg` is no GuardConfig, or there is no setting of that name.
+            ValueError: a setting is out of its range.
         """
+        if not isinstance(cfg, GuardConfig):
+            raise TypeError(
+                f"HeldOutGuard({cfg!r}): should be a GuardConfig; give a setting by its name, as in "
+                "HeldOutGuard(kl_hard_stop=0.08)"
+            )
         if min_steps is not None:
-            cfg = replace(cfg, guard_warmup=min_steps)
+            settings["guard_warmup"] = min_steps
+        for name, value in settings.items():
+            if hasattr(value, "item"):  # of numpy or torch
+                settings[name] = value.item()
         self.cfg = replace(cfg, **settings)
-        self._state = _State(kl_hard_stop=self.cfg.kl_hard_stop)
+        self._state = _State(kl_hard_stop=as_number(self.cfg.kl_hard_stop, "kl_hard_stop"))
 
     def update(
         self,
@@ -159,17 +188,26 @@ class HeldOutGuard:
                 the score's standard error counts as a fall.
 
         Raises:
-            ValueError: n < 1, or a score over n answers that is no share of them.
+            ValueError: what should be a number is none, n < 1, or a score over n answers that is no
+                share of them.
         """
         s = self._state
-        given = {
-            "in_loop_reward": in_loop_reward,
-            "heldout_score": heldout_score,
+        round_idx = int(as_number(round_idx, "round_idx"))
+        in_loop_reward = as_number(in_loop_reward, "in_loop_reward")
+        heldout_score = as_number(heldout_score, "heldout_score")
+        if n is not None:
+            n = int(as_number(n, "n"))
+        optional: dict[str, float | None] = {
             "kl_to_init": kl_to_init,
             "entropy": entropy,
             "reward_std": reward_std,
         }
-        not_finite = [name for name, x in given.items() if x is not None and not math.isfinite(x)]
+        measured: dict[str, float] = {}
+        for name, value in optional.items():
+            if value is not None:
+                measured[name] = as_number(value, name)
+        given = {"in_loop_reward": in_loop_reward, "heldout_score": heldout_score, **measured}
+        not_finite = [name for name, x in given.items() if not math.isfinite(x)]
         if n is not None and not not_finite and not (n >= 1 and 0 <= heldout_score <= 1):
             raise ValueError(
                 f"guard: heldout_score {heldout_score} of {n} answers: should be a share in [0, 1]"
@@ -179,9 +217,9 @@ class HeldOutGuard:
             broken = {NOT_FINITE: f"{', '.join(not_finite)} not finite at step {round_idx}"}
         else:
             self._follow(in_loop_reward, heldout_score, n)
-            s.kl_ema = self._ema(s.kl_ema, kl_to_init)
-            s.entropy_ema = self._ema(s.entropy_ema, entropy)
-            s.reward_std_ema = self._ema(s.reward_std_ema, reward_std)
+            s.kl_ema = self._ema(s.kl_ema, measured.get("kl_to_init"))
+            s.entropy_ema = self._ema(s.entropy_ema, measured.get("entropy"))
+            s.reward_std_ema = self._ema(s.reward_std_ema, measured.get("reward_std"))
             broken = self._broken_rules(round_idx)
         for rule, why in broken.items():
             s.fired.setdefault(rule, why)
@@ -218,8 +256,19 @@ class HeldOutGuard:
 
     @property
     def kl_hard_stop(self) -> float:
-        """The limit in force, calibrated or not."""
+        """The limit in force, calibrated or not, in nats per token. It can be set, wider too.
+
+        Raises:
+            ValueError: when it is set to what is no positive number.
+        """
         return self._state.kl_hard_stop
+
+    @kl_hard_stop.setter
+    def kl_hard_stop(self, limit: float) -> None:
+        limit = as_number(limit, "kl_hard_stop")
+        if not 0 < limit < math.inf:
+            raise ValueError(f"guard: kl_hard_stop {limit}: should be a positive number")
+        self._state.kl_hard_stop = limit
 
     @property
     def min_steps(self) -> int:
@@ -236,6 +285,10 @@ class HeldOutGuard:
     @property
     def ema_alpha(self) -> float:
         return self.cfg.ema_alpha
+
+    @property
+    def rise_eps(self) -> float:
+        return self.cfg.rise_eps
 
     def _follow(self, in_loop: float, heldout: float, n: int | None) -> None:
         """Update both averages and the count of declines."""
@@ -333,18 +386,20 @@ class HeldOutGuard:
             ValueError: an empty list, a value that is negative or not finite, or a factor that is
                 not positive.
         """
-        sound = bool(baseline_kls) and all(0 <= x < math.inf for x in baseline_kls)
-        if not sound or not 0 < factor < math.inf:
+        values = [as_number(x, "baseline_kls") for x in baseline_kls]
+        factor = as_number(factor, "factor")
+        if not values:
+            raise ValueError("calibrate_kl_threshold: no value; give a healthy run's KLs")
+        if not all(0 <= x < math.inf for x in values) or not 0 < factor < math.inf:
             raise ValueError(
-                f"calibrate_kl_threshold: {[*baseline_kls]} × {factor}: "
-                "should be finite and not negative"
+                f"calibrate_kl_threshold: {values} × {factor}: should be finite and not negative"
             )
-        limit = max(KL_FLOOR, factor * fmean(baseline_kls))
+        limit = max(KL_FLOOR, factor * fmean(values))
         self._state.kl_hard_stop = min(self._state.kl_hard_stop, limit)
         return self.kl_hard_stop
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain numbers, strings and lists."""
+        """What a checkpoint keeps: plain numbers, strings and lists, whatever numbers were given."""
         return asdict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tabulate import tabulate
 
 from vgrout.data import Grade, Rollout, Task, Ungraded
 from vgrout.envs.base import without_hint
-from vgrout.errors import Diverged
+from vgrout.errors import Diverged, NothingAligned
 from vgrout.files import read_json, to_json
 from vgrout.guard.detectors import diverged
 from vgrout.heldout import answers
@@ -65,7 +65,9 @@ class DistillRow(Columns):
         ".3f", "cross-entropy on the teacher's answers, nats per token", when="uld", should="falls"
     )
     distance: float | None = col(".3f", "distance at aligned positions, 0 to 2", when="uld")
-    aligned: float | None = col(".2f", "share of the student's tokens that are aligned", when="uld")
+    aligned: float | None = col(
+        ".2f", "share of the student's tokens after an answer's first that are aligned", when="uld"
+    )
     anchor: float | None = col(
         ".3f", "language-model loss on the anchor's text, nats per token", when="anchor"
     )
@@ -85,7 +87,7 @@ def distil(task: DistillTask, run: RunContext) -> None:
     Raises:
         Refused: before the first step, if the models do not fit each other, or are not those that
             the resumed run had.
-        Interrupted, Diverged: with the run directory up to date.
+        Interrupted, Diverged, NothingAligned: with the run directory up to date.
     """
     distillation = Distillation(task, run)
     before = distillation.evaluate_before()
@@ -93,6 +95,12 @@ def distil(task: DistillTask, run: RunContext) -> None:
     for step in run.steps(range(len(recorder.rows), task.cfg.scale.steps)):
         distillation.take_step(step)
     recorder.report(distillation.evaluate_after(before))
+    # after its last evaluation: such a run says as much as a finished one
+    if recorder.nothing_aligned():
+        raise NothingAligned(
+            "no token of the teacher's answers but the first was ever aligned with one of the student's, so ULD had "
+            f"nothing to compare: --student {task.settings.student} has no tokens for how they begin"
+        )
 
 
 class Distillation:
@@ -329,6 +337,11 @@ class DistillRecorder(StepRecorder[DistillRow]):
         if why:
             raise Diverged(f"step {step}: {why}")
 
+    def nothing_aligned(self) -> bool:
+        """Whether ULD's distance was asked for, and no token but the first of answers was ever aligned."""
+        aligned = [row.aligned for row in self.rows if row.aligned is not None]
+        return self.task.settings.uld_lambda > 0 and bool(aligned) and not any(aligned)
+
     def save(self, name: str) -> None:
         """Save the student. name: the file's, without an ending."""
         origin = {"method": self.task.settings.method, **self.task.teacher_model.identity()}
@@ -355,6 +368,8 @@ class DistillRecorder(StepRecorder[DistillRow]):
             f"teacher {both['teacher']} "
             f"(n = {sides['deployed']['hack'][1]}, held-out problems and markers)"
         )
+        if self.nothing_aligned():
+            line += "; NOTHING WAS ALIGNED: this was cross-entropy almost alone"
         table = tabulate(
             rates_by_flaw(sides), headers="keys", tablefmt="github", disable_numparse=True
         )

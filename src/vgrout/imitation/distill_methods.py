@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from loguru import logger
 from torch import Tensor
 
 from vgrout.config.sampling import Sampling
@@ -160,7 +161,8 @@ class Uld:
         """Find out how the two tokenizers correspond.
 
         Raises:
-            Refused: a tokenizer whose tokens cannot be written as bytes.
+            Refused: a tokenizer whose tokens cannot be written as bytes; or topk_align, and none of
+                the teacher's tokens has the text of one of the student's.
         """
         self.task = task
         self.settings = task.settings
@@ -180,6 +182,11 @@ class Uld:
             self.student_of = torch.where(own < vocabulary(student.model), own, -1).to(
                 student.device
             )
+            if int((self.student_of >= 0).sum()) <= 1:  # the ends of an answer always correspond
+                raise Refused(
+                    f"--uld-strategy topk_align: no token of --teacher {self.settings.teacher} has the text of one of "
+                    f"--student {self.settings.student}; choose --uld-strategy wasserstein"
+                )
 
     def behaviour_model(
         self, student: LanguageModel, teacher_model: LanguageModel
@@ -219,6 +226,12 @@ class Uld:
         n_aligned = sum(len(t.aligned) for t in translations)
         if not total:
             return {"loss": math.nan}
+        share_aligned = aligned_share(translations)
+        if settings.uld_lambda and share_aligned == 0:
+            logger.warning(
+                f"step {step}: no token of the teacher's answers but the first is aligned with one of the student's: "
+                "the step learns by cross-entropy almost alone"
+            )
         ces: list[Tensor] = []
         distances: list[Tensor] = []
         losses: list[float] = []
@@ -250,7 +263,7 @@ class Uld:
             "loss": sum(losses),
             "ce": float(torch.stack(ces).sum()) / total,
             "distance": distance,
-            "aligned": n_aligned / total,
+            "aligned": share_aligned,
         }
 
     def distance(
@@ -364,6 +377,16 @@ def teacher_hidden_states(
     prompts = [t.teacher.prompt_ids for t in translations]
     completions = [t.teacher.completion_ids for t in translations]
     return completion_hidden(teacher_model.model, teacher_model.batch(prompts, completions))
+
+
+def aligned_share(translations: Sequence[Translation]) -> float | None:
+    """Share of the student's tokens that are aligned, without the first of each answer.
+
+    The first tokens of two answers to one prompt always correspond. None: there are no others.
+    """
+    after_first = sum(len(t.student.completion_ids) - 1 for t in translations)
+    n_aligned = sum(i > 0 for t in translations for i, _ in t.aligned)
+    return n_aligned / after_first if after_first else None
 
 
 def aligned_rows(translations: Sequence[Translation]) -> tuple[list[int], list[int]]:

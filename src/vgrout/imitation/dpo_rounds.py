@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vgrout.data import Rollout, Task
-from vgrout.errors import Diverged, Halted
+from vgrout.errors import Diverged, Halted, Refused
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -64,7 +64,9 @@ class DpoRow(Columns):
     accuracy: float | None = col(".2f", "share of its pairs with a positive margin")
     margin: float | None = col("+.2f", "mean margin, nats")
     skipped: int = col("d", "optimiser steps left out, not finite", should="0")
-    score_deploy: float = col(".3f", "scorer's mean on held-out problems", head="deployed score")
+    score_deploy: float | None = col(
+        ".3f", "scorer's mean on held-out problems", head="deployed score"
+    )
     hack_deploy: float | None = col(".2f", "hack rate on held-out problems", head="deployed hack %")
     solve_deploy: float | None = col(
         ".2f", "solve rate on held-out problems", head="deployed solve %"
@@ -161,8 +163,10 @@ def ask_guard(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
     """Show the guard a round's scorer's mean and strict score; returns why to halt, or ""."""
     if mode == "off":
         return ""
-    k, n = metrics["evaluation"]["solve"]
-    verdict = guard.update(metrics["step"], metrics["score_deploy"], k / n, n=n)
+    solve, proxy = Rate(*metrics["evaluation"]["solve"]), metrics["score_deploy"]
+    if solve.value is None or proxy is None:  # no answer was graded
+        return ""
+    verdict = guard.update(metrics["step"], proxy, solve.value, n=solve.n)
     level = "WARNING" if verdict.fire else "DEBUG"
     logger.log(level, f"guard, round {metrics['step']}: {verdict.line()}")
     if verdict.fire and mode == "halt":
@@ -262,7 +266,7 @@ class Rounds:
         scale: the scorer's lowest and highest score, for shares of its range.
 
         Raises:
-            RuntimeError: the scorer ties on every prompt, so that there is no pair.
+            Refused: the scorer ties on every prompt, so that there is no pair.
             Interrupted, Diverged: the round begins again when the run is resumed.
         """
         task = self.task
@@ -275,9 +279,9 @@ class Rounds:
         answers, pairs = collected.answers, collected.pairs
         self.write_answers(folder, collected)
         if not pairs:
-            raise RuntimeError(
-                f"round {number}: the scorer ties on all {collected.prompts} prompts: "
-                "no pair to learn from"
+            raise Refused(
+                f"--scorer {task.settings.scorer}: ties on all {collected.prompts} prompts of round {number}, so there "
+                "is no pair to learn from; give another scorer, or more --samples"
             )
         if len(pairs) < planned["pairs"]:
             logger.warning(

@@ -89,28 +89,48 @@ def token_bytes(tok: PreTrainedTokenizerBase, end_id: int) -> TokenBytes:
 def aligned(
     student: TokenBytes, ids: Sequence[int], teacher: TokenBytes, teacher_ids: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Pairs (i, j) of tokens that begin at the same byte of one text; [] if the texts differ.
+    """Pairs (i, j) of tokens that begin at the same byte, up to where the two texts first differ.
 
     The two tokens of a pair have the same prefix, so the distributions that they were drawn from
-    can be compared. Of several tokens that begin at one byte (special ones are empty) the last
-    counts. One leading space is ignored: sentencepiece puts it before a text.
+    can be compared. The texts differ from where a tokenizer has no token for a character. Of
+    several tokens that begin at one byte (special ones are empty) the last counts; where the texts
+    differ, the first, since what it stands for is part of the others' prefix. One leading space is
+    ignored: sentencepiece puts it before a text.
     """
     own, other = student.text(ids), teacher.text(teacher_ids)
     own_shift = int(own.startswith(b" ") and not other.startswith(b" "))
     other_shift = int(other.startswith(b" ") and not own.startswith(b" "))
-    # One of the texts may have been cut short.
-    common = min(len(own) - own_shift, len(other) - other_shift)
-    if own[own_shift:][:common] != other[other_shift:][:common]:
-        return []
-    own_starts = {max(0, start - own_shift): i for i, start in enumerate(student.starts(ids))}
-    other_starts = {
-        max(0, start - other_shift): j for j, start in enumerate(teacher.starts(teacher_ids))
-    }
+    own, other = own[own_shift:], other[other_shift:]
+    same = common_prefix(own, other)
+    differ_at = None if own == other else same  # where one of them was cut short, it ends
+    own_starts = token_at(student.starts(ids), own_shift, differ_at)
+    other_starts = token_at(teacher.starts(teacher_ids), other_shift, differ_at)
     pairs: list[tuple[int, int]] = []
     for start, i in sorted(own_starts.items()):
-        if start in other_starts:
+        if start in other_starts and start <= same:
             pairs.append((i, other_starts[start]))
     return pairs
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """How many bytes two texts have in common from the start."""
+    for n, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return n
+    return min(len(a), len(b))
+
+
+def token_at(starts: Sequence[int], shift: int, differ_at: int | None) -> dict[int, int]:
+    """Byte → the token that begins there: the last of several, at `differ_at` the first.
+
+    shift: bytes of the text's start that do not count.
+    """
+    tokens: dict[int, int] = {}
+    for i, start in enumerate(starts):
+        byte = max(0, start - shift)
+        if byte != differ_at or byte not in tokens:
+            tokens[byte] = i
+    return tokens
 
 
 def nearest_tokens(student: TokenBytes, teacher: TokenBytes, width: int) -> Int[Tensor, " width"]:

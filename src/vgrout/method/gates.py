@@ -127,8 +127,12 @@ class Gate(GradientMonitor):
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
         super().__init__(cfg, direction)
-        apart = cfg.method.resolved("gate_modules") == "apart"
-        self.gate = TauGate(len(direction.V), device=direction.device, apart=apart)
+        self.gate = TauGate(
+            len(direction.V),
+            device=direction.device,
+            apart=cfg.method.resolved("gate_modules") == "apart",
+            absent_is_zero=cfg.method.gate_as_documented,
+        )
         self.threshold = self.gate
 
     def readings(self) -> dict[str, Tensor]:

@@ -17,14 +17,20 @@ class TauGate:
     """Known hacks are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
 
     The means are of the cosines of known hacks and of the rest, per module: exponential, DECAY per step, corrected
-    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none;
-    with `apart`, neither has one whose known hacks do not lie above the rest.
+    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none,
+    or, with `absent_is_zero`, one for which the mean of what it has not seen counts as 0; with `apart`, neither has one
+    whose known hacks do not lie above the rest.
     """
 
     def __init__(
-        self, n_modules: int, device: torch.device | str = "cpu", *, apart: bool = False
+        self,
+        n_modules: int,
+        device: torch.device | str = "cpu",
+        *,
+        apart: bool = False,
+        absent_is_zero: bool = False,
     ) -> None:
-        self.apart = apart
+        self.apart, self.absent_is_zero = apart, absent_is_zero
         # row 0 known hacks, row 1 the rest; mean = total / weight
         self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
         self._weight = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
@@ -37,7 +43,10 @@ class TauGate:
     @property
     def tau(self) -> Float[Tensor, " M"]:
         """NaN in modules without a threshold."""
-        return self.means.mean(0)
+        if not self.absent_is_zero:
+            return self.means.mean(0)
+        seen_any = (self._weight > 0).any(0)
+        return torch.where(seen_any, self.means.nan_to_num(nan=0.0).mean(0), torch.nan)
 
     @property
     def gap(self) -> Float[Tensor, " M"]:

@@ -255,10 +255,15 @@ def sign_flip(differences: Sequence[float]) -> PValue:
 
     All 2^n sign patterns are tried up to n = 13; beyond, 9,999 random ones. The smallest p that n
     allows is 2^(1−n): 0.25 of three seeds.
+
+    Raises:
+        ValueError: a difference is not finite; a comparison with it would count as not as far out.
     """
     n = len(differences)
     if n == 0:
         return PValue(None, None, "n too small")
+    if not np.isfinite(differences).all():
+        raise ValueError(f"sign_flip: {list(differences)}: every difference should be finite")
     if _all_zero(differences):
         return PValue(None, None, "DEGENERATE")
     if n == 1:  # with its one sign flipped it is as far from 0; scipy takes no single sample

@@ -36,7 +36,14 @@ from vgrout import console, faults, ranks
 from vgrout.cli import command, out_of_memory, show_refusal
 from vgrout.console import Clock
 from vgrout.envs.base import Grader
-from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
+from vgrout.errors import (
+    Diverged,
+    Halted,
+    Interrupted,
+    NothingAligned,
+    NothingRouted,
+    Refused,
+)
 from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.ranks import RankLost
 from vgrout.tracking import Trackers
@@ -224,8 +231,8 @@ class RunContext:
     nothing is raised. Until `started` a Refused is the user's mistake (exit 2, one line on stderr):
     a new run's folder and log are removed, a resumed run is left as it was. Any other exception
     that is not one of the ways in which a run may end is a fault (exit 1): its traceback is on
-    stderr and in the log, and both folder and log are kept. `run.error` is the refusal or the
-    fault.
+    stderr and in the log, and both folder and log are kept. `run.error` is what ended the block; None
+    where nothing was raised.
     """
 
     def __init__(
@@ -347,6 +354,7 @@ class RunContext:
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
     ) -> bool:
+        self.error = e
         try:
             if not self._finish(e):
                 assert e is not None
@@ -364,7 +372,7 @@ class RunContext:
                 self.code = FINISHED
                 self.status("finished", "", f"read {self.path / 'summary.md'}")
             case Refused() if self._loading:
-                self.code, self.error = BAD, e
+                self.code = BAD
                 if self.owns_folder and not self.resumes:
                     self._discard()
                 elif not self.logged:
@@ -390,6 +398,11 @@ class RunContext:
                     "unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}"
                 )
                 logger.error(str(e))
+            case NothingAligned():
+                self.code = FAILED
+                other = "give another --student or --teacher, or --uld-lambda 0"
+                self.status("failed", str(e), other)
+                logger.error(f"{e}; {other}")
             case RankLost():
                 self.code = FAILED
                 self.status("failed", str(e))

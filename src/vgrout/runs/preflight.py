@@ -154,7 +154,9 @@ def method_lines(cfg: Config, named: bool = True) -> list[str]:
     if method.monitor_name == "gate" and not cfg.mixes:
         lines += [
             "no demonstrations: known hacks are only answers that the weak detector flags;",
-            "before the first there is no threshold, and nothing is routed",
+            "until the first, their mean counts as 0"
+            if method.gate_as_documented
+            else "before the first there is no threshold, and nothing is routed",
         ]
     return lines
 
@@ -248,6 +250,8 @@ def guard_line(cfg: Config) -> str:
         case "off":
             return "off"
         case "log":
+            if cfg.guard_warning:
+                return f"log: {cfg.guard_warning}"
             blind = f" (it cannot fire: {cfg.guard_blind})" if cfg.guard_blind else ""
             return f"log: a verdict is a warning{blind}"
         case "halt":
