@@ -46,6 +46,8 @@ Kind = Literal["plain", "list", "tree"]
 # How a block is marked: as Python, not at all, or as anything else.
 MARKED, UNMARKED, FOREIGN = range(3)
 
+ANSWER_FILE = "<answer>"  # the file name of an answer's code
+
 Block = tuple[int, str]  # mark, content
 Part = tuple[str, CodeType]  # a part of a program: its source, and the same compiled
 
@@ -197,18 +199,21 @@ def bound_names(source: str) -> set[str]:
 def _compiled(sources: Sequence[str], errors: list[BaseException]) -> list[Part]:
     """Compile the parts of a program that are Python; add the errors of the others to `errors`.
 
-    A __future__ import holds for the parts behind it too.
+    A __future__ import holds for the parts behind it too, and the numbers of the lines go on.
     """
     parts = []
     flags = 0
+    lines_before = 0
     for source in sources:
         try:
-            code = compile(source, "<answer>", "exec", flags, dont_inherit=True)
+            numbered = "\n" * lines_before + source
+            code = compile(numbered, ANSWER_FILE, "exec", flags, dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
             errors.append(e)
             continue
         flags |= code.co_flags & __future__.annotations.compiler_flag
         parts.append((source, code))
+        lines_before += source.count("\n") + 1
     return parts
 
 
@@ -263,6 +268,8 @@ class Case:
     # Exact builtins. For a linked list its values, for a tree as `_level_order` has it.
     expected: Any
     kind: Kind  # how a returned value is turned into plain values before it is claimed
+    # The functions of the setup code that make the call's arguments: list_node, tree_node.
+    builders: frozenset[str] = frozenset()
 
 
 class UnsupportedTest(ValueError):
@@ -334,9 +341,13 @@ def _packed(method: str, call: ast.Call) -> bytes:
     kwargs = {}
     for keyword in call.keywords:
         kwargs[keyword.arg] = _literal(keyword.value, nodes_ok=True)
-    names = [n.id for n in ast.walk(call) if isinstance(n, ast.Name)]
-    has_nodes = not _BUILDERS.keys().isdisjoint(names)
-    return marshal.dumps((method, args, kwargs, has_nodes))
+    return marshal.dumps((method, args, kwargs, bool(_builders_in(call))))
+
+
+def _builders_in(call: ast.expr) -> frozenset[str]:
+    """Return which of list_node and tree_node a call's arguments are made with."""
+    names = [node.id for node in ast.walk(call) if isinstance(node, ast.Name)]
+    return frozenset(_BUILDERS.keys() & names)
 
 
 def parse_test(test: str) -> Case:
@@ -363,7 +374,7 @@ def _parse(test: str) -> Case:
     condition = body[0].test
     match condition:
         case ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]):
-            return Case(_call(call), _literal(literal), "plain")
+            return Case(_call(call), _literal(literal), "plain", _builders_in(call))
     name, args = _named_call(condition)
     if name in _NODE_TESTS and len(args) == 2:
         return _parse_nodes(_NODE_TESTS[name], *args)
@@ -372,13 +383,14 @@ def _parse(test: str) -> Case:
 
 def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr) -> Case:
     if isinstance(nodes, ast.Constant) and nodes.value is None:
-        return Case(_call(call), [], kind)
+        return Case(_call(call), [], kind, _builders_in(call))
     builder, args = _named_call(nodes)
     if _BUILDERS.get(builder) != kind or len(args) != 1:
         raise _not_of_the_form()
     expected = _literal(args[0])
     sent = _call(call)
-    return Case(sent, _level_order(expected) if kind == "tree" else expected, kind)
+    expected = _level_order(expected) if kind == "tree" else expected
+    return Case(sent, expected, kind, _builders_in(call))
 
 
 def _not_of_the_form() -> UnsupportedTest:

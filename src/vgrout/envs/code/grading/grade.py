@@ -32,6 +32,7 @@ from vgrout.envs.code.grading.values import clean_name
 from vgrout.envs.code.grading.watch import (
     PATIENCE,
     STUCK_AFTER,
+    START_WITHIN,
     WALL_EXTRA,
     WALL_FACTOR,
     reap,
@@ -79,6 +80,16 @@ class Protections:
     @property
     def weak(self) -> bool:
         return self.level == 0
+
+    @property
+    def weakness(self) -> str:
+        """Why the level is 0, for a sentence that begins with "here"."""
+        if self.breaches:
+            return f"an answer could {self.breaches[0]}"
+        return (
+            "neither namespaces nor landlock nor chroot bound the files that an answer may open, so in the strict run "
+            "it may open none, and right answers that do would count as wrong"
+        )
 
     def line(self) -> str:
         """One line for the console and for run.json."""
@@ -157,6 +168,14 @@ class _Worker:
         except OSError:
             os.rmdir(self.workdir)
             raise
+        messages.set_timeout(self.socket, START_WITHIN)
+
+    def hello(self) -> dict[str, Any]:
+        """What it says first: the fields of its `Protections`. Raises _WorkerLost."""
+        hello = self.receive()
+        if "unusable" in hello:
+            raise _WorkerLost(hello["unusable"])
+        return hello
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
@@ -173,9 +192,11 @@ class _Worker:
         return reply
 
     def receive(self) -> dict[str, Any]:
-        """The next message; the first is its hello. Raises _WorkerLost."""
+        """The next message. Raises _WorkerLost."""
         try:
             data = messages.receive(self.socket)
+        except BlockingIOError:
+            raise _WorkerLost("the verifier is silent") from None
         except OSError as e:
             raise _WorkerLost(type(e).__name__) from None
         if data is None:
@@ -204,7 +225,7 @@ class Grader:
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
 
-    Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
+    Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
 
     def __init__(
@@ -245,21 +266,35 @@ class Grader:
         try:
             # all at once: they warm up in parallel
             started = [self._start() for _ in range(self.workers)]
-            hellos = [worker.receive() for worker in started]
-        except (_WorkerLost, OSError) as e:
+            hellos = [worker.hello() for worker in started]
+            self._start_threads()
+        except (_WorkerLost, OSError, RuntimeError) as e:  # RuntimeError: of a thread
             self.close()
-            raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
+            reason = " ".join(str(e).split())
+            raise Refused(f"the grading sandbox could not be started here: {reason}") from None
         worst = min(hellos, key=lambda h: h["level"])
         self.protections = Protections(**worst)
         if self.protections.weak and not allow_weak:
             self.close()
             raise WeakSandbox(
-                f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
+                f"the sandbox is too weak here for the strict oracle ({self.protections.weakness}); "
                 "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
             self._idle.put(worker)
+
+    def _start_threads(self) -> None:
+        """One for each worker, all now: a limit on them is found out before the first answer.
+
+        Raises RuntimeError.
+        """
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="grade")
+        all_started = threading.Event()
+        try:
+            for _ in range(self.workers):
+                self._pool.submit(all_started.wait)
+        finally:
+            all_started.set()
 
     def _start(self) -> _Worker:
         worker = self._starter.submit(_Worker, self.limits, self._without).result()
@@ -416,7 +451,7 @@ class Grader:
         worker.close()
         fresh = self._start()
         with suppress(_WorkerLost):  # the next attempt will find out
-            fresh.receive()
+            fresh.hello()
         return fresh
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from vgrout.envs.code.grading import messages
-from vgrout.envs.code.grading.isolation import cap_limit, die_with_parent
+from vgrout.envs.code.grading.isolation import FILE_LAYERS, cap_limit, die_with_parent
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.probe import FATAL, IPC_CREAT, IPC_RMID, Spec
 from vgrout.envs.code.grading.verdict import Verifier
@@ -42,7 +42,7 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
     """Attack the sandbox from inside two throw-away children: name → did the attack succeed?
 
     The targets are made here: a file, three sockets and a segment of shared memory. Raises
-    ForkServerLost.
+    ForkServerLost; OSError if there can be no target: an attack on none would prove nothing.
     """
     found: dict[str, bool] = {}
     settings = fork_server.settings
@@ -101,17 +101,15 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
         ends.callback(remove_empty, settings.workdir)
         try:
             signal.signal(signal.SIGTERM, _leave)
-            die_with_parent(signal.SIGTERM)
-            cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
             with suppress(BrokenPipeError, ConnectionResetError):
                 _greet_and_serve(trainer, settings, ends)
         finally:
             signal.signal(signal.SIGTERM, _stay)
 
 
-def _level(active: Collection[str], breaches: list[str]) -> int:
+def _level(active: Set[str], breaches: list[str]) -> int:
     """The level of protection, 3 best: see docs/grading.md."""
-    if any(name in FATAL for name in breaches):
+    if any(name in FATAL for name in breaches) or not FILE_LAYERS & active:
         return 0
     if "landlock" not in active or "seccomp" not in active:
         return 1
@@ -126,10 +124,16 @@ def _greet_and_serve(trainer: socket.socket, settings: WorkerSettings, ends: Exi
     """Start the fork server, probe it, say hello to the trainer, and grade until that ends."""
     fork_server = ForkServerHandle(settings)
     ends.callback(fork_server.close)
-    fork_server.start()
-    breaches = [name for name, succeeded in probe(fork_server).items() if succeeded]
+    try:
+        die_with_parent(signal.SIGTERM)
+        cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
+        fork_server.start()
+        breaches = [name for name, succeeded in probe(fork_server).items() if succeeded]
+    except (ForkServerLost, OSError) as e:
+        _send(trainer, {"unusable": str(e)})
+        return
     hello = {
-        "level": _level(fork_server.active, breaches),
+        "level": _level(fork_server.active.keys(), breaches),
         "active": fork_server.active,
         "missing": fork_server.missing,
         "breaches": breaches,

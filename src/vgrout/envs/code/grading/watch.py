@@ -10,6 +10,7 @@ import marshal
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -26,6 +27,7 @@ from typing import Any, Literal
 from vgrout.envs.code.grading import fork_server as fs
 from vgrout.envs.code.grading import messages
 from vgrout.envs.code.grading.child import HARNESS_EXIT
+from vgrout.envs.code.grading.isolation import FILE_LAYERS, ROOT_CWD
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.values import BadClaim, decode_line
 from vgrout.files import restore_inherited
@@ -33,6 +35,7 @@ from vgrout.files import restore_inherited
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
 # Bytes of one message, where the expected values do not need more: what is longer is not read.
 MAX_LINE = 1 << 20
+START_WITHIN = 60  # seconds for a worker's process to say hello
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
 PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
@@ -69,6 +72,14 @@ class ExitInfo:
     @property
     def exit_code(self) -> int | None:
         return os.WEXITSTATUS(self.status) if os.WIFEXITED(self.status) else None
+
+    @property
+    def left_by_itself(self) -> bool:
+        """It has ended as our harness ends, or an answer that has chosen the same status.
+
+        What it has sent tells these two apart.
+        """
+        return not self.cause and self.exit_code == HARNESS_EXIT
 
     def name(self) -> str:
         """One of "timeout", "signal:N", "exit:N"; "" if the child ended as it should.
@@ -279,6 +290,14 @@ def _pid_of(pidfd: int) -> int | None:
     return None
 
 
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words, for a process that has closed its end of a socket."""
+    with suppress(subprocess.TimeoutExpired):
+        code = process.wait(1.0)
+        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+    return "closed its end"
+
+
 class ForkServerHandle:
     """The verifier's end of a fork server, which works in the folder `settings.workdir`."""
 
@@ -291,29 +310,42 @@ class ForkServerHandle:
         """Start it, and wait until it serves. Raises ForkServerLost."""
         self._open.callback(remove_empty, self.cwd)
         os.chmod(self.settings.workdir, 0o711)  # children run as another user
-        self._launch(self.settings.forbid)
-        if not self.active:  # it came half-way into the namespaces, and has ended
-            reason = self.missing["namespaces"]
-            self._launch(f"{self.settings.forbid},namespaces")
-            self.missing["namespaces"] = reason
+        hello = self._launch(self.settings.forbid)
+        if hello.half_way:
+            reason = hello.half_way
+            hello = self._launch(f"{self.settings.forbid},namespaces")
+            hello.missing["namespaces"] = reason
+        if hello.unusable or hello.half_way:
+            raise ForkServerLost(hello.unusable or hello.half_way)
+        self.active, self.missing = hello.active, hello.missing
+        if "chroot" in self.active:
+            root = os.path.join(self.settings.workdir, "root")
+            self.cwd = f"{root}{ROOT_CWD}"
+            self._open.callback(shutil.rmtree, root, ignore_errors=True)
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
+        if not fds:
+            raise ForkServerLost("closed")
         self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
         for end in (self.control, self.started):
             messages.set_timeout(end, STUCK_AFTER)
         return self
 
-    def _launch(self, forbid: str) -> None:
-        """Start the process, and learn which layers it has entered."""
+    def _launch(self, forbid: str) -> fs.Hello:
+        """Start the process, and learn which layers it has entered. Raises ForkServerLost."""
         s = self.settings
         self.process, self.control = start_process(
             "fork_server", s.workdir, s.memory_mb, s.output_bytes, forbid
         )
         self._open.callback(reap, self.process, 1.0)
         self._open.enter_context(self.control)
-        hello = messages.receive(self.control)
+        messages.set_timeout(self.control, START_WITHIN)
+        try:
+            hello = messages.receive(self.control)
+        except OSError:
+            raise ForkServerLost(f"no hello within {START_WITHIN} s") from None
         if hello is None:
-            raise ForkServerLost("closed")
-        self.active, self.missing = ast.literal_eval(hello.decode())
+            raise ForkServerLost(f"it {_how_it_ended(self.process)} while it started")
+        return fs.Hello(*ast.literal_eval(hello.decode()))
 
     def close(self) -> None:
         """The fork server sees the end of its input and exits; the kernel ends a child with it."""
@@ -368,8 +400,9 @@ class ForkServerHandle:
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = 0
-        # Without landlock a strict run could look for the expected values in this machine's files.
-        if "landlock" in self.active or job["kind"] not in ("strict", "probe"):
+        # Where nothing bounds the files that a child may open, a strict run could look for the
+        # expected values in this machine's.
+        if FILE_LAYERS & self.active.keys() or job["kind"] not in ("strict", "probe"):
             flags |= fs.OPEN_ALLOWED
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
@@ -437,6 +470,9 @@ class _Session:
         status, user_s, user_us, system_s, system_us = fs.REPORT.unpack(report)
         if status == fs.NO_STATUS:
             raise ForkServerLost("no exit status")
+        # Every job sends something before an answer's first instruction.
+        if self.received == 0 and status == HARNESS_EXIT << 8:
+            raise ForkServerLost("a child could not be confined")
         cpu_s = user_s + system_s + (user_us + system_us) * 1e-6
         cause = self.watch.cause
         if not cause and cpu_s > self.watch.cpu_limit:
