@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import queue
+import resource
 import shutil
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from typing import Any
 from vgrout.cores import cores
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading import messages
+from vgrout.envs.code.grading.isolation import CPU_EXTRA
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.grading.values import clean_name
 from vgrout.envs.code.grading.watch import (
@@ -126,6 +128,20 @@ def _tries(problem: Problem, text: str, hacked: bool, solved: bool) -> tuple[Mod
     if solved:
         return ()
     return tuple(mode for mode in problem.flaws if tries(text, mode, problem.marker_under(mode)))
+
+
+def _require(limits: Limits) -> None:
+    """Refuse to start where this process's own limits would cut an answer short."""
+    file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if file_bytes != resource.RLIM_INFINITY and file_bytes < limits.output_bytes:
+        raise Refused(
+            f"an answer may write {limits.output_bytes} bytes, but this process only {file_bytes} (ulimit -f)"
+        )
+    cpu_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if cpu_s != resource.RLIM_INFINITY and cpu_s < limits.cpu_s + CPU_EXTRA:
+        raise Refused(
+            f"an answer may compute for {limits.cpu_s:g} s, but this process for {cpu_s} s only (ulimit -t)"
+        )
 
 
 class _WorkerLost(Exception):
@@ -248,6 +264,7 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
+        _require(self.limits)
         self.retries, self.reward = retries, reward
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()

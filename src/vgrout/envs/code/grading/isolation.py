@@ -64,6 +64,7 @@ MNT_DETACH = 2
 
 # The child's end of its connection. The number is high, so that no file of the answer's needs it.
 CONNECTION_FD = 120
+CPU_EXTRA = 2  # seconds of CPU that the kernel gives a child beyond what the verifier does
 MAX_FILES = 128  # that a child may have open
 # A child's files have numbers below this.
 _END_OF_FDS = 256
@@ -904,8 +905,7 @@ class Enclosure:
 
     def _limit_processes_and_cpu(self, cpu_s: float) -> None:
         # The kernel's own CPU limit, a second above the verifier's, in case nobody watches.
-        cap = int(cpu_s) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (cap, cap))
+        cap_limit(resource.RLIMIT_CPU, int(cpu_s) + CPU_EXTRA)
         if self.cannot_fork:
             return
         # Without seccomp shared memory would outlive the child, and it could fork.

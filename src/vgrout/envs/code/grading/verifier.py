@@ -167,7 +167,7 @@ def _serve(trainer: socket.socket, verifier: Verifier) -> None:
             _send(trainer, {"grade": verifier.grade(json.loads(request))})
         except ValueError as e:
             _send(trainer, {"fault": str(e)})
-        except ForkServerLost as e:
+        except (ForkServerLost, OSError) as e:
             _send(trainer, {"lost": str(e)})
             break
 
