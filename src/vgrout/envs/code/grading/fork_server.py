@@ -119,6 +119,14 @@ def _in_throwaway(work: Callable[[], None]) -> None:
     _libc.wait4(pid, None, 0, None)
 
 
+def _pidfds(pid: int) -> list[int]:
+    """A descriptor of a process, where there are such (Linux 5.3); else its pid has to do."""
+    try:
+        return [os.pidfd_open(pid)]
+    except (OSError, AttributeError):
+        return []
+
+
 class _Request(NamedTuple):
     """One child to run: what a frame says, and the descriptors that came with it."""
 
@@ -165,7 +173,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             self._become_child(request, stdout_fd)
-        pidfd = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
+        pidfd = _pidfds(pid)
         socket.send_fds(self.started, [STARTED.pack(pid)], pidfd)
         for fd in (request.job_fd, request.connection_fd, *pidfd):
             os.close(fd)
@@ -291,22 +299,23 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
             sys.modules["random"].seed(0)
         started, other_end = socket.socketpair()
     except (isolation.HalfWay, isolation.Unusable, OSError, ValueError) as e:
+        reason = messages.refusal(e)
         half_way = isinstance(e, isolation.HalfWay)
         with verifier_may_end:
-            _announce(control, Hello({}, {}, *((str(e), "") if half_way else ("", str(e)))))
+            _announce(control, Hello({}, {}, half_way=reason if half_way else "", unusable=reason))
         os._exit(1)
     vars(os)["register_at_fork"] = register
     fork_server = ForkServer(control, started, enclosure)
-    with verifier_may_end:
-        _announce(control, Hello(enclosure.active, enclosure.missing))
-        socket.send_fds(control, [b"."], [other_end.fileno()])
-        other_end.close()
-        gc.collect()
-        gc.freeze()  # a collection in the child would write to every inherited page
-        try:
+    try:
+        with verifier_may_end:
+            _announce(control, Hello(enclosure.active, enclosure.missing))
+            socket.send_fds(control, [b"."], [other_end.fileno()])
+            other_end.close()
+            gc.collect()
+            gc.freeze()  # a collection in the child would write to every inherited page
             fork_server.serve()
-        except OSError as e:
-            refused = f"E a fork server of the grading sandbox ends, and is replaced: {e}\n"
-            os.write(2, refused.encode(errors="backslashreplace"))
-            os._exit(1)
+    except OSError as e:
+        line = f"E a fork server of the grading sandbox has ended: {messages.refusal(e)}\n"
+        os.write(2, line.encode(errors="backslashreplace"))
+        os._exit(1)
     os._exit(0)

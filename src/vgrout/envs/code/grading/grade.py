@@ -9,6 +9,7 @@ replaced and the rollout graded again. An answer with which two workers died, wh
 right, is at fault itself: its reward is 0 and its status `lost`, so that no answer can have its group dropped.
 """
 
+import errno
 import hashlib
 import itertools
 import json
@@ -131,7 +132,7 @@ def _tries(problem: Problem, text: str, hacked: bool, solved: bool) -> tuple[Mod
 
 
 def _require(limits: Limits) -> None:
-    """Refuse to start where this process's own limits would cut an answer short."""
+    """Refuse to start where this process's own limits would cut an answer short. Raises OSError."""
     file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if file_bytes != resource.RLIM_INFINITY and file_bytes < limits.output_bytes:
         raise Refused(
@@ -264,7 +265,6 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
-        _require(self.limits)
         self.retries, self.reward = retries, reward
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -281,13 +281,16 @@ class Grader:
         # this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
         try:
+            _require(self.limits)
             # all at once: they warm up in parallel
             started = [self._start() for _ in range(self.workers)]
-            hellos = [worker.hello() for worker in started]
             self._start_threads()
+            hellos = [worker.hello() for worker in started]
         except (_WorkerLost, OSError, RuntimeError) as e:  # RuntimeError: of a thread
             self.close()
-            reason = " ".join(str(e).split())
+            reason = messages.refusal(e)
+            if "start new thread" in reason or os.strerror(errno.EAGAIN) in reason:
+                reason += " (too many processes or threads for ulimit -u, or for this container)"
             raise Refused(f"the grading sandbox could not be started here: {reason}") from None
         worst = min(hellos, key=lambda h: h["level"])
         self.protections = Protections(**worst)

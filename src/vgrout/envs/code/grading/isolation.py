@@ -946,6 +946,8 @@ def _enter_namespaces(enclosure: Enclosure, workdir: str) -> str:
     Returns in the first process of the pid namespace; the process that called waits for that one
     and ends as it ends. Raises HalfWay if the namespaces were entered but could not be furnished.
     """
+    # In a pid namespace a child has another pid than its verifier sees: a descriptor tells which.
+    os.close(os.pidfd_open(os.getpid()))
     shared_libraries = _shared_libraries()
     both_mapped = _unshare_with_ids()
     try:
@@ -1131,7 +1133,8 @@ def _rehearse(enclosure: Enclosure, workdir: str, forbid: frozenset[str]) -> Non
             return
         if not said:
             ended = os.waitstatus_to_exitcode(status)
-            raise Unusable(f"a child ended with status {ended} on its way into the sandbox")
+            how = f"signal {-ended}" if ended < 0 else f"status {ended}"
+            raise Unusable(f"a child ended with {how} on its way into the sandbox")
         layer, _, reason = said.partition("\n")
         enclosure.leave_off(layer, reason)
         lost_landlock = layer == "landlock" and "chroot" not in forbid

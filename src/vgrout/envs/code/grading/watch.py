@@ -220,8 +220,13 @@ class Watch:
         with suppress(ProcessLookupError):
             if self.pidfd == -1:
                 os.kill(self.pid, signal.SIGKILL)
-            else:
+                return
+            try:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            except PermissionError:  # a rule on system calls: by its pid, unless it has ended
+                pid = _pid_of(self.pidfd)
+                if pid is not None and pid > 0:
+                    os.kill(pid, signal.SIGKILL)
 
     def look(self, crowded: Callable[[], bool]) -> None:
         """End the child if its time is over, if it waits in vain, or if it has too many files."""
@@ -290,12 +295,24 @@ def _pid_of(pidfd: int) -> int | None:
     return None
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """In words, for a process that has closed its end of a socket."""
+# What a process ends with that makes a system call which is forbidden on pain of death, as its
+# parent passes it on: see isolation._enter_namespaces.
+SIGSYS_STATUS = -signal.SIGSYS & 0xFF
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
+    """Of a process that has closed its end of a socket: its status; None if it has not ended."""
     with suppress(subprocess.TimeoutExpired):
-        code = process.wait(1.0)
-        return f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    return "closed its end"
+        return process.wait(1.0) & 0xFF
+    return None
+
+
+def _in_words(status: int | None) -> str:
+    if status is None:
+        return "closed its connection"
+    if status == SIGSYS_STATUS:
+        return "was ended for a system call that is forbidden here (SIGSYS)"
+    return f"was ended by signal {0x100 - status}" if status > 0x80 else f"ended with {status}"
 
 
 class ForkServerHandle:
@@ -315,8 +332,8 @@ class ForkServerHandle:
             reason = hello.half_way
             hello = self._launch(f"{self.settings.forbid},namespaces")
             hello.missing["namespaces"] = reason
-        if hello.unusable or hello.half_way:
-            raise ForkServerLost(hello.unusable or hello.half_way)
+        if hello.unusable:
+            raise ForkServerLost(hello.unusable)
         self.active, self.missing = hello.active, hello.missing
         if "chroot" in self.active:
             root = os.path.join(self.settings.workdir, "root")
@@ -344,7 +361,10 @@ class ForkServerHandle:
         except OSError:
             raise ForkServerLost(f"no hello within {START_WITHIN} s") from None
         if hello is None:
-            raise ForkServerLost(f"it {_how_it_ended(self.process)} while it started")
+            status = _exit_status(self.process)
+            if status == SIGSYS_STATUS and "namespaces" not in forbid:
+                return fs.Hello({}, {}, half_way=f"a rule on system calls: {_in_words(status)}")
+            raise ForkServerLost(f"its fork server {_in_words(status)} while it started")
         return fs.Hello(*ast.literal_eval(hello.decode()))
 
     def close(self) -> None:
