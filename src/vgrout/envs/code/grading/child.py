@@ -51,7 +51,8 @@ FLUSH_FAILED = 120  # the status of an interpreter that could not flush its stan
 # Bound here, so that an answer that replaces them in their modules changes nothing either.
 _dumps, _loads = json.dumps, marshal.loads
 _write, _read, _exit, _fstat = os.write, os.read, os._exit, os.fstat
-_run_exit_functions, _living_objects = atexit._run_exitfuncs, gc.get_objects
+_run_exit_functions = atexit._run_exitfuncs
+_collect, _living_objects = gc.collect, gc.get_objects
 _type_name = type.__dict__["__name__"].__get__
 _mro = type.__dict__["__mro__"].__get__
 _namespace_of = type.__dict__["__dict__"].__get__
@@ -428,47 +429,61 @@ def _is_closed(stream: Any) -> bool:
         return False
 
 
+# Files from the outside in. Each writes what is in its buffers into the one below it, which is to be
+# open then.
+_FILES = (
+    (io.TextIOWrapper,),
+    (object,),  # whatever else has a `__del__`, such as a file of gzip
+    (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair),
+    (io.FileIO,),
+)
+
+Finalizer = Callable[[Any], Any]
+
+
 def _finalize_objects() -> None:
     """Call `__del__` of every object of the answer's that is left.
 
-    That of a file closes it, which writes what is in its buffers: a text file before the file of
-    bytes below it. The fork server's own objects are frozen, and are not found here. A type is
-    read from its own MRO: an object's `__class__` may lie.
+    That of a file closes it, which writes what is in its buffers. The fork server's own objects are
+    frozen, and are not found here. A type is read from its own MRO: an object's `__class__` may
+    lie.
     """
+    _collect()
     objects = _living_objects()
-    finalizers = {}
+    finalizers: dict[int, tuple[int, Finalizer] | None] = {}
     for kind in map(type, objects):
         if id(kind) not in finalizers:
             finalizers[id(kind)] = _finalizer(kind)
-    later = []
+    in_order: list[list[tuple[Finalizer, Any]]] = [[] for _ in _FILES]
     for item in objects:
-        finalizer, first = finalizers[id(type(item))]
-        if finalizer is None:
-            continue
-        if first:
-            _call_finalizer(finalizer, item)
-        else:
-            later.append((finalizer, item))
-    for finalizer, item in later:
-        _call_finalizer(finalizer, item)
+        found = finalizers[id(type(item))]
+        if found is not None:
+            rank, finalizer = found
+            in_order[rank].append((finalizer, item))
+    for items in in_order:
+        for finalizer, item in items:
+            try:
+                finalizer(item)
+            except BaseException:
+                pass
 
 
-def _finalizer(kind: type) -> tuple[Callable[[Any], Any] | None, bool]:
-    """The `__del__` of a type, if it has one, and whether it is a text file's."""
+def _finalizer(kind: type) -> tuple[int, Finalizer] | None:
+    """When the objects of a type go (an index of `_FILES`), and their `__del__`; None without."""
     ancestors = _mro(kind)
-    is_text = any(ancestor is io.TextIOWrapper for ancestor in ancestors)
     for ancestor in ancestors:
         finalizer = _namespace_of(ancestor).get("__del__")
         if finalizer is not None:
-            return finalizer, is_text
-    return None, False
+            return _rank(ancestors), finalizer
+    return None
 
 
-def _call_finalizer(finalizer: Callable[[Any], Any], item: Any) -> None:
-    try:
-        finalizer(item)
-    except BaseException:
-        pass
+def _rank(ancestors: tuple[type, ...]) -> int:
+    for rank in (0, 2, 3, 1):  # everything is an object: last
+        for kind in _FILES[rank]:
+            if any(ancestor is kind for ancestor in ancestors):
+                return rank
+    raise AssertionError("object is an ancestor of every type")
 
 
 def _as_script(connection: _Connection, step: Callable[[], Any]) -> None:

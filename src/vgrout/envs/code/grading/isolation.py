@@ -636,21 +636,21 @@ def _unshare_with_ids() -> bool:
     proc = Path(f"/proc/{os.getpid()}")
     reader, writer = os.pipe()
     helper = None
-    both_mapped = False
+    entered = both_mapped = False
     try:
-        if uid == 0:
-            helper = os.fork()
-            if helper == 0:
-                _map_two_ids(reader, writer, proc)
-        _check(_libc.unshare(namespaces), "unshare")
-        with suppress(BrokenPipeError):  # the helper is gone: then one id is mapped
+        try:
+            if uid == 0:
+                helper = os.fork()
+                if helper == 0:
+                    _map_two_ids(reader, writer, proc)
+            _check(_libc.unshare(namespaces), "unshare")
+            entered = True
             os.write(writer, b"x")
-    finally:
-        os.close(reader)
-        os.close(writer)
-        if helper is not None:
-            both_mapped = os.waitpid(helper, 0)[1] == 0
-    try:
+        finally:
+            os.close(reader)
+            os.close(writer)
+            if helper is not None:
+                both_mapped = os.waitpid(helper, 0)[1] == 0
         if both_mapped:
             os.setgroups([])
         else:
@@ -658,6 +658,8 @@ def _unshare_with_ids() -> bool:
             Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
             Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     except OSError as error:
+        if not entered:
+            raise
         raise HalfWay(f"entered, but no ids can be mapped into them: {error}") from None
     return both_mapped
 
@@ -978,7 +980,8 @@ def _enter_namespaces(enclosure: Enclosure, workdir: str) -> str:
             os.pwrite(enclosure.last_pid, b"1", 0)
         except OSError:
             enclosure.last_pid = None
-    return "user, mount with a root of its own, pid, net, ipc, uts"
+    pids = "pid" if enclosure.last_pid is not None else "pid (which counts the children)"
+    return f"user, mount with a root of its own, {pids}, net, ipc, uts"
 
 
 def _choose_uid(enclosure: Enclosure) -> str:
