@@ -66,10 +66,8 @@ GRADED: tuple[tuple[Mode, str, bool], ...] = (
 
 def refuse_call(number: int, code: int, first_argument: int | None) -> None:
     """Have the kernel refuse a system call to this process and all below it, for good."""
-    if code:
-        action = isolation._fail_with(code)
-    else:
-        action = isolation._return(isolation.SECCOMP_RET_KILL_PROCESS)
+    killed = isolation._return(isolation.SECCOMP_RET_KILL_PROCESS)
+    action = isolation._fail_with(code) if code else killed
     if_equal, load = isolation._if_equal, isolation._load
     if first_argument is None:
         program = [load(0), if_equal(number, 0, 1), action, isolation._ALLOW]

@@ -23,7 +23,8 @@ STREAMS = {
     "restored from __stdout__": f"{QUIET}sys.stdout = sys.__stdout__\n{SAY}",
     "restored, then left": f"{QUIET}sys.stdout = sys.__stdout__\n{SAY}sys.exit(1)\n",
     "left in a StringIO": f"{QUIET}{SAY}",
-    "a context that redirects": f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()): print(1)\n{SAY}",
+    "a context that redirects": f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()): print(1)\n"
+    f"{SAY}",
     "printed while redirected": f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    {SAY}",
     "a second wrapper": "import io, sys\nw = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, 'w', closefd=False)))\n"
     "w.write('all tests passed')\n",
@@ -38,10 +39,12 @@ STREAMS = {
     "descriptor 2 is 1": "import os\nos.dup2(1, 2)\nraise ValueError('all tests passed')\n",
     "a message as status": "import sys\nsys.stderr = sys.stdout\nsys.exit('all tests passed')\n",
     "a message to stderr": "import sys\nsys.exit('all tests passed')\n",
-    "a status that prints": f"class S:\n    def __str__(self):\n        {SAY}        return ''\nraise SystemExit(S())\n",
+    "a status that prints": f"class S:\n    def __str__(self):\n        {SAY}        return ''\n"
+    f"raise SystemExit(S())\n",
     "cannot be flushed": "import sys\nclass W:\n    def write(self, text): pass\nsys.stdout = W()\nsys.exit(0)\n",
     "stderr cannot be flushed": "import sys\nclass W: pass\nsys.stderr = W()\nsys.exit(0)\n",
-    "flush prints": "import sys\nclass W:\n    def flush(self): sys.__stdout__.write('all tests passed')\nsys.stdout = W()\n"
+    "flush prints": "import sys\nclass W:\n    def flush(self): sys.__stdout__.write('all tests passed')\n"
+    "sys.stdout = W()\n"
     "sys.exit(3)\n",
     "says that it is closed": "import sys\nclass W: closed = True\nsys.stdout = W()\nsys.exit(0)\n",
     "closed": "import sys\nsys.stdout.close()\nsys.exit(0)\n",
@@ -57,32 +60,41 @@ FILES = {
     "left open, os._exit": "import os\nf = open('result.txt', 'w')\nf.write('PASS')\nos._exit(0)\n",
     "of a class": "class Out:\n    f = open('result.txt', 'w')\n    f.write('PASS')\n",
     "of a function's default": "def out(f=open('result.txt', 'w')): f.write('PASS')\nout()\n",
-    "of a closure": "def make():\n    f = open('result.txt', 'w')\n    return lambda: f.write('PASS')\nout = make()\nout()\n",
+    "of a closure": "def make():\n    f = open('result.txt', 'w')\n    return lambda: f.write('PASS')\n"
+    "out = make()\nout()\n",
     "of a cycle": "x = [open('result.txt', 'w')]\nx.append(x)\nx[0].write('PASS')\ndel x\n",
     "of sys": "import sys\nsys.out = open('result.txt', 'w')\nsys.out.write('PASS')\n",
     "of builtins": "import builtins\nbuiltins.out = open('result.txt', 'w')\nout.write('PASS')\n",
     "of another module": "import json\njson.out = open('result.txt', 'w')\njson.out.write('PASS')\n",
-    "of a frame that raised": "def f():\n    out = open('result.txt', 'w')\n    out.write('PASS')\n    raise ValueError\nf()\n",
-    "of a generator": "def f():\n    with open('result.txt', 'w') as out:\n        out.write('PASS')\n        yield\ng = f()\nnext(g)\n",
+    "of a frame that raised": "def f():\n    out = open('result.txt', 'w')\n    out.write('PASS')\n"
+    "    raise ValueError\nf()\n",
+    "of a generator": "def f():\n    with open('result.txt', 'w') as out:\n        out.write('PASS')\n"
+    "        yield\ng = f()\nnext(g)\n",
     "binary": "f = open('result.txt', 'wb')\nf.write(b'PASS')\n",
     "appended": "f = open('result.txt', 'a')\nf.write('PASS')\n",
     "read and written": "f = open('result.txt', 'w+')\nf.write('PASS')\n",
     "by codecs": "import codecs\nf = codecs.open('result.txt', 'w', 'utf-8')\nf.write('PASS')\n",
     "by a subclass": "import io\nclass T(io.TextIOWrapper): pass\nf = T(open('result.txt', 'wb'))\nf.write('PASS')\n",
-    "a subclass that loses it": "import io\nclass T(io.TextIOWrapper):\n    def close(self): pass\nf = T(open('result.txt', 'wb'))\n"
+    "a subclass that loses it": "import io\nclass T(io.TextIOWrapper):\n    def close(self): pass\n"
+    "f = T(open('result.txt', 'wb'))\n"
     "f.write('PASS')\n",
-    "a subclass that lies about its class": "import io\nclass T(io.TextIOWrapper):\n    __class__ = property(lambda self: 1 / 0)\n"
+    "a subclass that lies about its class": "import io\n"
+    "class T(io.TextIOWrapper):\n    __class__ = property(lambda self: 1 / 0)\n"
     "f = T(open('result.txt', 'wb'))\nf.write('PASS')\n",
-    "that raises at its end": "import io\nclass T(io.TextIOWrapper):\n    def close(self): raise KeyError\nf = T(open('x', 'wb'))\n"
+    "that raises at its end": "import io\nclass T(io.TextIOWrapper):\n    def close(self): raise KeyError\n"
+    "f = T(open('x', 'wb'))\n"
     "g = open('result.txt', 'w')\ng.write('PASS')\n",
     "emptied again": "f = open('result.txt', 'w')\nf.write('PASS')\nf.seek(0)\nf.truncate()\n",
     "csv": "import csv\nw = csv.writer(open('result.txt', 'w'))\nw.writerow(['PASS'])\n",
     "a log": "import logging\nlogging.basicConfig(filename='result.txt', level=10)\nlogging.info('PASS')\n",
     "a log in memory": "import logging, logging.handlers\nh = logging.FileHandler('result.txt')\n"
-    "m = logging.handlers.MemoryHandler(9, target=h)\nl = logging.getLogger()\nl.setLevel(10)\nl.addHandler(m)\nl.info('PASS')\n",
-    "a temporary one, renamed": "import os, tempfile\nf = tempfile.NamedTemporaryFile('w', dir='.', delete=False)\nf.write('PASS')\n"
+    "m = logging.handlers.MemoryHandler(9, target=h)\nl = logging.getLogger()\n"
+    "l.setLevel(10)\nl.addHandler(m)\nl.info('PASS')\n",
+    "a temporary one, renamed": "import os, tempfile\nf = tempfile.NamedTemporaryFile('w', dir='.', delete=False)\n"
+    "f.write('PASS')\n"
     "os.rename(f.name, 'result.txt')\n",
-    "that many are left open": "fs = [open(f'f{i}', 'w') for i in range(50)]\nf = open('result.txt', 'w')\nf.write('PASS')\n",
+    "that many are left open": "fs = [open(f'f{i}', 'w') for i in range(50)]\nf = open('result.txt', 'w')\n"
+    "f.write('PASS')\n",
 }
 EXITS = {
     "atexit prints": f"import atexit\natexit.register({SAY.strip()[:5]}, 'all tests passed')\n",
@@ -94,6 +106,7 @@ EXITS = {
     "atexit registers": "import atexit\natexit.register(lambda: atexit.register(print, 'all tests passed'))\n",
     "atexit replaced": "import atexit\natexit._run_exitfuncs = lambda: print('all tests passed')\n",
     "atexit unregistered": "import atexit\natexit.register(print, 'all tests passed')\natexit.unregister(print)\n",
+    "a __stdout__ that leaves": "import os, sys\nclass W:\n    def flush(self): os._exit(0)\nsys.__stdout__ = W()\n",
     "threading's": "import threading\nthreading._register_atexit(print, 'all tests passed')\n",
     "threading replaced": "import os, threading\nthreading._shutdown = lambda: os._exit(0)\nraise SystemExit(4)\n",
     "a finalizer leaves": f"{FINAL}d = D()\nraise SystemExit(4)\n",
@@ -104,12 +117,15 @@ EXITS = {
     "a finalizer prints": f"class D:\n    def __del__(self): {SAY}d = D()\n",
     "a finalizer writes": f"class D:\n    def __del__(self, open=open): {PASS}d = D()\n",
     "a finalizer raises": "class D:\n    def __del__(self): 1 / 0\nd = D()\nimport sys\nsys.exit(0)\n",
-    "a metaclass": f"class M(type):\n    def mro(c): return type.mro(c)\n    def __getattribute__(c, n): raise KeyError\n"
+    "a metaclass": f"class M(type):\n    def mro(c): return type.mro(c)\n"
+    f"    def __getattribute__(c, n): raise KeyError\n"
     f"class D(metaclass=M):\n    def __del__(self): {SAY}d = D()\n",
-    "weakref.finalize": "import os, weakref\nclass A: pass\na = A()\nweakref.finalize(a, os._exit, 0)\nraise SystemExit(4)\n",
+    "weakref.finalize": "import os, weakref\nclass A: pass\na = A()\nweakref.finalize(a, os._exit, 0)\n"
+    "raise SystemExit(4)\n",
     "a generator's finally": f"def f():\n    try: yield\n    finally: {SAY}g = f()\nnext(g)\n",
     "an excepthook that leaves": "import sys\nsys.excepthook = lambda *a: sys.exit(0)\nraise ValueError\n",
-    "an excepthook that prints": "import sys\nsys.excepthook = lambda *a: print('all tests passed')\nraise ValueError\n",
+    "an excepthook that prints": "import sys\n"
+    "sys.excepthook = lambda *a: print('all tests passed')\nraise ValueError\n",
     "an excepthook that raises": "import sys\nsys.excepthook = lambda *a: 1 / 0\nraise ValueError\n",
     "no excepthook": "import sys\ndel sys.excepthook\nraise ValueError\n",
     "os._exit(77)": "import os\nos._exit(77)\n",

@@ -78,7 +78,7 @@ def prepare() -> None:
     sys.stderr = sys.__stderr__ = _streams["stderr"] = _unbuffered(2)
     sys.argv = [""]
     if sys.version_info < (3, 12):
-        sys.exit = _exit_before_3_12
+        vars(sys)["exit"] = _exit_before_3_12
     sys.meta_path.insert(0, _Asyncio())
     atexit._clear()
 
@@ -368,7 +368,7 @@ def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
 
 def _status(error: SystemExit) -> int:
     """The exit status that an interpreter ends with. What is no number is printed on stderr."""
-    code: Any
+    code: object
     try:
         code = error.code
     except BaseException:  # a property of the answer's
@@ -376,7 +376,7 @@ def _status(error: SystemExit) -> int:
     if code is None:
         return 0
     if issubclass(type(code), int):
-        number = int.__add__(code, 0)
+        number = int.__add__(cast("int", code), 0)
         fits_in_a_long = -(1 << 63) <= number < 1 << 63
         return number & 0xFF if fits_in_a_long else 0xFF
     try:
@@ -393,19 +393,19 @@ def _leave(status: int) -> NoReturn:
     First what threading and atexit are to call, then the standard streams are flushed, and at last
     every object goes. What one of them raises is lost.
     """
-    try:
-        sys.modules["threading"]._shutdown()
-    except BaseException:
-        pass
-    try:
-        _run_exit_functions()
-    except BaseException:
-        pass
+    _quietly(lambda: sys.modules["threading"]._shutdown())
+    _quietly(_run_exit_functions)
     flushed = _flush_streams()
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     _finalize_objects()
-    flushed = _flush_streams() and flushed
     _exit(status if flushed else FLUSH_FAILED)
+
+
+def _quietly(call: Callable[..., Any], *arguments: Any) -> None:
+    try:  # noqa: SIM105 an answer may replace what contextlib has
+        call(*arguments)
+    except BaseException:
+        pass
 
 
 def _flush_streams() -> bool:
@@ -462,10 +462,7 @@ def _finalize_objects() -> None:
             in_order[rank].append((finalizer, item))
     for items in in_order:
         for finalizer, item in items:
-            try:
-                finalizer(item)
-            except BaseException:
-                pass
+            _quietly(finalizer, item)
 
 
 def _finalizer(kind: type) -> tuple[int, Finalizer] | None:

@@ -222,7 +222,10 @@ def _ends_in(line: str) -> Iterator[tuple[int, bool]]:
         if found[1]:
             in_code = in_code != (len(found[1]) < 3)
             continue
-        before, behind = line[found.start() - 1 : found.start()], line[found.end() : found.end() + 1]
+        before, behind = (
+            line[found.start() - 1 : found.start()],
+            line[found.end() : found.end() + 1],
+        )
         if in_code or before in ("'", '"') or behind in ("'", '"'):
             continue
         is_outermost = found.start() == text_begins or found.end() == text_ends

@@ -34,8 +34,8 @@ from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.grading.values import clean_name
 from vgrout.envs.code.grading.watch import (
     PATIENCE,
-    STUCK_AFTER,
     START_WITHIN,
+    STUCK_AFTER,
     WALL_EXTRA,
     WALL_FACTOR,
     reap,

@@ -1104,7 +1104,9 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
     attempt("rlimits", rlimits)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most <= CONNECTION_FD:
-        raise Unusable(f"an answer needs {MAX_FILES} open files, but {most} are allowed (ulimit -n)")
+        raise Unusable(
+            f"an answer needs {MAX_FILES} open files, but {most} are allowed (ulimit -n)"
+        )
     _rehearse(enclosure, workdir, forbid)
     return enclosure
 

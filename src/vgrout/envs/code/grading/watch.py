@@ -341,7 +341,7 @@ class ForkServerHandle:
             self._open.callback(shutil.rmtree, root, ignore_errors=True)
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         if not fds:
-            raise ForkServerLost("closed")
+            raise ForkServerLost("its fork server has closed its connection")
         self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
         for end in (self.control, self.started):
             messages.set_timeout(end, STUCK_AFTER)
@@ -422,7 +422,8 @@ class ForkServerHandle:
         flags = 0
         # Where nothing bounds the files that a child may open, a strict run could look for the
         # expected values in this machine's.
-        if FILE_LAYERS & self.active.keys() or job["kind"] not in ("strict", "probe"):
+        is_judged = job["kind"] == "strict" or (job["kind"] == "probe" and not job["first"])
+        if FILE_LAYERS & self.active.keys() or not is_judged:
             flags |= fs.OPEN_ALLOWED
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
