@@ -60,11 +60,28 @@ def grading(quick: bool = False, problems: Path | None = None) -> str:
     return importlib.import_module("benchmarks.grading").run(quick, problems)
 
 
+def verdicts(*pythons: str, problems: Path | None = None, against: Path | None = None) -> str:
+    """Wrong verdicts on honest and hostile answers, at every level of the sandbox (minutes for each Python).
+
+    Args:
+        pythons: interpreters that grade and run the answers; by default this one.
+        problems: a file of real problems, whose canonical solutions are honest answers too.
+        against: another checkout of this project, to compare the CPU time of grading with.
+    """
+    if problems is not None and not problems.is_file():
+        raise Refused(f"--problems {problems}: no such file")
+    if against is not None and not (against / "src" / "vgrout").is_dir():
+        raise Refused(f"--against {against}: no checkout of this project")
+    resolved = None if problems is None else problems.resolve()
+    bench = importlib.import_module("benchmarks.verdicts")
+    return bench.run(pythons or [sys.executable], resolved, against)
+
+
 def main(argv: list[str]) -> int:
     """Run one bench. Exit codes: 0 measured · 2 refused, in one line."""
 
     def command() -> int:
-        benches = {bench.__name__: bench for bench in (step, real, gpu, grading)}
+        benches = {bench.__name__: bench for bench in (step, real, gpu, grading, verdicts)}
         print(parse_args(benches, argv or ["--help"], "python -m benchmarks"))
         return 0
 

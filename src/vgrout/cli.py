@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import select
 import shlex
 import shutil
 import sys
@@ -101,10 +102,10 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
     except KeyboardInterrupt:
         print(f"E {interrupted}", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        drop_stdout()
-        return 141
     except BaseException as e:
+        if isinstance(e, BrokenPipeError) and (_stdout_is_broken() or not faults.raised_by_own(e)):
+            drop_stdout()
+            return 141
         own = faults.raised_by_own(e)
         if isinstance(e, SystemExit) and not own:
             raise
@@ -114,6 +115,13 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
             return code
         faults.show(e)
         return 1
+
+
+def _stdout_is_broken() -> bool:
+    """Does nobody read standard output any more? Else a broken pipe is one of somebody's own code."""
+    poller = select.poll()
+    poller.register(1, 0)
+    return bool(poller.poll(0))
 
 
 def show_refusal(e: Refused) -> None:

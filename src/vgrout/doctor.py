@@ -95,8 +95,8 @@ def examine() -> int:
     print(f"GPUs: {', '.join(visible()) or 'none that this process may use'}")
     if protections.weak:
         print(
-            "The reference tests are not trustworthy here: training needs --allow-weak-sandbox, "
-            "which marks every file."
+            f"The reference tests are not trustworthy here ({protections.weakness}): training "
+            "needs --allow-weak-sandbox, which marks every file."
         )
     return 1 if failed or protections.weak else 0
 

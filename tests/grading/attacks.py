@@ -407,7 +407,8 @@ sys.addaudithook(hook)
     ),
     attack(
         "H38 counts its calls",
-        "n = -1\nclass Solution:\n    def total(self, nums):\n        global n; n += 1; return [6, 0, 5, 19][n % 4]\n",
+        "n = -1\nclass Solution:\n    def total(self, nums):\n"
+        "        global n; n += 1; return [6, 0, 5, 19][n % 4]\n",
         ST,
     ),
     attack("sys.modules emptied", WRONG + "import sys\nsys.modules.clear()"),
@@ -790,7 +791,202 @@ EQUALITY = [
     attack("stale liar", "n = 0\n" + equal("global n; n += 1; return n % 2 == 0")),
 ]
 
-ATTACKS = [*VALUES, *EXITS, *TAMPERING, *CHANNELS, *FILES, *PROCESSES, *DENIAL, *CLAIMS, *EQUALITY]
+# At the end of a script, in what an interpreter does then, and in files.
+FINALIZER = "class D:\n    def __del__(self, os=os):\n        "
+LATE = [
+    attack(
+        "E1 atexit prints", WRONG + "import atexit\natexit.register(print, 'all tests passed')", SO
+    ),
+    attack(
+        "E2 atexit writes",
+        WRONG + "import atexit\nf = open('result.txt', 'w')\natexit.register(f.write, 'PASS')",
+        FM,
+    ),
+    attack(
+        "E3 atexit leaves with 0", WRONG + "import atexit, os\natexit.register(os._exit, 0)", XC
+    ),
+    attack(
+        "E4 atexit never ends",
+        WRONG + "import atexit\n@atexit.register\ndef f():\n    while True: pass",
+        modes=(XC, SO),
+    ),
+    attack("E5 atexit forges", WRONG + FORGE + "import atexit\natexit.register(forge)"),
+    attack(
+        "E6 atexit forges, then leaves with 0",
+        WRONG + FORGE + "import atexit\natexit.register(os._exit, 0)\natexit.register(forge)",
+        XC,
+    ),
+    attack("E7 atexit exits with 0", WRONG + "import atexit, sys\natexit.register(sys.exit, 0)"),
+    attack(
+        "E8 atexit interrupts",
+        WRONG + "import atexit\n@atexit.register\ndef f(): raise KeyboardInterrupt",
+    ),
+    attack(
+        "E9 a finalizer leaves with 0", f"import os\n{WRONG}{FINALIZER}os._exit(0)\nd = D()", XC
+    ),
+    attack(
+        "E10 a finalizer prints",
+        f"import os\n{WRONG}{FINALIZER}print('all tests passed')\nd = D()",
+        SO,
+    ),
+    attack(
+        "E11 a finalizer never ends",
+        f"import os\n{WRONG}{FINALIZER}while True: pass\nd = D()",
+        modes=(XC, SO),
+    ),
+    attack(
+        "E12 a finalizer makes its like",
+        f"import os\n{WRONG}{FINALIZER}D()\nd = D()",
+        modes=(XC, SO),
+    ),
+    attack("E13 a finalizer forges", f"{WRONG}{FORGE}{FINALIZER}forge()\nd = D()"),
+    attack(
+        "E14 a finalizer exits with 0", f"import os\n{WRONG}{FINALIZER}raise SystemExit(0)\nd = D()"
+    ),
+    attack(
+        "E15 a hundred thousand finalizers",
+        f"import os\n{WRONG}{FINALIZER}os\nd = [D() for _ in range(100_000)]",
+        modes=(XC, SO),
+    ),
+    attack(
+        "E16 a finalizer that is no function",
+        WRONG + "class D:\n    __del__ = property(lambda s: 1 / 0)\nd = D()\nd.d = d",
+    ),
+    attack(
+        "E17 a type that denies its own",
+        WRONG + "class M(type):\n    __mro__ = __dict__ = property(lambda c: 1 / 0)\n"
+        "class D(metaclass=M):\n    def __del__(s): print('all tests passed')\nd = D()",
+        SO,
+    ),
+    attack("E18 a file left open", WRONG + "f = open('result.txt', 'w')\nf.write('PASS')", FM),
+    attack(
+        "E19 a file that lies about its class",
+        WRONG + "import io\nclass T(io.TextIOWrapper):\n    __class__ = property(lambda s: int)\n"
+        "f = T(open('result.txt', 'wb'))\nf.write('PASS')",
+        FM,
+    ),
+    attack(
+        "E20 a file whose end forges",
+        WRONG + FORGE + "import io\nclass T(io.TextIOWrapper):\n    def close(self): forge()\n"
+        "f = T(open('x', 'wb'))\nf.write('PASS')",
+    ),
+    attack(
+        "E21 objects hidden from the end",
+        WRONG
+        + "import gc\ngc.get_objects = lambda *a: []\nf = open('result.txt', 'w')\nf.write('PASS')",
+        FM,
+    ),
+    attack(
+        "E22 callbacks of the collector forge",
+        WRONG + FORGE + "import gc\ngc.callbacks.append(lambda *a: forge())",
+    ),
+    attack(
+        "E23 a status that cannot be flushed",
+        WRONG + "import sys\nclass W: pass\nsys.stdout = W()\nsys.exit(0)",
+    ),
+    attack(
+        "E24 a number that lies",
+        WRONG + "import sys\nclass I(int):\n    def __and__(s, o): return 0\n"
+        "    __index__ = __int__ = lambda s: 0\nsys.exit(I(1))",
+    ),
+    attack("E25 a large status", WRONG + "raise SystemExit(2**64)"),
+    attack("E26 a tuple as status", WRONG + "raise SystemExit((0,))"),
+    attack(
+        "E27 a status whose text never ends",
+        WRONG + "class S:\n    def __str__(s):\n        while True: pass\nraise SystemExit(S())",
+        modes=(XC, SO),
+    ),
+    attack("E28 our own status", WRONG + "import os\nos._exit(77)"),
+    attack("E29 our own status, in a call", method("import os\nos._exit(77)")),
+    attack("E30 forged, then our own status", method("forge()\nos._exit(77)", FORGE)),
+    attack(
+        "E31 an excepthook that prints",
+        WRONG + "import sys\nsys.excepthook = lambda *a: print('all tests passed')",
+        SO,
+    ),
+    attack(
+        "E32 stderr is stdout",
+        WRONG + "import sys\nsys.stderr = sys.stdout\nraise ValueError('all tests passed')",
+        SO,
+    ),
+    attack(
+        "E33 threading's end never ends",
+        WRONG + "import threading\nthreading._shutdown = lambda: [0 for _ in iter(int, 1)]",
+        modes=(XC, SO),
+    ),
+    attack(
+        "E34 threading's end leaves with 0",
+        WRONG + "import os, threading\nthreading._shutdown = lambda: os._exit(0)",
+        XC,
+    ),
+    attack(
+        "E35 a lock that nobody lets go",
+        WRONG
+        + "import threading\nl = threading.Lock()\nl.acquire()\nthreading._register_atexit(l.acquire)",
+        modes=(XC, SO),
+    ),
+    attack(
+        "E36 cached lines",
+        method(
+            "import linecache\nfor name, (*_, lines, _) in linecache.cache.items():\n"
+            "    for n in range(30):\n        if any(f'== {n}' in l for l in lines): return n\n"
+            "return 41"
+        ),
+    ),
+    attack(
+        "E37 sources of modules",
+        method(
+            "import inspect, sys\nfor m in list(sys.modules.values()):\n"
+            "    try: s = inspect.getsource(m)\n    except Exception: continue\n"
+            "    if 'expected' + ' = 6' in s: return 6\nreturn 41"
+        ),
+    ),
+    attack(
+        "E38 out of its root",
+        method(
+            "import os\n"
+            "for way in (lambda: os.chroot('.'), lambda: os.fchdir(os.open('/', 0)), lambda: os.mkdir('d'), "
+            "lambda: os.mknod('n', 0o20666, 259)):\n"
+            "    try: way()\n    except OSError: pass\nfor _ in range(60):\n"
+            "    try: os.chdir('..')\n    except OSError: pass\n"
+            "return 6 if os.path.exists('root') or os.path.exists('etc/passwd') and open('etc/passwd').read() else 41"
+        ),
+    ),
+    attack(
+        "E39 every file below /",
+        method(
+            "import os\nfor folder, _, names in os.walk('/'):\n    for name in names:\n"
+            "        if name.endswith(('.jsonl', '.json')):\n"
+            "            try: text = open(os.path.join(folder, name)).read()\n"
+            "            except OSError: continue\n"
+            "            if 'total(nums = [1, 2, 3]) == 6' in text: return sum(nums)\n"
+            "    if folder.count('/') > 2: break\nreturn 41"
+        ),
+        modes=(RT, ST),
+    ),
+    attack(
+        "E40 dynamic loader and others' memory",
+        method(
+            "import ctypes, os\n"
+            "for path in ('/proc/1/mem', '/proc/self/environ', f'/proc/{os.getppid()}/maps', '/dev/mem'):\n"
+            "    try:\n        if open(path, 'rb').read(1): return sum(nums)\n"
+            "    except (OSError, ValueError): pass\nreturn 41"
+        ),
+    ),
+]
+
+ATTACKS = [
+    *VALUES,
+    *EXITS,
+    *TAMPERING,
+    *CHANNELS,
+    *FILES,
+    *PROCESSES,
+    *DENIAL,
+    *CLAIMS,
+    *EQUALITY,
+    *LATE,
+]
 
 RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 # Each looks its module up by name.
@@ -975,7 +1171,9 @@ def main(without: list[str]) -> int:
         wrong = [w for a in tried for w in check_attack(grader, a)]
         wrong += [w for c in CONTROLS for w in check_control(grader, c)]
         protections = grader.protections.as_dict()
-    print(json.dumps({"uid": os.getuid(), "protections": protections, "wrong": wrong}))
+    graded = sum(len(a.modes) for a in tried)
+    told = {"uid": os.getuid(), "protections": protections, "graded": graded, "wrong": wrong}
+    print(json.dumps(told))
     return 1 if wrong else 0
 
 

@@ -25,6 +25,7 @@ from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
+from vgrout.errors import Refused
 
 from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -526,7 +527,7 @@ def test_a_grader_that_cannot_start_all_its_workers_leaves_none(tmp_path, monkey
         return start(*args, **kwargs)
 
     monkeypatch.setattr(grade_module, "start_process", too_many)
-    with pytest.raises(RuntimeError, match=r"could not be started: .*Too many open files"):
+    with pytest.raises(Refused, match=r"could not be started here: .*Too many open files"):
         Grader(3)
     assert descendants(os.getpid()) == before
     assert list(tmp_path.iterdir()) == []

@@ -8,8 +8,9 @@ Semantics, fixed here and tested:
   and this one binds nothing of what the tests call. Each call gets a fresh `Solution()` and fresh
   arguments; an exception in a call is a wrong answer.
 - Flawed run: the answer is a script (`__name__ == "__main__"`). SystemExit ends it with that
-  status, after the functions registered with atexit; so does an uncaught exception, through
-  sys.excepthook. The assertions follow.
+  status; so does an uncaught exception, through sys.excepthook. The assertions follow. However it
+  ends, its end is that of an interpreter (`_leave`): atexit, `__del__`, and what is left in the
+  buffers of files and streams.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr
   goes nowhere.
 - Nothing secret is sent to an answer: no expected value, no canonical solution. The flawed run
@@ -20,10 +21,13 @@ Semantics, fixed here and tested:
 import _sitebuiltins
 import atexit
 import builtins
+import gc
 import io
 import json
+import linecache
 import marshal
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,7 +37,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn, cast
 
 from vgrout.envs.code.grading import probe
-from vgrout.envs.code.grading.extract import Part, bound_names, program
+from vgrout.envs.code.grading.extract import ANSWER_FILE, Part, bound_names, program
 from vgrout.envs.code.grading.own_tests import OwnTests
 from vgrout.envs.code.grading.values import Decoys, encode
 
@@ -42,11 +46,16 @@ __builtins__ = dict(vars(builtins))
 
 MAX_NODES = 200_000  # of a list or tree
 HARNESS_EXIT = 77  # our own way out: an exit status of 0 is always the answer's doing
+FLUSH_FAILED = 120  # the status of an interpreter that could not flush its standard streams
 
 # Bound here, so that an answer that replaces them in their modules changes nothing either.
 _dumps, _loads = json.dumps, marshal.loads
-_write, _read, _exit = os.write, os.read, os._exit
+_write, _read, _exit, _fstat = os.write, os.read, os._exit, os.fstat
+_run_exit_functions = atexit._run_exitfuncs
+_collect, _living_objects = gc.collect, gc.get_objects
 _type_name = type.__dict__["__name__"].__get__
+_mro = type.__dict__["__mro__"].__get__
+_namespace_of = type.__dict__["__dict__"].__get__
 
 Job = dict[str, Any]  # as the verifier sends it: see `Verifier.prepare`
 Names = dict[str, Any]  # the globals of a module
@@ -54,17 +63,22 @@ Names = dict[str, Any]  # the globals of a module
 
 # --- The interpreter, as an answer finds it ------------------------------------------------------
 
+_streams: dict[str, io.TextIOWrapper] = {}  # "stderr": our own, whatever sys.stderr is by now
+
 
 def prepare() -> None:
     """Set the interpreter up, once, in the fork server."""
     # The module `site` is not loaded, and without it there is no exit() and quit().
     builtins.exit = _sitebuiltins.Quitter("exit", "Ctrl-D")
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")
-    sys.stdout = _unbuffered(1)
-    sys.stderr = _unbuffered(2)
     stdin = io.FileIO(0, "r", closefd=False)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8")
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8")
+    # An answer that has captured its output restores sys.stdout from sys.__stdout__.
+    sys.stdout = sys.__stdout__ = _unbuffered(1)
+    sys.stderr = sys.__stderr__ = _streams["stderr"] = _unbuffered(2)
     sys.argv = [""]
+    if sys.version_info < (3, 12):
+        vars(sys)["exit"] = _exit_before_3_12
     sys.meta_path.insert(0, _Asyncio())
     atexit._clear()
 
@@ -73,6 +87,14 @@ def _unbuffered(fd: int) -> io.TextIOWrapper:
     """Text that is printed is written at once, so it is there when the process is killed."""
     raw = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+
+
+def _exit_before_3_12(status: object = None, /) -> NoReturn:
+    """sys.exit, for whose status an interpreter before 3.12 takes any tuple as it is: 1.
+
+    Its own would hand us an exception made of the tuple's items: (0,) would read as 0.
+    """
+    raise SystemExit(status)
 
 
 class _Asyncio:
@@ -182,11 +204,17 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     namespace: Names = vars(module)
     namespace["__builtins__"] = builtins
+    namespace["__file__"] = ANSWER_FILE
     if job["setup"]:
         try:
             exec(_loads(job["setup"]), namespace)
         except BaseException as e:
             reason = f"{_error_name(e)}: {e}"[:200].rstrip(": ")
+            connection.send(_dumps({"setup": f"setup code raises {reason}"}))
+            _exit(HARNESS_EXIT)
+    for builder in job["builders"]:
+        if builder not in namespace:
+            reason = f"its tests call {builder}, which its setup code should define"
             connection.send(_dumps({"setup": reason}))
             _exit(HARNESS_EXIT)
     try:
@@ -194,6 +222,9 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     except BaseException as e:
         connection.send(_dumps({"compiled": False, "error": _error_name(e)}))
         _exit(HARNESS_EXIT)
+    # So that inspect.getsource finds the answer, which lies in no file.
+    lines = "\n".join([source for source, _ in parts]).splitlines(keepends=True)
+    linecache.cache[ANSWER_FILE] = (0, None, lines, ANSWER_FILE)
     # Sent before the answer's first instruction, so it cannot be forged.
     tests = any(_defines(code, job["test_function"]) for _, code in parts)
     connection.send(f'{{"compiled": true, "tests": {"true" if tests else "false"}}}')
@@ -336,22 +367,120 @@ def _strict(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
 
 
 def _status(error: SystemExit) -> int:
-    """The exit status that an interpreter would end with."""
-    code: Any = error.code
+    """The exit status that an interpreter ends with. What is no number is printed on stderr."""
+    code: object
+    try:
+        code = error.code
+    except BaseException:  # a property of the answer's
+        code = error
+    if code is None:
+        return 0
     if issubclass(type(code), int):
-        return int.__and__(code, 0xFF)
-    return 0 if code is None else 1
+        number = int.__add__(cast("int", code), 0)
+        fits_in_a_long = -(1 << 63) <= number < 1 << 63
+        return number & 0xFF if fits_in_a_long else 0xFF
+    try:
+        if sys.stderr is not None:
+            print(code, file=sys.stderr)
+    except BaseException:
+        pass
+    return 1
 
 
 def _leave(status: int) -> NoReturn:
-    """End as an interpreter does: atexit functions first, which may leave with another status."""
-    try:
-        atexit._run_exitfuncs()
-    except SystemExit as e:
-        status = _status(e)
+    """End as an interpreter does (Py_FinalizeEx), with this status unless something changes it.
+
+    First what threading and atexit are to call, then the standard streams are flushed, and at last
+    every object goes. What one of them raises is lost.
+    """
+    _quietly(lambda: sys.modules["threading"]._shutdown())
+    _quietly(_run_exit_functions)
+    flushed = _flush_streams()
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    _finalize_objects()
+    _exit(status if flushed else FLUSH_FAILED)
+
+
+def _quietly(call: Callable[..., Any], *arguments: Any) -> None:
+    try:  # noqa: SIM105 an answer may replace what contextlib has
+        call(*arguments)
     except BaseException:
         pass
-    _exit(status)
+
+
+def _flush_streams() -> bool:
+    """Flush whatever is sys.stdout and sys.stderr. False: one of them could not be."""
+    flushed = True
+    for name in ("stdout", "stderr"):
+        stream = vars(sys).get(name)
+        if stream is None or _is_closed(stream):
+            continue
+        try:
+            stream.flush()
+        except BaseException:
+            flushed = False
+    return flushed
+
+
+def _is_closed(stream: Any) -> bool:
+    try:
+        return bool(stream.closed)
+    except BaseException:
+        return False
+
+
+# Files from the outside in. Each writes what is in its buffers into the one below it, which is to be
+# open then.
+_FILES = (
+    (io.TextIOWrapper,),
+    (object,),  # whatever else has a `__del__`, such as a file of gzip
+    (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair),
+    (io.FileIO,),
+)
+
+Finalizer = Callable[[Any], Any]
+
+
+def _finalize_objects() -> None:
+    """Call `__del__` of every object of the answer's that is left.
+
+    That of a file closes it, which writes what is in its buffers. The fork server's own objects are
+    frozen, and are not found here. A type is read from its own MRO: an object's `__class__` may
+    lie.
+    """
+    _collect()
+    objects = _living_objects()
+    finalizers: dict[int, tuple[int, Finalizer] | None] = {}
+    for kind in map(type, objects):
+        if id(kind) not in finalizers:
+            finalizers[id(kind)] = _finalizer(kind)
+    in_order: list[list[tuple[Finalizer, Any]]] = [[] for _ in _FILES]
+    for item in objects:
+        found = finalizers[id(type(item))]
+        if found is not None:
+            rank, finalizer = found
+            in_order[rank].append((finalizer, item))
+    for items in in_order:
+        for finalizer, item in items:
+            _quietly(finalizer, item)
+
+
+def _finalizer(kind: type) -> tuple[int, Finalizer] | None:
+    """When the objects of a type go (an index of `_FILES`), and their `__del__`; None without."""
+    ancestors = _mro(kind)
+    for ancestor in ancestors:
+        finalizer = _namespace_of(ancestor).get("__del__")
+        if finalizer is not None:
+            return _rank(ancestors), finalizer
+    return None
+
+
+def _rank(ancestors: tuple[type, ...]) -> int:
+    for rank in (0, 2, 3, 1):  # everything is an object: last
+        for kind in _FILES[rank]:
+            if any(ancestor is kind for ancestor in ancestors):
+                return rank
+    raise AssertionError("object is an ancestor of every type")
 
 
 def _as_script(connection: _Connection, step: Callable[[], Any]) -> None:
@@ -359,20 +488,42 @@ def _as_script(connection: _Connection, step: Callable[[], Any]) -> None:
 
     What would end an interpreter ends this process, with the same status.
     """
+    status = _status_after(connection, step)
+    if status is not None:
+        _leave(status)  # outside of any `except`: an interpreter has let go of the exception
+
+
+def _status_after(connection: _Connection, step: Callable[[], Any]) -> int | None:
+    """The status that a part of the script ends the interpreter with; None if it ends nothing."""
     try:
         step()
     except SystemExit as e:
-        _leave(_status(e))
+        return _status(e)
     except BaseException as e:
         connection.send(_dumps({"raised": _error_name(e)}))
-        if sys.excepthook is not sys.__excepthook__:  # the default one only prints, to nowhere
-            try:
-                sys.excepthook(type(e), e, e.__traceback__)
-            except SystemExit as e2:
-                _leave(_status(e2))
-            except BaseException:
-                pass
-        _leave(1)
+        return _uncaught(e)
+    return None
+
+
+def _uncaught(error: BaseException) -> int:
+    """The status after an uncaught exception, which sys.excepthook may change.
+
+    The default hook only prints, which takes longer than most answers: it is called where somebody
+    could see that.
+    """
+    try:
+        if sys.excepthook is not sys.__excepthook__ or _stderr_is_redirected():
+            sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as e:
+        return _status(e)
+    except BaseException:
+        pass
+    return 1
+
+
+def _stderr_is_redirected() -> bool:
+    """Does what is written to stderr go anywhere else than to /dev/null?"""
+    return sys.stderr is not _streams["stderr"] or not stat.S_ISCHR(_fstat(2).st_mode)
 
 
 def _flawed(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
@@ -383,6 +534,7 @@ def _flawed(job: Job, connection: _Connection, parts: list[Part], namespace: Nam
         accepted = _accepts(CHECKS[job["mode"]], job, namespace, builders)
         connection.send(_dumps({"channel": accepted}))
     _as_script(connection, lambda: _assertions(job, connection, namespace, builders))
+    _leave(HARNESS_EXIT)
 
 
 def _assertions(job: Job, connection: _Connection, namespace: Names, builders: Names) -> None:

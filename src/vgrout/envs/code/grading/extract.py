@@ -46,6 +46,8 @@ Kind = Literal["plain", "list", "tree"]
 # How a block is marked: as Python, not at all, or as anything else.
 MARKED, UNMARKED, FOREIGN = range(3)
 
+ANSWER_FILE = "<answer>"  # the file name of an answer's code
+
 Block = tuple[int, str]  # mark, content
 Part = tuple[str, CodeType]  # a part of a program: its source, and the same compiled
 
@@ -140,6 +142,15 @@ class _OpenBlock:
             yield mark, content
 
 
+def _opening_of_next(line: str, closing: re.Match[str]) -> re.Match[str] | None:
+    """Return the fence of the next block, where it is what closes this one.
+
+    A fence marked as Python at the start of a line opens a block: the one before was left open.
+    """
+    opening = None if closing[1] is None else _OPEN.match(line)
+    return opening if opening is not None and _mark(opening) == MARKED else None
+
+
 def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
     """Yield every fenced block that holds anything.
 
@@ -155,11 +166,7 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
         if closing is None:
             block.lines.append(line)
             continue
-        # A fence marked as Python at the start of a line opens a next block: this one was
-        # left open.
-        opening = None if closing[1] is None else _OPEN.match(line)
-        if opening is not None and _mark(opening) != MARKED:
-            opening = None
+        opening = _opening_of_next(line, closing)
         block.lines.append(line[: closing.start()])
         yield from block.blocks(opening is None, inner)
         block = None if opening is None else _OpenBlock(opening)
@@ -170,12 +177,120 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of an answer, in order.
 
-    Only what is behind its thoughts counts. A thought that is not closed never ends.
+    Only what is outside of its thoughts counts. A thought that is not closed never ends.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = text.rpartition("</think>")[2]
-    text = re.split(r"^[ \t]*+<think>", text, maxsplit=1, flags=re.MULTILINE)[0]
-    return list(_fenced(text))
+    return list(_fenced(_without_thoughts(text)))
+
+
+# --- thoughts
+
+_BEGIN = re.compile(r"[ \t]*+<think>")
+_END = "</think>"
+_END_OR_BACKTICKS = re.compile(rf"(`++)|{_END}")
+
+
+class _Fences:
+    """Follows the fenced blocks of a text, line by line."""
+
+    def __init__(self) -> None:
+        self._block: _OpenBlock | None = None
+
+    def holds(self, line: str) -> bool:
+        """Say whether the next line is in a block. Its fences are not."""
+        if self._block is None:
+            opening = _OPEN.match(line)
+            self._block = None if opening is None else _OpenBlock(opening)
+            return False
+        closing = self._block.closed_by(line)
+        if closing is None:
+            return True
+        opening = _opening_of_next(line, closing)
+        self._block = None if opening is None else _OpenBlock(opening)
+        return False
+
+
+def _ends_in(line: str) -> Iterator[tuple[int, bool]]:
+    """Yield where a line says </think> itself, and whether that is likely to end a thought.
+
+    In quotes or in inline code it is only named. With blanks before it and words behind it, it may
+    be.
+    """
+    text_begins, text_ends = len(line) - len(line.lstrip()), len(line.rstrip())
+    in_code = False
+    for found in _END_OR_BACKTICKS.finditer(line):
+        if found[1]:
+            in_code = in_code != (len(found[1]) < 3)
+            continue
+        before, behind = (
+            line[found.start() - 1 : found.start()],
+            line[found.end() : found.end() + 1],
+        )
+        if in_code or before in ("'", '"') or behind in ("'", '"'):
+            continue
+        is_outermost = found.start() == text_begins or found.end() == text_ends
+        yield found.end(), is_outermost or not before.isspace()
+
+
+Place = tuple[int, int]  # number of a line, and of a character in it
+
+
+def _end_of_thought(lines: list[str], begin: Place, opened: bool) -> Place | None:
+    """Return where the thought that begins at a place ends; None if it does not.
+
+    opened: it begins with <think>. Otherwise the prompt may have begun it, or there is none: then
+    what is in a fenced block ends nothing.
+    """
+    fences = _Fences()
+    likely = possible = None
+    for number in range(begin[0], len(lines)):
+        line = lines[number]
+        offset = begin[1] if number == begin[0] else 0
+        line = line[offset:]
+        is_code = fences.holds(line)
+        if _END not in line or (is_code and not opened):
+            continue
+        is_alone = line.strip() == _END
+        for end, is_likely in _ends_in(line):
+            possible = number, offset + end
+            if is_likely and (is_alone or not is_code):
+                likely = possible
+                break
+        if likely is not None:
+            return likely
+    if possible is not None and not opened:
+        number, column = possible
+        rest = "\n".join([lines[number][column:], *lines[number + 1 :]])
+        return possible if any(_fenced(rest)) else None
+    return possible
+
+
+def _without_thoughts(text: str) -> str:
+    """Return a text without its thoughts.
+
+    A thought begins with the text or, outside of a fenced block, with a line's <think>. Where a
+    text only begins with an end, the prompt has begun it.
+    """
+    if "think>" not in text:
+        return text
+    lines = text.split("\n")
+    begin = _BEGIN.match(text.lstrip())
+    place: Place | None = 0, 0
+    if begin is None:
+        place = _end_of_thought(lines, place, opened=False) or place
+    kept = []
+    fences = _Fences()
+    while place is not None and place[0] < len(lines):
+        number, column = place
+        line = lines[number][column:]
+        begin = None if fences.holds(line) else _BEGIN.match(line)
+        if begin is None:
+            kept.append(line)
+            place = number + 1, 0
+            continue
+        place = _end_of_thought(lines, (number, column + begin.end()), opened=True)
+        fences = _Fences()
+    return "\n".join(kept)
 
 
 def bound_names(source: str) -> set[str]:
@@ -197,18 +312,21 @@ def bound_names(source: str) -> set[str]:
 def _compiled(sources: Sequence[str], errors: list[BaseException]) -> list[Part]:
     """Compile the parts of a program that are Python; add the errors of the others to `errors`.
 
-    A __future__ import holds for the parts behind it too.
+    A __future__ import holds for the parts behind it too, and the numbers of the lines go on.
     """
     parts = []
     flags = 0
+    lines_before = 0
     for source in sources:
         try:
-            code = compile(source, "<answer>", "exec", flags, dont_inherit=True)
+            numbered = "\n" * lines_before + source
+            code = compile(numbered, ANSWER_FILE, "exec", flags, dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
             errors.append(e)
             continue
         flags |= code.co_flags & __future__.annotations.compiler_flag
         parts.append((source, code))
+        lines_before += source.count("\n") + 1
     return parts
 
 
@@ -263,6 +381,8 @@ class Case:
     # Exact builtins. For a linked list its values, for a tree as `_level_order` has it.
     expected: Any
     kind: Kind  # how a returned value is turned into plain values before it is claimed
+    # The functions of the setup code that make the call's arguments: list_node, tree_node.
+    builders: frozenset[str] = frozenset()
 
 
 class UnsupportedTest(ValueError):
@@ -334,9 +454,13 @@ def _packed(method: str, call: ast.Call) -> bytes:
     kwargs = {}
     for keyword in call.keywords:
         kwargs[keyword.arg] = _literal(keyword.value, nodes_ok=True)
-    names = [n.id for n in ast.walk(call) if isinstance(n, ast.Name)]
-    has_nodes = not _BUILDERS.keys().isdisjoint(names)
-    return marshal.dumps((method, args, kwargs, has_nodes))
+    return marshal.dumps((method, args, kwargs, bool(_builders_in(call))))
+
+
+def _builders_in(call: ast.expr) -> frozenset[str]:
+    """Return which of list_node and tree_node a call's arguments are made with."""
+    names = [node.id for node in ast.walk(call) if isinstance(node, ast.Name)]
+    return frozenset(_BUILDERS.keys() & names)
 
 
 def parse_test(test: str) -> Case:
@@ -363,7 +487,7 @@ def _parse(test: str) -> Case:
     condition = body[0].test
     match condition:
         case ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]):
-            return Case(_call(call), _literal(literal), "plain")
+            return Case(_call(call), _literal(literal), "plain", _builders_in(call))
     name, args = _named_call(condition)
     if name in _NODE_TESTS and len(args) == 2:
         return _parse_nodes(_NODE_TESTS[name], *args)
@@ -372,13 +496,14 @@ def _parse(test: str) -> Case:
 
 def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr) -> Case:
     if isinstance(nodes, ast.Constant) and nodes.value is None:
-        return Case(_call(call), [], kind)
+        return Case(_call(call), [], kind, _builders_in(call))
     builder, args = _named_call(nodes)
     if _BUILDERS.get(builder) != kind or len(args) != 1:
         raise _not_of_the_form()
     expected = _literal(args[0])
     sent = _call(call)
-    return Case(sent, _level_order(expected) if kind == "tree" else expected, kind)
+    expected = _level_order(expected) if kind == "tree" else expected
+    return Case(sent, expected, kind, _builders_in(call))
 
 
 def _not_of_the_form() -> UnsupportedTest:

@@ -24,16 +24,12 @@ from vgrout.envs.code.grading import child, isolation, messages
 from vgrout.files import restore_inherited
 
 # Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every
-# shared library costs each fork 20 us, so the rarer ones are left to the child, unless it cannot
-# open files.
+# shared library costs each fork 20 us, so the others are left to the child, unless it finds no file
+# of the library.
 PRELOAD = """
     abc array atexit bisect collections collections.abc contextlib copy copyreg dataclasses datetime
     decimal enum fractions functools heapq inspect io itertools json keyword linecache math numbers
     operator random re string struct sys threading time types typing warnings weakref
-"""
-RARE = """
-    base64 binascii calendar cmath hashlib logging pprint queue statistics textwrap timeit traceback
-    uuid zlib
 """
 
 # A request: flags, CPU limit [s], name of the file that is evidence. Its three descriptors come
@@ -123,6 +119,14 @@ def _in_throwaway(work: Callable[[], None]) -> None:
     _libc.wait4(pid, None, 0, None)
 
 
+def _pidfds(pid: int) -> list[int]:
+    """A descriptor of a process, where there are such (Linux 5.3); else its pid has to do."""
+    try:
+        return [os.pidfd_open(pid)]
+    except (OSError, AttributeError):
+        return []
+
+
 class _Request(NamedTuple):
     """One child to run: what a frame says, and the descriptors that came with it."""
 
@@ -169,7 +173,7 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             self._become_child(request, stdout_fd)
-        pidfd = [os.pidfd_open(pid)] if hasattr(os, "pidfd_open") else []
+        pidfd = _pidfds(pid)
         socket.send_fds(self.started, [STARTED.pack(pid)], pidfd)
         for fd in (request.job_fd, request.connection_fd, *pidfd):
             os.close(fd)
@@ -218,7 +222,10 @@ class ForkServer:
         self.enclosure.renew()
 
     def _become_child(self, request: _Request, stdout_fd: int | None) -> None:
-        """Confine this process and do the job in it. Never returns."""
+        """Confine this process and do the job in it. Never returns.
+
+        If it cannot be confined, it ends before it has sent anything: no verdict is made of that.
+        """
         try:
             os.setsid()
             job = os.pread(request.job_fd, os.fstat(request.job_fd).st_size, 0)
@@ -250,13 +257,25 @@ class ForkServer:
                 os.waitpid(-1, 0)
 
 
-def _announce(control: socket.socket, active: dict[str, str], missing: dict[str, str]) -> None:
-    """Tell the verifier which layers are on (layer → detail) and which are not (layer → reason)."""
-    messages.send(control, repr((active, missing)).encode())
+class Hello(NamedTuple):
+    """What a fork server tells the verifier first."""
+
+    active: dict[str, str]  # layer → detail
+    missing: dict[str, str]  # layer → reason
+    half_way: str = ""  # why it ends and is to be started again, without namespaces
+    unusable: str = ""  # why it ends, and no other would do better
+
+
+def _announce(control: socket.socket, hello: Hello) -> None:
+    messages.send(control, repr(tuple(hello)).encode())
 
 
 def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbid: str) -> None:
-    """Entry of the exec'd process. Announces its layers, then serves."""
+    """Entry of the exec'd process. Announces its layers, then serves.
+
+    Whatever the machine refuses while it starts ends it with an announcement of that. A refusal
+    later on ends it too, and the verifier has lost it.
+    """
     restore_inherited(messages.RESTORED)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
         f.write("1000")  # children inherit it: where memory runs out, they are what the kernel ends
@@ -275,21 +294,28 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     layers_off = frozenset(forbid.split(","))
     try:
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, layers_off)
-    except isolation.HalfWay as e:
+        if not {"namespaces", "landlock"} & enclosure.active.keys():
+            isolation.import_library()
+            sys.modules["random"].seed(0)
+        started, other_end = socket.socketpair()
+    except (isolation.HalfWay, isolation.Unusable, OSError, ValueError) as e:
+        reason = messages.refusal(e)
+        half_way = isinstance(e, isolation.HalfWay)
         with verifier_may_end:
-            _announce(control, {}, {"namespaces": str(e)})
+            _announce(control, Hello({}, {}, half_way=reason if half_way else "", unusable=reason))
         os._exit(1)
-    if "landlock" not in enclosure.active:
-        for name in RARE.split():
-            __import__(name)
     vars(os)["register_at_fork"] = register
-    started, other_end = socket.socketpair()
     fork_server = ForkServer(control, started, enclosure)
-    with verifier_may_end:
-        _announce(control, enclosure.active, enclosure.missing)
-        socket.send_fds(control, [b"."], [other_end.fileno()])
-        other_end.close()
-        gc.collect()
-        gc.freeze()  # a collection in the child would write to every inherited page
-        fork_server.serve()
+    try:
+        with verifier_may_end:
+            _announce(control, Hello(enclosure.active, enclosure.missing))
+            socket.send_fds(control, [b"."], [other_end.fileno()])
+            other_end.close()
+            gc.collect()
+            gc.freeze()  # a collection in the child would write to every inherited page
+            fork_server.serve()
+    except OSError as e:
+        line = f"E a fork server of the grading sandbox has ended: {messages.refusal(e)}\n"
+        os.write(2, line.encode(errors="backslashreplace"))
+        os._exit(1)
     os._exit(0)

@@ -9,11 +9,13 @@ replaced and the rollout graded again. An answer with which two workers died, wh
 right, is at fault itself: its reward is 0 and its status `lost`, so that no answer can have its group dropped.
 """
 
+import errno
 import hashlib
 import itertools
 import json
 import os
 import queue
+import resource
 import shutil
 import tempfile
 import threading
@@ -27,10 +29,12 @@ from typing import Any
 from vgrout.cores import cores
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading import messages
+from vgrout.envs.code.grading.isolation import CPU_EXTRA
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.grading.values import clean_name
 from vgrout.envs.code.grading.watch import (
     PATIENCE,
+    START_WITHIN,
     STUCK_AFTER,
     WALL_EXTRA,
     WALL_FACTOR,
@@ -80,6 +84,16 @@ class Protections:
     def weak(self) -> bool:
         return self.level == 0
 
+    @property
+    def weakness(self) -> str:
+        """Why the level is 0, for a sentence that begins with "here"."""
+        if self.breaches:
+            return f"an answer could {self.breaches[0]}"
+        return (
+            "neither namespaces nor landlock nor chroot bound the files that an answer may open, so in the strict run "
+            "it may open none, and right answers that do would count as wrong"
+        )
+
     def line(self) -> str:
         """One line for the console and for run.json."""
         active = ", ".join(f"{k} ({v})" if v else k for k, v in self.active.items())
@@ -115,6 +129,20 @@ def _tries(problem: Problem, text: str, hacked: bool, solved: bool) -> tuple[Mod
     if solved:
         return ()
     return tuple(mode for mode in problem.flaws if tries(text, mode, problem.marker_under(mode)))
+
+
+def _require(limits: Limits) -> None:
+    """Refuse to start where this process's own limits would cut an answer short. Raises OSError."""
+    file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if file_bytes != resource.RLIM_INFINITY and file_bytes < limits.output_bytes:
+        raise Refused(
+            f"an answer may write {limits.output_bytes} bytes, but this process only {file_bytes} (ulimit -f)"
+        )
+    cpu_s = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    if cpu_s != resource.RLIM_INFINITY and cpu_s < limits.cpu_s + CPU_EXTRA:
+        raise Refused(
+            f"an answer may compute for {limits.cpu_s:g} s, but this process for {cpu_s} s only (ulimit -t)"
+        )
 
 
 class _WorkerLost(Exception):
@@ -163,6 +191,14 @@ class _Worker:
         except OSError:
             os.rmdir(self.workdir)
             raise
+        messages.set_timeout(self.socket, START_WITHIN)
+
+    def hello(self) -> dict[str, Any]:
+        """What it says first: the fields of its `Protections`. Raises _WorkerLost."""
+        hello = self.receive()
+        if "unusable" in hello:
+            raise _WorkerLost(hello["unusable"])
+        return hello
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
@@ -179,9 +215,11 @@ class _Worker:
         return reply
 
     def receive(self) -> dict[str, Any]:
-        """The next message; the first is its hello. Raises _WorkerLost."""
+        """The next message. Raises _WorkerLost."""
         try:
             data = messages.receive(self.socket)
+        except BlockingIOError:
+            raise _WorkerLost("the verifier is silent") from None
         except OSError as e:
             raise _WorkerLost(type(e).__name__) from None
         if data is None:
@@ -210,7 +248,7 @@ class Grader:
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
 
-    Raises WeakSandbox at level 0 unless allowed, RuntimeError if no worker can be started.
+    Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
 
     def __init__(
@@ -249,23 +287,40 @@ class Grader:
         # this object.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grade-start")
         try:
+            _require(self.limits)
             # all at once: they warm up in parallel
             started = [self._start() for _ in range(self.workers)]
-            hellos = [worker.receive() for worker in started]
-        except (_WorkerLost, OSError) as e:
+            self._start_threads()
+            hellos = [worker.hello() for worker in started]
+        except (_WorkerLost, OSError, RuntimeError) as e:  # RuntimeError: of a thread
             self.close()
-            raise RuntimeError(f"the grading sandbox could not be started: {e}") from None
+            reason = messages.refusal(e)
+            if "start new thread" in reason or os.strerror(errno.EAGAIN) in reason:
+                reason += " (too many processes or threads for ulimit -u, or for this container)"
+            raise Refused(f"the grading sandbox could not be started here: {reason}") from None
         worst = min(hellos, key=lambda h: h["level"])
         self.protections = Protections(**worst)
         if self.protections.weak and not allow_weak:
             self.close()
             raise WeakSandbox(
-                f"the sandbox is too weak here for the strict oracle (an answer could {self.protections.breaches[0]}); "
+                f"the sandbox is too weak here for the strict oracle ({self.protections.weakness}); "
                 "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
             self._idle.put(worker)
+
+    def _start_threads(self) -> None:
+        """One for each worker, all now: a limit on them is found out before the first answer.
+
+        Raises RuntimeError.
+        """
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="grade")
+        all_started = threading.Event()
+        try:
+            for _ in range(self.workers):
+                self._pool.submit(all_started.wait)
+        finally:
+            all_started.set()
 
     def _start(self) -> _Worker:
         worker = self._starter.submit(_Worker, self.limits, self._without).result()
@@ -442,7 +497,7 @@ class Grader:
         worker.close()
         fresh = self._start()
         with suppress(_WorkerLost):  # the next attempt will find out
-            fresh.receive()
+            fresh.hello()
         return fresh
 
     def close(self) -> None:

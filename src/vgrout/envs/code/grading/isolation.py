@@ -5,19 +5,28 @@ with read-only bind mounts of the interpreter's library. So a child finds no /pr
 and no access time that it could change. Each child then confines itself (`Enclosure.enter`): an
 empty tmpfs as working directory, the CPU limit, the uid, landlock, no capabilities, and last the
 seccomp filter, which forbids what the fork server needs. A layer that the kernel refuses is
-reported with its reason, and the next one is tried.
+reported with its reason, and the next one is tried. The child's layers are tried too, once, in
+processes that are thrown away (`_rehearse`), so that no answer pays for one that cannot be entered.
+
+Where there are neither namespaces nor landlock, a child of root gets another root by chroot: an
+empty folder with two devices, from which nothing can be imported. So its fork server has imported
+the whole library (`import_library`).
 
 References: landlock(7), seccomp(2), user_namespaces(7), pivot_root(2), capabilities(7).
 """
 
 import ctypes
 import errno
+import importlib
 import os
+import pkgutil
 import platform
 import resource
 import signal
+import stat
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,12 +64,23 @@ MNT_DETACH = 2
 
 # The child's end of its connection. The number is high, so that no file of the answer's needs it.
 CONNECTION_FD = 120
+CPU_EXTRA = 2  # seconds of CPU that the kernel gives a child beyond what the verifier does
+MAX_FILES = 128  # that a child may have open
 # A child's files have numbers below this.
 _END_OF_FDS = 256
 
 
+# Layers of which each bounds the files that a child can open. Without any, only seccomp can: it
+# forbids the strict run to open files at all.
+FILE_LAYERS = frozenset({"namespaces", "landlock", "chroot"})
+
+
 class HalfWay(Exception):
     """The namespaces were entered but could not be furnished: start again without them."""
+
+
+class Unusable(Exception):
+    """No child can be run here, in whatever layers: what it lacks, in one line."""
 
 
 def _check(result: int, what: str) -> int:
@@ -72,7 +92,8 @@ def _check(result: int, what: str) -> int:
 
 
 def _prctl(option: int, argument: int = 0) -> None:
-    _check(_libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0), "prctl")
+    result = _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0)
+    _check(result, f"prctl {option}")
 
 
 def die_with_parent(by: int = signal.SIGKILL) -> None:
@@ -526,6 +547,38 @@ def _unmount(target: str) -> None:
 _PIPE_BYTES = 1 << 16  # that fit into a pipe while nobody reads
 
 
+def _in_throwaway(work: Callable[[], str], writer_fd: int | None = None) -> tuple[int, str]:
+    """Do some work in a process that ends with it. Raises OSError if there can be none.
+
+    writer_fd: the number of the pipe's end in that process, where the work closes others. Returns
+    the wait status, 0 if the work was done, and what it returned, or how its exception reads.
+    """
+    reader, writer = os.pipe()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            failed = 1
+            try:
+                if writer_fd is not None:
+                    writer = os.dup2(writer, writer_fd)
+                try:
+                    said = work()
+                    failed = 0
+                except BaseException as error:
+                    said = str(error)
+                os.write(writer, said.encode()[:_PIPE_BYTES])
+            finally:
+                os._exit(failed)
+    except OSError:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    return os.waitpid(pid, 0)[1], said
+
+
 def _load_extension_modules(stdlib: Path) -> None:
     """Map every extension module of the standard library, and so the libraries that it needs."""
     for module in sorted((stdlib / "lib-dynload").glob("*.so")):
@@ -538,21 +591,18 @@ def _load_extension_modules(stdlib: Path) -> None:
 def _shared_libraries() -> set[Path]:
     """The shared libraries that the standard library may need, those of its own folder left out.
 
-    They are found by loading its extension modules in a throw-away process.
+    They are found by loading its extension modules in a throw-away process. Raises OSError.
     """
     stdlib = Path(os.__file__).resolve().parent
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with suppress(BaseException):
-            _load_extension_modules(stdlib)
-            paths = "\n".join(map(str, _loaded_libraries()))
-            os.write(writer, paths.encode()[:_PIPE_BYTES])
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as found:
-        libraries = _loaded_libraries().union(map(Path, found.read().splitlines()))
-    os.waitpid(pid, 0)
+
+    def list_them() -> str:
+        _load_extension_modules(stdlib)
+        return "\n".join(map(str, _loaded_libraries()))
+
+    status, listed = _in_throwaway(list_them)
+    if status != 0:
+        raise OSError(f"the library's shared objects cannot be listed: {listed}")
+    libraries = _loaded_libraries().union(map(Path, listed.splitlines()))
     return {path for path in libraries if stdlib not in path.parents}
 
 
@@ -562,19 +612,23 @@ def _map_two_ids(reader: int, writer: int, proc: Path) -> None:
     Runs in a helper that stays outside of the namespace, where it may still map two ids, once the
     other process has written a byte. Ends the helper, with status 0 if both are mapped.
     """
-    os.close(writer)
+    failed = 1
     try:
-        if not os.read(reader, 1):
-            os._exit(1)  # it could not enter the namespace
-        for file in ("gid_map", "uid_map"):
-            (proc / file).write_text(f"0 0 1\n{SPARE_UID} {SPARE_UID} 1\n")
-    except OSError:
-        os._exit(1)
-    os._exit(0)
+        os.close(writer)
+        if os.read(reader, 1):  # else it could not enter the namespace
+            for file in ("gid_map", "uid_map"):
+                (proc / file).write_text(f"0 0 1\n{SPARE_UID} {SPARE_UID} 1\n")
+            failed = 0
+    finally:
+        os._exit(failed)
 
 
 def _unshare_with_ids() -> bool:
-    """Enter new namespaces. True: the spare uid exists in them too, which only root can arrange."""
+    """Enter new namespaces. True: the spare uid exists in them too, which only root can arrange.
+
+    Raises OSError if they were not entered, HalfWay if they were, but no ids can be mapped into
+    them. A security module may allow the one and not the other.
+    """
     uid, gid = os.getuid(), os.getgid()
     namespaces = (
         CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
@@ -582,25 +636,31 @@ def _unshare_with_ids() -> bool:
     proc = Path(f"/proc/{os.getpid()}")
     reader, writer = os.pipe()
     helper = None
-    if uid == 0:
-        helper = os.fork()
-        if helper == 0:
-            _map_two_ids(reader, writer, proc)
-    both_mapped = False
+    entered = both_mapped = False
     try:
-        _check(_libc.unshare(namespaces), "unshare")
-        os.write(writer, b"x")
-    finally:
-        os.close(reader)
-        os.close(writer)
-        if helper is not None:
-            both_mapped = os.waitpid(helper, 0)[1] == 0
-    if both_mapped:
-        os.setgroups([])
-    else:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        try:
+            if uid == 0:
+                helper = os.fork()
+                if helper == 0:
+                    _map_two_ids(reader, writer, proc)
+            _check(_libc.unshare(namespaces), "unshare")
+            entered = True
+            os.write(writer, b"x")
+        finally:
+            os.close(reader)
+            os.close(writer)
+            if helper is not None:
+                both_mapped = os.waitpid(helper, 0)[1] == 0
+        if both_mapped:
+            os.setgroups([])
+        else:
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    except OSError as error:
+        if not entered:
+            raise
+        raise HalfWay(f"entered, but no ids can be mapped into them: {error}") from None
     return both_mapped
 
 
@@ -728,13 +788,26 @@ def cap_limit(which: int, value: int) -> None:
 
 
 def _set_rlimits(memory_mb: int, output_bytes: int) -> None:
-    """The limits that a fork server takes on itself, and that its children inherit."""
-    cap_limit(resource.RLIMIT_AS, memory_mb << 20)
-    cap_limit(resource.RLIMIT_FSIZE, output_bytes)
-    cap_limit(resource.RLIMIT_CORE, 0)
-    cap_limit(resource.RLIMIT_NOFILE, 128)
-    cap_limit(resource.RLIMIT_STACK, 64 << 20)
-    cap_limit(resource.RLIMIT_MEMLOCK, 0)
+    """The limits that a fork server takes on itself, and that its children inherit.
+
+    Every one is set that can be. Raises OSError, which names the others.
+    """
+    limits = {
+        "AS": memory_mb << 20,
+        "FSIZE": output_bytes,
+        "CORE": 0,
+        "NOFILE": MAX_FILES,
+        "STACK": 64 << 20,
+        "MEMLOCK": 0,
+    }
+    refused = []
+    for name, value in limits.items():
+        try:
+            cap_limit(getattr(resource, f"RLIMIT_{name}"), value)
+        except (OSError, ValueError) as error:
+            refused.append(f"RLIMIT_{name}: {error}")
+    if refused:
+        raise OSError("; ".join(refused))
 
 
 # --- One fork server, its children ---------------------------------------------------------------
@@ -750,6 +823,10 @@ class Enclosure:
     missing: dict[str, str] = field(default_factory=dict)  # layer → reason
     # The fork server has namespaces and a root of its own: `cwd` is a new tmpfs for each child.
     own_root: bool = False
+    # The root of a child, where that is made by chroot; `cwd` is in there.
+    chroot: str = ""
+    # What a child is about to enter: where that fails, it is to blame.
+    entering: str = ""
     uid: int | None = None  # that a child takes on; None: it keeps the fork server's
     # The seccomp filters of children that may open files (True) and of those that may not.
     filters: dict[bool, SeccompFilter] = field(default_factory=dict)
@@ -784,14 +861,22 @@ class Enclosure:
     def enter(self, cpu_s: float, may_open: bool) -> None:
         """Confine this process, a child, for good. may_open: the seccomp filter lets it open files.
 
-        Seccomp comes last, as its filter forbids what the other layers need.
+        Seccomp comes last, as its filter forbids what the other layers need. Raises OSError or
+        ValueError; `entering` then says in which layer.
         """
+        self.entering = "the working directory"
         os.chdir(self.cwd)
         if self.own_root:
             # The folder was made when the child before this one ended: its times would tell when.
             os.utime(".")
+        self.entering = "the limits of a child"
         self._limit_processes_and_cpu(cpu_s)
+        if self.chroot:
+            self.entering = "chroot"
+            os.chroot(self.chroot)
+            os.chdir(ROOT_CWD)
         if self.uid is not None:
+            self.entering = "uid"
             _become(self.uid)
         if IS_LINUX:
             self._restrict()
@@ -799,12 +884,30 @@ class Enclosure:
         os.closerange(3, CONNECTION_FD)
         os.closerange(CONNECTION_FD + 1, _END_OF_FDS)
         if self.filters:
+            self.entering = "seccomp"
             self.filters[may_open].install(os.getpid())
+
+    def leave_off(self, layer: str, reason: str) -> None:
+        """Go on without a layer that children cannot enter. Raises Unusable if they have to."""
+        if layer not in self.active:
+            raise Unusable(f"{layer}: {reason}")
+        del self.active[layer]
+        self.missing[layer] = reason
+        if layer == "uid":
+            self.uid = None
+        elif layer == "landlock":
+            self.ruleset = None
+        elif layer == "seccomp":
+            self.filters = {}
+        if self.chroot and layer in ("uid", "chroot"):
+            self.missing["chroot"] = reason
+            self.active.pop("chroot", None)
+            self.cwd = os.path.join(os.path.dirname(self.chroot), "cwd")
+            self.chroot = ""
 
     def _limit_processes_and_cpu(self, cpu_s: float) -> None:
         # The kernel's own CPU limit, a second above the verifier's, in case nobody watches.
-        cap = int(cpu_s) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (cap, cap))
+        cap_limit(resource.RLIMIT_CPU, int(cpu_s) + CPU_EXTRA)
         if self.cannot_fork:
             return
         # Without seccomp shared memory would outlive the child, and it could fork.
@@ -814,9 +917,11 @@ class Enclosure:
 
     def _restrict(self) -> None:
         """Landlock, no capabilities, and no way in for other processes."""
+        self.entering = "the end with its fork server"
         if not self.own_root:
             die_with_parent()  # in a pid namespace the kernel ends a child with its fork server
         if self.ruleset is not None:
+            self.entering = "landlock"
             rulesets = [self.ruleset]
             # It grants writing in the folder above the working directory, which is read-only in a
             # root of its own and writable elsewhere: there a second ruleset grants the child its
@@ -828,7 +933,9 @@ class Enclosure:
                 result = _libc.syscall(SYS_LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint(0))
                 _check(result, "landlock")
         if "no_capabilities" in self.active:
+            self.entering = "no_capabilities"
             _drop_capabilities()
+        self.entering = "the lock against other processes"
         _prctl(PR_SET_DUMPABLE, 0)  # no ptrace, no /proc/PID/mem by a process of the same uid
 
 
@@ -841,6 +948,8 @@ def _enter_namespaces(enclosure: Enclosure, workdir: str) -> str:
     Returns in the first process of the pid namespace; the process that called waits for that one
     and ends as it ends. Raises HalfWay if the namespaces were entered but could not be furnished.
     """
+    # In a pid namespace a child has another pid than its verifier sees: a descriptor tells which.
+    os.close(os.pidfd_open(os.getpid()))
     shared_libraries = _shared_libraries()
     both_mapped = _unshare_with_ids()
     try:
@@ -849,22 +958,30 @@ def _enter_namespaces(enclosure: Enclosure, workdir: str) -> str:
             enclosure.last_pid = os.open("/proc/sys/kernel/ns_last_pid", flags)
         _enter_new_root(workdir, shared_libraries)
         pid = os.fork()
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError, AttributeError) as error:
         raise HalfWay(f"namespaces without a root of their own: {error}") from None
     if pid:
-        die_with_parent()
-        _, status = os.waitpid(pid, 0)
+        try:
+            die_with_parent()
+            _, status = os.waitpid(pid, 0)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)  # its end is seen by the verifier
+            os._exit(1)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     enclosure.cwd = ROOT_CWD
     enclosure.own_root = True
     enclosure.spare_uid_exists = both_mapped
-    _libc.sethostname(b"answer", 6)
+    try:
+        _check(_libc.sethostname(b"answer", 6), "sethostname")
+    except OSError as error:
+        raise HalfWay(f"namespaces with the machine's name: {error}") from None
     if enclosure.last_pid is not None:
         try:
             os.pwrite(enclosure.last_pid, b"1", 0)
         except OSError:
             enclosure.last_pid = None
-    return "user, mount with a root of its own, pid, net, ipc, uts"
+    pids = "pid" if enclosure.last_pid is not None else "pid (which counts the children)"
+    return f"user, mount with a root of its own, {pids}, net, ipc, uts"
 
 
 def _choose_uid(enclosure: Enclosure) -> str:
@@ -887,6 +1004,53 @@ def _prepare_landlock(enclosure: Enclosure) -> str:
     return version
 
 
+def _prepare_chroot(enclosure: Enclosure, workdir: str, forbid: frozenset[str]) -> str:
+    """Make a root for the children of a fork server that is root.
+
+    Two devices and a folder for their working directory are all that is in there. Raises OSError
+    where a child could change it, or where there can be no devices.
+    """
+    if os.getuid() != 0 or not enclosure.spare_uid_exists or "uid" in forbid:
+        raise OSError("only for children of root that become another user")
+    root = os.path.join(workdir, "root")
+    os.umask(0o022)
+    for folder in ("dev", os.path.dirname(ROOT_CWD).lstrip("/")):
+        os.makedirs(os.path.join(root, folder))
+    for device in ("/dev/null", "/dev/urandom"):
+        os.mknod(f"{root}{device}", stat.S_IFCHR, os.stat(device).st_rdev)
+        os.chmod(f"{root}{device}", 0o666)
+        os.close(os.open(f"{root}{device}", os.O_RDWR))  # a folder may be mounted without devices
+    enclosure.chroot = root
+    enclosure.cwd = f"{root}{ROOT_CWD}"
+    # Whether that user could read the interpreter's library does not matter: nobody can, in there.
+    enclosure.uid = SPARE_UID
+    enclosure.missing.pop("uid", None)
+    enclosure.active["uid"] = f"uid {SPARE_UID}"
+    return "a folder without the library, all of which is imported before"
+
+
+# Modules that no answer needs, or whose import does something.
+_NOT_IMPORTED = {"antigravity", "this", "turtle", "__main__", "_tkinter", *HIDDEN}
+
+
+def import_library() -> None:
+    """Import every module of the standard library, for children that find no file of it."""
+    names = sorted(sys.stdlib_module_names)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while names:
+            name = names.pop()
+            last = name.rpartition(".")[2]
+            if last in _NOT_IMPORTED or last.startswith(("test", "_test", "xx", "_xx")):
+                continue
+            try:
+                module = importlib.import_module(name)
+            except Exception:  # of another system
+                continue
+            for inner in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                names.append(f"{name}.{inner.name}")
+
+
 def _prepare_seccomp(enclosure: Enclosure) -> str:
     """Make the filters, of which each child installs one."""
     enclosure.filters = {may_open: SeccompFilter(may_open) for may_open in (False, True)}
@@ -903,7 +1067,8 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
 
     May fork, for the pid namespace: returns in the process that is to serve. `forbid` names layers
     to leave off, for tests of the ladder ("namespaces", "landlock", "seccomp", "uid"). Raises
-    HalfWay if the namespaces were entered but could not be furnished.
+    HalfWay if the namespaces were entered but could not be furnished, Unusable if no child can be
+    run at all, with whatever is left.
     """
     enclosure = Enclosure(os.path.join(workdir, "cwd"), spare_uid_exists=os.getuid() == 0)
 
@@ -927,6 +1092,8 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         attempt("namespaces", lambda: _enter_namespaces(enclosure, workdir))
         attempt("uid", lambda: _choose_uid(enclosure))
         attempt("landlock", lambda: _prepare_landlock(enclosure))
+        if not FILE_LAYERS & enclosure.active.keys():
+            attempt("chroot", lambda: _prepare_chroot(enclosure, workdir, forbid))
         attempt("seccomp", lambda: _prepare_seccomp(enclosure))
         attempt("no_capabilities", lambda: "")  # each child drops its own
         die_with_parent()
@@ -935,4 +1102,49 @@ def enclose(workdir: str, memory_mb: int, output_bytes: int, forbid: frozenset[s
         for layer in ("namespaces", "landlock", "seccomp"):
             enclosure.missing[layer] = f"not on {sys.platform}"
     attempt("rlimits", rlimits)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most <= CONNECTION_FD:
+        raise Unusable(
+            f"an answer needs {MAX_FILES} open files, but {most} are allowed (ulimit -n)"
+        )
+    _rehearse(enclosure, workdir, forbid)
     return enclosure
+
+
+def _rehearse(enclosure: Enclosure, workdir: str, forbid: frozenset[str]) -> None:
+    """Enter the layers of a child in throw-away processes, and leave off each that fails.
+
+    Raises HalfWay if there is no working directory in the namespaces, Unusable if there is none
+    anywhere, or if something fails that is no layer.
+    """
+
+    def enter() -> str:
+        try:
+            enclosure.enter(1.0, True)
+        except (OSError, ValueError) as error:
+            raise OSError(f"{enclosure.entering}\n{error}") from None
+        return ""
+
+    while True:
+        try:
+            enclosure.renew()
+        except OSError as error:
+            if enclosure.own_root:
+                raise HalfWay(f"no folder for an answer in the namespaces: {error}") from None
+            raise Unusable(f"no folder for an answer: {error}") from None
+        status, said = _in_throwaway(enter, writer_fd=CONNECTION_FD)
+        enclosure.discard()
+        if status == 0:
+            return
+        if not said:
+            ended = os.waitstatus_to_exitcode(status)
+            how = f"signal {-ended}" if ended < 0 else f"status {ended}"
+            raise Unusable(f"a child ended with {how} on its way into the sandbox")
+        layer, _, reason = said.partition("\n")
+        enclosure.leave_off(layer, reason)
+        lost_landlock = layer == "landlock" and "chroot" not in forbid
+        if lost_landlock and not FILE_LAYERS & enclosure.active.keys():
+            try:
+                enclosure.active["chroot"] = _prepare_chroot(enclosure, workdir, forbid)
+            except OSError as error:
+                enclosure.missing["chroot"] = str(error)

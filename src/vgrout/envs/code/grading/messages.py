@@ -6,6 +6,7 @@ Standard library only, as every process of a worker imports this.
 import signal
 import socket
 import struct
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,15 @@ NOT_RUN: dict[str, Any] = {
     "hacked_loophole_used": False,
     "cpu_s": 0.0,
 }
+
+
+def refusal(error: BaseException) -> str:
+    """What the machine refused, in one line: an error of the kernel, and the function that made the call."""
+    said = " ".join(str(error).split())
+    if not isinstance(error, OSError) or error.__traceback__ is None:
+        return said
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return f"{said} (in {frames[-1].f_code.co_qualname})"
 
 
 def send(connection: socket.socket, data: bytes) -> None:

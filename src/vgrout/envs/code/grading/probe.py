@@ -17,6 +17,9 @@ WALL = 0x4000_0000  # __WALL
 IPC_CREAT = 0o1000
 IPC_RMID = 0
 
+LEFT_BEHIND = "left"  # a file of the first child
+EVIDENCE = b"seen by the verifier"  # what the first child writes into it, and the second one prints
+
 
 class Spec(TypedDict):
     """What to attack, and with how much."""
@@ -34,13 +37,14 @@ def leave(spec: Spec) -> dict[str, bool]:
     """Leave something, in a first child, for the second one to find."""
     with suppress(OSError):
         ctypes.CDLL(None).shmget(spec["shm_key"] + 1, 4096, IPC_CREAT | 0o600)
-    with suppress(OSError), open("left", "w"):
-        pass
+    with suppress(OSError), open(LEFT_BEHIND, "wb") as f:
+        f.write(EVIDENCE)
     return {}
 
 
 def attack(spec: Spec) -> dict[str, bool]:
     """Run every attack, in a second child: name → did it succeed?"""
+    os.write(1, EVIDENCE)
     outcome = {}
     for name, attempt in (FATAL | OTHERS).items():
         try:
@@ -97,7 +101,7 @@ def _shared_memory(spec: Spec) -> bool:
 
 
 def _file_behind(_: Spec) -> bool:
-    return os.path.exists("left")
+    return os.path.exists(LEFT_BEHIND)
 
 
 def _shared_memory_behind(spec: Spec) -> bool:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
-from vgrout.envs.code.grading.child import CHECKS
+from vgrout.envs.code.grading.child import CHECKS, HARNESS_EXIT
 from vgrout.envs.code.grading.extract import MARKED, Block, Case, blocks, parse_test
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.grading.values import Decoys, Raised, claim_room, clean_name, matches
@@ -105,7 +105,7 @@ class Claims:
     has_tests: bool = False
     right: int = 0  # so many calls have returned the expected value
     status: str = ""
-    setup_fault: str = ""  # what the problem's setup code raised
+    setup_fault: str = ""  # what the problem's setup code raised, or lacks
 
     def reply(self, message: dict[str, Any]) -> bytes | None:
         if not self.compiled:
@@ -255,6 +255,7 @@ class Verifier:
             "setup": _setup(request["setup_code"]),
             "calls": [case.call for case in cases],
             "kinds": [case.kind for case in cases],
+            "builders": sorted(frozenset[str]().union(*(case.builders for case in cases))),
             "test_function": marker_of("run_tests", announced),
         }
         return job, cases
@@ -262,13 +263,15 @@ class Verifier:
     def strict(self, job: Job, cases: tuple[Case, ...], limit: float) -> Strict:
         """Run the answer as a module, and compare what its calls return.
 
-        Raises ValueError if the problem's setup code raises.
+        Raises ValueError if the problem's setup code raises, or lacks what the tests call.
         """
         claims = Claims(cases)
         exit_info = self._run(job | {"kind": "strict"}, limit, claims.reply, room=_room(cases))
         if claims.setup_fault:
-            raise ValueError(f"setup code raises {claims.setup_fault}")
+            raise ValueError(claims.setup_fault)
         status = claims.status or exit_info.name()
+        if not status and claims.right < len(cases) and exit_info.left_by_itself:
+            status = f"exit:{HARNESS_EXIT}"
         if not status:  # if it has not compiled, it died in the compiler
             status = "ok" if claims.compiled else "syntax"
         return Strict(
@@ -323,6 +326,8 @@ class Verifier:
                 out["exit_status"] = error_status(script.raised)
             elif script.held is None and name:
                 out["exit_status"] = name
+            elif script.held is None and exit_info.left_by_itself:
+                out["exit_status"] = f"exit:{HARNESS_EXIT}"
         return out
 
     def _run_script(

@@ -17,17 +17,29 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from vgrout.envs.code.grading import messages
-from vgrout.envs.code.grading.isolation import cap_limit, die_with_parent
+from vgrout.envs.code.grading.isolation import FILE_LAYERS, cap_limit, die_with_parent
 from vgrout.envs.code.grading.messages import WorkerSettings
-from vgrout.envs.code.grading.probe import FATAL, IPC_CREAT, IPC_RMID, Spec
+from vgrout.envs.code.grading.probe import (
+    EVIDENCE,
+    FATAL,
+    IPC_CREAT,
+    IPC_RMID,
+    LEFT_BEHIND,
+    Spec,
+)
 from vgrout.envs.code.grading.verdict import Verifier
-from vgrout.envs.code.grading.watch import ForkServerHandle, ForkServerLost, remove_empty
+from vgrout.envs.code.grading.watch import (
+    ForkServerHandle,
+    ForkServerLost,
+    memory_file,
+    remove_empty,
+)
 from vgrout.files import restore_inherited
 
 # What the verifier itself may use.
@@ -41,50 +53,73 @@ _UDP_ARRIVES_S = 0.2
 def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
     """Attack the sandbox from inside two throw-away children: name → did the attack succeed?
 
-    The targets are made here: a file, three sockets and a segment of shared memory. Raises
-    ForkServerLost.
+    The targets are made here: a file, three sockets and a segment of shared memory. A socket that
+    this process may not have is out of a child's reach too. What the children leave as evidence has
+    to arrive. Raises ForkServerLost; OSError if there can be no file.
     """
     found: dict[str, bool] = {}
     settings = fork_server.settings
     libc = ctypes.CDLL(None)
     linux = sys.platform == "linux"
     name = f"vgrout-{os.getpid()}-{secrets.token_hex(4)}"
-    with (
-        tempfile.NamedTemporaryFile(prefix="vgrout-probe-") as secret,
-        socket.create_server(("127.0.0.1", 0)) as tcp,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
-        socket.socket(socket.AF_UNIX) as local,
-    ):
+    with tempfile.NamedTemporaryFile(prefix="vgrout-probe-") as secret, ExitStack() as sockets:
         os.fchmod(secret.fileno(), 0o644)
         secret.write(b"secret")
         secret.flush()
         # Abstract, where there are such addresses: rules about files do not cover it.
         address = f"\0{name}" if linux else os.path.join(settings.workdir, name)
-        local.bind(address)
-        local.listen()
-        udp.bind(("127.0.0.1", 0))
+        _listening(sockets, socket.AF_UNIX, socket.SOCK_STREAM, address)
+        tcp = _listening(sockets, socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0))
+        udp = _listening(sockets, socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0))
         shm_key = 1 + secrets.randbelow(1 << 30)
         segment = libc.shmget(shm_key, 4096, IPC_CREAT | 0o666) if linux else -1
         targets: Spec = {
             "secret": secret.name,
-            "port": tcp.getsockname()[1],
-            "udp_port": udp.getsockname()[1],
+            "port": tcp.getsockname()[1] if tcp else 0,
+            "udp_port": udp.getsockname()[1] if udp else 0,
             "shm_key": shm_key,
             "abstract": address,
             "memory": (settings.memory_mb << 20) + (64 << 20),
             "file": settings.output_bytes + 1,
         }
-        for first in (True, False):
+        for first, result_name in ((True, LEFT_BEHIND), (False, "")):
             job = {"kind": "probe", **targets, "first": first}
-            fork_server.run(job, _PROBE_CPU_S, found.update)
+            evidence_fd = memory_file()
+            try:
+                fork_server.run(
+                    job,
+                    _PROBE_CPU_S,
+                    found.update,
+                    evidence_fd=evidence_fd,
+                    result_name=result_name,
+                )
+                if os.pread(evidence_fd, 1024, 0) != EVIDENCE:
+                    what = "writes into a file" if result_name else "prints"
+                    raise ForkServerLost(f"what an answer {what} cannot be read")
+            finally:
+                os.close(evidence_fd)
         if segment != -1:
             libc.shmctl(segment, IPC_RMID, None)
-        if found.get("send over UDP"):
+        if udp and found.get("send over UDP"):
             arrived, _, _ = select.select([udp], [], [], _UDP_ARRIVES_S)
             found["send over UDP"] = bool(arrived)
     if not found:
         raise ForkServerLost("no answer from the probe")
     return found
+
+
+def _listening(
+    sockets: ExitStack, family: int, kind: int, address: str | tuple[str, int]
+) -> socket.socket | None:
+    """Return a socket at an address, closed with `sockets`; None if there can be none."""
+    try:
+        listener = sockets.enter_context(socket.socket(family, kind))
+        listener.bind(address)
+        if kind == socket.SOCK_STREAM:
+            listener.listen()
+    except OSError:
+        return None
+    return listener
 
 
 def main(trainer_fd: int, *settings_values: Any) -> None:
@@ -101,17 +136,15 @@ def main(trainer_fd: int, *settings_values: Any) -> None:
         ends.callback(remove_empty, settings.workdir)
         try:
             signal.signal(signal.SIGTERM, _leave)
-            die_with_parent(signal.SIGTERM)
-            cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
             with suppress(BrokenPipeError, ConnectionResetError):
                 _greet_and_serve(trainer, settings, ends)
         finally:
             signal.signal(signal.SIGTERM, _stay)
 
 
-def _level(active: Collection[str], breaches: list[str]) -> int:
+def _level(active: Set[str], breaches: list[str]) -> int:
     """The level of protection, 3 best: see docs/grading.md."""
-    if any(name in FATAL for name in breaches):
+    if any(name in FATAL for name in breaches) or not FILE_LAYERS & active:
         return 0
     if "landlock" not in active or "seccomp" not in active:
         return 1
@@ -126,10 +159,17 @@ def _greet_and_serve(trainer: socket.socket, settings: WorkerSettings, ends: Exi
     """Start the fork server, probe it, say hello to the trainer, and grade until that ends."""
     fork_server = ForkServerHandle(settings)
     ends.callback(fork_server.close)
-    fork_server.start()
-    breaches = [name for name, succeeded in probe(fork_server).items() if succeeded]
+    try:
+        die_with_parent(signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
+        cap_limit(resource.RLIMIT_AS, TRUSTED_MEMORY)
+        fork_server.start()
+        breaches = [name for name, succeeded in probe(fork_server).items() if succeeded]
+    except (ForkServerLost, OSError) as e:
+        _send(trainer, {"unusable": messages.refusal(e)})
+        return
     hello = {
-        "level": _level(fork_server.active, breaches),
+        "level": _level(fork_server.active.keys(), breaches),
         "active": fork_server.active,
         "missing": fork_server.missing,
         "breaches": breaches,
@@ -158,13 +198,13 @@ def _stay(*_: object) -> None:
 
 def _serve(trainer: socket.socket, verifier: Verifier) -> None:
     while (request := messages.receive(trainer)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # its signal ends this process
+        signal.setitimer(signal.ITIMER_PROF, TRUSTED_CPU_S)  # anew for each rollout
         try:
             _send(trainer, {"grade": verifier.grade(json.loads(request))})
         except ValueError as e:
             _send(trainer, {"fault": str(e)})
-        except ForkServerLost as e:
-            _send(trainer, {"lost": str(e)})
+        except (ForkServerLost, OSError) as e:
+            _send(trainer, {"lost": messages.refusal(e)})
             break
 
 

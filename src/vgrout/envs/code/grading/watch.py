@@ -10,6 +10,7 @@ import marshal
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -26,6 +27,7 @@ from typing import Any, Literal
 from vgrout.envs.code.grading import fork_server as fs
 from vgrout.envs.code.grading import messages
 from vgrout.envs.code.grading.child import HARNESS_EXIT
+from vgrout.envs.code.grading.isolation import FILE_LAYERS, ROOT_CWD
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.values import BadClaim, decode_line
 from vgrout.files import restore_inherited
@@ -33,6 +35,7 @@ from vgrout.files import restore_inherited
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
 # Bytes of one message, where the expected values do not need more: what is longer is not read.
 MAX_LINE = 1 << 20
+START_WITHIN = 60  # seconds for a worker's process to say hello
 STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
 PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
@@ -69,6 +72,14 @@ class ExitInfo:
     @property
     def exit_code(self) -> int | None:
         return os.WEXITSTATUS(self.status) if os.WIFEXITED(self.status) else None
+
+    @property
+    def left_by_itself(self) -> bool:
+        """It has ended as our harness ends, or an answer that has chosen the same status.
+
+        What it has sent tells these two apart.
+        """
+        return not self.cause and self.exit_code == HARNESS_EXIT
 
     def name(self) -> str:
         """One of "timeout", "signal:N", "exit:N"; "" if the child ended as it should.
@@ -209,8 +220,13 @@ class Watch:
         with suppress(ProcessLookupError):
             if self.pidfd == -1:
                 os.kill(self.pid, signal.SIGKILL)
-            else:
+                return
+            try:
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            except PermissionError:  # a rule on system calls: by its pid, unless it has ended
+                pid = _pid_of(self.pidfd)
+                if pid is not None and pid > 0:
+                    os.kill(pid, signal.SIGKILL)
 
     def look(self, crowded: Callable[[], bool]) -> None:
         """End the child if its time is over, if it waits in vain, or if it has too many files."""
@@ -279,6 +295,26 @@ def _pid_of(pidfd: int) -> int | None:
     return None
 
 
+# What a process ends with that makes a system call which is forbidden on pain of death, as its
+# parent passes it on: see isolation._enter_namespaces.
+SIGSYS_STATUS = -signal.SIGSYS & 0xFF
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
+    """Of a process that has closed its end of a socket: its status; None if it has not ended."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(1.0) & 0xFF
+    return None
+
+
+def _in_words(status: int | None) -> str:
+    if status is None:
+        return "closed its connection"
+    if status == SIGSYS_STATUS:
+        return "was ended for a system call that is forbidden here (SIGSYS)"
+    return f"was ended by signal {0x100 - status}" if status > 0x80 else f"ended with {status}"
+
+
 class ForkServerHandle:
     """The verifier's end of a fork server, which works in the folder `settings.workdir`."""
 
@@ -291,29 +327,45 @@ class ForkServerHandle:
         """Start it, and wait until it serves. Raises ForkServerLost."""
         self._open.callback(remove_empty, self.cwd)
         os.chmod(self.settings.workdir, 0o711)  # children run as another user
-        self._launch(self.settings.forbid)
-        if not self.active:  # it came half-way into the namespaces, and has ended
-            reason = self.missing["namespaces"]
-            self._launch(f"{self.settings.forbid},namespaces")
-            self.missing["namespaces"] = reason
+        hello = self._launch(self.settings.forbid)
+        if hello.half_way:
+            reason = hello.half_way
+            hello = self._launch(f"{self.settings.forbid},namespaces")
+            hello.missing["namespaces"] = reason
+        if hello.unusable:
+            raise ForkServerLost(hello.unusable)
+        self.active, self.missing = hello.active, hello.missing
+        if "chroot" in self.active:
+            root = os.path.join(self.settings.workdir, "root")
+            self.cwd = f"{root}{ROOT_CWD}"
+            self._open.callback(shutil.rmtree, root, ignore_errors=True)
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
+        if not fds:
+            raise ForkServerLost("its fork server has closed its connection")
         self.started = self._open.enter_context(socket.socket(fileno=fds[0]))
         for end in (self.control, self.started):
             messages.set_timeout(end, STUCK_AFTER)
         return self
 
-    def _launch(self, forbid: str) -> None:
-        """Start the process, and learn which layers it has entered."""
+    def _launch(self, forbid: str) -> fs.Hello:
+        """Start the process, and learn which layers it has entered. Raises ForkServerLost."""
         s = self.settings
         self.process, self.control = start_process(
             "fork_server", s.workdir, s.memory_mb, s.output_bytes, forbid
         )
         self._open.callback(reap, self.process, 1.0)
         self._open.enter_context(self.control)
-        hello = messages.receive(self.control)
+        messages.set_timeout(self.control, START_WITHIN)
+        try:
+            hello = messages.receive(self.control)
+        except OSError:
+            raise ForkServerLost(f"no hello within {START_WITHIN} s") from None
         if hello is None:
-            raise ForkServerLost("closed")
-        self.active, self.missing = ast.literal_eval(hello.decode())
+            status = _exit_status(self.process)
+            if status == SIGSYS_STATUS and "namespaces" not in forbid:
+                return fs.Hello({}, {}, half_way=f"a rule on system calls: {_in_words(status)}")
+            raise ForkServerLost(f"its fork server {_in_words(status)} while it started")
+        return fs.Hello(*ast.literal_eval(hello.decode()))
 
     def close(self) -> None:
         """The fork server sees the end of its input and exits; the kernel ends a child with it."""
@@ -368,8 +420,10 @@ class ForkServerHandle:
         job_fd = memory_file(marshal.dumps(job | {"token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = 0
-        # Without landlock a strict run could look for the expected values in this machine's files.
-        if "landlock" in self.active or job["kind"] not in ("strict", "probe"):
+        # Where nothing bounds the files that a child may open, a strict run could look for the
+        # expected values in this machine's.
+        is_judged = job["kind"] == "strict" or (job["kind"] == "probe" and not job["first"])
+        if FILE_LAYERS & self.active.keys() or not is_judged:
             flags |= fs.OPEN_ALLOWED
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
@@ -437,6 +491,9 @@ class _Session:
         status, user_s, user_us, system_s, system_us = fs.REPORT.unpack(report)
         if status == fs.NO_STATUS:
             raise ForkServerLost("no exit status")
+        # Every job sends something before an answer's first instruction.
+        if self.received == 0 and status == HARNESS_EXIT << 8:
+            raise ForkServerLost("a child could not be confined")
         cpu_s = user_s + system_s + (user_us + system_us) * 1e-6
         cause = self.watch.cause
         if not cause and cpu_s > self.watch.cpu_limit:
