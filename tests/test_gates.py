@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from methods import TWO_GROUPS, group, routed, rows, scores, total, toy
+from vgrout.config.presets import resolve
 from vgrout.method.thresholds import BandGate, TauGate
+from vgrout.runs.preflight import method_lines
 
 BY_MODULE = {"gate_vote": "module"}
 
@@ -105,6 +107,15 @@ def test_only_the_documents_settings_count_it_so():
         found = routed(toy("route2", gate_vote=vote, gate_modules=modules), *groups)
         routes[vote, modules] = any(scores(found))
     assert [settings for settings, some in routes.items() if some] == [("module", "all")]
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"), [("all", "counts as 0"), ("apart", "nothing is routed")]
+)
+def test_the_plan_says_what_a_gate_without_demonstrations_does(modules, said):
+    flags = ["--mix-ratio=0", "--gate-vote=module", f"--gate-modules={modules}"]
+    lines = method_lines(resolve(["smoke", "--intervention=route2", *flags]))
+    assert said in " ".join(lines)
 
 
 def test_apart_has_no_threshold_where_known_hacks_do_not_lie_above_the_rest():

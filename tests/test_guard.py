@@ -427,6 +427,7 @@ def test_blind_guards() -> None:
     assert "--guard-warmup" in (blind(cfg, 19, 5) or "")
     assert "--guard-baseline" in (blind(cfg, 200, 100, ["streak", "gap"]) or "")
     assert blind(cfg, 200, 100) is None, "the KL has no baseline"
+    assert blind(GuardConfig(ema_alpha=0, guard_baseline=9), 60, 50) is None
     assert "--max-proxy-real-gap" in (
         blind(GuardConfig(max_proxy_real_gap=1.9), 60, 5, ["gap"]) or ""
     )

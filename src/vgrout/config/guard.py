@@ -82,6 +82,7 @@ def blind(cfg: GuardConfig, steps: int, every: int, rules: Collection[str] = RUL
             f"{len(at)} evaluations in {steps} steps, --guard-baseline takes {cfg.guard_baseline} of them and "
             f"--guard-warmup withholds it for {cfg.guard_warmup} steps: lower one of the two, or --eval-ablate-every"
         )
+    after_baseline = max(0, after_baseline)
     if not any(breakable(cfg, rule, after_baseline) for rule in rules):
         return (
             f"{', '.join(rules)} cannot be broken in {after_baseline} evaluations after the baseline: lower "
