@@ -1,5 +1,6 @@
 """The figures: which are drawn from what, and that their points are the numbers."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,14 +136,41 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_a_notebooks_backend_does_not_matter() -> None:
-    """Not even one that is not installed; and pyplot, which alone needs one, is never loaded."""
-    code = (
-        "import sys; from vgrout.report.figures import Figure, Picture; "
-        "print(Picture('', '', Figure()).png()[1:4], 'matplotlib.pyplot' in sys.modules)"
-    )
-    environment = {"MPLBACKEND": "module://no_such_package.backend_inline", "PATH": "/usr/bin:/bin"}
+BACKENDS = (
+    "module://matplotlib_inline.backend_inline",
+    "module://ipympl.backend_nbagg",
+    "module://no_such_package.backend_inline",
+    *("inline", "widget", "tkagg", "no such backend", ""),
+)
+
+
+def said_under(backend: str, code: str) -> str:
+    """What a process that a notebook starts prints."""
+    environment = {**os.environ, "MPLBACKEND": backend}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout == "b'PNG' False\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("named", BACKENDS)
+def test_a_notebooks_backend_does_not_matter(named: str) -> None:
+    """Not even one that is not installed; and programs that are started from here still find the name."""
+    code = (
+        "import io, os, vgrout.report.backend; from matplotlib.figure import Figure; "
+        "Figure().savefig(picture := io.BytesIO(), format='png'); "
+        "print(picture.getvalue()[1:4], os.environ['MPLBACKEND'])"
+    )
+    assert said_under(named, code) == f"b'PNG' {named}\n"
+
+
+def test_the_reports_figures_need_no_backend() -> None:
+    """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
+    code = (
+        "import sys; from vgrout.report.figures import Figure, Picture; "
+        "print(Picture('', '', Figure()).png()[1:4], 'matplotlib.pyplot' in sys.modules); "
+        "import matplotlib.pyplot; print(matplotlib.get_backend())"
+    )
+    assert said_under("svg", code) == "b'PNG' False\nsvg\n"
+    said_under("module://matplotlib_inline.backend_inline", code.partition("import mat")[0])

@@ -78,7 +78,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             preset="small",
             scale=replace(_ORGANISM.scale, organism=organism.SMALL_DIR, steps=40, max_new=96),
             opt=replace(_ORGANISM.opt, lr=1e-2),
-            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=48, final_samples=1),
+            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=1),
         ),
     ),
     "fast": (

@@ -5,18 +5,16 @@ Markers and line styles tell methods apart; colours, Okabe and Ito's, only help.
 
 import io
 import itertools
-import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    import matplotlib as matplotlib
-except ValueError:
-    # A notebook names its backend to the programs that it starts, which may not have it.
-    del os.environ["MPLBACKEND"]
+from vgrout.report import backend  # noqa: F401 before matplotlib, see there
+
+# isort: split
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame, Series

@@ -24,7 +24,7 @@ from vgrout.report.load import (
     rounded,
 )
 from vgrout.report.stats import Estimate, PValue, Stratum
-from vgrout.table import LEARNED, NEAR, SKILL
+from vgrout.table import LEARNED, NEAR, SKILL, TOO_FEW
 
 MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 
@@ -184,7 +184,8 @@ def conclusion(condition: Condition) -> str:
     lost = base_solve.above(solve, SKILL)
     is_plain = first.cfg.method.intervention == "none"
     if hacks is None and (lost is None or is_plain):
-        return f"none, {of} are too few"
+        what, number = of.split()[::-1]
+        return f"{TOO_FEW} {what} ({number}) for a verdict"
     if is_plain:
         if hacks:
             learnt = "to hack"
@@ -202,7 +203,7 @@ def conclusion(condition: Condition) -> str:
         removed = {True: "hacks removed", False: "learnt no hacks", None: "does not hack"}
         hacking = removed[as_trained]
     skill = {True: "skill lost", False: "skill kept", None: "skill undecided"}[lost]
-    too_few = " are too few" if hacks is None or lost is None else ""
+    too_few = f" are {TOO_FEW}" if hacks is None or lost is None else ""
     return f"{hacking}, {skill} ({of}{too_few})"
 
 
