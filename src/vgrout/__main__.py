@@ -3,11 +3,11 @@
 Nothing heavy is imported here.
 """
 
-import difflib
 import runpy
 import sys
 
 import vgrout
+from vgrout.errors import nearest
 
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-h", "--help", "help", "--version"):
         return _show(f"vgrout {vgrout.__version__}" if name == "--version" else listing())
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        meant = nearest(name, COMMANDS)
+        hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
         print(f"E vgrout {name}: no such command; {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"vgrout {name}", *rest]

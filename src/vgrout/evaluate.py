@@ -4,6 +4,7 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 final evaluation.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -262,3 +263,7 @@ def main(argv: list[str] | None = None) -> int:
 
     console.setup(None)
     return cli_exit(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """`vgrout problems check FILE`: a problem file, validated before anything is trained on it."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -59,3 +60,7 @@ def _splits_line(rows: Sequence[ProblemRow]) -> str:
 def main() -> int:
     """Exit codes: 0 sound · 1 not · 2 refused, in one line."""
     return cli_exit(lambda: parse_args({"check": check}, None, "vgrout problems"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
