@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from pandas import DataFrame, Series
 
 from vgrout import environments
-from vgrout.config.method import MethodConfig
+from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
@@ -33,6 +33,16 @@ MEASURING = ("eval", "guard", "detectors", "run")
 OF_MODEL = ("base_weights", "tokenizer", "problems", "pool")
 # … and of the files that only some methods read.
 OF_METHOD = ("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
+# Settings that are paths, and the hashes that say what lay there.
+OF_PATH = {
+    "model": ("base_weights", "tokenizer"),
+    "organism": ("base_weights", "tokenizer", "problems"),
+    "problems": ("problems",),
+    "teacher_pool_dir": ("pool",),
+    "vhack_pairs_path": ("pairs",),
+    "v_hack_path": ("direction_file",),
+    "known_correct": ("known_correct",),
+}
 # Columns of steps.jsonl that are null where a step has not measured them.
 MEASURED = ("hack_deploy", "solve_deploy", "signal_k", "signal_n", "all_zero", "n")
 # What a report reads of an answer in final.jsonl.
@@ -40,11 +50,19 @@ ANSWER = ("side", "env_mode", "problem_id", "hacked", "solved", "reward")
 
 
 def trained_with(cfg: Config) -> Settings:
-    """Return the settings that training reads, without their groups."""
+    """Return the settings that training reads, as they are meant, without their groups.
+
+    A setting of the method that this method does not read has its default, whatever was given.
+    """
     settings: Settings = {"preset": cfg.preset}
     for group, values in cfg.as_dict().items():
         if isinstance(values, dict) and group not in MEASURING:
             settings |= values
+    method = cfg.method
+    for f in fields(MethodConfig):
+        if f.name not in (*CHOICE, *method.settings_read):
+            settings[f.name] = f.default
+    settings["monitor"] = method.monitor_name
     del settings["shadow"]  # monitors in shadow change nothing
     return settings
 
@@ -63,6 +81,7 @@ def usual(cfg: Config) -> dict[str, list[Any]]:
         defaults[name] = [value, of_intervention.get(name, value)]
         if name in of_method:
             defaults[name].append(None)
+    defaults["monitor"] = [cfg.method.spec.usual_monitor]
     return defaults
 
 
@@ -131,9 +150,18 @@ class FinishedRun:
         return settings
 
     @cached_property
+    def compared_by(self) -> Settings:
+        """The same without the paths of files whose content is known by its hash."""
+        settings = dict(self.trained_with)
+        for path, hashes in OF_PATH.items():
+            if all(self.hashes.get(name) for name in hashes):
+                settings.pop(path, None)
+        return settings
+
+    @cached_property
     def condition(self) -> str:
         """A key that is equal for runs that differ by their seed alone."""
-        return repr((self.method, self.trained_with))
+        return repr((self.method, self.compared_by))
 
     @cached_property
     def all_flaws(self) -> dict[str, Flaw]:
@@ -512,6 +540,8 @@ class Condition:
 
     title: str
     runs: tuple[FinishedRun, ...]
+    # What it differs by from others of its method's name, in full: settings, paths, hashes.
+    note: str = ""
 
     @property
     def first(self) -> FinishedRun:
@@ -541,24 +571,68 @@ def conditions(runs: Sequence[FinishedRun]) -> list[Condition]:
     found = []
     for method, groups in by_method.items():
         firsts = [group[0] for group in groups.values()]
-        for group in groups.values():
-            differences = _differences(group[0], firsts)
-            title = f"{method} ({', '.join(differences)})" if differences else method
-            found.append(Condition(title, tuple(group)))
+        for group, (title, note) in zip(groups.values(), _titles(method, firsts), strict=True):
+            found.append(Condition(title, tuple(group), note))
     return sorted(found, key=_place)
 
 
-def _differences(run: FinishedRun, alike: Sequence[FinishedRun]) -> list[str]:
-    """Return the settings and files of a run that tell it apart from others of its method's
-    name."""
+def _titles(method: str, firsts: Sequence[FinishedRun]) -> list[tuple[str, str]]:
+    """Return the title and the note of each condition of a method's name, given by its first run.
+
+    A title names settings, and files by the last part of their path. Where that leaves two alike,
+    it names what lies at those paths by a letter, of which the note has the hash.
+    """
+    values: dict[str, set[str]] = defaultdict(set)
+    for run in firsts:
+        for name, value in run.trained_with.items():
+            values[name].add(repr(value))
+    differing = [name for name, found in values.items() if len(found) > 1]
+    named: list[list[str]] = []
+    alike: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
+    for run in firsts:
+        names = _named(run, differing)
+        named.append(names)
+        alike[tuple(names)].append(run)
+    titles = []
+    for run, names in zip(firsts, named, strict=True):
+        same = alike[tuple(names)]
+        if len(same) > 1:
+            names = [*names, _lettered(run, same)]
+        note = ", ".join(f"{name} {run.trained_with[name]}" for name in differing)
+        titles.append((f"{method} ({', '.join(names)})" if names else method, note))
+    return titles
+
+
+def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
+    """Return a run's settings that are not its preset's, in short, of those that differ."""
     # The preset is named wherever it differs.
     defaults = usual(run.cfg) | {"preset": [""]}
-    differences = []
-    for name, value in run.trained_with.items():
-        differs = any(other.trained_with[name] != value for other in alike)
-        if differs and value not in defaults.get(name, []):
-            differences.append(f"{name} {value}")
-    return differences
+    names = []
+    for name in differing:
+        value = run.trained_with[name]
+        if name.endswith(" sha256") or value in defaults[name]:
+            continue
+        if name == "preset":
+            names.append(str(value))
+        elif name in OF_PATH:
+            names.append(f"{name.removesuffix('_path')} {Path(str(value)).name}")
+        else:
+            names.append(f"{name} {value}")
+    return names
+
+
+def _lettered(run: FinishedRun, alike: Sequence[FinishedRun]) -> str:
+    """Return a name for what tells a run apart from others with the same settings: its files."""
+    differing = []
+    for name in alike[0].trained_with:
+        if len({repr(other.trained_with[name]) for other in alike}) > 1:
+            differing.append(name)
+    contents = [tuple(str(other.trained_with[name]) for name in differing) for other in alike]
+    own = tuple(str(run.trained_with[name]) for name in differing)
+    place = list(dict.fromkeys(contents)).index(own)
+    letter = chr(ord("A") + place) if place < 26 else str(place + 1)
+    hashed = [name for name in differing if name.endswith(" sha256")] or differing
+    return f"{hashed[0].removesuffix(' sha256')} {letter}"
 
 
 def _place(condition: Condition) -> tuple[int, str, int, str]:
@@ -581,12 +655,14 @@ def baseline(condition: Condition, among: Sequence[Condition]) -> Condition | No
     if condition.first.method == "none":
         free.add("beta")
 
-    own = condition.first.trained_with
+    own = condition.first.compared_by
+    compared = [name for name in own if name not in free]
     found = []
     for other in among:
-        its = other.first.trained_with
-        alike = all(own[name] == its[name] for name in own if name not in free)
-        if other.first.method == "none" and alike:
+        if other.first.method != "none":
+            continue
+        its = other.first.compared_by
+        if all(own[name] == its.get(name) for name in compared):
             found.append(other)
     lowest = min(found, key=lambda c: c.first.cfg.loss.beta, default=None)
     return None if lowest is condition else lowest
