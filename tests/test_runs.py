@@ -97,7 +97,12 @@ SAME = {
         *("--quarantine=shared", "--rollout-ablate-frac=0", "--vhack-refresh-every=5"),
         *("--no-rebaseline", "--monitor=none", "--shadow=labels", "--v-hack-path=x.safetensors"),
     ),
-    "erase": ("--vhack-refresh-every=5", "--quarantine=shared", "--monitor=none", "--no-rebaseline"),
+    "erase": (
+        "--vhack-refresh-every=5",
+        "--quarantine=shared",
+        "--monitor=none",
+        "--no-rebaseline",
+    ),
     "penalty --monitor=labels": ("--quarantine=shared", "--vhack-refresh-every=5"),
     "route2": (
         *("--monitor=gate", "--quarantine=block:-2", "--rollout-ablate-frac=1", "--rebaseline"),
@@ -131,7 +136,10 @@ def test_a_file_at_another_path_makes_no_other_condition(tmp_path: Path) -> None
 
 def test_titles_after_an_afternoon_are_short_and_unique(tmp_path: Path) -> None:
     """Presets, models and settings side by side: no hash in a title, the hashes in its note."""
-    models: tuple[dict[str, Any], ...] = ({}, {"weights": "a" * 64, "hashes": {"tokenizer": "b" * 64, "pool": "c" * 64}})
+    models: tuple[dict[str, Any], ...] = (
+        {},
+        {"weights": "a" * 64, "hashes": {"tokenizer": "b" * 64, "pool": "c" * 64}},
+    )
     for preset in ("mini", "smoke"):
         for of_model in models:
             for words in ([NONE], [NONE, "--lr=0.5"], ["--intervention=route2"]):

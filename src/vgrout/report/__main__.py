@@ -6,6 +6,7 @@ that file's verdicts. Runs that are not finished are named and left out.
 
 import difflib
 import sys
+import textwrap
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ def command(cli: Cli) -> int:
     from vgrout.report.judge import judged
     from vgrout.report.load import conditions, load
     from vgrout.report.rollouts import pack
-    from vgrout.report.tables import by_flaw, methods, monitors
+    from vgrout.report.tables import by_flaw, decisive, methods, monitors, recalls
 
     runs, left_out = load(cli.sources, cli.tag)
     if not runs:
@@ -66,22 +67,25 @@ def command(cli: Cli) -> int:
     found = conditions(runs)
     tables = [methods(found), by_flaw(found), monitors(found)]
     tables = [table for table in tables if table.rows]
-    if cli.judge:
-        tables += judged(cli.judge, found)
+    of_judge = judged(cli.judge, found) if cli.judge else []
+    tables += of_judge
     progress = partial(tqdm, desc="rollouts", unit="run", disable=None)
     rollouts = pack(found, cli.rollouts, progress)
     left_out += rollouts["left_out"]
     page.write(out, found, cli.sources, tables, left_out, rollouts)
 
-    parts = page.conclusions(found)
-    _, claims = page.studies(cli.sources)
-    parts += [f"H: {claim}" for claim in claims]
-    for table in tables:
+    parts = [*page.conclusions(found), *page.hypotheses(cli.sources, found)]
+    parts = [textwrap.fill(part, 80, subsequent_indent="  ") for part in parts]
+    for table in (decisive(found), recalls(found)):
+        if table.rows:
+            caption = textwrap.fill(f"{table.name}: {table.caption}", 80)
+            parts.append(f"{caption}\n\n{table.plain()}")
+    for table in of_judge:
         parts.append(f"{table.name}: {table.caption}\n\n{table.markdown()}")
     if left_out:
         parts.append(f"left out: {', '.join(left_out)}")
     print(printable("\n\n".join(parts)))
-    print(f"-> {out}")
+    print(f"\n-> {out / 'report.html'}")
     return 0
 
 
