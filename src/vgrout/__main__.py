@@ -12,6 +12,7 @@ from vgrout.errors import nearest
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
+    "sample": "what a run's untrained, trained and deployed model answer to one prompt",
     "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log",
     "sweep": "every run of a study file: planned, resumable, one per core",
     "report": "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",

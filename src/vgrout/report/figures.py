@@ -39,6 +39,8 @@ COLOUR_OF = {
     "penalty": "#009E73",
 }
 SMOOTH = 5  # steps in a running mean of the students' answers
+# Panels of a figure, and names in a legend, at most: more could not be read, and take minutes.
+SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,11 @@ def dynamics(found: Sequence[Condition]) -> Picture:
     that stands in their titles. In grey are the deployed hacks of plain GRPO in the same setting.
     """
     alone = len(found) == 1
+    shown = found[:SHOWN]
     if alone:
-        fig, panels = _panels(found, wide=8.0, high=3.6)
+        fig, panels = _panels(shown, wide=8.0, high=3.6)
     else:
-        fig, panels = _panels(found, wide=3.6, high=2.8)
+        fig, panels = _panels(shown, wide=3.6, high=2.8)
     for axes, condition in panels:
         plain = baseline(condition, found)
         if plain:
@@ -183,9 +186,17 @@ def dynamics(found: Sequence[Condition]) -> Picture:
         f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems; star: the "
         "final evaluation, of the deployed model, and open with the quarantine on. Red bar: what "
         "plain GRPO's deployed model hacks at the end of recorded runs, least to most. Of several "
-        "seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t).",
+        "seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t)."
+        + _of_how_many(found),
         fig,
     )
+
+
+def _of_how_many(found: Sequence[Condition]) -> str:
+    """Say in a caption how many conditions a figure shows, where that is not all."""
+    if len(found) <= SHOWN:
+        return ""
+    return f" The first {SHOWN} of {len(found)} conditions; the tables have all."
 
 
 def _from_to(c: Condition) -> str:
@@ -247,16 +258,33 @@ def _mark_ends(axes: Axes, condition: Condition, ends: Sequence[End], named: boo
             axes.plot([beside, beside], end.span, color=end.colour, lw=7, alpha=0.3, label=label)
             axes.lines[-1].set_solid_capstyle("butt")
         else:
-            mark = {"color": end.colour, "mfc": end.face, "ms": 12}
-            axes.plot([x], [end.share], "*", ls="", clip_on=False, label=label, **mark)
+            axes.plot(
+                [x],
+                [end.share],
+                "*",
+                ls="",
+                clip_on=False,
+                label=label,
+                color=end.colour,
+                mfc=end.face,
+                ms=12,
+            )
     if not named:
         return
     at = -1.0
     for end in sorted(ends, key=lambda end: end.share):
         at = max(end.share, at + APART)
         said = f"{end.label.removesuffix(', at the end')}: {100 * end.share:.1f} %"
-        where = {"xytext": (24, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(said, (x, at), color=end.colour, fontsize=10, annotation_clip=False, **where)
+        axes.annotate(
+            said,
+            (x, at),
+            xytext=(24, 0),
+            textcoords="offset points",
+            va="center",
+            color=end.colour,
+            fontsize=10,
+            annotation_clip=False,
+        )
 
 
 def _plain_curve(axes: Axes, plain: Condition) -> None:
@@ -265,9 +293,16 @@ def _plain_curve(axes: Axes, plain: Condition) -> None:
     if len(curve):
         steps, mean = curve.index + 1, curve.mean(axis=1)
         axes.plot(steps, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
-        where = {"xytext": (0, 4), "textcoords": "offset points", "ha": "right", "va": "bottom"}
-        last = (steps[-1], mean.iloc[-1])
-        axes.annotate("plain GRPO hacks", last, color=GREY, fontsize=8, clip_on=True, **where)
+        axes.annotate(
+            "plain GRPO hacks",
+            (steps[-1], mean.iloc[-1]),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=GREY,
+            fontsize=8,
+        )
 
 
 def _sampled_note(condition: Condition) -> str:
@@ -315,8 +350,9 @@ def _band(axes: Axes, by_seed: DataFrame, colour: str, what: What) -> None:
         mean = stats.over_seeds(list(values))
         lows.append(mean.value or 0.0 if mean.low is None else mean.low)
         highs.append(mean.value or 0.0 if mean.high is None else mean.high)
-    style = {"color": colour, "alpha": 0.15, "lw": 0}
-    axes.fill_between(by_seed.index + 1, lows, highs, label=f"{what}, 95 % interval", **style)
+    label = f"{what}, 95 % interval"
+    steps = by_seed.index + 1
+    axes.fill_between(steps, lows, highs, label=label, color=colour, alpha=0.15, lw=0)
 
 
 def _students(run: FinishedRun, what: What) -> Series:
@@ -350,11 +386,11 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     """
     if len(found) < 2:
         return None
-    fig = Figure(figsize=(7.2, 5.6 + 0.1 * len(found)), dpi=130, layout="constrained")
+    fig = Figure(figsize=(7.2, 5.6 + 0.1 * min(SHOWN, len(found))), dpi=130, layout="constrained")
     axes = fig.subplots()
     markers_of_colour: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
-    for c in found:
-        _mark_condition(axes, c, next(markers_of_colour[_colour(c)]))
+    for place, c in enumerate(found):
+        _mark_condition(axes, c, next(markers_of_colour[_colour(c)]), named=place < SHOWN)
     _style(
         axes,
         xlim=(-3, 103),
@@ -366,13 +402,21 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     return Picture(
         "plane",
         "Hack against solve of the deployed model, with 95 % intervals; dots: seeds. Up and to the "
-        "left is better.",
+        f"left is better.{_named_of(found)}",
         fig,
     )
 
 
-def _mark_condition(axes: Axes, c: Condition, marker: str) -> None:
-    """Draw a condition in the plane: its mean with intervals, its seeds, and its base model."""
+def _named_of(found: Sequence[Condition]) -> str:
+    """Say in a caption how many conditions the legend names, where that is not all."""
+    return f" The first {SHOWN} of {len(found)} are named." if len(found) > SHOWN else ""
+
+
+def _mark_condition(axes: Axes, c: Condition, marker: str, named: bool) -> None:
+    """Draw a condition in the plane: its mean with intervals, its seeds, and its base model.
+
+    named: the legend has it.
+    """
     colour, n = _colour(c), len(c.runs)
     hack, solve = level(c, "deploy", "hack"), level(c, "deploy", "solve")
     over = f"{n} seeds" if n > 1 else f"seed {c.seeds}"
@@ -389,7 +433,7 @@ def _mark_condition(axes: Axes, c: Condition, marker: str) -> None:
         elinewidth=1.0,
         capsize=2,
         zorder=3,
-        label=f"{c.title} ({over})",
+        label=f"{c.title} ({over})" if named else None,
     )
     if n > 1:
         hacks = [100 * (run.counted("deploy", "hack").value or 0) for run in c.runs]
@@ -416,7 +460,7 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
     if not found:
         return None
     flaws = flaws_of(found)
-    fig, panels = _panels(found, wide=3.1, high=2.4)
+    fig, panels = _panels(found[:SHOWN], wide=3.1, high=2.4)
     for axes, c in panels:
         pairs_show = {m: c.first.final["by_mode"][m].get("in_dist") for m in c.first.flaws}
         for flaw, in_pairs in pairs_show.items():
@@ -445,7 +489,7 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
         "flaws",
         "Hack rate by flaw, from as trained (open) to deployed (filled), with 95 % intervals. "
         "Shaded: the flaws that the direction's pairs show; the others are held out from it. No "
-        "pairs: a method without a direction.",
+        f"pairs: a method without a direction.{_of_how_many(found)}",
         fig,
     )
 
