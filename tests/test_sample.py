@@ -39,7 +39,9 @@ def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixtur
         for side in ("untrained", "as trained", "deployed")
         for number in (1, 2)
     ]
-    assert all(re.search(r": (a hack of \w+|right|neither a hack nor right), reward", h) for h in heads)
+    assert all(
+        re.search(r": (a hack of \w+|right|neither a hack nor right), reward", h) for h in heads
+    )
     assert sample.main([str(done), "17", "--samples=2"]) == 0
     assert capsys.readouterr().out == output, "the same seed, the same answers"
     assert sample.main([str(done), "17", "--samples=2", "--seed=9"]) == 0

@@ -4,7 +4,6 @@ It has tables with intervals, figures, and a reader of the runs' rollouts; with 
 that file's verdicts. Runs that are not finished are named and left out.
 """
 
-import difflib
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.errors import Refused, refuse
+from vgrout.errors import Refused, nearest, refuse
 from vgrout.files import printable, require_own
 
 
@@ -97,13 +96,30 @@ def _require_folder(source: Path) -> None:
         why = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
     else:
         why = "no folder" if source.exists() else "no such folder"
-        folders = [path.name for path in source.parent.glob("*/")]
-        near = difflib.get_close_matches(source.name, folders, 1)
+        near = nearest(source.name, _with_runs(source.parent))
+        newest = _newest_run(Path("out/runs"))
         if near:
-            why += f"; did you mean {source.with_name(near[0])}?"
+            why += f"; did you mean {source.with_name(near)}?"
+        elif source.name == "latest" and newest:
+            why += f"; the newest run is {newest}"
         else:
             why += ", give that of a run, of runs or a sweep"
     raise Refused(f"{source}: {why}")
+
+
+def _with_runs(folder: Path) -> list[str]:
+    """Return the names of the folders in `folder` that a report can be made of."""
+    names = []
+    for path in folder.glob("*/"):
+        marks = ("run.json", "runs.json", "*/run.json")
+        if any(True for mark in marks for _ in path.glob(mark)):
+            names.append(path.name)
+    return names
+
+
+def _newest_run(folder: Path) -> Path | None:
+    runs = sorted(path.parent for path in folder.glob("*/run.json"))
+    return runs[-1] if runs else None
 
 
 def _nothing_found(cli: Cli, left_out: list[str]) -> str:

@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pandas import DataFrame, Series
+import numpy as np
+from jaxtyping import Float, Int
+from pandas import DataFrame, Index, Series, isna
 
 from vgrout import environments
 from vgrout.config.method import CHOICE, MethodConfig
@@ -19,6 +21,7 @@ from vgrout.data import Flaw
 from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
+from vgrout.report import forms
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
 
@@ -83,6 +86,17 @@ def usual(cfg: Config) -> dict[str, list[Any]]:
             defaults[name].append(None)
     defaults["monitor"] = [cfg.method.spec.usual_monitor]
     return defaults
+
+
+@dataclass(frozen=True, eq=False)
+class _Answers:
+    """One side's graded answers, in groups: those to one held-out problem."""
+
+    index: Index  # mode and problem of each group
+    group: Int[np.ndarray, " answers"]  # its place in `index`
+    n: Int[np.ndarray, " groups"]  # answers
+    solved: Float[np.ndarray, " answers"]
+    flaws: list[str | None]  # that the answer hacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +218,7 @@ class FinishedRun:
         if column not in self.steps:
             return None
         hacked = self.steps.step[self.steps[column] > 0]
-        return None if hacked.empty else hacked.iloc[0]
+        return None if hacked.empty else int(hacked.iloc[0])
 
     def last_five(self, what: What) -> Rate:
         """Count hacks or solves among the students' answers of the last five steps."""
@@ -220,24 +234,39 @@ class FinishedRun:
         """
         # A method without a quarantine has no trained side of its own.
         name = SIDES[side]
-        if name not in set(self.answers.side):
-            name = "deployed"
-        answers = self.answers[self.answers.side == name]
-        everywhere = self.cfg.env.unannounced
-        if everywhere:  # These flaws are open on every problem at once.
-            answers = answers.assign(env_mode=everywhere[0])
-            has_flaw = Series(flaw in everywhere, answers.index)
-        else:
-            has_flaw = answers.env_mode == flaw
-        if flaw is not None:
-            answers = answers[has_flaw]
+        answers = self._by_problem.get(name) or self._by_problem["deployed"]
         if what == "solve":
             hits = answers.solved
         elif flaw is None:
-            hits = answers.flaw.notna()
+            hits = np.array([hacked is not None for hacked in answers.flaws], dtype=float)
         else:
-            hits = answers.flaw == flaw
-        return hits.groupby([answers.env_mode, answers.problem_id], sort=False).mean()
+            hits = np.array([hacked == flaw for hacked in answers.flaws], dtype=float)
+        share = np.bincount(answers.group, hits, len(answers.index)) / answers.n
+        shares = Series(share, answers.index)
+        if flaw is None:
+            return shares
+        everywhere = self.cfg.env.unannounced
+        if everywhere:
+            return shares if flaw in everywhere else shares[:0]
+        return shares[answers.index.get_level_values(0) == flaw]
+
+    @cached_property
+    def _by_problem(self) -> dict[str, "_Answers"]:
+        """The answers of the final evaluation by side, grouped by mode and held-out problem."""
+        everywhere = self.cfg.env.unannounced
+        sides = {}
+        for side, answers in self.answers.groupby("side", sort=False):
+            if everywhere:  # These flaws are open on every problem at once.
+                answers = answers.assign(env_mode=everywhere[0])
+            grouped = answers.groupby(["env_mode", "problem_id"], sort=False)
+            sides[str(side)] = _Answers(
+                index=grouped.size().index,
+                group=grouped.ngroup().to_numpy(),
+                n=grouped.size().to_numpy(),
+                solved=answers.solved.to_numpy(dtype=float),
+                flaws=[None if isna(flaw) else flaw for flaw in answers.flaw],
+            )
+        return sides
 
     @cached_property
     def row(self) -> dict[str, Any]:
@@ -353,6 +382,8 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
     is_of_this_run = final.get("by_mode") and final.get("seed") == cfg.run.seed
     if not is_of_this_run or not (path / "final.jsonl").is_file():
         raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
+    forms.require_record(record)
+    forms.require_final(final, list(environments.flaws_of(record)))
     return FinishedRun(
         path=path,
         cfg=cfg,
@@ -365,14 +396,17 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
 
 
 def _read_steps(file: Path) -> DataFrame:
-    steps = DataFrame(json_lines(file))
+    rows = list(json_lines(file))
+    forms.require_steps(rows)
+    steps = DataFrame(rows)
     return steps.astype({name: float for name in MEASURED if name in steps})
 
 
 def _read_answers(file: Path) -> DataFrame:
     """Read the graded answers of the final evaluation."""
     rows = []
-    for answer in json_lines(file):
+    for number, answer in enumerate(json_lines(file), 1):
+        forms.require_answer(answer, list(SIDES.values()), f"{file.name}, line {number}")
         row = {name: answer[name] for name in ANSWER}
         row["flaw"] = _hacked_flaw(answer)
         rows.append(row)
@@ -398,7 +432,8 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
         own = method.monitor_name
     rows: list[dict[str, Any]] = []
     if own or method.in_shadow:
-        for rollout in json_lines(file):
+        for number, rollout in enumerate(json_lines(file), 1):
+            forms.require_flagged(rollout, f"{file.name}, line {number}")
             rows += _flag_rows(rollout, own)
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
@@ -500,13 +535,11 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
                 left_out.append(f"{path.name} ({why})")
                 continue
             run = read_run(path)
-            _ask_everything(run)
-            key = run.condition, run.seed
-        except Exception as e:  # whatever a file of wrong content may raise
-            why = f"{e}" if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
-            why = " ".join(why.replace(f"{path}/", "").split())
+        except (Refused, OSError) as e:  # anything else is a fault of this program
+            why = " ".join(str(e).replace(f"{path}/", "").split())
             left_out.append(f"{path.name} (damaged: {why[:200]})")
             continue
+        key = run.condition, run.seed
         if older := newest.get(key):
             than = f"older than {path.name}, the same settings and seed"
             left_out.append(f"{older.path.name} ({than})")
@@ -525,13 +558,6 @@ def _unfinished(path: Path) -> str:
     if not (path / "per_mode_deploy.json").exists():
         return f"{state}, no per_mode_deploy.json"
     return ""
-
-
-def _ask_everything(run: FinishedRun) -> None:
-    """Ask a run for all that a report reads, so that a damaged file raises here."""
-    _ = run.row
-    for side, what, flaw in itertools.product(SIDES, (*WHATS, "tries"), run.flaws):
-        run.counted(side, what, flaw)
 
 
 @dataclass(frozen=True, eq=False)
