@@ -478,7 +478,7 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     for name in marks:
         found.update(file.parent for file in source.glob(f"*/{name}"))
     if not found:
-        raise Refused(f"{source}: no run in it; run `vgrout train mini` first")
+        raise Refused(f"{source}: no run in it; run `vgrout train mini --intervention none` first")
     return sorted(found), []
 
 
