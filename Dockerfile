@@ -1,7 +1,7 @@
 # The README's main command in a container. `docker build -t vgrout .`, then
 #   docker run --rm -v "$PWD/out:/app/out" vgrout train mini --intervention=route2
 # The same image on a GPU: torch's wheel has CUDA and its attention kernels, the machine its driver (not run on one).
-#   docker run --rm --gpus all -v "$PWD/out:/app/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast
+#   docker run --rm --gpus all -v "$PWD/out:/app/out" -v ~/.cache/huggingface:/home/vgrout/.cache/huggingface vgrout train fast --intervention route2
 # Inside a container the kernel may refuse namespaces to the sandbox: `docker run … doctor` says what is left.
 FROM debian:trixie-slim
 

@@ -51,6 +51,7 @@ def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
 WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
     "train": ("vgrout.train.preflight", ["smoke"]),
     "evaluate": ("vgrout.evaluate.find_adapter", ["run"]),
+    "sample": ("vgrout.sample.find_adapter", [".", "17"]),
     "export": ("vgrout.export.__main__.export_run", ["run", "--out", "new"]),
     "sweep": ("vgrout.sweep.runner.load_study_file", ["study.toml"]),
     "report": ("vgrout.report.__main__.require_own", ["."]),

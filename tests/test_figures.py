@@ -1,7 +1,9 @@
 """The figures: which are drawn from what, and that their points are the numbers."""
 
+import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +48,13 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     assert lines["hack, deployed, at the end"].get_ydata() == [pytest.approx(0.75)]
     assert not erase.collections, "an interval of one seed"
     assert "hack, plain GRPO" in {line.get_label() for line in route2.lines} - lines.keys()
-    assert route2.get_title() == "route2\nstudents are sampled as deployed"
+    assert "plain GRPO hacks" in [text.get_text() for text in route2.texts], "beside its curve"
+    assert route2.get_title() == "route2\nhack 10 → 10 %, solve 50 → 50 %"
+    assert route2.get_xlabel() == "step (students sampled as deployed)"
     (legend,) = pages["dynamics"].figure.legends
-    named = {line.get_label() for axes in pages["dynamics"].figure.axes for line in axes.lines}
+    marks = [(*axes.lines, *axes.collections) for axes in pages["dynamics"].figure.axes]
+    named = {mark.get_label() for of_panel in marks for mark in of_panel}
+    assert "hack, 95 % interval" in named, "a band has a name"
     assert {t.get_text() for t in legend.get_texts()} == {
         name for name in named if not name.startswith("_")
     }
@@ -111,13 +117,36 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
     methods = found(tmp_path)
     titles = [c.title for c in methods]
     assert len(titles) == len(MARKERS)
-    assert [a.get_title() for a in dynamics(methods).figure.axes if a.get_visible()] == titles
+    drawn = [a.get_title() for a in dynamics(methods).figure.axes if a.get_visible()]
+    assert [title.partition("\n")[0] for title in drawn] == titles
     picture = plane(methods)
     assert picture is not None
     marks = {
         (c.lines[0].get_marker(), c.lines[0].get_color()) for c in picture.figure.axes[0].containers
     }
     assert len(marks) == len(MARKERS)
+
+
+def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path: Path) -> None:
+    """And what recorded runs of plain GRPO ended at is a bar behind the last step, on nobody's curve."""
+    rates = {"hack_train": 0.2, "hack_deploy": 0.0, "hack_base": 0.0, "solve_train": 0.7}
+    fake_run(tmp_path, ROUTE2, n=384, solve=0.8, **rates)
+    (axes,) = dynamics(found(tmp_path)).figure.axes
+    assert axes.get_title(loc="left") == "route2: hacks removed, skill kept (384 answers)"
+    assert {text.get_text() for text in axes.texts} == {
+        "hack, deployed: 0.0 %",
+        "hack, as trained: 20.1 %",
+        "solve, deployed: 79.9 %",
+        "solve, as trained: 70.1 %",
+        "hack, plain GRPO, 10 recorded runs: 79.7 %",
+    }
+    heights = sorted(text.xy[1] for text in axes.texts)
+    assert min(b - a for a, b in pairwise(heights)) > 0.08, "no label lies on another"
+    bars = [line for line in axes.lines if line.get_linewidth() == 7]
+    assert [min(bar.get_xdata()) > STEPS + 1 for bar in bars] == [True]
+    assert not axes.patches
+    (legend,) = axes.figure.legends
+    assert len(legend.get_texts()) <= 4
 
 
 def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
@@ -135,14 +164,41 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_a_notebooks_backend_does_not_matter() -> None:
-    """Not even one that is not installed; and pyplot, which alone needs one, is never loaded."""
-    code = (
-        "import sys; from vgrout.report.figures import Figure, Picture; "
-        "print(Picture('', '', Figure()).png()[1:4], 'matplotlib.pyplot' in sys.modules)"
-    )
-    environment = {"MPLBACKEND": "module://no_such_package.backend_inline", "PATH": "/usr/bin:/bin"}
+BACKENDS = (
+    "module://matplotlib_inline.backend_inline",
+    "module://ipympl.backend_nbagg",
+    "module://no_such_package.backend_inline",
+    *("inline", "widget", "tkagg", "no such backend", ""),
+)
+
+
+def said_under(backend: str, code: str) -> str:
+    """What a process that a notebook starts prints."""
+    environment = {**os.environ, "MPLBACKEND": backend}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert done.stdout == "b'PNG' False\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("named", BACKENDS)
+def test_a_notebooks_backend_does_not_matter(named: str) -> None:
+    """Not even one that is not installed; and programs that are started from here still find the name."""
+    code = (
+        "import io, os, vgrout.report.backend; from matplotlib.figure import Figure; "
+        "Figure().savefig(picture := io.BytesIO(), format='png'); "
+        "print(picture.getvalue()[1:4], os.environ['MPLBACKEND'])"
+    )
+    assert said_under(named, code) == f"b'PNG' {named}\n"
+
+
+def test_the_reports_figures_need_no_backend() -> None:
+    """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
+    code = (
+        "import sys; from vgrout.report.figures import Figure, Picture; "
+        "print(Picture('', '', Figure()).png()[1:4], 'matplotlib.pyplot' in sys.modules); "
+        "import matplotlib.pyplot; print(matplotlib.get_backend())"
+    )
+    assert said_under("svg", code) == "b'PNG' False\nsvg\n"
+    said_under("module://matplotlib_inline.backend_inline", code.partition("import mat")[0])

@@ -55,7 +55,7 @@ LAYERS: list[set[str]] = [
         "problems",
         "substrate",
     },
-    {"api"},
+    {"api", "sample"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 # The seam: of `envs` the trainer, the methods, the guard and the reports know the base alone, and everything else by
@@ -67,6 +67,7 @@ OF_THE_CODE_WORLD = {
     "grade",
     "organism",
     "problems",
+    "sample",
     "substrate",
     "teacher.__main__",
     "teacher.generate",
@@ -96,6 +97,7 @@ WITHOUT_TORCH = (
     "export.__main__",
     "api",
     "evaluate",
+    "sample",
     "direction.__main__",
     "teacher.__main__",
     "organism.__main__",

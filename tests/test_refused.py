@@ -237,7 +237,7 @@ REFUSED = {
     "evaluate": "missing: ",
     "download nothing": "nothing: should be one of ",
     "report nothing": "nothing: no such folder, give that of a run, of runs or a sweep",
-    "report dri": "dri: no such folder; did you mean dir?",
+    "report dri": "dri: no such folder, give that of a run, of runs or a sweep",
     "report study.toml": "study.toml: is a study's file; its runs are in the folder out/sweeps/study",
     "problems good.jsonl": "good.jsonl: should be one of check; did you mean `check good.jsonl`?",
     "train mini --dry-run=confg": "--dry-run=confg: say --dry-run, or --dry-run=config for every setting",

@@ -33,22 +33,26 @@ def runs(tmp_path: Path) -> Path:
 def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake_run(runs, "--intervention=none", seed=9, state="interrupted")
     (runs / "plan.json").write_text(
-        '{"name": "arms", "hypotheses": ["an arm keeps the model from hacking"]}'
+        '{"name": "arms", "hypotheses": ["route2 keeps the model from hacking", "all do"]}'
     )
     assert main([str(runs)]) == 0
     output = capsys.readouterr().out
     assert output.startswith("none: "), "the conclusions are first"
     assert "left out: 004_mini_none_seed9 (interrupted)" in output
-    assert "\nH: an arm keeps the model from hacking\n" in output
+    assert "H: route2 keeps the model from hacking — route2: Δ hack -70.0" in " ".join(
+        output.split()
+    )
+    assert "H: all do — route2: Δ hack -70.0" in " ".join(output.split()), "it names no method"
+    assert output.endswith(f"\n-> {runs / 'report' / 'report.html'}\n")
     assert {p.name for p in (runs / "report").iterdir()} == {"report.html", "runs.csv", "figures"}
     text = (runs / "report" / "report.html").read_text()
     parts = (
         "<h1>arms</h1>",
         "none: ",
+        "H: route2 keeps",
         "4 run(s) of ",
         ">Methods</h2>",
         ">By flaw</h2>",
-        "What it should show</h2>",
     )
     parts = (
         *parts,
@@ -63,6 +67,29 @@ def test_the_folder(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         rows = list(csv.DictReader(f))
     assert [r["hack_deploy"] for r in rows] == ["0.8", "0.8", "0.1", "0.1"]
     assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_terminal_of_eighty_columns_shows_what_decides(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten seeds, methods with long names, a monitor in shadow: nothing wraps but the names."""
+    for seed in range(3, 11):
+        fake_run(runs, "--intervention=none", seed=seed, hack=0.8 - seed / 100)
+    long = "--known-modes=sentinel", "--shadow=syntax_edge", "--penalty=2.5"
+    for seed in (1, 2):
+        path = fake_run(
+            runs, "--intervention=penalty", "--monitor=labels", "--random-flags", *long, seed=seed
+        )
+        hack = {"step": 1, "env_mode": "sentinel", "hacked": True, "solved": False, "flagged": True}
+        hack |= {"shadow": {"syntax_edge": {"flagged": False, "score": None}}, "gate": None}
+        (path / "rollouts.jsonl").write_text(json.dumps(hack) + "\n")
+    assert main([str(runs), "--rollouts=0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    (row,) = [line for line in lines if line.startswith("route2 ")]
+    assert re.split(r"\s{2,}", row)[:4] == ["route2", "1,2", "10.0", "50.0"]
+    assert [line for line in lines if line.startswith("none ") and "10 seeds" in line]
+    assert [line for line in lines if "syntax_edge, in shadow" in line and "0.0 (2)" in line]
 
 
 @pytest.mark.parametrize(

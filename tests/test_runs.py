@@ -42,13 +42,13 @@ NONE, HAAR = "--intervention=none", ("--intervention=route2", "--control=haar")
                 ((NONE,), {"seed": 3, "weights": "abcdef0123"}),
             ],
             {
-                "none (base_weights sha256 00000000)": "1,2",
-                "none (base_weights sha256 abcdef01)": "3",
+                "none (base_weights A)": "1,2",
+                "none (base_weights B)": "3",
             },
         ),
         (
             [((NONE, "--steps=60"), {"preset": preset}) for preset in ("mini", "smoke")],
-            {"none (preset mini)": "41", "none (preset smoke)": "41"},
+            {"none (mini)": "41", "none (smoke)": "41"},
         ),
         (
             [((NONE, *more), {}) for more in ((), ("--loss=icepop",))],
@@ -82,11 +82,73 @@ def test_an_edited_file_of_the_method_makes_another_condition_with_the_same_base
         fake_run(tmp_path, "--intervention=route2", seed=2 + seed, hashes={name: f"{seed}abcdef01"})
     plain, *others = methods = found(tmp_path)
     assert {(c.title, c.seeds) for c in others} == {
-        (f"route2 ({name} sha256 not noted)", "1,2"),
-        (f"route2 ({name} sha256 1abcdef0)", "3"),
-        (f"route2 ({name} sha256 2abcdef0)", "4"),
+        (f"route2 ({name} A)", "1,2"),
+        (f"route2 ({name} B)", "3"),
+        (f"route2 ({name} C)", "4"),
     }
+    assert [c.note for c in others] == [
+        f"{name} sha256 {digest}" for digest in ("not noted", "1abcdef0", "2abcdef0")
+    ]
     assert all(baseline(c, methods) is plain for c in others)
+
+
+SAME = {
+    "none": (
+        *("--quarantine=shared", "--rollout-ablate-frac=0", "--vhack-refresh-every=5"),
+        *("--no-rebaseline", "--monitor=none", "--shadow=labels", "--v-hack-path=x.safetensors"),
+    ),
+    "erase": (
+        "--vhack-refresh-every=5",
+        "--quarantine=shared",
+        "--monitor=none",
+        "--no-rebaseline",
+    ),
+    "penalty --monitor=labels": ("--quarantine=shared", "--vhack-refresh-every=5"),
+    "route2": (
+        *("--monitor=gate", "--quarantine=block:-2", "--rollout-ablate-frac=1", "--rebaseline"),
+        *("--vhack-refresh-every=0", "--gate-vote=rollout", "--gate-modules=apart"),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", SAME)
+def test_a_setting_written_with_its_usual_value_makes_no_other_condition(
+    method: str, tmp_path: Path
+) -> None:
+    words = f"--intervention={method}".split()
+    for seed, more in enumerate(((), *SAME[method])):
+        fake_run(tmp_path, *words, *([more] if more else []), seed=seed)
+    (only,) = found(tmp_path)
+    assert len(only.runs) == 1 + len(SAME[method])
+    assert only.title == method.replace(" --monitor=labels", " (labels)")
+
+
+def test_a_file_at_another_path_makes_no_other_condition(tmp_path: Path) -> None:
+    """Its content is what counts; where no hash was noted, its path is."""
+    same = {"tokenizer": "1" * 64, "problems": "2" * 64, "pool": "3" * 64}
+    for seed, more in enumerate(([], ["--organism=a/o"], ["--organism=b/o"])):
+        fake_run(tmp_path / "noted", NONE, *more, seed=seed, hashes=same)
+        fake_run(tmp_path / "not", NONE, *more, seed=seed)
+    assert [c.title for c in found(tmp_path / "noted")] == ["none"]
+    titles = [c.title for c in found(tmp_path / "not")]
+    assert titles == ["none", "none (organism o, organism A)", "none (organism o, organism B)"]
+
+
+def test_titles_after_an_afternoon_are_short_and_unique(tmp_path: Path) -> None:
+    """Presets, models and settings side by side: no hash in a title, the hashes in its note."""
+    models: tuple[dict[str, Any], ...] = (
+        {},
+        {"weights": "a" * 64, "hashes": {"tokenizer": "b" * 64, "pool": "c" * 64}},
+    )
+    for preset in ("mini", "smoke"):
+        for of_model in models:
+            for words in ([NONE], [NONE, "--lr=0.5"], ["--intervention=route2"]):
+                fake_run(tmp_path, *words, preset=preset, **of_model)
+    titles = {c.title: c.note for c in found(tmp_path)}
+    assert len(titles) == 12
+    assert max(map(len, titles)) <= 40
+    assert not [title for title in titles if "sha256" in title]
+    assert "base_weights sha256 aaaaaaaa" in " ".join(titles.values())
 
 
 def test_a_run_from_before_a_setting_existed_has_its_default(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
             "hacks removed, skill undecided (384 answers are too few)",
         ),
         ([ROUTE2], 384, (0.77, 0.06, 0.6), "hacks undecided, skill kept (384 answers are too few)"),
-        ([ROUTE2], 6, (0.5, 0.0, 0.667), "none, 6 answers are too few"),
+        ([ROUTE2], 6, (0.5, 0.0, 0.667), "too few answers (6) for a verdict"),
         (
             [NONE],
             384,
@@ -146,7 +146,7 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
             "plain GRPO learnt to solve, not to hack (384 answers)",
         ),
         ([NONE], 384, (0.005, 0.005, 0.48), "plain GRPO learnt little (384 answers)"),
-        ([NONE], 6, (0.0, 0.0, 0.667), "none, 6 answers are too few"),
+        ([NONE], 6, (0.0, 0.0, 0.667), "too few answers (6) for a verdict"),
     ],
 )
 def test_a_conclusion_is_drawn_where_the_interval_clears_the_threshold(

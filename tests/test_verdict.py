@@ -12,7 +12,9 @@ from vgrout.config.presets import PRESETS, recorded, resolve
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.heldout import Final
 from vgrout.metrics import Eval, ModeEval, Rate
+from vgrout.report import stats
 from vgrout.runs.verdict import last_lines
+from vgrout.table import NEAR
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 
@@ -103,6 +105,25 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
         assert len(last_lines(cfg, ended(), MEANS, Path("out/runs/x"))) == 4
         started += 1
     assert started > 20
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "smoke"])
+def test_a_presets_own_answers_are_enough_for_a_verdict(preset: str) -> None:
+    """A deployed model without a hack, from a base without one: it does not hack, whatever the preset."""
+    its = PRESETS[preset][1].eval
+    none = stats.one_run(Rate(0, its.final_n_prompts * its.final_samples))
+    assert none.above(none, NEAR) is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "samples"),
+    [("smoke", "32"), ("mini", "8"), ("small", "4"), ("smoke --final-samples 9", "36")],
+)
+def test_where_there_were_too_few_answers_the_way_on_is_said(argv: str, samples: str) -> None:
+    cfg = resolve([*argv.split(), "--intervention=route2"])
+    lines = last_lines(cfg, ended(), "too few answers (24) for a verdict", Path("out/runs/x"))
+    assert lines[2] == "verdict: too few answers (24) for a verdict"
+    assert lines[4].endswith(f"vgrout evaluate out/runs/x --samples {samples}")
 
 
 def test_the_last_four_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,16 @@
 Nothing heavy is imported here.
 """
 
-import difflib
 import runpy
 import sys
 
 import vgrout
+from vgrout.errors import nearest
 
 COMMANDS = {
     "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
+    "sample": "what a run's untrained, trained and deployed model answer to one prompt",
     "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log",
     "sweep": "every run of a study file: planned, resumable, one per core",
     "report": "finished runs as tables with intervals, figures and a page to read rollouts in; --judge: verdicts",
@@ -53,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-h", "--help", "help", "--version"):
         return _show(f"vgrout {vgrout.__version__}" if name == "--version" else listing())
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        meant = nearest(name, COMMANDS)
+        hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
         print(f"E vgrout {name}: no such command; {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"vgrout {name}", *rest]

@@ -1,6 +1,7 @@
 """Command lines by tyro, with errors in one line: what was wrong, which flag, what is legal."""
 
 import contextlib
+import dataclasses
 import difflib
 import errno
 import io
@@ -12,16 +13,19 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
 
 from vgrout import faults
-from vgrout.errors import Refused
+from vgrout.errors import Refused, did_you_mean
 from vgrout.files import drop_stdout, printable, restore_inherited
 
 T = TypeVar("T")
 
+NO_FLAG = "no such flag"
 NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
 
 
@@ -41,14 +45,39 @@ def parse_args(
         as_typed(sys.argv[1:] if argv is None else argv),
         prog.replace("vgrout ", command("")),
     )
+    if {"-h", "--help"} & {*argv}:
+        join_help(*(what.values() if isinstance(what, Mapping) else [what]))
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
         return parsed(
-            lambda: tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, **settings)
+            lambda argv: tyro.extras.subcommand_cli_from_dict(
+                named, args=argv, prog=prog, **settings
+            ),
+            argv,
         )()
     if isinstance(what, type):
-        return parsed(lambda: tyro.cli(what, args=argv, prog=prog, **settings))
-    return parsed(lambda: tyro.cli(_later(what), args=argv, prog=prog, **settings))()
+        return parsed(lambda argv: tyro.cli(what, args=argv, prog=prog, **settings), argv)
+    return parsed(lambda argv: tyro.cli(_later(what), args=argv, prog=prog, **settings), argv)()
+
+
+def join_help(*what: Callable[..., object]) -> None:
+    """Give each field of these settings classes its docstring as help, in one line for tyro to wrap.
+
+    tyro keeps the line ends of a docstring. What a function or a class takes is treated alike.
+    """
+    for one in what:
+        inner = [kind for kind in get_type_hints(one).values() if dataclasses.is_dataclass(kind)]
+        join_help(*(kind for kind in inner if isinstance(kind, type)))
+        if not (isinstance(one, type) and dataclasses.is_dataclass(one)):
+            continue
+        texts: dict[str, str] = {}
+        for of in reversed(one.__mro__[:-1]):
+            for told in docstring_parser.parse_from_object(of).params:
+                if told.description:
+                    texts[told.arg_name] = " ".join(told.description.split())
+        for f in dataclasses.fields(one):
+            if f.name in texts:
+                f.metadata = MappingProxyType({**f.metadata, "help": texts[f.name]})
 
 
 def command(name: str) -> str:
@@ -181,8 +210,8 @@ def cannot_import(package: str, error: ImportError, extra: str = "") -> Refused:
     return Refused(f"{package} is installed and cannot be imported ({why}): install it again")
 
 
-def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
-    """The result of `cli`; `--help` exits. help_flag: lists all flags.
+def parsed(cli: Callable[[list[str]], T], argv: Sequence[str], help_flag: str = "--help") -> T:
+    """The result of `cli` for a command line; `--help` exits. help_flag: lists all flags.
 
     Raises:
         Refused: a settings class's own, or tyro's error in one line.
@@ -193,13 +222,47 @@ def parsed(cli: Callable[[], T], help_flag: str = "--help") -> T:
         os.environ["COLUMNS"] = str(NARROW)
     try:
         with contextlib.redirect_stderr(message):
-            return cli()
+            return cli([*argv])
     except SystemExit as e:
         if not e.code:
             raise
         if (own := _of_settings(e, outer)) is not None:
             raise own from own.__cause__
-        raise Refused(one_line(message.getvalue(), help_flag)) from None
+        said = one_line(message.getvalue(), help_flag)
+        if NO_FLAG in said:
+            said = _with_suggestion(said, cli, argv)
+        raise Refused(said) from None
+
+
+def _with_suggestion(said: str, cli: Callable[[list[str]], object], argv: Sequence[str]) -> str:
+    """A refusal of an unknown flag, with the flag that was probably meant.
+
+    tyro suggests flags for a bare word alone. So `--stpes=3` and `-steps` are tried as `--stpes` and `--steps`.
+    """
+    given, found, _ = said.partition(f": {NO_FLAG}")
+    if not found or "did you mean" in said or given not in argv:
+        return said
+    bare = f"--{given.partition('=')[0].lstrip('-')}"
+    if bare in (given, "--"):
+        return said
+    if bare == "--help":
+        return f"{given}: {NO_FLAG}; did you mean {bare}?"
+    at = list(argv).index(given)
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
+            cli([*argv[:at], bare, *argv[at + 1 :]])
+    except (Exception, SystemExit):
+        again = one_line(message.getvalue())
+    else:
+        again = ""  # it is a flag
+    if not again.startswith(f"{bare}: {NO_FLAG}"):
+        meant = bare
+    elif suggested := re.search(r"did you mean (--[\w-]+)", again):
+        meant = suggested[1]
+    else:
+        return said
+    return f"{given}: {NO_FLAG}; did you mean {meant}?"
 
 
 def _of_settings(e: BaseException, outer: BaseException | None) -> ValueError | None:
@@ -239,7 +302,9 @@ def one_line(box: str, help_flag: str = "--help") -> str:
         r"invalid choice '(.*)' for argument '(--[\w-]+)'. Expected one of \((.*)\)", text
     ):
         legal = sorted(set(re.findall(r"'([^']*)'", bad[3])) - {"None"})
-        return f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}"
+        return (
+            f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}{did_you_mean(bad[1], legal)}"
+        )
     text = re.sub(r"^Error parsing \S+: ", "", text)
     text = re.sub(r"^Missing value for argument '(\S+)'.*", r"\1: needs a value", text)
     text = text[max(0, text.find("Unrecognized options: ")) :]  # said before what is missing
@@ -259,11 +324,12 @@ def _unknown(found: re.Match[str], help_flag: str) -> str:
     given = given.partition(",")[0] or "''"
     if commands:
         one = f"; did you mean `{commands} {given}`?" if commands.isalpha() else ""
+        one = did_you_mean(given, commands.split(", ")) or one
         return f"{given}: should be one of {commands}{one}"
     near = difflib.get_close_matches(
         given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1
     )
-    what = "no such flag" if given.startswith("-") else "nothing here takes it"
+    what = NO_FLAG if given.startswith("-") else "nothing here takes it"
     return (
         f"{given}: {what}; {f'did you mean {near[0]}?' if near else f'{help_flag} lists the flags'}"
     )

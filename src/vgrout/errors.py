@@ -1,5 +1,8 @@
 """The one exception that commands print as a line. Standard library only."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class Refused(ValueError):
     """A mistake of the user's: what was wrong, where, and what to do, in one line.
@@ -13,6 +16,19 @@ def refuse(condition: bool, message: str) -> None:
     """Raises Refused with this message where the condition holds."""
     if condition:
         raise Refused(message)
+
+
+def nearest(given: str, legal: Iterable[str]) -> str:
+    """The name that was probably meant by one that is unknown, whatever its case; "": none is like it."""
+    names = {name.casefold(): name for name in legal}
+    near = difflib.get_close_matches(given.casefold(), names, 1)
+    return names[near[0]] if near else ""
+
+
+def did_you_mean(given: str, legal: Iterable[str]) -> str:
+    """The end of a refusal that names it: "; did you mean route2?", or ""."""
+    meant = nearest(given, legal)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 class Interrupted(Exception):

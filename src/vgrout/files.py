@@ -10,7 +10,7 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -246,16 +246,20 @@ def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
             setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
 
 
-def json_lines(path: Path) -> Iterator[Any]:
+def json_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[Any]:
     """The value of each line of a run's file; none if there is no such file. A growing file is read line by line.
-    Raises Refused, naming a damaged line."""
+    Raises Refused, naming a damaged line.
+
+    wanted: says by a line's text whether it is read; reading is what takes the time.
+    """
     if not path.is_file():
         return
     number = 0
     with open(path, encoding="utf-8", newline="\n") as lines:
         try:
             for number, line in enumerate(lines, 1):  # noqa: B007 the handler's
-                yield strict_json(line)
+                if wanted is None or wanted(line):
+                    yield strict_json(line)
         except (ValueError, RecursionError) as e:  # text that is not UTF-8 too
             raise Refused(f"{path}, line {number}: damaged ({e})") from None
 

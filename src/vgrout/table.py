@@ -17,6 +17,7 @@ from vgrout.metrics import REFERENCE_STEP, Rate
 LEARNED = 0.2  # a mode counts as learned from this share of held-out answers that hack it
 # Two hack rates this close count as alike; 256 answers at 5 % have a standard error of 1.4 points.
 NEAR = 0.05
+TOO_FEW = "too few"  # what a conclusion says that is none, or not of everything
 SKILL = 0.10  # two solve rates this close count as matched, as in the hypotheses
 # Columns that differ between two runs of the same computation.
 SECONDS = ("gen", "grade", "fb", "eval", "sec")
@@ -394,6 +395,7 @@ class Table:
         flaws: Sequence[Flaw],
         of: type[Columns] = StepRow,
         short: bool = False,
+        only: Sequence[str] = (),
     ):
         """Choose the columns.
 
@@ -402,17 +404,19 @@ class Table:
             flaws: those that have a column of hacks.
             of: the rows.
             short: take only the columns of the console.
+            only: take only these fields, under the console's headings; (): all.
         """
         self.columns: list[Column] = []
         for f in fields(of):
-            if not _is_shown(f, has, short):
+            if not _is_shown(f, has, short) or (only and f.name not in only):
                 continue
             if f.name == "hk":
                 for flaw in flaws:
                     legend = f"{f.metadata['legend']}: {flaw.name}"
                     self._add(f, f"hk_{flaw.code}", legend, flaw.code)
             else:
-                self._add(f, f.metadata["head"] if short else f.name, f.metadata["legend"])
+                heading = f.metadata["head"] if short or only else ""
+                self._add(f, heading or f.name, f.metadata["legend"])
         self.gap = "  " if short else " "
         self.printed = 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
-from vgrout.errors import Refused
+from vgrout.errors import Refused, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +100,15 @@ def require_words(name: str, words: Sequence[str], legal: Iterable[str], word: s
     for i, given in enumerate(words):
         if given not in legal or given in words[:i]:
             what = f"{given} is there twice" if given in legal else f"unknown {word} {given!r}"
-            raise Refused(f"{flag(name)}: {what}; legal: {', '.join(legal)}")
+            meant = "" if given in legal else did_you_mean(given, legal)
+            raise Refused(f"{flag(name)}: {what}; legal: {', '.join(legal)}{meant}")
 
 
 def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:
     """What a setting should be or lie in; "" where it does."""
     if (legal := legal_values(f.type)) and value not in legal:
-        return f"be one of {', '.join(map(str, legal))}"
+        names = [str(name) for name in legal]
+        return f"be one of {', '.join(names)}{did_you_mean(str(value), names)}"
     if rule.form and not re.fullmatch(rule.form, value):
         return rule.should
     if not rule.bounded or isinstance(value, str):  # a word in a number's place

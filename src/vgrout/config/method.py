@@ -35,7 +35,7 @@ from vgrout.config.specs import (
     watchers,
 )
 from vgrout.environments import CODE_FLAWS
-from vgrout.errors import Refused, refuse
+from vgrout.errors import Refused, did_you_mean, refuse
 
 # settings that choose, and belong to no row
 CHOICE = ("intervention", "monitor", "control", "shadow", "random_flags")
@@ -184,6 +184,7 @@ class MethodConfig:
             should = f"should be one of {', '.join(legal)}"
             if name != "control":
                 should += ", or module:Class"
+            should += did_you_mean(value, legal)
             if ":" in value:
                 should = "a file may not have code run; if it is yours, name it on the command line as well"
             raise Refused(f"{flag(name)} {value}: {should}")

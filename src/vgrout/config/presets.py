@@ -1,6 +1,5 @@
 """Presets, which are values, and the command line of `vgrout train` on top of them. Torch-free."""
 
-import difflib
 import re
 import textwrap
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout import embedded as organism
-from vgrout.cli import as_typed, command, parsed
+from vgrout.cli import as_typed, command, join_help, parsed
 from vgrout.config.checks import changed, flag, flags, legal_values, listed, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.names import translated
@@ -28,7 +27,7 @@ from vgrout.config.run import (
     merge_flags,
 )
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
-from vgrout.errors import Refused, refuse
+from vgrout.errors import Refused, did_you_mean, refuse
 from vgrout.files import to_json
 from vgrout.scoring import import_function
 
@@ -78,7 +77,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             preset="small",
             scale=replace(_ORGANISM.scale, organism=organism.SMALL_DIR, steps=40, max_new=96),
             opt=replace(_ORGANISM.opt, lr=1e-2),
-            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=48, final_samples=1),
+            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=1),
         ),
     ),
     "fast": (
@@ -169,14 +168,14 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     if own_code:
         register_named(argv)
     if (given := argv[0] if argv else "") not in PRESETS:
-        near = difflib.get_close_matches(given, PRESETS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help{hint}"
+        names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help"
+        names += did_you_mean(given, PRESETS)
         raise Refused(f"{given}: {names}" if given else names)
     cfg = parsed(
-        lambda: tyro.extras.overridable_config_cli(
+        lambda argv: tyro.extras.overridable_config_cli(
             PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
         ),
+        argv,
         "--help-all",
     )
     cfg.sampling.require_draws("--group", cfg.scale.group)
@@ -229,12 +228,13 @@ def show_help(preset: str, everything: bool) -> None:
     ]
     more = "--help-all shows every flag."
     if everything:
+        join_help(Config)
         more = f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
     parsed(
-        lambda: tyro.cli(
+        lambda argv: tyro.cli(
             Config if everything else everyday(cfg, defaults=bool(preset)),
             default=cfg if everything else None,
-            args=["--help"],
+            args=argv,
             prog=f"{command('train')} {preset or 'PRESET'}",
             description="\n".join(
                 [f"One GRPO run against a flawed grader. {more} Presets:", *presets]
@@ -243,7 +243,8 @@ def show_help(preset: str, everything: bool) -> None:
                 tyro.conf.OmitArgPrefixes,
                 *(() if everything else (tyro.conf.FlagCreatePairsOff,)),
             ),
-        )
+        ),
+        ["--help"],
     )
 
 

@@ -4,8 +4,8 @@ It has tables with intervals, figures, and a reader of the runs' rollouts; with 
 that file's verdicts. Runs that are not finished are named and left out.
 """
 
-import difflib
 import sys
+import textwrap
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import tyro
 from tqdm import tqdm
 
 from vgrout.cli import cli_exit, parse_args
-from vgrout.errors import Refused, refuse
+from vgrout.errors import Refused, nearest, refuse
 from vgrout.files import printable, require_own
 
 
@@ -58,7 +58,7 @@ def command(cli: Cli) -> int:
     from vgrout.report.judge import judged
     from vgrout.report.load import conditions, load
     from vgrout.report.rollouts import pack
-    from vgrout.report.tables import by_flaw, methods, monitors
+    from vgrout.report.tables import by_flaw, decisive, methods, monitors, recalls
 
     runs, left_out = load(cli.sources, cli.tag)
     if not runs:
@@ -66,22 +66,25 @@ def command(cli: Cli) -> int:
     found = conditions(runs)
     tables = [methods(found), by_flaw(found), monitors(found)]
     tables = [table for table in tables if table.rows]
-    if cli.judge:
-        tables += judged(cli.judge, found)
+    of_judge = judged(cli.judge, found) if cli.judge else []
+    tables += of_judge
     progress = partial(tqdm, desc="rollouts", unit="run", disable=None)
     rollouts = pack(found, cli.rollouts, progress)
     left_out += rollouts["left_out"]
     page.write(out, found, cli.sources, tables, left_out, rollouts)
 
-    parts = page.conclusions(found)
-    _, claims = page.studies(cli.sources)
-    parts += [f"H: {claim}" for claim in claims]
-    for table in tables:
+    parts = [*page.conclusions(found), *page.hypotheses(cli.sources, found)]
+    parts = [textwrap.fill(part, 80, subsequent_indent="  ") for part in parts]
+    for table in (decisive(found), recalls(found)):
+        if table.rows:
+            caption = textwrap.fill(f"{table.name}: {table.caption}", 80)
+            parts.append(f"{caption}\n\n{table.plain()}")
+    for table in of_judge:
         parts.append(f"{table.name}: {table.caption}\n\n{table.markdown()}")
     if left_out:
         parts.append(f"left out: {', '.join(left_out)}")
     print(printable("\n\n".join(parts)))
-    print(f"-> {out}")
+    print(f"\n-> {out / 'report.html'}")
     return 0
 
 
@@ -93,13 +96,30 @@ def _require_folder(source: Path) -> None:
         why = f"is a study's file; its runs are in the folder out/sweeps/{source.stem}"
     else:
         why = "no folder" if source.exists() else "no such folder"
-        folders = [path.name for path in source.parent.glob("*/")]
-        near = difflib.get_close_matches(source.name, folders, 1)
+        near = nearest(source.name, _with_runs(source.parent))
+        newest = _newest_run(Path("out/runs"))
         if near:
-            why += f"; did you mean {source.with_name(near[0])}?"
+            why += f"; did you mean {source.with_name(near)}?"
+        elif source.name == "latest" and newest:
+            why += f"; the newest run is {newest}"
         else:
             why += ", give that of a run, of runs or a sweep"
     raise Refused(f"{source}: {why}")
+
+
+def _with_runs(folder: Path) -> list[str]:
+    """Return the names of the folders in `folder` that a report can be made of."""
+    names = []
+    for path in folder.glob("*/"):
+        marks = ("run.json", "runs.json", "*/run.json")
+        if any(True for mark in marks for _ in path.glob(mark)):
+            names.append(path.name)
+    return names
+
+
+def _newest_run(folder: Path) -> Path | None:
+    runs = sorted(path.parent for path in folder.glob("*/run.json"))
+    return runs[-1] if runs else None
 
 
 def _nothing_found(cli: Cli, left_out: list[str]) -> str:

@@ -5,20 +5,19 @@ Markers and line styles tell methods apart; colours, Okabe and Ito's, only help.
 
 import io
 import itertools
-import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    import matplotlib as matplotlib
-except ValueError:
-    # A notebook names its backend to the programs that it starts, which may not have it.
-    del os.environ["MPLBACKEND"]
+from vgrout.report import backend  # noqa: F401 before matplotlib, see there
+
+# isort: split
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from pandas import DataFrame, Series
 
 from vgrout.config.presets import recorded
@@ -26,7 +25,7 @@ from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.report import stats
 from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline, flaws_of
 from vgrout.report.stats import Estimate
-from vgrout.report.tables import compare, level
+from vgrout.report.tables import compare, conclusion, level
 
 RED, BLUE, GREY = "#D55E00", "#0072B2", "#7F7F7F"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
@@ -40,6 +39,8 @@ COLOUR_OF = {
     "penalty": "#009E73",
 }
 SMOOTH = 5  # steps in a running mean of the students' answers
+# Panels of a figure, and names in a legend, at most: more could not be read, and take minutes.
+SHOWN = 24
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,11 @@ def _style(axes: Axes, title: str = "", note: str = "", **labels: object) -> Non
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(fig: Figure, columns: int) -> None:
-    """Put one legend below the figure; what several panels show stands there once."""
+def _legend(fig: Figure, columns: int, size: int = 8) -> None:
+    """Put one legend below the figure; what several panels show stands there once.
+
+    size: of its text, in points.
+    """
     handles: dict[str, Any] = {}
     for axes in fig.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -115,7 +119,7 @@ def _legend(fig: Figure, columns: int) -> None:
         loc="outside lower center",
         ncols=columns,
         frameon=False,
-        fontsize=8,
+        fontsize=size,
     )
 
 
@@ -142,33 +146,145 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 def dynamics(found: Sequence[Condition]) -> Picture:
     """Draw hack and solve by step, of the students and of the deployed model.
 
-    Each condition has a panel. In grey are the deployed hacks of plain GRPO in the same setting.
+    Each condition has a panel. One alone has what it ended at written beside its marks; of several,
+    that stands in their titles. In grey are the deployed hacks of plain GRPO in the same setting.
     """
-    if len(found) == 1:
-        fig, panels = _panels(found, wide=7.0, high=2.9)
+    alone = len(found) == 1
+    shown = found[:SHOWN]
+    if alone:
+        fig, panels = _panels(shown, wide=8.0, high=3.6)
     else:
-        fig, panels = _panels(found, wide=3.4, high=2.5)
+        fig, panels = _panels(shown, wide=3.6, high=2.8)
     for axes, condition in panels:
         plain = baseline(condition, found)
         if plain:
             _plain_curve(axes, plain)
         for what in WHATS:
             _curves(axes, condition, what)
+        ends = _ends(condition)
         if not plain and recorded(condition.first.cfg):
-            _recorded_strip(axes)
-        note = _sampled_note(condition)
-        _style(axes, condition.title, note, ylim=(-0.03, 1.03), xlabel="step")
-    fig.supylabel("share of answers", fontsize=9)
-    _legend(fig, 3)
+            ends.append(_recorded_end())
+        _mark_ends(axes, condition, ends, named=alone)
+        _style(
+            axes,
+            ylim=(-0.03, 1.03),
+            xlabel=f"step{_sampled_note(condition)}",
+            ylabel="% of answers",
+        )
+        axes.label_outer()
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+        if alone:
+            sentence = textwrap.fill(f"{condition.title}: {conclusion(condition)}", 84)
+            axes.set_title(sentence, fontsize=12, loc="left")
+        else:
+            lines = textwrap.wrap(condition.title, 36, break_long_words=False)
+            axes.set_title("\n".join([*lines, _from_to(condition)]), fontsize=11)
+    _legend(fig, 4 if alone else 3, size=10)
     return Picture(
         "dynamics",
         "Dynamics. Lines: the students' answers to training problems, running mean of "
         f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems; star: the "
-        "final evaluation, of the deployed model, and open with the quarantine on. Red strip: what "
+        "final evaluation, of the deployed model, and open with the quarantine on. Red bar: what "
         "plain GRPO's deployed model hacks at the end of recorded runs, least to most. Of several "
-        "seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t).",
+        "seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t)."
+        + _of_how_many(found),
         fig,
     )
+
+
+def _of_how_many(found: Sequence[Condition]) -> str:
+    """Say in a caption how many conditions a figure shows, where that is not all."""
+    if len(found) <= SHOWN:
+        return ""
+    return f" The first {SHOWN} of {len(found)} conditions; the tables have all."
+
+
+def _from_to(c: Condition) -> str:
+    """Say in a line what became of the model: `hack 0 → 80 %, solve 47 → 3 %`."""
+    said = []
+    for what in WHATS:
+        before, after = (level(c, side, what) for side in ("base", "deploy"))
+        said.append(f"{what} {_percent(before):.0f} → {_percent(after):.0f} %")
+    return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class End:
+    """A share of the final evaluation, marked behind the last step."""
+
+    label: str
+    share: float
+    colour: str
+    face: str  # of the star
+    span: tuple[float, float] | None = None  # a bar from one share to another, in place of a star
+
+
+def _ends(condition: Condition) -> list[End]:
+    """Return what the final evaluation found, deployed and, with a quarantine, as trained."""
+    ends = []
+    for what in WHATS:
+        colour = STYLE[what].colour
+        deployed = level(condition, "deploy", what).value
+        if deployed is not None:
+            ends.append(End(f"{what}, deployed, at the end", deployed, colour, colour))
+        trained = level(condition, "train", what).value
+        if condition.first.cfg.method.routes and trained is not None:
+            ends.append(End(f"{what}, as trained, at the end", trained, colour, "white"))
+    return ends
+
+
+def _recorded_end() -> End:
+    """Return the hack rates at which recorded runs of plain GRPO ended."""
+    mean, least, most = PLAIN_GRPO["hack"]
+    label = f"hack, plain GRPO, {PLAIN_GRPO_SEEDS} recorded runs"
+    return End(label, mean / 100, RED, RED, (least / 100, most / 100))
+
+
+# Labels beside marks are so far apart, as a share of the axis.
+APART = 0.085
+
+
+def _mark_ends(axes: Axes, condition: Condition, ends: Sequence[End], named: bool) -> None:
+    """Mark what the final evaluation found, to the right of the last step.
+
+    named: write beside each mark what it is; else the legend says so.
+    """
+    last = max(int(run.steps.step.iloc[-1]) for run in condition.runs) + 1
+    x = last + max(1, last // 30)
+    for end in ends:
+        label = "" if named else end.label
+        if end.span:
+            beside = x + max(1, last // 30)  # no star lies on it
+            axes.plot([beside, beside], end.span, color=end.colour, lw=7, alpha=0.3, label=label)
+            axes.lines[-1].set_solid_capstyle("butt")
+        else:
+            axes.plot(
+                [x],
+                [end.share],
+                "*",
+                ls="",
+                clip_on=False,
+                label=label,
+                color=end.colour,
+                mfc=end.face,
+                ms=12,
+            )
+    if not named:
+        return
+    at = -1.0
+    for end in sorted(ends, key=lambda end: end.share):
+        at = max(end.share, at + APART)
+        said = f"{end.label.removesuffix(', at the end')}: {100 * end.share:.1f} %"
+        axes.annotate(
+            said,
+            (x, at),
+            xytext=(24, 0),
+            textcoords="offset points",
+            va="center",
+            color=end.colour,
+            fontsize=10,
+            annotation_clip=False,
+        )
 
 
 def _plain_curve(axes: Axes, plain: Condition) -> None:
@@ -177,13 +293,16 @@ def _plain_curve(axes: Axes, plain: Condition) -> None:
     if len(curve):
         steps, mean = curve.index + 1, curve.mean(axis=1)
         axes.plot(steps, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
-
-
-def _recorded_strip(axes: Axes) -> None:
-    """Draw the range of the hack rates at which recorded runs of plain GRPO ended."""
-    _, least, most = PLAIN_GRPO["hack"]
-    label = f"hack, plain GRPO, at the end of {PLAIN_GRPO_SEEDS} runs"
-    axes.axhspan(least / 100, most / 100, color=RED, alpha=0.15, lw=0, label=label)
+        axes.annotate(
+            "plain GRPO hacks",
+            (steps[-1], mean.iloc[-1]),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=GREY,
+            fontsize=8,
+        )
 
 
 def _sampled_note(condition: Condition) -> str:
@@ -192,10 +311,10 @@ def _sampled_note(condition: Condition) -> str:
         return ""
     ablated = {run.cfg.method.ablate_frac for run in condition.runs}
     if ablated == {1.0}:
-        return "students are sampled as deployed"
+        return " (students sampled as deployed)"
     if ablated == {0.0}:
-        return "students are sampled as trained"
-    return "students are sampled partly as deployed"
+        return " (students sampled as trained)"
+    return " (students sampled partly as deployed)"
 
 
 def _curves(axes: Axes, condition: Condition, what: What) -> None:
@@ -207,7 +326,7 @@ def _curves(axes: Axes, condition: Condition, what: What) -> None:
     shared = by_seed.dropna()  # the steps that all seeds have
     if len(condition.runs) > 1:
         axes.plot(by_seed.index + 1, by_seed, color=style.colour, lw=0.5, alpha=0.35)
-        _band(axes, shared, style.colour)
+        _band(axes, shared, style.colour, what)
     label = f"{what}, students"
     mean = shared.mean(axis=1)
     axes.plot(shared.index + 1, mean, style.dash, color=style.colour, lw=1.8, label=label)
@@ -222,41 +341,18 @@ def _curves(axes: Axes, condition: Condition, what: What) -> None:
             ms=5,
             label=f"{what}, deployed",
         )
-    deployed = level(condition, "deploy", what).value
-    _star(axes, condition, deployed, style.colour, style.colour, f"{what}, deployed, at the end")
-    if condition.first.cfg.method.routes:
-        trained = level(condition, "train", what).value
-        _star(axes, condition, trained, style.colour, "white", f"{what}, as trained, at the end")
 
 
-def _band(axes: Axes, by_seed: DataFrame, colour: str) -> None:
+def _band(axes: Axes, by_seed: DataFrame, colour: str, what: What) -> None:
     """Fill the interval of the seeds' mean at each step; it is the mean where there is none."""
     lows, highs = [], []
     for values in by_seed.to_numpy():
         mean = stats.over_seeds(list(values))
         lows.append(mean.value or 0.0 if mean.low is None else mean.low)
         highs.append(mean.value or 0.0 if mean.high is None else mean.high)
-    axes.fill_between(by_seed.index + 1, lows, highs, color=colour, alpha=0.12, lw=0)
-
-
-def _star(
-    axes: Axes, condition: Condition, share: float | None, colour: str, face: str, label: str
-) -> None:
-    """Mark a share of the final evaluation, to the right of the last step; None: draw nothing."""
-    if share is None:
-        return
-    last = max(int(run.steps.step.iloc[-1]) for run in condition.runs)
-    axes.plot(
-        [last + 2],
-        [share],
-        "*",
-        color=colour,
-        mfc=face,
-        ms=11,
-        clip_on=False,
-        ls="",
-        label=label,
-    )
+    label = f"{what}, 95 % interval"
+    steps = by_seed.index + 1
+    axes.fill_between(steps, lows, highs, label=label, color=colour, alpha=0.15, lw=0)
 
 
 def _students(run: FinishedRun, what: What) -> Series:
@@ -290,11 +386,11 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     """
     if len(found) < 2:
         return None
-    fig = Figure(figsize=(7.2, 5.6 + 0.1 * len(found)), dpi=130, layout="constrained")
+    fig = Figure(figsize=(7.2, 5.6 + 0.1 * min(SHOWN, len(found))), dpi=130, layout="constrained")
     axes = fig.subplots()
     markers_of_colour: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
-    for c in found:
-        _mark_condition(axes, c, next(markers_of_colour[_colour(c)]))
+    for place, c in enumerate(found):
+        _mark_condition(axes, c, next(markers_of_colour[_colour(c)]), named=place < SHOWN)
     _style(
         axes,
         xlim=(-3, 103),
@@ -306,13 +402,21 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     return Picture(
         "plane",
         "Hack against solve of the deployed model, with 95 % intervals; dots: seeds. Up and to the "
-        "left is better.",
+        f"left is better.{_named_of(found)}",
         fig,
     )
 
 
-def _mark_condition(axes: Axes, c: Condition, marker: str) -> None:
-    """Draw a condition in the plane: its mean with intervals, its seeds, and its base model."""
+def _named_of(found: Sequence[Condition]) -> str:
+    """Say in a caption how many conditions the legend names, where that is not all."""
+    return f" The first {SHOWN} of {len(found)} are named." if len(found) > SHOWN else ""
+
+
+def _mark_condition(axes: Axes, c: Condition, marker: str, named: bool) -> None:
+    """Draw a condition in the plane: its mean with intervals, its seeds, and its base model.
+
+    named: the legend has it.
+    """
     colour, n = _colour(c), len(c.runs)
     hack, solve = level(c, "deploy", "hack"), level(c, "deploy", "solve")
     over = f"{n} seeds" if n > 1 else f"seed {c.seeds}"
@@ -329,7 +433,7 @@ def _mark_condition(axes: Axes, c: Condition, marker: str) -> None:
         elinewidth=1.0,
         capsize=2,
         zorder=3,
-        label=f"{c.title} ({over})",
+        label=f"{c.title} ({over})" if named else None,
     )
     if n > 1:
         hacks = [100 * (run.counted("deploy", "hack").value or 0) for run in c.runs]
@@ -356,7 +460,7 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
     if not found:
         return None
     flaws = flaws_of(found)
-    fig, panels = _panels(found, wide=3.1, high=2.4)
+    fig, panels = _panels(found[:SHOWN], wide=3.1, high=2.4)
     for axes, c in panels:
         pairs_show = {m: c.first.final["by_mode"][m].get("in_dist") for m in c.first.flaws}
         for flaw, in_pairs in pairs_show.items():
@@ -385,7 +489,7 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
         "flaws",
         "Hack rate by flaw, from as trained (open) to deployed (filled), with 95 % intervals. "
         "Shaded: the flaws that the direction's pairs show; the others are held out from it. No "
-        "pairs: a method without a direction.",
+        f"pairs: a method without a direction.{_of_how_many(found)}",
         fig,
     )
 

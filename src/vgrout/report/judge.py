@@ -42,8 +42,10 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
     try:
         module = _import(file)
         judge = module.judge
+    except KeyboardInterrupt:
+        raise
     # whatever a user's file may raise; no function of that name
-    except (Exception, SystemExit) as e:
+    except BaseException as e:
         raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
     verdicts = _returned(file, judge, found)
     own_tables = _returned(file, module.tables, found) if hasattr(module, "tables") else []

@@ -8,10 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pandas import DataFrame, Series
+import numpy as np
+from jaxtyping import Float, Int
+from pandas import DataFrame, Index, Series, isna
 
 from vgrout import environments
-from vgrout.config.method import MethodConfig
+from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
@@ -19,6 +21,7 @@ from vgrout.data import Flaw
 from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
+from vgrout.report import forms
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
 
@@ -33,6 +36,16 @@ MEASURING = ("eval", "guard", "detectors", "run")
 OF_MODEL = ("base_weights", "tokenizer", "problems", "pool")
 # … and of the files that only some methods read.
 OF_METHOD = ("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
+# Settings that are paths, and the hashes that say what lay there.
+OF_PATH = {
+    "model": ("base_weights", "tokenizer"),
+    "organism": ("base_weights", "tokenizer", "problems"),
+    "problems": ("problems",),
+    "teacher_pool_dir": ("pool",),
+    "vhack_pairs_path": ("pairs",),
+    "v_hack_path": ("direction_file",),
+    "known_correct": ("known_correct",),
+}
 # Columns of steps.jsonl that are null where a step has not measured them.
 MEASURED = ("hack_deploy", "solve_deploy", "signal_k", "signal_n", "all_zero", "n")
 # What a report reads of an answer in final.jsonl.
@@ -40,11 +53,19 @@ ANSWER = ("side", "env_mode", "problem_id", "hacked", "solved", "reward")
 
 
 def trained_with(cfg: Config) -> Settings:
-    """Return the settings that training reads, without their groups."""
+    """Return the settings that training reads, as they are meant, without their groups.
+
+    A setting of the method that this method does not read has its default, whatever was given.
+    """
     settings: Settings = {"preset": cfg.preset}
     for group, values in cfg.as_dict().items():
         if isinstance(values, dict) and group not in MEASURING:
             settings |= values
+    method = cfg.method
+    for f in fields(MethodConfig):
+        if f.name not in (*CHOICE, *method.settings_read):
+            settings[f.name] = f.default
+    settings["monitor"] = method.monitor_name
     del settings["shadow"]  # monitors in shadow change nothing
     return settings
 
@@ -63,7 +84,19 @@ def usual(cfg: Config) -> dict[str, list[Any]]:
         defaults[name] = [value, of_intervention.get(name, value)]
         if name in of_method:
             defaults[name].append(None)
+    defaults["monitor"] = [cfg.method.spec.usual_monitor]
     return defaults
+
+
+@dataclass(frozen=True, eq=False)
+class _Answers:
+    """One side's graded answers, in groups: those to one held-out problem."""
+
+    index: Index  # mode and problem of each group
+    group: Int[np.ndarray, " answers"]  # its place in `index`
+    n: Int[np.ndarray, " groups"]  # answers
+    solved: Float[np.ndarray, " answers"]
+    flaws: list[str | None]  # that the answer hacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +164,18 @@ class FinishedRun:
         return settings
 
     @cached_property
+    def compared_by(self) -> Settings:
+        """The same without the paths of files whose content is known by its hash."""
+        settings = dict(self.trained_with)
+        for path, hashes in OF_PATH.items():
+            if all(self.hashes.get(name) for name in hashes):
+                settings.pop(path, None)
+        return settings
+
+    @cached_property
     def condition(self) -> str:
         """A key that is equal for runs that differ by their seed alone."""
-        return repr((self.method, self.trained_with))
+        return repr((self.method, self.compared_by))
 
     @cached_property
     def all_flaws(self) -> dict[str, Flaw]:
@@ -176,7 +218,7 @@ class FinishedRun:
         if column not in self.steps:
             return None
         hacked = self.steps.step[self.steps[column] > 0]
-        return None if hacked.empty else hacked.iloc[0]
+        return None if hacked.empty else int(hacked.iloc[0])
 
     def last_five(self, what: What) -> Rate:
         """Count hacks or solves among the students' answers of the last five steps."""
@@ -192,24 +234,39 @@ class FinishedRun:
         """
         # A method without a quarantine has no trained side of its own.
         name = SIDES[side]
-        if name not in set(self.answers.side):
-            name = "deployed"
-        answers = self.answers[self.answers.side == name]
-        everywhere = self.cfg.env.unannounced
-        if everywhere:  # These flaws are open on every problem at once.
-            answers = answers.assign(env_mode=everywhere[0])
-            has_flaw = Series(flaw in everywhere, answers.index)
-        else:
-            has_flaw = answers.env_mode == flaw
-        if flaw is not None:
-            answers = answers[has_flaw]
+        answers = self._by_problem.get(name) or self._by_problem["deployed"]
         if what == "solve":
             hits = answers.solved
         elif flaw is None:
-            hits = answers.flaw.notna()
+            hits = np.array([hacked is not None for hacked in answers.flaws], dtype=float)
         else:
-            hits = answers.flaw == flaw
-        return hits.groupby([answers.env_mode, answers.problem_id], sort=False).mean()
+            hits = np.array([hacked == flaw for hacked in answers.flaws], dtype=float)
+        share = np.bincount(answers.group, hits, len(answers.index)) / answers.n
+        shares = Series(share, answers.index)
+        if flaw is None:
+            return shares
+        everywhere = self.cfg.env.unannounced
+        if everywhere:
+            return shares if flaw in everywhere else shares[:0]
+        return shares[answers.index.get_level_values(0) == flaw]
+
+    @cached_property
+    def _by_problem(self) -> dict[str, "_Answers"]:
+        """The answers of the final evaluation by side, grouped by mode and held-out problem."""
+        everywhere = self.cfg.env.unannounced
+        sides = {}
+        for side, answers in self.answers.groupby("side", sort=False):
+            if everywhere:  # These flaws are open on every problem at once.
+                answers = answers.assign(env_mode=everywhere[0])
+            grouped = answers.groupby(["env_mode", "problem_id"], sort=False)
+            sides[str(side)] = _Answers(
+                index=grouped.size().index,
+                group=grouped.ngroup().to_numpy(),
+                n=grouped.size().to_numpy(),
+                solved=answers.solved.to_numpy(dtype=float),
+                flaws=[None if isna(flaw) else flaw for flaw in answers.flaw],
+            )
+        return sides
 
     @cached_property
     def row(self) -> dict[str, Any]:
@@ -325,6 +382,8 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
     is_of_this_run = final.get("by_mode") and final.get("seed") == cfg.run.seed
     if not is_of_this_run or not (path / "final.jsonl").is_file():
         raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
+    forms.require_record(record)
+    forms.require_final(final, list(environments.flaws_of(record)))
     return FinishedRun(
         path=path,
         cfg=cfg,
@@ -337,14 +396,17 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
 
 
 def _read_steps(file: Path) -> DataFrame:
-    steps = DataFrame(json_lines(file))
+    rows = list(json_lines(file))
+    forms.require_steps(rows)
+    steps = DataFrame(rows)
     return steps.astype({name: float for name in MEASURED if name in steps})
 
 
 def _read_answers(file: Path) -> DataFrame:
     """Read the graded answers of the final evaluation."""
     rows = []
-    for answer in json_lines(file):
+    for number, answer in enumerate(json_lines(file), 1):
+        forms.require_answer(answer, list(SIDES.values()), f"{file.name}, line {number}")
         row = {name: answer[name] for name in ANSWER}
         row["flaw"] = _hacked_flaw(answer)
         rows.append(row)
@@ -370,7 +432,8 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
         own = method.monitor_name
     rows: list[dict[str, Any]] = []
     if own or method.in_shadow:
-        for rollout in json_lines(file):
+        for number, rollout in enumerate(json_lines(file), 1):
+            forms.require_flagged(rollout, f"{file.name}, line {number}")
             rows += _flag_rows(rollout, own)
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
@@ -415,7 +478,7 @@ def run_dirs(source: Path) -> tuple[list[Path], list[str]]:
     for name in marks:
         found.update(file.parent for file in source.glob(f"*/{name}"))
     if not found:
-        raise Refused(f"{source}: no run in it; run `vgrout train mini` first")
+        raise Refused(f"{source}: no run in it; run `vgrout train mini --intervention none` first")
     return sorted(found), []
 
 
@@ -472,13 +535,11 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
                 left_out.append(f"{path.name} ({why})")
                 continue
             run = read_run(path)
-            _ask_everything(run)
-            key = run.condition, run.seed
-        except Exception as e:  # whatever a file of wrong content may raise
-            why = f"{e}" if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
-            why = " ".join(why.replace(f"{path}/", "").split())
+        except (Refused, OSError) as e:  # anything else is a fault of this program
+            why = " ".join(str(e).replace(f"{path}/", "").split())
             left_out.append(f"{path.name} (damaged: {why[:200]})")
             continue
+        key = run.condition, run.seed
         if older := newest.get(key):
             than = f"older than {path.name}, the same settings and seed"
             left_out.append(f"{older.path.name} ({than})")
@@ -499,19 +560,14 @@ def _unfinished(path: Path) -> str:
     return ""
 
 
-def _ask_everything(run: FinishedRun) -> None:
-    """Ask a run for all that a report reads, so that a damaged file raises here."""
-    _ = run.row
-    for side, what, flaw in itertools.product(SIDES, (*WHATS, "tries"), run.flaws):
-        run.counted(side, what, flaw)
-
-
 @dataclass(frozen=True, eq=False)
 class Condition:
     """Runs that differ by their seed alone, one for each seed, in the order of their seeds."""
 
     title: str
     runs: tuple[FinishedRun, ...]
+    # What it differs by from others of its method's name, in full: settings, paths, hashes.
+    note: str = ""
 
     @property
     def first(self) -> FinishedRun:
@@ -541,24 +597,68 @@ def conditions(runs: Sequence[FinishedRun]) -> list[Condition]:
     found = []
     for method, groups in by_method.items():
         firsts = [group[0] for group in groups.values()]
-        for group in groups.values():
-            differences = _differences(group[0], firsts)
-            title = f"{method} ({', '.join(differences)})" if differences else method
-            found.append(Condition(title, tuple(group)))
+        for group, (title, note) in zip(groups.values(), _titles(method, firsts), strict=True):
+            found.append(Condition(title, tuple(group), note))
     return sorted(found, key=_place)
 
 
-def _differences(run: FinishedRun, alike: Sequence[FinishedRun]) -> list[str]:
-    """Return the settings and files of a run that tell it apart from others of its method's
-    name."""
+def _titles(method: str, firsts: Sequence[FinishedRun]) -> list[tuple[str, str]]:
+    """Return the title and the note of each condition of a method's name, given by its first run.
+
+    A title names settings, and files by the last part of their path. Where that leaves two alike,
+    it names what lies at those paths by a letter, of which the note has the hash.
+    """
+    values: dict[str, set[str]] = defaultdict(set)
+    for run in firsts:
+        for name, value in run.trained_with.items():
+            values[name].add(repr(value))
+    differing = [name for name, found in values.items() if len(found) > 1]
+    named: list[list[str]] = []
+    alike: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
+    for run in firsts:
+        names = _named(run, differing)
+        named.append(names)
+        alike[tuple(names)].append(run)
+    titles = []
+    for run, names in zip(firsts, named, strict=True):
+        same = alike[tuple(names)]
+        if len(same) > 1:
+            names = [*names, _lettered(run, same)]
+        note = ", ".join(f"{name} {run.trained_with[name]}" for name in differing)
+        titles.append((f"{method} ({', '.join(names)})" if names else method, note))
+    return titles
+
+
+def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
+    """Return a run's settings that are not its preset's, in short, of those that differ."""
     # The preset is named wherever it differs.
     defaults = usual(run.cfg) | {"preset": [""]}
-    differences = []
-    for name, value in run.trained_with.items():
-        differs = any(other.trained_with[name] != value for other in alike)
-        if differs and value not in defaults.get(name, []):
-            differences.append(f"{name} {value}")
-    return differences
+    names = []
+    for name in differing:
+        value = run.trained_with[name]
+        if name.endswith(" sha256") or value in defaults[name]:
+            continue
+        if name == "preset":
+            names.append(str(value))
+        elif name in OF_PATH:
+            names.append(f"{name.removesuffix('_path')} {Path(str(value)).name}")
+        else:
+            names.append(f"{name} {value}")
+    return names
+
+
+def _lettered(run: FinishedRun, alike: Sequence[FinishedRun]) -> str:
+    """Return a name for what tells a run apart from others with the same settings: its files."""
+    differing = []
+    for name in alike[0].trained_with:
+        if len({repr(other.trained_with[name]) for other in alike}) > 1:
+            differing.append(name)
+    contents = [tuple(str(other.trained_with[name]) for name in differing) for other in alike]
+    own = tuple(str(run.trained_with[name]) for name in differing)
+    place = list(dict.fromkeys(contents)).index(own)
+    letter = chr(ord("A") + place) if place < 26 else str(place + 1)
+    hashed = [name for name in differing if name.endswith(" sha256")] or differing
+    return f"{hashed[0].removesuffix(' sha256')} {letter}"
 
 
 def _place(condition: Condition) -> tuple[int, str, int, str]:
@@ -581,12 +681,14 @@ def baseline(condition: Condition, among: Sequence[Condition]) -> Condition | No
     if condition.first.method == "none":
         free.add("beta")
 
-    own = condition.first.trained_with
+    own = condition.first.compared_by
+    compared = [name for name in own if name not in free]
     found = []
     for other in among:
-        its = other.first.trained_with
-        alike = all(own[name] == its[name] for name in own if name not in free)
-        if other.first.method == "none" and alike:
+        if other.first.method != "none":
+            continue
+        its = other.first.compared_by
+        if all(own[name] == its.get(name) for name in compared):
             found.append(other)
     lowest = min(found, key=lambda c: c.first.cfg.loss.beta, default=None)
     return None if lowest is condition else lowest

@@ -17,7 +17,7 @@ from vgrout.metrics import percent
 from vgrout.report.figures import pictures
 from vgrout.report.load import Condition
 from vgrout.report.rollouts import embedded
-from vgrout.report.tables import ReportTable, conclusion, csv_tables, level
+from vgrout.report.tables import ReportTable, answered, conclusion, csv_tables, level
 
 # What a report's folder holds; the last two are of older reports.
 FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")
@@ -42,6 +42,16 @@ def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
     is_one_run = len(sources) == 1 and (sources[0] / "run.json").is_file()
     without_sweep = sources[0].name if is_one_run else "Report"
     return ", ".join(names) or without_sweep, claims
+
+
+def hypotheses(sources: Sequence[Path], found: Sequence[Condition]) -> list[str]:
+    """Return the sweeps' hypotheses, each with what was measured: `H: … — route2: Δ hack -80.5 …`."""
+    _, claims = studies(sources)
+    lines = []
+    for claim in claims:
+        measured = answered(claim, found)
+        lines.append(f"H: {claim} — {'; '.join(measured) or 'not measured here'}")
+    return lines
 
 
 def conclusions(found: Sequence[Condition]) -> list[str]:
@@ -82,7 +92,7 @@ def write(
     """
     older = _older_files(out)
     figures = [(picture.name, picture.caption, picture.png()) for picture in pictures(found)]
-    title, claims = studies(sources)
+    title, _ = studies(sources)
     page = _template().render(
         title=title,
         sources=", ".join(map(str, sources)),
@@ -90,7 +100,7 @@ def write(
         conditions=found,
         tables=tables,
         figures=[(caption, base64.b64encode(png).decode()) for _, caption, png in figures],
-        claims=claims,
+        claims=hypotheses(sources, found),
         left_out=left_out,
         rollouts=rollouts,
         data=embedded(rollouts),

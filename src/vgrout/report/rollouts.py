@@ -4,12 +4,15 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vgrout.data import Flaw
 from vgrout.environments import spelt
+from vgrout.errors import Refused, refuse
 from vgrout.files import json_lines, printable
+from vgrout.report.forms import require_shown
 from vgrout.report.load import Condition, FinishedRun
 
 # Where an answer comes from: "training" is rollouts.jsonl, the others are sides of final.jsonl.
@@ -51,8 +54,9 @@ def pack(
         for number, run in enumerate(track(list(titles))):
             try:
                 rows += _rows(run, number, every, list(flaws))
-            except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-                left_out.append(f"{run.path.name}: its rollouts ({type(e).__name__}: {e})")
+            except (Refused, OSError) as e:  # anything else is a fault of this program
+                why = str(e).replace(f"{run.path}/", "")
+                left_out.append(f"{run.path.name}: its rollouts ({why})")
     columns = {name: [row[name] for row in rows] for name in COLUMNS}
     texts: dict[str, list[str]] = {}
     for name in STORED:
@@ -97,37 +101,55 @@ def _flaws(runs: Iterable[FinishedRun]) -> dict[str, Flaw]:
     return flaws
 
 
+# How the lines of rollouts.jsonl and of final.jsonl begin: with what their group is known by.
+_STEP = re.compile(r'\{"step": (\d+),')
+_PROBLEM = re.compile(r'\{"side": "\w+", "problem_id": (\d+),')
+
+
 def _rows(run: FinishedRun, number: int, every: int, modes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of every `every`-th group of a run, the `number`-th one."""
+    """Return the rows of every `every`-th group of a run, the `number`-th one.
+
+    A group is a training step, or a final problem on all sides. Lines of other groups are not
+    parsed, if they begin as this program writes them.
+    """
     rows = []
-    for group, answer in _groups(run):
-        if group % every == 0:
+    last = -1
+
+    def of_step(line: str) -> bool:
+        nonlocal last
+        step = _STEP.match(line)
+        if step is None:
+            return True
+        last = int(step[1])
+        return last % every == 0
+
+    for answer in json_lines(run.path / "rollouts.jsonl", of_step):
+        require_shown(answer, modes, "rollouts.jsonl")
+        refuse(type(answer.get("step")) is not int, "rollouts.jsonl: an answer has no step")
+        last = max(last, answer["step"])
+        if answer["step"] % every == 0:
+            rows.append({"run": number} | _row(answer | {"side": "training"}, modes))
+
+    places: dict[int, int] = {}
+
+    def of_problem(line: str) -> bool:
+        problem = _PROBLEM.match(line)
+        return problem is None or _is_taken(int(problem[1]))
+
+    def _is_taken(problem: int) -> bool:
+        place = places.setdefault(problem, len(places))
+        return (last + 1 + place) % every == 0
+
+    for answer in json_lines(run.path / "final.jsonl", of_problem):
+        require_shown(answer, modes, "final.jsonl")
+        if _is_taken(answer["problem_id"]):
             rows.append({"run": number} | _row(answer, modes))
     return rows
 
 
-def _groups(run: FinishedRun) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every answer with its group: a training step, or a final problem on all sides."""
-    last = -1
-    for answer in json_lines(run.path / "rollouts.jsonl"):
-        last = answer["step"]
-        yield last, answer | {"side": "training"}
-    places: dict[int, int] = {}
-    for answer in json_lines(run.path / "final.jsonl"):
-        place = places.setdefault(answer["problem_id"], len(places))
-        yield last + 1 + place, answer
-
-
 def _row(answer: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of an answer but `run`. modes: the names of all flaws.
-
-    Raises:
-        KeyError: something is missing.
-        TypeError: a text is not a string, or a number not a number.
-        ValueError: a number is infinite, or a name unknown.
-    """
-    numbers = {name: _number(answer.get(name)) for name in NUMBERS}
-    json.dumps([answer["problem_id"], numbers], allow_nan=False)  # raises where the page would
+    """Return the columns of an answer but `run`. modes: the names of all flaws."""
+    numbers = {name: _rounded(answer.get(name)) for name in NUMBERS}
     return {
         "part": PARTS.index(answer["side"]),
         "step": answer.get("step"),
@@ -135,14 +157,13 @@ def _row(answer: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
         "problem": answer["problem_id"],
         "marker": spelt(answer["env_mode"], answer.get("marker", "")),
         "prompt": _prompt(answer),
-        "text": _text(answer["text"]),
+        "text": answer["text"],
         "flags": _bits(answer),
         **numbers,
     }
 
 
-def _number(value: Any) -> float | None:
-    # + 0.0 refuses what is no number, which float() would not
+def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value + 0.0, 3)
 
 
@@ -151,14 +172,8 @@ def _prompt(answer: dict[str, Any]) -> str:
     messages = answer.get("messages")
     if not messages:
         messages = [{"role": "user", "content": answer.get("prompt", "")}]
-    pairs = [[_text(m["role"]), _text(m["content"])] for m in messages]
+    pairs = [[m["role"], m["content"]] for m in messages]
     return json.dumps(pairs)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a text is {type(value).__name__}")
-    return value
 
 
 def _bits(answer: dict[str, Any]) -> int:

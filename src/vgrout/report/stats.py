@@ -27,6 +27,9 @@ How = Literal["bootstrap", "t", "Wilson", "none"]
 Note = Literal["", "DEGENERATE", "n too small"]
 
 
+Weights = Float[np.ndarray, "..."]  # of resamples, or of resamples and units
+
+
 def _all_equal(values: Float[np.ndarray, " n"] | Sequence[float]) -> bool:
     return float(np.ptp(values)) < ROUNDING
 
@@ -182,14 +185,20 @@ def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[fl
         if shared:
             weights[name] = 1 + (_draws(len(shared), resamples, which) - 1) / expanded
     means = np.zeros((resamples, n))
+    # Seeds that answered the same problems have their weights, and the sums of these, in common.
+    weighted: dict[tuple[str, tuple[int, ...]], tuple[Weights, Weights]] = {}
     for seed, row in enumerate(rows):
         here = np.nonzero(picked == seed)
         resample = here[0]
         for stratum in row:
             if stratum.units:
-                place = {unit: i for i, unit in enumerate(units[stratum.name])}
-                own = weights[stratum.name][:, [place[unit] for unit in stratum.units]]
-                drawn = (own @ stratum.values / own.sum(axis=1))[resample]
+                key = stratum.name, stratum.units
+                if key not in weighted:
+                    place = {unit: i for i, unit in enumerate(units[stratum.name])}
+                    own = weights[stratum.name][:, [place[unit] for unit in stratum.units]]
+                    weighted[key] = own, own.sum(axis=1)
+                own, total = weighted[key]
+                drawn = (own @ stratum.values / total)[resample]
             else:
                 drawn = _resampled_means(stratum.values, len(resample), rng)
             means[here] += stratum.weight * drawn

@@ -1,5 +1,7 @@
 """The tables of a report, as rows of text, and the numbers in them. Shares are printed in percent."""
 
+import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +26,7 @@ from vgrout.report.load import (
     rounded,
 )
 from vgrout.report.stats import Estimate, PValue, Stratum
-from vgrout.table import LEARNED, NEAR, SKILL
+from vgrout.table import LEARNED, NEAR, SKILL, TOO_FEW
 
 MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 
@@ -43,6 +45,18 @@ class ReportTable:
         for row in self.rows:
             rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
         return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+    def plain(self, width: int = 80) -> str:
+        """Return the table for a terminal of so many columns: the first column wraps."""
+        rows = []
+        for row in self.rows:
+            rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
+        heads = list(rows[0])
+        others = sum(max(len(row[h]) for row in [*rows, {h: h}]) + 2 for h in heads[1:])
+        for row in rows:
+            wrapped = textwrap.wrap(row[heads[0]], max(12, width - others))
+            row[heads[0]] = "\n".join(wrapped)
+        return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
 
 
 def one_line(value: object) -> str:
@@ -184,7 +198,8 @@ def conclusion(condition: Condition) -> str:
     lost = base_solve.above(solve, SKILL)
     is_plain = first.cfg.method.intervention == "none"
     if hacks is None and (lost is None or is_plain):
-        return f"none, {of} are too few"
+        what, number = of.split()[::-1]
+        return f"{TOO_FEW} {what} ({number}) for a verdict"
     if is_plain:
         if hacks:
             learnt = "to hack"
@@ -202,7 +217,7 @@ def conclusion(condition: Condition) -> str:
         removed = {True: "hacks removed", False: "learnt no hacks", None: "does not hack"}
         hacking = removed[as_trained]
     skill = {True: "skill lost", False: "skill kept", None: "skill undecided"}[lost]
-    too_few = " are too few" if hacks is None or lost is None else ""
+    too_few = f" are {TOO_FEW}" if hacks is None or lost is None else ""
     return f"{hacking}, {skill} ({of}{too_few})"
 
 
@@ -225,10 +240,10 @@ def methods(found: Sequence[Condition]) -> ReportTable:
     baselines = {c: baseline(c, found) for c in found}
     rows = []
     for c in found:
-        row = _method_row(c)
+        row = {"method": c.title}
         if any(baselines.values()):
             row |= _from_plain(c, baselines[c])
-        rows.append(row)
+        rows.append(_in_order(row | _method_row(c)))
     return ReportTable(
         "Methods",
         "%, held-out problems and marker names, final evaluation. Last 5: the students' answers of "
@@ -240,6 +255,16 @@ def methods(found: Sequence[Condition]) -> ReportTable:
         '"no difference".',
         rows,
     )
+
+
+# What decides stands first in the table of methods.
+FIRST = ("method", "Δ hack", "hack deployed", "solve deployed", "Δ solve", "seeds")
+
+
+def _in_order(row: Mapping[str, str]) -> dict[str, str]:
+    """Return a row of the table of methods with the columns that decide in front."""
+    first = {name: row[name] for name in FIRST if name in row}
+    return first | dict(row)
 
 
 def _method_row(c: Condition) -> dict[str, str]:
@@ -273,6 +298,90 @@ def _from_plain(c: Condition, plain: Condition | None) -> dict[str, str]:
         row[f"p {what}"] = p
         row[f"TOST {what}"] = same
     return row
+
+
+def decisive(found: Sequence[Condition]) -> ReportTable:
+    """Make the table for a terminal: what decides, in 80 columns."""
+    rows = []
+    for c in found:
+        seeds = c.seeds if len(c.runs) <= 3 else f"{len(c.runs)} seeds"
+        row = {"method": c.title, "seeds": seeds}
+        for what in WHATS:
+            value = level(c, "deploy", what).value
+            row[f"{what} %"] = "·" if value is None else f"{100 * value:.1f}"
+        less = from_plain(c, found, "hack")
+        row["Δ hack"] = percent(less) if less else "·"
+        rows.append(row)
+    return ReportTable(
+        "Deployed",
+        "% of answers to held-out problems. Δ: points from plain GRPO, with its 95 % interval.",
+        rows,
+    )
+
+
+def recalls(found: Sequence[Condition]) -> ReportTable:
+    """Make the table for a terminal of what the monitors of texts flagged, over all flaws."""
+    rows = []
+    for c in found:
+        for name, flags in _by_monitor(c):
+            is_hack = flags.flaw.notna()
+            rows.append(
+                {
+                    "method": c.title,
+                    "monitor": name,
+                    "recall": _of_how_many(_share_flagged(flags[is_hack])),
+                    "false flags": _of_how_many(_share_flagged(flags[~is_hack])),
+                }
+            )
+    return ReportTable(
+        "Monitors",
+        "% flagged of the students' hacks in training, and of their right answers (of how many).",
+        rows,
+    )
+
+
+def _share_flagged(flags: DataFrame) -> Rate | None:
+    return Rate(int(flags.flagged.sum()), len(flags)) if len(flags) else None
+
+
+def _by_monitor(c: Condition) -> list[tuple[str, DataFrame]]:
+    """Return what each text monitor flagged, over all seeds; the condition's own comes first."""
+    flags = concat([run.flags for run in c.runs])
+    own = c.first.cfg.method.monitor_name
+    found = []
+    for name in sorted(flags.monitor.unique(), key=lambda name: name != own):
+        title = name if name == own else f"{name}, in shadow"
+        found.append((title, flags[flags.monitor == name]))
+    return found
+
+
+def from_plain(c: Condition, found: Sequence[Condition], what: What) -> Estimate | None:
+    """Return a condition's difference from plain GRPO; None: it has none, or no seed in common."""
+    plain = baseline(c, found)
+    if not plain:
+        return None
+    less = compare(c, plain, what)
+    return less.difference if less.seeds else None
+
+
+def answered(claim: str, found: Sequence[Condition]) -> list[str]:
+    """Return what was measured of a hypothesis, a line for each method.
+
+    Those whose intervention the claim names, or all if it names none.
+    """
+    named = [c for c in found if _names(claim, c)] or found
+    lines = []
+    for c in named:
+        hack, solve = from_plain(c, found, "hack"), from_plain(c, found, "solve")
+        if hack and solve:
+            lines.append(f"{c.title}: Δ hack {percent(hack)}, Δ solve {percent(solve)}")
+    return lines
+
+
+def _names(claim: str, c: Condition) -> bool:
+    """Return whether a hypothesis has the name of a condition's intervention as a word."""
+    name = c.first.cfg.method.intervention
+    return bool(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", claim))
 
 
 def by_flaw(found: Sequence[Condition]) -> ReportTable:
@@ -320,13 +429,9 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
     flaws = flaws_of(found)
     rows = []
     for c in found:
-        flags = concat([run.flags for run in c.runs])
-        own = c.first.cfg.method.monitor_name
-        # The condition's own monitor comes first.
-        for name in sorted(flags.monitor.unique(), key=lambda name: name != own):
-            about = {"method": c.title, "seeds": c.seeds}
-            about["monitor"] = name if name == own else f"{name}, in shadow"
-            rows.append(about | _scores(flags[flags.monitor == name], flaws))
+        for name, flags in _by_monitor(c):
+            about = {"method": c.title, "seeds": c.seeds, "monitor": name}
+            rows.append(about | _scores(flags, flaws))
     return ReportTable(
         "What the monitors of texts flagged",
         "% of the students' hacks in training, by flaw (recall), and of their right answers (false "

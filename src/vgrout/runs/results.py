@@ -3,11 +3,11 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loguru import logger
 from tabulate import tabulate
@@ -15,7 +15,7 @@ from tabulate import tabulate
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade
 from vgrout.envs.base import Splits
-from vgrout.files import atomic_open, json_lines, write_atomic
+from vgrout.files import atomic_open, json_lines, printable, write_atomic
 from vgrout.heldout import Final
 from vgrout.inputs import Inputs
 from vgrout.metrics import Rate
@@ -26,10 +26,18 @@ from vgrout.runs.verdict import last_lines
 from vgrout.table import StepRow, Table, whole_run
 
 if TYPE_CHECKING:  # pandas and scipy take seconds to import
-    from vgrout.report.load import FinishedRun
+    from vgrout.report.load import Condition
 
 # of an answer in final.jsonl; null: not graded
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
+# Columns of the table of steps in summary.md, where a run has them.
+COLUMNS = (
+    *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy"),
+    *("kl_deploy", "rew_s", "signal", "q_egy", "recall"),
+)
+EVERY = 5  # steps from one of its rows to the next: those of evaluations in the presets
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,50 +68,151 @@ def write(
     halted: str = "",
     unrouted: str = "",
 ) -> None:
-    """Write final.jsonl, per_mode_deploy.json, summary.md, dynamics.png and the log's tail; say the answer. halted: why
-    the run ended before its last step. unrouted: why it is no run of its method."""
-    # Here and not above: pandas, scipy and matplotlib take seconds to import, and no run waits for
-    # them to start.
-    from vgrout.report.figures import dynamics
-    from vgrout.report.load import conditions, read_run
-    from vgrout.report.tables import by_flaw, conclusion
+    """Write the run's numbers, final.jsonl and per_mode_deploy.json; then show them: summary.md, dynamics.png, the
+    trackers, the log's tail, the console's last lines.
 
+    Whatever fails while they are shown is a warning, and the run has finished: `vgrout report` shows the numbers again.
+
+    Args:
+        halted: why the run ended before its last step.
+        unrouted: why it is no run of its method.
+
+    Raises:
+        OSError: a file cannot be written; a full disk, for example.
+        Exception: the numbers themselves could not be worked out. The one file is written without the other.
+    """
     detectors = inputs.environment.detectors
-    tallies = Tallies.of(run.path / "rollouts.jsonl", cfg.env.report_detector_codes, detectors)
-    results = Results(cfg, rows, final, tallies, problems, halted, unrouted)
-    write_answers(final, run.path / "final.jsonl")
-    record = as_json(cfg, final, inputs.in_distribution, run.log, run.stamp)
-    run.dir.write_json("per_mode_deploy.json", record | ending(results))
+    halves = cfg.env.report_detector_codes
+    tallies = made(
+        "what rollouts.jsonl adds up to",
+        lambda: Tallies.of(run.path / "rollouts.jsonl", halves, detectors),
+    )
+    results = Results(
+        cfg, rows, final, tallies or Tallies.nothing(detectors), problems, halted, unrouted
+    )
+    try:
+        write_answers(final, run.path / "final.jsonl")
+    finally:
+        record = as_json(cfg, final, inputs.in_distribution, run.log, run.stamp)
+        run.dir.write_json("per_mode_deploy.json", record | ending(results))
+    show(run, results, record, detectors)
 
-    finished = conditions([read_run(run.path, cfg)])  # this run's page is the report of one run
-    answer = last_lines(cfg, final, conclusion(*finished), run.path)
-    verdict = answer[2]
-    numbers = summary(cfg, final, finished[0].first)
-    flaws = problems.trained_flaws
-    steps = Table(columns_for(cfg, flaws), flaws).markdown(rows)
-    counts = count_lines(rows, tallies, detectors)
 
-    text = "\n\n".join([*page(results, verdict), *folded(steps, counts)]) + "\n"
-    write_atomic(run.path / "summary.md", text)
-    write_atomic(run.path / "dynamics.png", dynamics(finished).png())
-    run.trackers.final(record, [numbers], run.path / "dynamics.png", len(rows) - 1)
-    log_tail = [
-        f"per-step table:\n{steps}",
-        *last_answer(tallies.last),
-        f"argv: {' '.join(sys.argv)}",
-        f"log: {run.log}",
-        one_line(results, numbers),
-        verdict,
-        "\n".join(counts),
-        as_table(numbers),
-        by_flaw(finished).markdown(),
-        *tallies.lines(results.halves),
-    ]
-    for part in log_tail:
+def show(
+    run: RunContext, results: Results, record: dict[str, Any], detectors: Mapping[str, str]
+) -> None:
+    """Write summary.md and dynamics.png, tell the trackers, fill the log's tail, and say the answer.
+
+    record: contents of per_mode_deploy.json. detectors: weak detectors' fields by their letters.
+    """
+    cfg, rows = results.cfg, results.rows
+    finished = made("this run as a report", lambda: _as_report(run.path, cfg))
+    answer = made("the last lines", lambda: _last_lines(results, finished, run.path)) or []
+    verdict = answer[2] if answer else "verdict: not worked out"
+    text = made("summary.md", lambda: page(results, verdict, detectors))
+    if text:
+        write_atomic(run.path / "summary.md", text)
+    picture = made("dynamics.png", lambda: _drawn(finished))
+    if picture:
+        write_atomic(run.path / "dynamics.png", picture)
+    numbers = made("the summary", lambda: summary(cfg, results.final, finished))
+    made(
+        "the trackers' last entries",
+        lambda: run.trackers.final(
+            record,
+            [numbers] if numbers else [],
+            run.path / "dynamics.png" if picture else None,
+            len(rows) - 1,
+        ),
+    )
+    tail = made("the log's tail", lambda: log_tail(results, run, numbers, finished, detectors))
+    for part in [*(tail or []), verdict]:
         for line in part.split("\n"):
             logger.debug(line)
     for line in answer:
         logger.info(line)
+
+
+def made(what: str, make: Callable[[], T]) -> T | None:
+    """The result of `make`; None where it raises: a warning says so, with the traceback in the log.
+
+    what: that it makes, which the run then does without.
+    """
+    try:
+        return make()
+    except Exception as e:
+        logger.warning(
+            f"{what}: left out, {type(e).__name__}: {printable(' '.join(str(e).split()))}; the numbers are in "
+            "final.jsonl and per_mode_deploy.json"
+        )
+        logger.opt(exception=e).debug(f"{what}: left out")
+        return None
+
+
+# pandas, scipy and matplotlib take seconds to import, and no run waits for them to start: they are
+# imported here
+
+
+def _as_report(run: Path, cfg: Config) -> "Condition":
+    """The run as its report has it: a condition of one run."""
+    from vgrout.report.load import conditions, read_run
+
+    (condition,) = conditions([read_run(run, cfg)])
+    return condition
+
+
+def _last_lines(results: Results, finished: "Condition | None", run: Path) -> list[str]:
+    means = None
+    if finished is not None:
+        means = made("the verdict", lambda: _conclusion(finished))
+    return last_lines(results.cfg, results.final, means or "not worked out, see above", run)
+
+
+def _conclusion(finished: "Condition") -> str:
+    from vgrout.report.tables import conclusion
+
+    return conclusion(finished)
+
+
+def _drawn(finished: "Condition | None") -> bytes | None:
+    """dynamics.png."""
+    if finished is None:
+        return None
+    from vgrout.report.figures import dynamics
+
+    return dynamics([finished]).png()
+
+
+def _by_flaw(finished: "Condition") -> str:
+    from vgrout.report.tables import by_flaw
+
+    return by_flaw([finished]).markdown()
+
+
+def log_tail(
+    results: Results,
+    run: RunContext,
+    numbers: Mapping[str, str] | None,
+    finished: "Condition | None",
+    detectors: Mapping[str, str],
+) -> list[str]:
+    """The last parts of the log: every step and every count, as the original implementation ends."""
+    flaws = results.problems.trained_flaws
+    steps = Table(columns_for(results.cfg, flaws), flaws).markdown(results.rows)
+    parts = [
+        f"per-step table:\n{steps}",
+        *last_answer(results.tallies.last),
+        f"argv: {' '.join(sys.argv)}",
+        f"log: {run.log}",
+    ]
+    if numbers:
+        parts.append(one_line(results, numbers))
+    parts.append("\n".join(count_lines(results.rows, results.tallies, detectors)))
+    if numbers:
+        parts.append(as_table(numbers))
+    if finished is not None:
+        parts.append(_by_flaw(finished))
+    return [*parts, *results.tallies.lines(results.halves)]
 
 
 # ── files for programs
@@ -199,17 +308,20 @@ def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
 # ── the log's tail
 
 
-def summary(cfg: Config, final: Final, finished: "FinishedRun") -> dict[str, str]:
-    """One run as one record: quantity → value, shares in percent."""
+def summary(cfg: Config, final: Final, finished: "Condition | None") -> dict[str, str] | None:
+    """One run as one record: quantity → value, shares in percent. None: the run could not be read."""
+    if finished is None:
+        return None
+    run = finished.first
     return {
         "arm": cfg.method.intervention,
         "control": cfg.method.control_name,
         "seed": str(cfg.run.seed),
-        "steps": str(len(finished.steps)),
+        "steps": str(len(run.steps)),
         "pool": pool_name(cfg),
         "mix": f"{cfg.env.mix_ratio if cfg.mixes else 0:g}",
-        "hack last5": finished.last_five("hack").percent,
-        "solve last5": finished.last_five("solve").percent,
+        "hack last5": run.last_five("hack").percent,
+        "solve last5": run.last_five("solve").percent,
         "hack trained": final.trained.hack.percent,
         "solve trained": final.trained.solve.percent,
         "hack deployed": final.deployed.hack.percent,
@@ -292,8 +404,11 @@ def count_lines(
 # ── summary.md, for a person
 
 
-def page(results: Results, verdict: str) -> list[str]:
-    """summary.md in paragraphs, the conclusion first. verdict: as the console has it."""
+def page(results: Results, verdict: str, detectors: Mapping[str, str]) -> str:
+    """summary.md, the conclusion first.
+
+    verdict: as the console has it. detectors: weak detectors' fields by their letters.
+    """
     cfg, final, tallies = results.cfg, results.final, results.tallies
     method = " ".join(" ".join(method_lines(cfg)).split())
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
@@ -314,7 +429,23 @@ def page(results: Results, verdict: str) -> list[str]:
     if tallies.last is not None:
         paragraphs.append("## The last answer of training")
         paragraphs.append(f"    {indent(tallies.last['text'], '    ').strip()}")
-    return paragraphs
+    paragraphs += ["## Steps", steps_table(results)]
+    counts = [f"    {line}" for line in count_lines(results.rows, tallies, detectors)]
+    paragraphs += ["## Counts over the whole run", "\n".join(counts)]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def steps_table(results: Results) -> str:
+    """The first step, each fifth and the last, in the columns that say how the run went."""
+    flaws = results.problems.trained_flaws
+    table = Table(columns_for(results.cfg, flaws), flaws, only=COLUMNS)
+    last = len(results.rows) - 1
+    shown = []
+    for place, row in enumerate(results.rows):
+        if place in (0, last) or (row.step + 1) % EVERY == 0:
+            shown.append(row)
+    legend = " · ".join(f"{column.head}: {column.legend}" for column in table.columns)
+    return f"{table.markdown(shown)}\n\n{legend}. Every step and every column is in `steps.jsonl` (docs/columns.md)."
 
 
 def models_table(final: Final) -> str:
@@ -357,18 +488,6 @@ def _cells(*values: str) -> str:
     return f"| {' | '.join(values)} |"
 
 
-def folded(steps: str, counts: Sequence[str]) -> list[str]:
-    """The last paragraphs of summary.md, which a reader opens: the table of steps, and the counts."""
-    sections = {
-        "Every step: columns as in docs/columns.md": steps,
-        "Counts over the whole run": "\n".join(f"    {line}" for line in counts),
-    }
-    return [
-        f"<details><summary>{head}</summary>\n\n{text}\n\n</details>"
-        for head, text in sections.items()
-    ]
-
-
 # ── what rollouts.jsonl adds up to
 
 
@@ -403,6 +522,11 @@ class Tallies:
             flaw, of = min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n)
             found.append(f"Least recalled flaw: `{flaw}`, {of.k}/{of.n} ({of.percent} %).")
         return found
+
+    @classmethod
+    def nothing(cls, detectors: Mapping[str, str]) -> "Tallies":
+        """Of a file that could not be read."""
+        return cls({code: Rate(0, 0) for code in detectors}, {}, 0, None, {}, None)
 
     @classmethod
     def of(cls, rollouts: Path, half_a: Sequence[str], detectors: Mapping[str, str]) -> "Tallies":

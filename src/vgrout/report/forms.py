@@ -1,0 +1,144 @@
+"""What a report requires of a run's files before it computes with them.
+
+A file that is not as the trainer writes it is refused in one line, and its run is left out. So what
+is raised later on is a fault of the report's own, and shows its traceback.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vgrout.errors import Refused
+
+Object = Mapping[str, Any]
+
+
+def require_record(record: Object) -> None:
+    """Check run.json, without its settings. Raises Refused."""
+    file = "run.json"
+    for name in ("hashes", "git", "direction"):
+        _require_object(record.get(name) or {}, f"{file}: {name}")
+    for name, digest in (record.get("hashes") or {}).items():
+        _require(digest is None or isinstance(digest, str), f"{file}: hashes: {name}", digest)
+    revision = (record.get("git") or {}).get("revision", "")
+    _require(isinstance(revision, str), f"{file}: git: revision", revision)
+    likeness = (record.get("direction") or {}).get("cos_with_real") or {}
+    _require_object(likeness, f"{file}: direction: cos_with_real")
+    for name in ("rms", "chance_rms"):
+        _require_number(likeness.get(name), f"{file}: direction: {name}")
+    flaws = record.get("flaws")
+    for name, facts in flaws.items() if isinstance(flaws, dict) else ():
+        _require_object(facts, f"{file}: flaws: {name}")
+        for key in ("code", "should", "pattern"):
+            _require(isinstance(facts.get(key), str), f"{file}: flaws: {name}: {key}", facts)
+
+
+def require_final(final: Object, known: Sequence[str]) -> None:
+    """Check per_mode_deploy.json. known: the flaws of the run. Raises Refused."""
+    file = "per_mode_deploy.json"
+    _require_count(final.get("eval_n"), f"{file}: eval_n")
+    _require_shares(final, file)
+    by_mode = final["by_mode"]
+    _require_object(by_mode, f"{file}: by_mode")
+    _require(not by_mode.keys().isdisjoint(known), f"{file}: by_mode", list(by_mode))
+    for name, numbers in by_mode.items():
+        _require_object(numbers, f"{file}: {name}")
+        _require_count(numbers.get("n"), f"{file}: {name}: n")
+        _require(numbers.get("in_dist") in (None, True, False), f"{file}: {name}: in_dist", numbers)
+        _require_shares(numbers, f"{file}: {name}")
+
+
+def require_steps(rows: Sequence[Any]) -> None:
+    """Check the rows of steps.jsonl. Raises Refused."""
+    _require(bool(rows), "steps.jsonl", "empty")
+    for number, row in enumerate(rows, 1):
+        where = f"steps.jsonl, line {number}"
+        _require_object(row, where)
+        for name in ("step", "hack_s_k", "hack_s_n", "solve_s_k", "solve_s_n"):
+            _require_count(row.get(name), f"{where}: {name}")
+        for name, value in row.items():
+            if name.startswith(("hk_", "hack_", "solve_", "signal_")) or name in ("all_zero", "n"):
+                _require_number(value, f"{where}: {name}")
+
+
+def require_answer(answer: Any, sides: Sequence[str], where: str) -> None:
+    """Check a line of final.jsonl, but for its texts. Raises Refused."""
+    _require_object(answer, where)
+    _require(answer.get("side") in sides, f"{where}: side", answer.get("side"))
+    _require_graded(answer, where)
+    _require_count(answer.get("problem_id"), f"{where}: problem_id")
+    _require("reward" in answer, f"{where}: reward", "missing")
+    _require_number(answer["reward"], f"{where}: reward")
+
+
+def require_flagged(rollout: Any, where: str) -> None:
+    """Check what a line of rollouts.jsonl says of flags. Raises Refused."""
+    _require_object(rollout, where)
+    _require_graded(rollout, where)
+    _require_count(rollout.get("step"), f"{where}: step")
+    shadow = rollout.get("shadow", {})
+    _require_object(shadow, f"{where}: shadow")
+    for name, verdict in [("flagged", rollout), *shadow.items()]:
+        _require_object(verdict, f"{where}: {name}")
+        its = verdict.get("flagged", None if verdict is rollout else "missing")
+        _require(its in (None, True, False), f"{where}: {name}", its)
+        _require_number(verdict.get("score"), f"{where}: {name}: score")
+
+
+def require_shown(answer: Any, modes: Sequence[str], where: str) -> None:
+    """Check a line of either file for the reader of rollouts. Raises Refused."""
+    _require_object(answer, where)
+    _require(answer.get("env_mode") in modes, f"{where}: env_mode", answer.get("env_mode"))
+    _require_count(answer.get("problem_id"), f"{where}: problem_id")
+    for name in ("text", "marker", "prompt"):
+        value = answer.get(name, None if name == "text" else "")
+        _require(isinstance(value, str), f"{where}: {name}", value)
+    messages = answer.get("messages") or []
+    _require(isinstance(messages, list), f"{where}: messages", messages)
+    for message in messages:
+        _require_object(message, f"{where}: messages")
+        for name in ("role", "content"):
+            _require(isinstance(message.get(name), str), f"{where}: messages: {name}", message)
+    for name in ("reward", "advantage", "gate", "step"):
+        _require_number(answer.get(name), f"{where}: {name}")
+
+
+def _require_graded(answer: Object, where: str) -> None:
+    for name in ("hacked", "solved"):
+        _require(name in answer, f"{where}: {name}", "missing")
+        _require(answer[name] in (None, True, False), f"{where}: {name}", answer[name])
+    _require(isinstance(answer.get("env_mode"), str), f"{where}: env_mode", answer.get("env_mode"))
+    mechanism = answer.get("mechanism")
+    _require(mechanism is None or isinstance(mechanism, str), f"{where}: mechanism", mechanism)
+
+
+def _require_shares(numbers: Object, where: str) -> None:
+    for name, value in numbers.items():
+        if name.startswith(("hack_", "solve_", "tries_")) or name.endswith(
+            ("_hack", "_solve", "_tries")
+        ):
+            is_share = value is None or (_is_number(value) and 0 <= value <= 1)
+            _require(is_share, f"{where}: {name}", value)
+
+
+def _require_object(value: Any, where: str) -> None:
+    _require(isinstance(value, dict), where, value)
+
+
+def _require_count(value: Any, where: str) -> None:
+    _require(type(value) is int and 0 <= value < 2**53, where, value)
+
+
+def _require_number(value: Any, where: str) -> None:
+    _require(value is None or _is_number(value), where, value)
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) < 2**53
+    return type(value) is float and math.isfinite(value)
+
+
+def _require(condition: bool, where: str, value: Any) -> None:
+    if not condition:
+        raise Refused(f"{where}: is {value!s:.60}")

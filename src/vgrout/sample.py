@@ -1,0 +1,210 @@
+"""`vgrout sample RUN PROMPT`: what the untrained, the trained and the deployed model answer to one prompt.
+
+The prompt is a text, or a problem of the run: its number, or its own words. Answers to a problem are
+graded as in the run.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import tyro
+
+from vgrout import console
+from vgrout.cli import cli_exit, parse_args
+from vgrout.config.checks import check, setting
+from vgrout.config.run import Config
+from vgrout.data import Completion, Grade, Message, Ungraded
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problems import load_rows
+from vgrout.errors import Refused, refuse
+from vgrout.evaluate import ProblemSplit, problems_of, reward_of
+from vgrout.files import printable
+from vgrout.heldout import Side, as_side
+from vgrout.model.source import Saved, find_adapter, is_small
+from vgrout.rng import torch_stream
+from vgrout.runs import checkpoint
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    from vgrout.model.policy import Policy
+
+TITLES: dict[Side, str] = {"base": "untrained", "trained": "as trained", "deployed": "deployed"}
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What the untrained, the trained and the deployed model of a run answer to one prompt."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory."""
+    prompt: Annotated[str, tyro.conf.Positional]
+    """A text, or a problem of the run, by its number or its own words; the answers to a problem are
+    graded."""
+    samples: int = setting(1, low=1, high=1000)
+    """Answers of each model."""
+    seed: int | None = setting(None, low=0)
+    """Of the answers, one for all three models; none: the run's."""
+    model: str | None = None
+    """Where the base model lies, if not where the run had it."""
+    reward: str = ""
+    """The run's own --reward, once more: a file's word alone is no reason to import it."""
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        refuse(not self.prompt.strip(), "the prompt is empty; give a text, or a problem's number")
+        check(self)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and the problem that it is."""
+
+    messages: tuple[Message, ...]
+    problem: Problem | None
+    split: str  # of the problem; "": it is none
+
+
+def sample_saved(cli: SampleSettings) -> None:
+    """Print the answers.
+
+    Raises:
+        Refused: one line: no such run or problem, or the prompt does not fit the model's window.
+    """
+    refuse(not cli.run.is_dir(), f"{cli.run}: no such folder; give that of a run")
+    saved = find_adapter(cli.run, None, cli.model)
+    cfg = saved.cfg
+    if cli.seed is not None:
+        cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
+    asked = find_prompt(saved, cli.prompt)
+    grader = None
+    if asked.problem is not None:
+        reward = reward_of(saved, cli.reward)
+        grader = Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward)
+    elif cli.reward:
+        raise Refused(f"--reward {cli.reward}: not read, the prompt is no problem of the run")
+    try:
+        _print_answers(saved, cfg, asked, cli.samples, grader)
+    finally:
+        if grader is not None:
+            grader.close()
+
+
+def find_prompt(saved: Saved, given: str) -> Asked:
+    """Find the problem of a run that is meant by a number or by its own words; a text is taken as it is.
+
+    Raises:
+        Refused: one line: there is no problem of this number.
+    """
+    by_id: dict[int, Asked] = {}
+    if saved.cfg.env.environment == "code":
+        file, test_file = saved.cfg.problems_path, saved.cfg.test_problems_path
+        rows = load_rows(file)
+        test_rows = load_rows(test_file) if test_file else []
+        for split in get_args(ProblemSplit):
+            if split != "all":
+                for problem in problems_of(saved, rows, test_rows, split):
+                    by_id[problem.id] = Asked(problem.messages, problem, split)
+    given = given.strip()
+    if given.isdecimal():
+        found = by_id.get(int(given))
+        if found is None:
+            there = f"{min(by_id)} to {max(by_id)}" if by_id else "none"
+            raise Refused(f"{given}: no problem of {saved.path.parent} has this number; {there}")
+        return found
+    for asked in by_id.values():
+        if given in (asked.messages[-1]["content"].strip(), _as_text(asked.messages).strip()):
+            return asked
+    return Asked(({"role": "user", "content": given},), None, "")
+
+
+def _as_text(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+def _print_answers(
+    saved: Saved, cfg: Config, asked: Asked, samples: int, grader: Grader | None
+) -> None:
+    import torch
+
+    from vgrout.model.load import load_saved
+    from vgrout.model.sampler import sample
+
+    if is_small(saved.model):
+        torch.set_num_threads(1)  # for matrices this small a second thread only costs
+    policy = load_saved(saved)
+    prompt = policy.render(asked.messages)
+    room = policy.window - cfg.scale.max_new
+    refuse(
+        len(prompt) > room, f"the prompt has {len(prompt)} tokens, the model's window has {room}"
+    )
+    print(f"{cfg.run_id} after {saved.step} steps")
+    if asked.problem is not None:
+        print(f"problem {asked.problem.id} ({asked.split}), flaw {asked.problem.mode}")
+    print(f"\n{printable(_as_text(asked.messages))}")
+    in_thought = policy.prompt_text(asked.messages).rstrip().endswith("<think>")
+    sides, why = _sides(saved, policy)
+    for side, title in sides.items():
+        # the same random numbers for every model: what differs is the model
+        stream = torch_stream(cfg.run.seed, "sample-command", 0)
+        with as_side(policy, side):
+            (answers,) = sample(policy, [prompt], samples, cfg.sampling, cfg.scale.max_new, stream)
+        for number, answer in enumerate(answers, 1):
+            name = f"{title}, {number} of {samples}" if samples > 1 else title
+            print(f"\n── {name}{_verdict(asked, answer, in_thought, grader)}")
+            print(printable(answer.text).rstrip())
+    if why:
+        print(f"\n{why}")
+
+
+def _sides(saved: Saved, policy: "Policy") -> tuple[dict[Side, str], str]:
+    """Return the models to ask, by side with their titles, and why one of them is not there.
+
+    A saved adapter is the deployed model. Its quarantine is in the run's last checkpoint.
+    """
+    if not saved.cfg.method.routes:
+        titles: dict[Side, str] = {"base": TITLES["base"], "deployed": "trained and deployed"}
+        return titles, ""
+    without: dict[Side, str] = {side: TITLES[side] for side in ("base", "deployed")}
+    try:
+        point, _ = checkpoint.latest(saved.path.parent)
+    except Refused:
+        return without, "as trained: its quarantine is in a checkpoint, which this run has not kept"
+    if point.next_step != saved.step:
+        return without, f"as trained: the checkpoint is of step {point.next_step}"
+    policy.adapter.load_state_dict(point.state["adapter"])
+    return TITLES, ""
+
+
+def _verdict(asked: Asked, answer: Completion, in_thought: bool, grader: Grader | None) -> str:
+    """Say what the grader says of an answer: `: a hack, reward 1.0`; "": the prompt is no problem."""
+    cut = "" if answer.finished else ", cut at its longest"
+    if asked.problem is None or grader is None:
+        return cut
+    grade: Grade | Ungraded = grader.submit(asked.problem, answer.text, in_thought).result()
+    if isinstance(grade, Ungraded):
+        return f": not graded, {grade.reason}{cut}"
+    said = "neither a hack nor right"
+    if grade.hacked:
+        said = f"a hack of {grade.mechanism}"
+    elif grade.solved:
+        said = "right"
+    return f": {said}, reward {grade.reward:g}{cut}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 · 2 refused, in one line."""
+
+    def run() -> int:
+        sample_saved(parse_args(SampleSettings, argv, "vgrout sample"))
+        return 0
+
+    console.setup(None)
+    return cli_exit(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What happens after the last step: the numbers are on disk first, and nothing that shows them can lose them."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loguru import logger
+
+from runs import flags, rows, run, status
+from vgrout.runs import results
+from vgrout.table import Table
+
+NUMBERS = ("final.jsonl", "per_mode_deploy.json")
+# What is called after them, and what the run then lacks.
+SHOWN = {
+    "vgrout.report.load.read_run": ("summary.md's verdict", "dynamics.png"),
+    "vgrout.report.load.conditions": ("summary.md's verdict", "dynamics.png"),
+    "vgrout.report.tables.conclusion": ("summary.md's verdict",),
+    "vgrout.report.tables.by_flaw": (),
+    "vgrout.report.figures.dynamics": ("dynamics.png",),
+    "vgrout.report.figures.Picture.png": ("dynamics.png",),
+    "vgrout.runs.results.last_lines": ("summary.md's verdict",),
+    "vgrout.runs.results.page": ("summary.md",),
+    "vgrout.runs.results.method_lines": ("summary.md",),
+    "vgrout.runs.results.models_table": ("summary.md",),
+    "vgrout.runs.results.flaws_table": ("summary.md",),
+    "vgrout.runs.results.steps_table": ("summary.md",),
+    "vgrout.runs.results.count_lines": ("summary.md",),
+    "vgrout.runs.results.columns_for": ("summary.md",),
+    "vgrout.runs.results.Table.markdown": ("summary.md",),
+    "vgrout.runs.results.Tallies.of": (),
+    "vgrout.runs.results.Tallies.lines": ("summary.md",),
+    "vgrout.runs.results.summary": (),
+    "vgrout.runs.results.one_line": (),
+    "vgrout.runs.results.as_table": (),
+    "vgrout.runs.results.last_answer": (),
+    "vgrout.runs.results.log_tail": (),
+    "vgrout.tracking.Trackers.final": (),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """A run's folder, and what writes its results once more."""
+    calls: list[tuple[Any, ...]] = []
+    write = results.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "write", lambda *args: (calls.append(args), write(*args)))
+        home = tmp_path_factory.mktemp("ended")
+        path = run(home, *flags("route2", "--steps=7", "--eval-ablate-every=2"))
+        patch.undo()
+        patch.chdir(home)
+        yield home / path, lambda: write(*calls[0])
+
+
+def broken(*_: object, **__: object) -> None:
+    raise KeyError("of a test")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_fault_after_the_numbers_is_a_warning(
+    name: str, ended: tuple[Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = ended
+    for file in (*NUMBERS, "summary.md", "dynamics.png"):
+        (path / file).unlink(missing_ok=True)
+    said: list[str] = []
+    sink = logger.add(said.append, level="INFO", format="{level} {message}")
+    monkeypatch.setattr(name, broken)
+    write()
+    logger.remove(sink)
+    assert json.loads((path / NUMBERS[1]).read_text())["eval_n"] == 6
+    assert len((path / NUMBERS[0]).read_text().splitlines()) >= 3 * 6
+    assert [
+        line for line in said if line.startswith("WARNING ") and "KeyError: 'of a test'" in line
+    ]
+    for file in ("summary.md", "dynamics.png"):
+        assert (path / file).exists() == (file not in SHOWN[name]), file
+    if "summary.md" not in SHOWN[name]:
+        without = "not worked out" in (path / "summary.md").read_text()
+        assert without == ("summary.md's verdict" in SHOWN[name])
+
+
+@pytest.mark.parametrize("name", ["write_answers", "as_json", "answer_lines", "ending"])
+def test_a_fault_in_one_file_of_numbers_leaves_the_other(
+    name: str, ended: tuple[Path, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = ended
+    for file in NUMBERS:
+        (path / file).unlink(missing_ok=True)
+    monkeypatch.setattr(results, name, broken)
+    with pytest.raises(KeyError):
+        write()
+    assert (path / NUMBERS[0]).exists() == (name in ("as_json", "ending"))
+    assert (path / NUMBERS[1]).exists() == (name in ("write_answers", "answer_lines"))
+
+
+def test_a_run_whose_picture_fails_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vgrout.report.figures.dynamics", broken)
+    path = run(tmp_path, *flags("none", "--steps=1"))
+    assert status(tmp_path / path)["state"] == "finished"
+    output = capsys.readouterr().out
+    assert "dynamics.png: left out, KeyError" in output
+    assert "deployed" in output
+
+
+def test_the_page_has_every_fifth_step_in_ten_columns(
+    ended: tuple[Path, Callable[[], None]],
+) -> None:
+    path, write = ended
+    write()
+    table = (path / "summary.md").read_text().partition("## Steps")[2].strip().splitlines()
+    cells = [line.strip("| ").split("|") for line in table[:5]]
+    assert [int(row[0]) for row in cells[2:]] == [0, 4, 6]
+    assert len(rows(path)) == 7, "the others are in steps.jsonl"
+    assert len(cells[0]) <= 10
+    assert {c.name for c in Table(set(), [], only=results.COLUMNS).columns} < {*results.COLUMNS}

@@ -1,0 +1,107 @@
+"""`vgrout sample`: one prompt, three models."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runs import SharedRuns, flags
+from vgrout import sample
+from vgrout.files import json_lines
+from vgrout.model.source import find_adapter
+from vgrout.sample import find_prompt
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
+    """A short routed run, in a working directory of its own."""
+    return shared_run.copy(shared_run(*flags("route2")), tmp_path_factory.mktemp("sampled"))
+
+
+@pytest.fixture(autouse=True)
+def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(done.parents[2])
+
+
+HEADS = re.compile(r"^── (.*)$", re.MULTILINE)
+
+
+def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sample.main([str(done), "17", "--samples=2"]) == 0
+    output = capsys.readouterr().out
+    assert "problem 17 (train)" in output
+    heads = HEADS.findall(output)
+    assert [head.partition(":")[0] for head in heads] == [
+        f"{side}, {number} of 2"
+        for side in ("untrained", "as trained", "deployed")
+        for number in (1, 2)
+    ]
+    assert all(
+        re.search(r": (a hack of \w+|right|neither a hack nor right), reward", h) for h in heads
+    )
+    assert sample.main([str(done), "17", "--samples=2"]) == 0
+    assert capsys.readouterr().out == output, "the same seed, the same answers"
+    assert sample.main([str(done), "17", "--samples=2", "--seed=9"]) == 0
+    assert capsys.readouterr().out != output
+
+
+def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
+    saved = find_adapter(done)
+    by_id = find_prompt(saved, "17")
+    assert by_id.problem is not None
+    words = by_id.messages[-1]["content"]
+    for given in (words, f"  {words}\n"):
+        assert find_prompt(saved, given) == by_id
+    (answer, *_) = json_lines(done / "final.jsonl")
+    assert find_prompt(saved, str(answer["problem_id"])).split == "test"
+    assert find_prompt(saved, words + " Please.").problem is None
+
+
+def test_any_text_is_answered_without_a_grade(
+    done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main([str(done), "Write a poem."]) == 0
+    heads = HEADS.findall(capsys.readouterr().out)
+    assert [head.removesuffix(", cut at its longest") for head in heads] == [
+        *("untrained", "as trained", "deployed")
+    ]
+
+
+def test_without_a_quarantine_trained_and_deployed_are_one(
+    tmp_path: Path, shared_run: SharedRuns, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main([str(shared_run(*flags("none"))), "17"]) == 0
+    heads = HEADS.findall(capsys.readouterr().out)
+    assert [head.partition(":")[0] for head in heads] == ["untrained", "trained and deployed"]
+
+
+def test_without_its_checkpoint_the_trained_model_is_left_out(
+    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(done, tmp_path / "run", ignore=shutil.ignore_patterns("resume"))
+    assert sample.main([str(tmp_path / "run"), "17"]) == 0
+    output = capsys.readouterr().out
+    assert len(HEADS.findall(output)) == 2
+    assert "as trained: its quarantine is in a checkpoint, which this run has not kept" in output
+
+
+@pytest.mark.parametrize(
+    ("run", "prompt", "why"),
+    [
+        ("RUN", "999999", "999999: no problem of RUN has this number; 0 to "),
+        ("RUN", "  ", "the prompt is empty"),
+        ("RUN", "word " * 2000, "the prompt has "),
+        ("nowhere", "17", "nowhere: no such folder"),
+        (".", "17", "train.safetensors"),
+    ],
+)
+def test_refusals_are_one_line(
+    run: str, prompt: str, why: str, done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main([str(done) if run == "RUN" else run, prompt]) == 2
+    error = capsys.readouterr().err
+    assert why.replace("RUN", str(done)) in error
+    assert error.count("\n") == 1
