@@ -20,7 +20,7 @@ from vgrout.config.presets import resolve
 from vgrout.errors import Refused
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.model import gguf
-from vgrout.model.gguf import gguf_sha256, main, unpacked
+from vgrout.model.gguf import gguf_sha256, unpacked
 from vgrout.model.source import (
     find_adapter,
     find_shapes,
@@ -199,7 +199,6 @@ def test_what_is_not_the_files_fault_is_no_refusal(made, tmp_path, monkeypatch):
     """The conversion ends by an error of its own: here its folder cannot be made."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").write_text("a file")
-    assert main(made[0], None) == 0
     with pytest.raises(RuntimeError, match="conversion ended with 1") as fault:
         gguf._run_apart(made[0], "--model", "folder/within")
     assert not isinstance(fault.value, Refused)

@@ -196,19 +196,11 @@ def read_head(file: Path) -> Head:
     """
     from gguf import GGUFReader
 
-    limits = {resource.RLIMIT_CPU: HEAD_S, resource.RLIMIT_DATA: HEAD_BYTES}
-    before = {kind: resource.getrlimit(kind) for kind in limits}
-    for kind, limit in limits.items():
-        _, hard = before[kind]
-        with suppress(ValueError, OSError):  # macOS refuses some limits
-            resource.setrlimit(kind, (limit, hard))
-    reader = GGUFReader(file)
+    with _limits():
+        reader = GGUFReader(file)
     fields = reader.fields
     if "tokenizer.chat_template" not in fields:
         raise Refused("its tokenizer has no chat template; choose an instruct model")
-    for kind, limit in before.items():
-        with suppress(ValueError, OSError):
-            resource.setrlimit(kind, limit)
 
     def value(name: str) -> Any:
         return fields[name].contents() if name in fields else None
@@ -223,6 +215,26 @@ def read_head(file: Path) -> Head:
         config["tie_word_embeddings"] = "output.weight" not in shapes
     turn_end = value("tokenizer.ggml.eot_token_id")
     return Head(config, None if turn_end is None else int(turn_end))
+
+
+@contextmanager
+def _limits() -> Generator[None]:
+    """Limit this process to HEAD_S of CPU time and HEAD_BYTES of memory, until the block ends.
+
+    It ends by an exception too: without memory nothing could say which.
+    """
+    limits = {resource.RLIMIT_CPU: HEAD_S, resource.RLIMIT_DATA: HEAD_BYTES}
+    before = {kind: resource.getrlimit(kind) for kind in limits}
+    for kind, limit in limits.items():
+        _, hard = before[kind]
+        with suppress(ValueError, OSError):  # macOS refuses some limits
+            resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        for kind, limit in before.items():
+            with suppress(ValueError, OSError):
+                resource.setrlimit(kind, limit)
 
 
 def convert(file: Path, folder: Path) -> None:
