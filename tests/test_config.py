@@ -434,6 +434,28 @@ def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+OWN_PIPE = """
+import os, sys
+from vgrout.cli import cli_exit
+
+def command():
+    read, write = os.pipe()
+    os.close(read)
+    os.write(write, b"x")
+    return 0
+
+sys.exit(cli_exit(command))
+"""
+
+
+def test_a_broken_pipe_of_ones_own_code_is_a_fault(tmp_path: Path) -> None:
+    """Somebody reads what the command prints: the pipe is one of a reward, a monitor or a judge."""
+    (tmp_path / "own.py").write_text(OWN_PIPE)
+    done = subprocess.run([sys.executable, "own.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr
+
+
 # ── bounds and registries
 
 SETTINGS = {f.name: (f, group) for group in GROUPS for f in fields(getattr(Config(), group))}

@@ -185,7 +185,68 @@ def test_extraction_never_raises_and_never_invents(text):
         assert all(line in text for line in content.split("\n"))
 
 
-UNITS = (" ", "~", "`", "\t", ">", "``` ", "```py", "~~~\n", "\n ", "```py\n\t", "- ", "<think>\n")
+DRAFT = "```python\nclass Solution: pass\n```\n"
+NAMES_IT = "```python\nends = text.split('</think>')\n```\n"
+DOCUMENTED = '```python\ndef f():\n    """\n</think>\n<think>\n    """\n```\n'
+RIGHT_BLOCK = "```python\nright\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "contents"),
+    [
+        # named in code, in prose, or behind a thought that has ended
+        (NAMES_IT, ["ends = text.split('</think>')\n"]),
+        (DOCUMENTED, [DOCUMENTED[10:-4]]),
+        (f"<think>a</think>{DOCUMENTED}", [DOCUMENTED[10:-4]]),
+        (f"{RIGHT_BLOCK}It ends at </think>.\n", ["right\n"]),
+        (f"It ends at </think>, so:\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"{RIGHT_BLOCK}It ends at `</think>`\n", ["right\n"]),
+        (f"<think>a</think>\n{RIGHT_BLOCK}It ends at\n</think>\n", ["right\n"]),
+        (f"<think>a</think>\n{RIGHT_BLOCK}done</think>\n", ["right\n"]),
+        (f"{RIGHT_BLOCK}```\n<think>\n```\n", ["right\n", "<think>\n"]),
+        (f"I use <think> tags\n{RIGHT_BLOCK}", ["right\n"]),
+        # named in a thought
+        (f"<think>\nI split at '</think>'.\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\nI write `x </think> y`.\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\nI write </think> and code.\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\n{NAMES_IT}hm\n</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        # ends of all kinds
+        (f"<think>so. </think> Here:\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"so. </think> Here:\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"Perhaps\n{DRAFT}Done.</think>Here\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\n```python\ndraft\n</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\n```python\ndraft</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\n<think>\n{DRAFT}</think>\n{RIGHT_BLOCK}", ["right\n"]),
+        (f"<think>\r\na\r\n</think>\r\n{RIGHT_BLOCK}", ["right\n"]),
+        # no end
+        (f"<think>\n{DRAFT}", []),
+        (f"<think>\nsplit('</think>')\n{DRAFT}", []),
+        (f"<think>\n{NAMES_IT}", []),
+        (f"{RIGHT_BLOCK}<think>\n{NAMES_IT}", ["right\n"]),
+        (f"{RIGHT_BLOCK}</think>", []),
+    ],
+)
+def test_a_thought_ends_where_its_tag_is_not_only_named(text, contents):
+    found = [content.strip("\n") for _, content in blocks(text)]
+    assert found == [content.strip("\n") for content in contents]
+
+
+UNITS = (
+    " ",
+    "~",
+    "`",
+    "\t",
+    ">",
+    "``` ",
+    "```py",
+    "~~~\n",
+    "\n ",
+    "```py\n\t",
+    "- ",
+    "<think>\n",
+    "</think>",
+    "` </think>",
+)
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -96,6 +96,17 @@ def test_attacks_on_files_where_chroot_is_all_that_bounds_them(attack):
         assert not grade.solved
 
 
+@needs_root
+def test_a_root_made_by_chroot_is_removed_without_a_word(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for _ in range(3):
+        with Grader(1, without=("namespaces", "landlock")) as grader:
+            assert graded(grader, sum_problem(), SUM_RIGHT).solved
+            assert list(tmp_path.glob("*/root/dev/null"))
+        assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
 def test_without_a_bound_on_files_it_is_refused_by_name():
     """An answer that opens a file of its own could not be judged: in the strict run it may open none."""
     without = ("namespaces", "landlock", "chroot")

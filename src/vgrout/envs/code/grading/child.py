@@ -63,7 +63,10 @@ Names = dict[str, Any]  # the globals of a module
 
 # --- The interpreter, as an answer finds it ------------------------------------------------------
 
-_streams: dict[str, io.TextIOWrapper] = {}  # "stderr": our own, whatever sys.stderr is by now
+# As `prepare` has left it, whatever an answer makes of it: "stderr", and threading's "_shutdown".
+_prepared: dict[str, Any] = {}
+# Ids of types without a `__del__`, of the objects that the fork server has.
+_without_finalizer: set[int] = set()
 
 
 def prepare() -> None:
@@ -75,12 +78,16 @@ def prepare() -> None:
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8")
     # An answer that has captured its output restores sys.stdout from sys.__stdout__.
     sys.stdout = sys.__stdout__ = _unbuffered(1)
-    sys.stderr = sys.__stderr__ = _streams["stderr"] = _unbuffered(2)
+    sys.stderr = sys.__stderr__ = _prepared["stderr"] = _unbuffered(2)
     sys.argv = [""]
     if sys.version_info < (3, 12):
         vars(sys)["exit"] = _exit_before_3_12
     sys.meta_path.insert(0, _Asyncio())
     atexit._clear()
+    _prepared["_shutdown"] = vars(sys.modules["threading"])["_shutdown"]
+    objects = _living_objects()
+    _without_finalizer.update(map(id, map(type, objects)))
+    _without_finalizer.difference_update(_finalizers(objects))
 
 
 def _unbuffered(fd: int) -> io.TextIOWrapper:
@@ -393,12 +400,23 @@ def _leave(status: int) -> NoReturn:
     First what threading and atexit are to call, then the standard streams are flushed, and at last
     every object goes. What one of them raises is lost.
     """
-    _quietly(lambda: sys.modules["threading"]._shutdown())
+    _quietly(_end_threads)
     _quietly(_run_exit_functions)
     flushed = _flush_streams()
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     _finalize_objects()
     _exit(status if flushed else FLUSH_FAILED)
+
+
+def _end_threads() -> None:
+    """Call what an interpreter's end calls in threading, where that would do anything."""
+    threading = vars(sys.modules["threading"])
+    end = threading["_shutdown"]
+    if end is _prepared["_shutdown"] and not threading["_threading_atexits"]:
+        only_this_one = len(threading["_active"]) == 1
+        if only_this_one:
+            return
+    end()
 
 
 def _quietly(call: Callable[..., Any], *arguments: Any) -> None:
@@ -448,15 +466,14 @@ def _finalize_objects() -> None:
     frozen, and are not found here. A type is read from its own MRO: an object's `__class__` may
     lie.
     """
-    _collect()
+    if not _finalizers(_living_objects()):
+        return
+    _collect()  # what is garbage goes first, in the collector's order
     objects = _living_objects()
-    finalizers: dict[int, tuple[int, Finalizer] | None] = {}
-    for kind in map(type, objects):
-        if id(kind) not in finalizers:
-            finalizers[id(kind)] = _finalizer(kind)
+    finalizers = _finalizers(objects)
     in_order: list[list[tuple[Finalizer, Any]]] = [[] for _ in _FILES]
     for item in objects:
-        found = finalizers[id(type(item))]
+        found = finalizers.get(id(type(item)))
         if found is not None:
             rank, finalizer = found
             in_order[rank].append((finalizer, item))
@@ -465,14 +482,23 @@ def _finalize_objects() -> None:
             _quietly(finalizer, item)
 
 
-def _finalizer(kind: type) -> tuple[int, Finalizer] | None:
-    """When the objects of a type go (an index of `_FILES`), and their `__del__`; None without."""
-    ancestors = _mro(kind)
-    for ancestor in ancestors:
-        finalizer = _namespace_of(ancestor).get("__del__")
-        if finalizer is not None:
-            return _rank(ancestors), finalizer
-    return None
+def _finalizers(objects: list[Any]) -> dict[int, tuple[int, Finalizer]]:
+    """Of each of their types that has a `__del__`: when its objects go, and the function.
+
+    The keys are the types' ids, the former an index of `_FILES`.
+    """
+    kinds = {id(kind): kind for kind in map(type, objects)}
+    finalizers = {}
+    for number, kind in kinds.items():
+        if number in _without_finalizer:
+            continue
+        ancestors = _mro(kind)
+        for ancestor in ancestors:
+            finalizer = _namespace_of(ancestor).get("__del__")
+            if finalizer is not None:
+                finalizers[number] = _rank(ancestors), finalizer
+                break
+    return finalizers
 
 
 def _rank(ancestors: tuple[type, ...]) -> int:
@@ -523,7 +549,7 @@ def _uncaught(error: BaseException) -> int:
 
 def _stderr_is_redirected() -> bool:
     """Does what is written to stderr go anywhere else than to /dev/null?"""
-    return sys.stderr is not _streams["stderr"] or not stat.S_ISCHR(_fstat(2).st_mode)
+    return sys.stderr is not _prepared["stderr"] or not stat.S_ISCHR(_fstat(2).st_mode)
 
 
 def _flawed(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:

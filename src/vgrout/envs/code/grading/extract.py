@@ -177,7 +177,7 @@ def _fenced(text: str, inner: bool = False) -> Iterator[Block]:
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of an answer, in order.
 
-    Only what is outside of its thoughts counts. A thought that is not closed never ends.
+    Only what is behind its thoughts counts. A thought that is not closed never ends.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return list(_fenced(_without_thoughts(text)))
@@ -266,7 +266,7 @@ def _end_of_thought(lines: list[str], begin: Place, opened: bool) -> Place | Non
 
 
 def _without_thoughts(text: str) -> str:
-    """Return a text without its thoughts.
+    """Return what is behind the last thought that ends, without one that does not.
 
     A thought begins with the text or, outside of a fenced block, with a line's <think>. Where a
     text only begins with an end, the prompt has begun it.
@@ -290,6 +290,8 @@ def _without_thoughts(text: str) -> str:
             continue
         place = _end_of_thought(lines, (number, column + begin.end()), opened=True)
         fences = _Fences()
+        if place is not None:
+            kept.clear()
     return "\n".join(kept)
 
 

@@ -492,10 +492,13 @@ def _create_ruleset(exempt: int) -> tuple[int, int, int]:
 
 
 def _allow_path(ruleset: int, path: str | Path, rights: int) -> None:
-    """Add the rule that grants `rights` to a path and all beneath it; a missing path gets none."""
+    """Add the rule that grants `rights` to a path and all beneath it; a missing path gets none.
+
+    Raises OSError: without a rule right answers would find nothing there.
+    """
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return  # not on this machine: nothing to allow
     if not os.path.isdir(path):
         rights &= _RIGHTS_TO_A_FILE

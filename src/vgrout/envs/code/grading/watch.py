@@ -325,6 +325,9 @@ class ForkServerHandle:
 
     def start(self) -> "ForkServerHandle":
         """Start it, and wait until it serves. Raises ForkServerLost."""
+        root = os.path.join(self.settings.workdir, "root")
+        # Once the fork server has ended: callbacks run last to first.
+        self._open.callback(shutil.rmtree, root, ignore_errors=True)
         self._open.callback(remove_empty, self.cwd)
         os.chmod(self.settings.workdir, 0o711)  # children run as another user
         hello = self._launch(self.settings.forbid)
@@ -336,9 +339,7 @@ class ForkServerHandle:
             raise ForkServerLost(hello.unusable)
         self.active, self.missing = hello.active, hello.missing
         if "chroot" in self.active:
-            root = os.path.join(self.settings.workdir, "root")
             self.cwd = f"{root}{ROOT_CWD}"
-            self._open.callback(shutil.rmtree, root, ignore_errors=True)
         _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
         if not fds:
             raise ForkServerLost("its fork server has closed its connection")
