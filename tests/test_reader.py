@@ -19,6 +19,7 @@ from vgrout import embedded as organism
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES
 from vgrout.report import page as of_report
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
+from vgrout.report.tables import methods
 from vgrout.teacher.pools import load_pool
 
 ROOT = Path(of_report.__file__).parent
@@ -202,6 +203,38 @@ def test_a_narrow_screen_cuts_nothing(scheme: str, page: tuple[Browser, str]) ->
     assert (ink == "rgb(0, 0, 0)") == (scheme == "light"), (background, ink)
     browser.call("Emulation.clearDeviceMetricsOverride")
     browser.call("Emulation.setEmulatedMedia", features=[])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_after_an_afternoon_the_numbers_that_decide_are_in_sight(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """At 1280 px, whatever the runs are called: presets, models, a monitor with blind spots."""
+    other: dict[str, Any] = {"weights": "a" * 64, "hashes": {"tokenizer": "b" * 64}}
+    monitor = "--monitor=labels", "--known-modes=exit_code,sentinel", "--random-flags"
+    for seed in (1, 2, 3):
+        for of_model in ({}, other):
+            fake_run(tmp_path, "--intervention=none", seed=seed, n=60, hack=0.8, **of_model)
+            fake_run(tmp_path, "--intervention=route2", seed=seed, n=60, hack=0.1, **of_model)
+        fake_run(tmp_path, "--intervention=penalty", *monitor, seed=seed, n=60)
+    fake_run(tmp_path, "--intervention=none", preset="smoke", n=24)
+    runs = found(tmp_path)
+    of_report.write(tmp_path / "report", runs, [tmp_path], [methods(runs)], [], pack(runs, 0))
+    url = (tmp_path / "report" / "report.html").as_uri()
+    cells = "[...document.querySelectorAll('.wide tr:nth-child(1) td')].slice(0, 6)"
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        for width in (1280, 1000):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+            browser.call("Emulation.setDeviceMetricsOverride", **size)
+            browser.open(url)
+            shown = browser.js(
+                f"{cells}.map((c) => [c.dataset.of, c.getBoundingClientRect().right])"
+            )
+            names = ["method", "Δ hack", "hack deployed", "solve deployed", "Δ solve", "seeds"]
+            assert [name for name, _ in shown] == names
+            assert max(right for _, right in shown) <= width
+            assert shown[0][1] < 300, "names are capped"
 
 
 COUNT = "document.getElementById('count').textContent"

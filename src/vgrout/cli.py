@@ -252,7 +252,7 @@ def _with_suggestion(said: str, cli: Callable[[list[str]], object], argv: Sequen
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
             cli([*argv[:at], bare, *argv[at + 1 :]])
-    except (Exception, SystemExit):
+    except (Refused, SystemExit):  # as `parsed` has it
         again = one_line(message.getvalue())
     else:
         again = ""  # it is a flag

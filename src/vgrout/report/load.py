@@ -342,9 +342,9 @@ def _unusual_settings(cfg: Config) -> str:
     return " ".join(unusual)
 
 
-def rounded(share: float | None) -> float | None:
+def rounded(share: float | int | None) -> float | None:
     """Round to six digits, as CSV files store a share."""
-    return None if share is None else round(share, 6)
+    return None if share is None else round(float(share), 6)
 
 
 def flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:

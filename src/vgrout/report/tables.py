@@ -52,7 +52,10 @@ class ReportTable:
         for row in self.rows:
             rows.append({one_line(name): one_line(cell) for name, cell in row.items()})
         heads = list(rows[0])
-        others = sum(max(len(row[h]) for row in [*rows, {h: h}]) + 2 for h in heads[1:])
+        others = 0
+        for head in heads[1:]:
+            # tabulate leaves two columns behind each heading, and two between columns
+            others += max(len(head) + 2, *(len(row[head]) for row in rows)) + 2
         for row in rows:
             wrapped = textwrap.wrap(row[heads[0]], max(12, width - others))
             row[heads[0]] = "\n".join(wrapped)
