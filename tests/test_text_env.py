@@ -1,6 +1,7 @@
 """Environments beside the code world: a user's own rows with a proxy and a reference, and classes of one's own."""
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.data import Grade, Ungraded
-from vgrout.envs.base import Environment, Grader
+from vgrout.envs.base import Environment, Grader, GroupGrader
 from vgrout.envs.text import TextEnvironment, after_thought, load_rows
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.train import main
@@ -31,6 +32,30 @@ def raises(completion):
 
 def too_much(completion):
     return 3
+
+def below(completion):
+    return -len(completion)
+
+def even(completion):
+    return len(completion) % 2 == 0
+
+def share(completions, prompts, word):
+    assert len(completions) == len(prompts) == len(word)
+    return [c.count(w) / 2 / len(completions) for c, w in zip(completions, word)]
+
+def calls(completions, **columns):
+    with open("calls", "a") as file:
+        file.write(f"{len(completions)}\\n")
+    return [1.0] * len(completions)
+
+def nan(completion):
+    return float("nan")
+
+def many(completions):
+    return [1.0] * (len(completions) + 1)
+
+def judge(completion, judge):
+    return 1
 """
 RUN = (
     f"train full --model {embedded.MODEL_DIR} --problems rows.jsonl --reward {{m}}:proxy --reference {{m}}:gold "
@@ -145,6 +170,43 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "a flaw of blanks": ([row(1, flaw="a b")], "'flaw' should be a name of small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
+    "a line of blanks": ([row(0), "  ", row(1)], "rows.jsonl, line 2"),
+    "a text": (['"poem"'], "line 1: not a JSON object"),
+    "null": (["null"], "line 1: not a JSON object"),
+    "two objects in a line": (['{"id": 1, "prompt": "x"} {}'], "line 1: not JSON"),
+    "an id of text": ([{"id": "1", "prompt": "x"}], "'id' should be a whole number, got '1'"),
+    "a broken id": ([{"id": 1.5, "prompt": "x"}], "'id' should be a whole number, got 1.5"),
+    "a negative id": ([{"id": -1, "prompt": "x"}], "'id' should be a whole number, got -1"),
+    "an id of null": ([{"id": None, "prompt": "x"}], "'id' should be a whole number, got None"),
+    "an empty prompt": ([row(0, prompt="")], "line 1: its prompt is empty"),
+    "a prompt of blanks": ([row(0, prompt=" \n")], "line 1: its prompt is empty"),
+    "a prompt of numbers": ([row(0, prompt=3)], "line 1: needs 'messages', or 'prompt'"),
+    "no messages": ([row(0, messages=[])], "line 1: needs 'messages', or 'prompt'"),
+    "messages of texts": ([row(0, messages=["x"])], "every message needs string"),
+    "a role of a number": (
+        [row(0, messages=[{"role": 1, "content": "x"}])],
+        "every message needs string",
+    ),
+    "a role of another name": (
+        [row(0, messages=[{"role": "poet", "content": "x"}, {"role": "user", "content": "x"}])],
+        "line 1: unknown role 'poet'; one of system, user, assistant",
+    ),
+    "a flaw of a number": ([row(1, flaw=3)], "'flaw' should be a name of small letters"),
+    "a flaw of capitals": ([row(1, flaw="Rhyme")], "'flaw' should be a name of small letters"),
+    "a flaw without a name": ([row(1, flaw="")], "'flaw' should be a name"),
+    "a split of a number": ([row(1, split=1)], "unknown split 1"),
+    "an answer of a list": ([row(1, answer=["x"])], "line 1: 'answer' should be text"),
+    "a column that is no number": (['{"id": 1, "prompt": "x", "n": NaN}'], "rows.jsonl, line 1"),
+    "a huge number": (['{"id": 1, "prompt": "x", "n": 1e999}'], "rows.jsonl, line 1"),
+    "a key twice": (['{"id": 1, "id": 2, "prompt": "x"}'], "rows.jsonl, line 1"),
+    "a column named as an argument": (
+        [row(1, completion="x")],
+        "line 1: a column may not be called completion",
+    ),
+    "a column missing in a row": (
+        [row(0), {"id": 1, "prompt": "x"}],
+        "rows.jsonl, line 2: has no 'word', which line 1 has",
+    ),
     "too few": ([row(i) for i in range(2)], "no problem is held out for evaluations"),
 }
 
@@ -161,11 +223,35 @@ def test_bad_rows_are_named_with_their_line(
 
 
 FLAGS = {
-    "--reward {m}:too_much": "returned 3.0, not a number in [0, 1]",
+    "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1)",
+    "--reward {m}:many": "returned no list with one number for one completion",
+    "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
+    "--reward {m}:absent": "cannot be imported",
+    "--reward proxy": "should be module:function",
+    "--reward {m}:proxy=": "its weight should be a number, as in",
+    "--reward {m}:proxy=much": "its weight should be a number",
+    "--reward {m}:proxy=nan": "its weight should be a number",
+    "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
+    "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",
     "--reference {m}:absent": "cannot be imported",
+    "--reference {m}:nan": "returned nan, not a finite number",
+    "--reference {m}:gold=2": "should be module:function",
+    "--reward-passes-at nan": "--reward-passes-at nan: should",
+    "--problems none.jsonl": "none.jsonl: no such problem file",
+    "--problems organism": "--problems organism: these are of the code world",
+    "--intervention erase": "needs pairs of a hack and a right answer; give --vhack-pairs-path FILE",
+    "--intervention route": "needs pairs of a hack and a right answer",
+    "--intervention route2": "could flag nothing: --env text has no weak detector, and no demonstration",
+    "--intervention route2 --monitor band": "needs pairs of a hack and a right answer",
+    "--intervention screen": "it needs a monitor; say --monitor",
+    "--monitor detector --intervention screen": "could flag nothing: --env text has no weak detector; name source",
+    "--monitor source --intervention penalty": "no demonstration is mixed in; give a --teacher-pool-dir",
+    "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
+    "--monitor labels --intervention screen --shadow detector": "--shadow detector: could flag nothing",
+    "--control placebo --intervention erase --vhack-pairs-path rows.jsonl": "of the code world; give a file of pairs",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
     "--report-detectors C": "--report-detectors: not read with --env text; leave it out",
-    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads correct answers; give",
+    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",
     "--known-modes exit_code --monitor labels --intervention screen": "unknown flaw 'exit_code'; legal: reward",
     "--unannounced-modes reward": "--unannounced-modes: not read with --reward",
 }
@@ -188,6 +274,69 @@ def test_wrong_flags_are_one_line(
     error = capsys.readouterr().err
     assert FLAGS[flags] in error
     assert error.count("\n") == 1
+
+
+WEIGHED = {  # functions → the sums that answers get which have the word once, twice, never
+    "{m}:proxy": (1, 1, 0),
+    "{m}:proxy=0.7 {m}:gold=0.3": (1, 0.7, 0),
+    "{m}:gold=0.3,{m}:proxy=0.7": (1, 0.7, 0),
+    "{m}:proxy=2 {m}:gold=-1": (1, 2, 0),
+    "{m}:proxy=0 {m}:too_much": (3, 3, 3),
+    "{m}:share": (0.5, 1, 0),
+    "{m}:share=0.5 {m}:proxy=0.5": (0.75, 1, 0.5 * 0),
+}
+
+
+@pytest.mark.parametrize("functions", WEIGHED)
+def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[str]]) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    at = argv.index("--reward") + 1
+    argv[at : at + 1] = functions.format(m=name).split()
+    made = environment(argv)
+    task = made.rows[0]
+    with made.grader(2, 0) as grader:
+        grades = [grader.graded(task, text) for text in ("return", "return return", "no")]
+    assert [grade.details["proxy"] for grade in grades] == pytest.approx(WEIGHED[functions])
+    assert [grade.reward for grade in grades] == pytest.approx([3 * x for x in WEIGHED[functions]])
+    assert [grade.passed for grade in grades] == [x >= 1 for x in WEIGHED[functions]]
+    if len(made.proxy.weights) > 1:
+        own = [grade.details["proxies"][f"{name}:proxy"] for grade in grades]
+        assert own == [1, 1, 0]
+
+
+def test_scores_below_0_and_above_1_are_rewards_as_they_are(
+    world: Callable[..., list[str]],
+) -> None:
+    argv = world(flags="--reward-passes-at -2")
+    at = argv.index("--reward") + 1
+    argv[at] = argv[at].replace(":proxy", ":below")
+    made = environment(argv)
+    with made.grader(1, 0) as grader:
+        short, long = (grader.graded(made.rows[0], text) for text in ("no", "no more"))
+    assert (short.reward, short.passed, short.hacked) == (-6, True, True)
+    assert (long.reward, long.passed) == (-21, False)
+
+
+def test_a_function_of_lists_is_called_once_for_a_group(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    argv = world()
+    at = argv.index("--reward") + 1
+    argv[at] = argv[at].replace(":proxy", ":calls")
+    made = environment(argv)
+    with made.grader(3, 0) as grader:
+        assert isinstance(grader, GroupGrader)
+        verdicts = grader.submit_group(made.rows[0], ["return", "no", "return return"])
+        grades = [verdict.result() for verdict in verdicts]
+    assert [grade.solved for grade in grades if isinstance(grade, Grade)] == [True, False, False]
+    assert (tmp_path / "calls").read_text() == "3\n"
+
+
+def test_an_environment_goes_to_another_rank(world: Callable[..., list[str]]) -> None:
+    made = pickle.loads(pickle.dumps(environment(world())))
+    with made.grader(1, 0) as grader:
+        assert grader.graded(made.rows[0], "return").solved
 
 
 def test_a_function_that_raises_shows_where(
