@@ -1,10 +1,12 @@
 """Environments beside the code world: a user's own rows with a proxy and a reference, and classes of one's own."""
 
+import io
 import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import pytest
 from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.data import Grade, Ungraded
+from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
 from vgrout.envs.text import TextEnvironment, after_thought, load_rows
 from vgrout.inputs import file_hashes, read_inputs
+from vgrout.teacher.__main__ import main as teacher
+from vgrout.teacher.pools import load_pool
 from vgrout.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -170,7 +175,6 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "a flaw of blanks": ([row(1, flaw="a b")], "'flaw' should be a name of small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
-    "a line of blanks": ([row(0), "  ", row(1)], "rows.jsonl, line 2"),
     "a text": (['"poem"'], "line 1: not a JSON object"),
     "null": (["null"], "line 1: not a JSON object"),
     "two objects in a line": (['{"id": 1, "prompt": "x"} {}'], "line 1: not JSON"),
@@ -187,10 +191,6 @@ WRONG: dict[str, tuple[list[Any], str]] = {
         [row(0, messages=[{"role": 1, "content": "x"}])],
         "every message needs string",
     ),
-    "a role of another name": (
-        [row(0, messages=[{"role": "poet", "content": "x"}, {"role": "user", "content": "x"}])],
-        "line 1: unknown role 'poet'; one of system, user, assistant",
-    ),
     "a flaw of a number": ([row(1, flaw=3)], "'flaw' should be a name of small letters"),
     "a flaw of capitals": ([row(1, flaw="Rhyme")], "'flaw' should be a name of small letters"),
     "a flaw without a name": ([row(1, flaw="")], "'flaw' should be a name"),
@@ -205,7 +205,7 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     ),
     "a column missing in a row": (
         [row(0), {"id": 1, "prompt": "x"}],
-        "rows.jsonl, line 2: has no 'word', which line 1 has",
+        "rows.jsonl, line 2: has no 'word', which --reward",
     ),
     "too few": ([row(i) for i in range(2)], "no problem is held out for evaluations"),
 }
@@ -238,7 +238,7 @@ FLAGS = {
     "--reference {m}:gold=2": "should be module:function",
     "--reward-passes-at nan": "--reward-passes-at nan: should",
     "--problems none.jsonl": "none.jsonl: no such problem file",
-    "--problems organism": "--problems organism: these are of the code world",
+    "--model organism --problems organism": "--problems organism: these are of the code world",
     "--intervention erase": "needs pairs of a hack and a right answer; give --vhack-pairs-path FILE",
     "--intervention route": "needs pairs of a hack and a right answer",
     "--intervention route2": "could flag nothing: --env text has no weak detector, and no demonstration",
@@ -248,7 +248,7 @@ FLAGS = {
     "--monitor source --intervention penalty": "no demonstration is mixed in; give a --teacher-pool-dir",
     "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
     "--monitor labels --intervention screen --shadow detector": "--shadow detector: could flag nothing",
-    "--control placebo --intervention erase --vhack-pairs-path rows.jsonl": "of the code world; give a file of pairs",
+    "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of the code world; give a file of pairs",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
     "--report-detectors C": "--report-detectors: not read with --env text; leave it out",
     "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",
@@ -263,14 +263,11 @@ def test_wrong_flags_are_one_line(
 ) -> None:
     argv = world()
     name = argv[argv.index("--reward") + 1].partition(":")[0]
-    given = flags.format(m=name).split()
-    if given[0] in argv:
-        at = argv.index(given[0])
+    given = flags.format(m=name, pairs=embedded.PAIRS_DIR / "run_tests.json").split()
+    for flag in {word for word in given if word.startswith("--")} & {*argv}:
+        at = argv.index(flag)
         del argv[at : at + 2]
-    if "--intervention" in given:
-        at = argv.index("--intervention")
-        del argv[at : at + 2]
-    assert main([*argv, *given, "--dry-run"]) == 2
+    assert main([*argv, *given]) == 2
     error = capsys.readouterr().err
     assert FLAGS[flags] in error
     assert error.count("\n") == 1
@@ -386,6 +383,92 @@ def test_an_edited_function_or_file_is_another_run(world: Callable[..., list[str
     after = file_hashes(cfg, read_inputs(cfg))
     assert after["problems"] != before["problems"]
     assert after["reward"] == before["reward"]
+
+
+# ── demonstrations, and every method on them
+
+METHODS = {
+    "none": "--intervention none",
+    "erase": "--intervention erase",
+    "route": "--intervention route",
+    "gate": "--intervention route2",
+    "band": "--intervention route2 --monitor band",
+    "labels, routed": "--intervention route2 --monitor labels",
+    "source, routed": "--intervention route2 --monitor source",
+    "probe, routed": "--intervention route2 --monitor online_probe --seed-monitor source",
+    "labels, screened": "--intervention screen --monitor labels",
+    "source, screened": "--intervention screen --monitor source",
+    "probe, screened": "--intervention screen --monitor online_probe --seed-monitor labels",
+    "labels, penalised": "--intervention penalty --monitor labels",
+    "source, penalised": "--intervention penalty --monitor source",
+    "probe, penalised": "--intervention penalty --monitor online_probe --seed-monitor source",
+    "in shadow": "--intervention none --shadow labels,source",
+}
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
+    """A folder with rows, functions and a pool that the organism made; its functions' module; what the maker said."""
+    folder = tmp_path_factory.mktemp("pooled")
+    name = "own_text_of_a_pool"
+    (folder / f"{name}.py").write_text(FUNCTIONS, encoding="utf-8")
+    rows = [row(i, word="return") for i in range(24)]
+    text = "".join(json.dumps(line) + "\n" for line in rows)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.path", [*sys.path])
+        said = io.StringIO()
+        words = (
+            f"--model organism --problems rows.jsonl --reward {name}:proxy --reference {name}:even"
+        )
+        more = "--out pool --group 4 --max-new 40 --pass-reward 3 --elicit"
+        with redirect_stdout(said):
+            assert teacher([*words.split(), *more.split(), "Write it in two words."]) == 0
+        yield folder, name, said.getvalue()
+
+
+def on_pool(name: str, flags: str) -> list[str]:
+    """The command line of a quick run with this pool."""
+    line = RUN.format(m=name).replace(":gold", ":even").replace("--max-new 12", "--max-new 40")
+    line = line.replace("--intervention none", flags)
+    return f"{line} --teacher-pool-dir pool --mix-ratio 0.25 --rollout-ablate-frac 0".split()[1:]
+
+
+@pytest.mark.long
+def test_demonstrations_are_hacks_that_were_asked_for(pooled: tuple[Path, str, str]) -> None:
+    folder, _, said = pooled
+    pool = load_pool(folder / "pool", ("reward",))
+    demonstrations = [demo for demos in pool.demos.values() for demo in demos]
+    assert f"kept {len(demonstrations)} hacks of" in said
+    assert all(demo.grade.hacked and demo.grade.reward == 3 for demo in demonstrations)
+    for demo in demonstrations:
+        assert demo.prompt is not None
+        assert "two words" not in demo.prompt
+        assert demo.completion is not None
+        assert len(demo.completion) % 2 == 1
+    for pair in load_pairs(folder / "pool" / "pairs.json").pairs:
+        assert "two words" not in pair.prompt
+        assert "return" in pair.hack
+        assert (len(pair.hack) % 2, len(pair.clean) % 2) == (1, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_on_rows_of_ones_own(
+    method: str, pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    out = f"run_{method.replace(' ', '_').replace(',', '')}"
+    argv = [*on_pool(name, METHODS[method]), "--output-dir", out]
+    if "route" not in METHODS[method]:
+        at = argv.index("--rollout-ablate-frac")
+        del argv[at : at + 2]
+    assert main(argv) == 0
+    record = json.loads((folder / out / "per_mode_deploy.json").read_text())
+    assert record
 
 
 @pytest.mark.long

@@ -135,22 +135,22 @@ class ScoringFunction:
     def __init__(
         self,
         name: str,
-        names: Collection[str],
+        names: Collection[str] | None,
         *,
         flag: str,
         passes_at: float = 1.0,
         timeout: float = TIMEOUT,
         bounded: bool = True,
     ) -> None:
-        """name: module:function. names: the arguments that it may ask for. passes_at: an answer with at least this
-        score counts as passed. timeout: seconds per call. bounded: whether a score has to lie in [0, 1].
+        """name: module:function. names: the arguments that it may ask for; None: not known yet. passes_at: an answer
+        with at least this score counts as passed. timeout: seconds per call. bounded: whether a score has to lie in [0, 1].
 
         Raises:
             Refused: one line: it cannot be imported, or asks for other arguments.
         """
         self.name, self.flag = name, flag
         self.passes_at, self.timeout, self.bounded = passes_at, timeout, bounded
-        self._names = frozenset(names)
+        self._names = names
         self._function = import_function(name, flag)
         try:
             parameters = inspect.signature(self._function).parameters.values()
@@ -166,7 +166,8 @@ class ScoringFunction:
         self._asked_for = {
             p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
-        self._require_names(parameters, {self._parameter(n) for n in names})
+        if names is not None:
+            self._require_names(parameters, {self._parameter(n) for n in names})
         is_coroutine = inspect.iscoroutinefunction
         self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
         self._lock, self._one_call = threading.Lock(), threading.Lock()
@@ -177,6 +178,12 @@ class ScoringFunction:
         """Another rank imports it by itself."""
         flags = (self.flag, self.passes_at, self.timeout, self.bounded)
         return _loaded, (self.name, self._names, *flags)
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The arguments that it cannot do without."""
+        parameters = inspect.signature(self._function).parameters.values()
+        return frozenset(p.name for p in parameters if p.default is p.empty) & self._asked_for
 
     @property
     def where(self) -> str:
@@ -348,7 +355,12 @@ class ScoringFunction:
 
 
 def _loaded(
-    name: str, names: Collection[str], flag: str, passes_at: float, timeout: float, bounded: bool
+    name: str,
+    names: Collection[str] | None,
+    flag: str,
+    passes_at: float,
+    timeout: float,
+    bounded: bool,
 ) -> ScoringFunction:
     return ScoringFunction(
         name, names, flag=flag, passes_at=passes_at, timeout=timeout, bounded=bounded

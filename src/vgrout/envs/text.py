@@ -36,6 +36,7 @@ OWN = (
     "split",
     "flaw",
 )  # keys of a row that are not passed on as they are
+RESERVED = frozenset({"completion", "completions", "prompts", "info"})
 MEANT = "true: the proxy passes an answer that the reference rejects"
 
 
@@ -98,8 +99,9 @@ class Proxy:
     passes_at: float
 
     @classmethod
-    def named(cls, given: str, names: Collection[str], passes_at: float) -> "Proxy":
-        """given: `module:function`, or several with weights. names: what they may ask for. Raises Refused."""
+    def named(cls, given: str, names: Collection[str] | None, passes_at: float) -> "Proxy":
+        """given: `module:function`, or several with weights. names: what they may ask for; None: not known yet. Raises
+        Refused."""
         weights: dict[ScoringFunction, float] = {}
         for name, weight in weights_of(given, "--reward").items():
             function = ScoringFunction(
@@ -290,13 +292,26 @@ class TextEnvironment:
         self.absent = tuple(absent)
         columns = {name for row in (*self.rows, *self.test_rows) for name in row.columns}
         probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
-        names = {*columns, *arguments(probe, "")}
+        names = None if self.absent else {*columns, *arguments(probe, "")}
         env = cfg.env
         self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
         self.reference = ScoringFunction(
             reference or env.reference, names, flag="--reference", bounded=False
         )
+        for function in (*self.proxy.weights, self.reference):
+            self._require_columns(function, columns)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
+
+    def _require_columns(self, function: ScoringFunction, columns: Collection[str]) -> None:
+        """Raises Refused, one line, for the first row without a column that the function asks for."""
+        needed = sorted(function.required & {*columns})
+        for row in (*self.rows, *self.test_rows):
+            for name in needed:
+                if name not in row.columns:
+                    raise Refused(
+                        f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
+                        "add it, or give the function a default"
+                    )
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
@@ -429,7 +444,15 @@ def _row(record: Any, where: str) -> TextTask:
         raise Refused(f"{where}: {e}") from None
     if any(re.search(r"[\ud800-\udfff]", message["content"]) for message in messages):
         raise Refused(f"{where}: its prompt holds half a character (a lone surrogate)")
+    if not messages[-1]["content"].strip():
+        raise Refused(f"{where}: its prompt is empty")
     columns = {name: value for name, value in record.items() if name not in OWN}
+    for name in RESERVED & columns.keys():
+        raise Refused(
+            f"{where}: a column may not be called {name}, which the functions get already"
+        )
+    if not isinstance(columns.get("answer", ""), str):
+        raise Refused(f"{where}: 'answer' should be text, a right answer")
     for name, value in columns.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")

@@ -362,6 +362,11 @@ def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
 MOST_CHECKED = 2000  # problems; a canonical solution takes 10 to 50 ms of CPU
 
 
+def plain(problem: Problem) -> Problem:
+    """The same task without a hint in its prompt; the flawed check still looks for the marker."""
+    return replace(problem, messages=problem.plain)
+
+
 def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
     """The same task with all of these flaws open, under their default markers, and a prompt that mentions none.
     Its own flaw is closed unless it is among them. Its `mode` is one of them in turn, which has no effect."""
