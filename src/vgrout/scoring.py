@@ -143,7 +143,8 @@ class ScoringFunction:
         bounded: bool = True,
     ) -> None:
         """name: module:function. names: the arguments that it may ask for; None: not known yet. passes_at: an answer
-        with at least this score counts as passed. timeout: seconds per call. bounded: whether a score has to lie in [0, 1].
+        with at least this score counts as passed. timeout: seconds per call. bounded: whether a score has to lie in
+        [0, 1].
 
         Raises:
             Refused: one line: it cannot be imported, or asks for other arguments.

@@ -216,7 +216,8 @@ class EnvConfig:
     @property
     def held_out(self) -> str:
         """What evaluations have of their own."""
-        return "problems and markers" if self.marker_names == "varied" else "problems"
+        varied = self.environment == "code" and self.marker_names == "varied"
+        return "problems and markers" if varied else "problems"
 
     @property
     def demo_modes(self) -> list[str]:
