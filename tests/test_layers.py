@@ -212,6 +212,7 @@ def test_a_wrong_flag_is_refused_without_torch(name: str) -> None:
     assert loaded_by(f"vgrout.{name}", {"torch", "transformers"}) == "[]"
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_does_something(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`vgrout NAME --help` runs the command's module, which ends by its exit code."""
