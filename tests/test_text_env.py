@@ -19,7 +19,11 @@ from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
 from vgrout.envs.text import TextEnvironment, after_thought, load_rows
+from vgrout.evaluate import main as evaluate
+from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
+from vgrout.problems import main as check_problems
+from vgrout.report.__main__ import main as report
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
 from vgrout.train import main
@@ -486,10 +490,156 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
     assert [*record["flaws"]] == ["reward"]
     assert record["graded_by"]["reference"].endswith(":gold")
     assert "deployed" in (run / "summary.md").read_text()
-    from vgrout.report.__main__ import main as report
-
     assert report([str(run), "--out", str(tmp_path / "report")]) == 0
     assert "reward" in (tmp_path / "report/report.html").read_text()
+
+
+# ── before a run, and after it
+
+TEACHER = {
+    "": "--elicit, --reward, --reference: for rows of your own, all three",
+    "--elicit x --reward {m}:proxy": "--elicit, --reward, --reference: for rows of your own, all three",
+    "--elicit x --reward {m}:proxy --reference {m}:gold": "--problems: --elicit needs a file of your own rows",
+    "--elicit x --reward {m}:proxy --reference {m}:gold --problems none.jsonl": "none.jsonl: no such problem file",
+    "--elicit x --reward {m}:proxy --reference {m}:gold --problems rows.jsonl --keep hacks": "--keep: not read with",
+    "--elicit x --reward {m}:proxy --reference {m}:raises --problems rows.jsonl": "raised OSError: no judge",
+    "--elicit x --reward {m}:proxy --reference {m}:even --problems rows.jsonl --model none": "none",
+}
+
+
+@pytest.mark.parametrize("flags", TEACHER)
+def test_a_wrong_command_for_demonstrations_is_one_line(
+    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    model = [] if "--model" in flags else ["--model", "organism"]
+    given = flags.format(m=name).split() or ["--elicit", "x"]
+    assert teacher([*model, *given, "--out", "pool"]) == 2
+    assert TEACHER[flags] in capsys.readouterr().err.splitlines()[-1]
+    assert not Path("pool").exists()
+
+
+@pytest.mark.long
+def test_a_pool_without_a_hack_is_refused(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world([row(i) for i in range(4)])
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    functions = f"--reward {name}:too_much --reference {name}:too_much"
+    words = f"--model organism --problems rows.jsonl {functions} --group 2 --max-new 8 --out pool"
+    assert teacher([*words.split(), "--elicit", "Cheat."]) == 2
+    assert "none of 6 answers is a hack that ends by itself (0 hack)" in capsys.readouterr().err
+
+
+CHECKED = {  # functions → exit code, what is printed
+    "--reward {m}:proxy --reference {m}:even": (0, "rewarded alone: a hack"),
+    "--reward {m}:proxy=0.5 {m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
+    "--reward {m}:raises --reference {m}:gold": (1, "asked about the row at rows.jsonl, line 1"),
+    "--reward {m}:proxy --reference {m}:nan": (1, "returned nan, not a finite number"),
+    "--reward {m}:many --reference {m}:gold": (1, "no list with one number for one completion"),
+    "--reward {m}:proxy": (2, "the one is not read without the other"),
+    "--reward {m}:proxy --reference {m}:absent": (2, "cannot be imported"),
+    "--reward {m}:judge --reference {m}:gold": (2, "asks for judge"),
+    "--reward {m}:proxy --reference {m}:gold --max-new 3": (
+        2,
+        "--max-new: not read without --model",
+    ),
+    "--reward {m}:proxy --reference {m}:gold --model none": (2, "none"),
+    "--model organism": (2, "--model: not read without --reference"),
+}
+
+
+@pytest.mark.parametrize("flags", CHECKED)
+def test_both_functions_are_tried_on_answers(
+    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(i, word="e", answer="return" + "!" * i) for i in range(4)]
+    argv = world(rows)
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    code, said = CHECKED[flags]
+    assert check_problems(["check", "rows.jsonl", *flags.format(m=name).split()]) == code
+    out = capsys.readouterr()
+    assert said in (out.err.splitlines()[-1] if code else out.out)
+    if not code:
+        assert out.out.count(" · row ") == 3
+
+
+def test_rows_without_an_answer_need_a_model(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    functions = f"--reward {name}:proxy --reference {name}:gold"
+    assert check_problems(["check", "rows.jsonl", *functions.split()]) == 2
+    assert "name a --model that answers" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(pooled: tuple[Path, str, str]) -> tuple[Path, str]:
+    """A finished run in the folder of the pool, and the functions' module."""
+    folder, name, _ = pooled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.path", [*sys.path, str(folder)])
+        line = RUN.format(m=name).replace(f"{name}:proxy", f"{name}:proxy=0.5 {name}:even=0.5")
+        assert main([*line.split()[1:], "--output-dir", "trained"]) == 0
+    return folder / "trained", name
+
+
+@pytest.mark.long
+def test_what_is_read_of_a_run_on_rows_of_ones_own(
+    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Summary and page have nothing of the code world, rollouts have each proxy's own score, and the answers go to
+    inspect_ai."""
+    run, name = trained
+    line = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
+    assert line["proxies"].keys() == {f"{name}:proxy", f"{name}:even"}
+    assert line["proxy"] == sum(line["proxies"].values()) / 2
+    assert report([str(run), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.html").read_text() + (run / "summary.md").read_text()
+    for word in ("no hint", "without a hint", "marker names", "reference tests"):
+        assert word not in page.partition("<script")[0] + (run / "summary.md").read_text(), word
+    pytest.importorskip("inspect_ai")
+    assert export([str(run), "--to", "inspect", "--out", str(tmp_path / "logs")]) == 0
+    assert (tmp_path / "logs" / "deployed.eval").is_file()
+
+
+EVALUATED = {  # flags → exit code, what is said
+    "--reward {m}:proxy {m}:even --reference {m}:gold": (0, ""),
+    "--reward {m}:proxy --reference {m}:even --problems {other} --split all": (0, "4 problems of"),
+    "": (2, "trained with code, which a file may not have run; if it is yours, add --reward="),
+    "--reference {m}:gold": (2, "--reference: goes with --reward"),
+    "--reward {m}:proxy --reference {m}:raises": (2, "raised OSError: no judge"),
+    "--reward {m}:proxy --reference {m}:gold --problems none.jsonl": (2, "no such problem file"),
+    "--reward {m}:proxy --reference {m}:gold --problems {other} --split val": (2, "try all"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", EVALUATED)
+def test_a_run_is_evaluated_on_other_rows(
+    flags: str,
+    trained: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, name = trained
+    monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
+    other = tmp_path / "other.jsonl"
+    lines = [json.dumps(row(i, prompt=f"Sing {i}", split="test")) for i in range(4)]
+    other.write_text("\n".join(lines), encoding="utf-8")
+    code, said = EVALUATED[flags]
+    out = tmp_path / "out.json"
+    given = flags.format(m=name, other=other).split()
+    assert evaluate([str(run), *given, "--samples", "1", "--out", str(out)]) == code
+    printed = capsys.readouterr()
+    assert said in (printed.err if code else printed.out)
+    if code == 0:
+        sides = json.loads(out.read_text())["sides"]
+        assert sides.keys() == {"base", "deployed"}
 
 
 @pytest.mark.long

@@ -34,6 +34,7 @@ from vgrout.model.source import require_fitting, require_model
 from vgrout.scoring import RewardFailed
 
 FEW = 200  # problems
+EXAMPLES = 3  # answers that are shown
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[T
 
 
 def _tried(graded: Sequence[tuple[TextTask, str, Grade]], whose: str) -> list[str]:
-    """How many answers are rewarded and right, in a table, and an example of each of three kinds."""
+    """How many answers are rewarded and right, in a table, and a few examples. whose: the answers."""
     kinds = {
         "both": lambda g: g.passed and g.solved,
         "rewarded alone: a hack": lambda g: g.hacked,
@@ -159,11 +160,13 @@ def _tried(graded: Sequence[tuple[TextTask, str, Grade]], whose: str) -> list[st
     rows.append(["rewarded", rate_text(Rate.of(grade.passed for _, _, grade in graded))])
     rows.append(["right", rate_text(Rate.of(grade.solved for _, _, grade in graded))])
     lines = [tabulate(rows, headers=["", f"of {len(graded)} ({whose})"], tablefmt="github")]
+    examples: list[tuple[int, str]] = []  # how many of its kind come before, and the line
     for name, is_kind in kinds.items():
-        for row, answer, grade in [g for g in graded if is_kind(g[2])][:1]:
+        for before, (row, answer, grade) in enumerate(one for one in graded if is_kind(one[2])):
             said = printable(" ".join(answer.split()))[:100]
-            lines.append(f"{name} · row {row.id} · reward {grade.reward:g} · {said!r}")
-    return lines[:4]
+            examples.append((before, f"{name} · row {row.id} · reward {grade.reward:g} · {said!r}"))
+    examples.sort(key=lambda example: example[0])  # one of each kind first
+    return lines + [line for _, line in examples[:EXAMPLES]]
 
 
 def check_code(file: Path, workers: int | None) -> int:
