@@ -494,6 +494,38 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
     assert "reward" in (tmp_path / "report/report.html").read_text()
 
 
+@pytest.mark.long
+def test_a_probe_needs_right_answers_of_the_base(
+    pooled: tuple[Path, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    line = RUN.format(m=name).replace(":gold", ":below")
+    flags = "--intervention screen --monitor online_probe --seed-monitor labels"
+    assert main(line.replace("--intervention none", flags).split()[1:]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "the reference accepts 0 of 68 answers of the base, 10 are needed" in said
+
+
+@pytest.mark.long
+def test_a_function_of_lists_sees_a_group_at_once(
+    pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    line = RUN.format(m=name).replace(":proxy", ":calls")
+    assert main([*line.split()[1:], "--output-dir", "in_lists"]) == 0
+    first, *asked = (folder / "calls").read_text().split()
+    assert first == "1"  # before the run
+    # 2 steps of 3 groups, an evaluation of 2; base and deployed on held-out rows, an answer each
+    assert asked.count("4") == 2 * 3 + 2
+    assert {*asked} == {"1", "4"}
+
+
 # ── before a run, and after it
 
 TEACHER = {
