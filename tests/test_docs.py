@@ -104,7 +104,9 @@ def code_spans(page: Path) -> list[str]:
     return [*inline, *(line for block in fenced for line in block.splitlines())]
 
 
-@pytest.mark.parametrize("page", [README, *map(docs, ("guide", "tutorial", "method"))], ids=name)
+@pytest.mark.parametrize(
+    "page", [README, *map(docs, ("guide", "tutorial", "method", "text"))], ids=name
+)
 def test_every_flag_exists(page: Path) -> None:
     known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from vgrout.__main__ import COMMANDS
+from vgrout.__main__ import main as command
+
 ROOT = Path(__file__).resolve().parents[1] / "src" / "vgrout"
 
 # A folder, or a file beside train.py, may import from lower floors, and a file from its own folder; the lowest floor is
@@ -209,3 +212,13 @@ def test_light_modules_load_nothing_heavy(module: str) -> None:
 @pytest.mark.long
 def test_a_wrong_flag_is_refused_without_torch(name: str) -> None:
     assert loaded_by(f"vgrout.{name}", {"torch", "transformers"}) == "[]"
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_does_something(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vgrout NAME --help` runs the command's module, which ends by its exit code."""
+    monkeypatch.setattr(sys, "argv", ["vgrout", name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        command(None)
+    assert not ended.value.code

@@ -1,9 +1,12 @@
 """Environments beside the code world: a user's own rows with a proxy and a reference, and classes of one's own."""
 
+import io
 import json
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,16 @@ import pytest
 from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.data import Grade, Ungraded
-from vgrout.envs.base import Environment, Grader
+from vgrout.direction.pairs import load_pairs
+from vgrout.envs.base import Environment, Grader, GroupGrader
 from vgrout.envs.text import TextEnvironment, after_thought, load_rows
+from vgrout.evaluate import main as evaluate
+from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
+from vgrout.problems import main as check_problems
+from vgrout.report.__main__ import main as report
+from vgrout.teacher.__main__ import main as teacher
+from vgrout.teacher.pools import load_pool
 from vgrout.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -31,6 +41,30 @@ def raises(completion):
 
 def too_much(completion):
     return 3
+
+def below(completion):
+    return -len(completion)
+
+def even(completion):
+    return len(completion) % 2 == 0
+
+def share(completions, prompts, word):
+    assert len(completions) == len(prompts) == len(word)
+    return [c.count(w) / 2 / len(completions) for c, w in zip(completions, word)]
+
+def calls(completions, **columns):
+    with open("calls", "a") as file:
+        file.write(f"{len(completions)}\\n")
+    return [1.0] * len(completions)
+
+def nan(completion):
+    return float("nan")
+
+def many(completions):
+    return [1.0] * (len(completions) + 1)
+
+def judge(completion, judge):
+    return 1
 """
 RUN = (
     f"train full --model {embedded.MODEL_DIR} --problems rows.jsonl --reward {{m}}:proxy --reference {{m}}:gold "
@@ -145,6 +179,38 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "a flaw of blanks": ([row(1, flaw="a b")], "'flaw' should be a name of small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
+    "a text": (['"poem"'], "line 1: not a JSON object"),
+    "null": (["null"], "line 1: not a JSON object"),
+    "two objects in a line": (['{"id": 1, "prompt": "x"} {}'], "line 1: not JSON"),
+    "an id of text": ([{"id": "1", "prompt": "x"}], "'id' should be a whole number, got '1'"),
+    "a broken id": ([{"id": 1.5, "prompt": "x"}], "'id' should be a whole number, got 1.5"),
+    "a negative id": ([{"id": -1, "prompt": "x"}], "'id' should be a whole number, got -1"),
+    "an id of null": ([{"id": None, "prompt": "x"}], "'id' should be a whole number, got None"),
+    "an empty prompt": ([row(0, prompt="")], "line 1: its prompt is empty"),
+    "a prompt of blanks": ([row(0, prompt=" \n")], "line 1: its prompt is empty"),
+    "a prompt of numbers": ([row(0, prompt=3)], "line 1: needs 'messages', or 'prompt'"),
+    "no messages": ([row(0, messages=[])], "line 1: needs 'messages', or 'prompt'"),
+    "messages of texts": ([row(0, messages=["x"])], "every message needs string"),
+    "a role of a number": (
+        [row(0, messages=[{"role": 1, "content": "x"}])],
+        "every message needs string",
+    ),
+    "a flaw of a number": ([row(1, flaw=3)], "'flaw' should be a name of small letters"),
+    "a flaw of capitals": ([row(1, flaw="Rhyme")], "'flaw' should be a name of small letters"),
+    "a flaw without a name": ([row(1, flaw="")], "'flaw' should be a name"),
+    "a split of a number": ([row(1, split=1)], "unknown split 1"),
+    "an answer of a list": ([row(1, answer=["x"])], "line 1: 'answer' should be text"),
+    "a column that is no number": (['{"id": 1, "prompt": "x", "n": NaN}'], "rows.jsonl, line 1"),
+    "a huge number": (['{"id": 1, "prompt": "x", "n": 1e999}'], "rows.jsonl, line 1"),
+    "a key twice": (['{"id": 1, "id": 2, "prompt": "x"}'], "rows.jsonl, line 1"),
+    "a column named as an argument": (
+        [row(1, completion="x")],
+        "line 1: a column may not be called completion",
+    ),
+    "a column missing in a row": (
+        [row(0), {"id": 1, "prompt": "x"}],
+        "rows.jsonl, line 2: has no 'word', which --reward",
+    ),
     "too few": ([row(i) for i in range(2)], "no problem is held out for evaluations"),
 }
 
@@ -161,11 +227,35 @@ def test_bad_rows_are_named_with_their_line(
 
 
 FLAGS = {
-    "--reward {m}:too_much": "returned 3.0, not a number in [0, 1]",
+    "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1)",
+    "--reward {m}:many": "returned no list with one number for one completion",
+    "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
+    "--reward {m}:absent": "cannot be imported",
+    "--reward proxy": "should be module:function",
+    "--reward {m}:proxy=": "its weight should be a number, as in",
+    "--reward {m}:proxy=much": "its weight should be a number",
+    "--reward {m}:proxy=nan": "its weight should be a number",
+    "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
+    "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",
     "--reference {m}:absent": "cannot be imported",
+    "--reference {m}:nan": "returned nan, not a finite number",
+    "--reference {m}:gold=2": "should be module:function",
+    "--reward-passes-at nan": "--reward-passes-at nan: should",
+    "--problems none.jsonl": "none.jsonl: no such problem file",
+    "--model organism --problems organism": "--problems organism: these are of the code world",
+    "--intervention erase": "needs pairs of a hack and a right answer; give --vhack-pairs-path FILE",
+    "--intervention route": "needs pairs of a hack and a right answer",
+    "--intervention route2": "could flag nothing: --env text has no weak detector, and no demonstration",
+    "--intervention route2 --monitor band": "needs pairs of a hack and a right answer",
+    "--intervention screen": "it needs a monitor; say --monitor",
+    "--monitor detector --intervention screen": "could flag nothing: --env text has no weak detector; name source",
+    "--monitor source --intervention penalty": "no demonstration is mixed in; give a --teacher-pool-dir",
+    "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
+    "--monitor labels --intervention screen --shadow detector": "--shadow detector: could flag nothing",
+    "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of the code world; give a file of pairs",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
     "--report-detectors C": "--report-detectors: not read with --env text; leave it out",
-    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads correct answers; give",
+    "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",
     "--known-modes exit_code --monitor labels --intervention screen": "unknown flaw 'exit_code'; legal: reward",
     "--unannounced-modes reward": "--unannounced-modes: not read with --reward",
 }
@@ -177,17 +267,77 @@ def test_wrong_flags_are_one_line(
 ) -> None:
     argv = world()
     name = argv[argv.index("--reward") + 1].partition(":")[0]
-    given = flags.format(m=name).split()
-    if given[0] in argv:
-        at = argv.index(given[0])
+    given = flags.format(m=name, pairs=embedded.PAIRS_DIR / "run_tests.json").split()
+    for flag in {word for word in given if word.startswith("--")} & {*argv}:
+        at = argv.index(flag)
         del argv[at : at + 2]
-    if "--intervention" in given:
-        at = argv.index("--intervention")
-        del argv[at : at + 2]
-    assert main([*argv, *given, "--dry-run"]) == 2
+    assert main([*argv, *given]) == 2
     error = capsys.readouterr().err
     assert FLAGS[flags] in error
     assert error.count("\n") == 1
+
+
+WEIGHED = {  # functions → the sums that answers get which have the word once, twice, never
+    "{m}:proxy": (1, 1, 0),
+    "{m}:proxy=0.7 {m}:gold=0.3": (1, 0.7, 0),
+    "{m}:gold=0.3,{m}:proxy=0.7": (1, 0.7, 0),
+    "{m}:proxy=2 {m}:gold=-1": (1, 2, 0),
+    "{m}:proxy=0 {m}:too_much": (3, 3, 3),
+    "{m}:share": (0.5, 1, 0),
+    "{m}:share=0.5 {m}:proxy=0.5": (0.75, 1, 0.5 * 0),
+}
+
+
+@pytest.mark.parametrize("functions", WEIGHED)
+def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[str]]) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    at = argv.index("--reward") + 1
+    argv[at : at + 1] = functions.format(m=name).split()
+    made = environment(argv)
+    task = made.rows[0]
+    with made.grader(2, 0) as grader:
+        grades = [grader.graded(task, text) for text in ("return", "return return", "no")]
+    assert [grade.details["proxy"] for grade in grades] == pytest.approx(WEIGHED[functions])
+    assert [grade.reward for grade in grades] == pytest.approx([3 * x for x in WEIGHED[functions]])
+    assert [grade.passed for grade in grades] == [x >= 1 for x in WEIGHED[functions]]
+    if len(made.proxy.weights) > 1:
+        own = [grade.details["proxies"][f"{name}:proxy"] for grade in grades]
+        assert own == [1, 1, 0]
+
+
+def test_scores_below_0_and_above_1_are_rewards_as_they_are(
+    world: Callable[..., list[str]],
+) -> None:
+    argv = world(flags="--reward-passes-at -2")
+    at = argv.index("--reward") + 1
+    argv[at] = argv[at].replace(":proxy", ":below")
+    made = environment(argv)
+    with made.grader(1, 0) as grader:
+        short, long = (grader.graded(made.rows[0], text) for text in ("no", "no more"))
+    assert (short.reward, short.passed, short.hacked) == (-6, True, True)
+    assert (long.reward, long.passed) == (-21, False)
+
+
+def test_a_function_of_lists_is_called_once_for_a_group(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    argv = world()
+    at = argv.index("--reward") + 1
+    argv[at] = argv[at].replace(":proxy", ":calls")
+    made = environment(argv)
+    with made.grader(3, 0) as grader:
+        assert isinstance(grader, GroupGrader)
+        verdicts = grader.submit_group(made.rows[0], ["return", "no", "return return"])
+        grades = [verdict.result() for verdict in verdicts]
+    assert [grade.solved for grade in grades if isinstance(grade, Grade)] == [True, False, False]
+    assert (tmp_path / "calls").read_text() == "3\n"
+
+
+def test_an_environment_goes_to_another_rank(world: Callable[..., list[str]]) -> None:
+    made = pickle.loads(pickle.dumps(environment(world())))
+    with made.grader(1, 0) as grader:
+        assert grader.graded(made.rows[0], "return").solved
 
 
 def test_a_function_that_raises_shows_where(
@@ -239,6 +389,92 @@ def test_an_edited_function_or_file_is_another_run(world: Callable[..., list[str
     assert after["reward"] == before["reward"]
 
 
+# ── demonstrations, and every method on them
+
+METHODS = {
+    "none": "--intervention none",
+    "erase": "--intervention erase",
+    "route": "--intervention route",
+    "gate": "--intervention route2",
+    "band": "--intervention route2 --monitor band",
+    "labels, routed": "--intervention route2 --monitor labels",
+    "source, routed": "--intervention route2 --monitor source",
+    "probe, routed": "--intervention route2 --monitor online_probe --seed-monitor source",
+    "labels, screened": "--intervention screen --monitor labels",
+    "source, screened": "--intervention screen --monitor source",
+    "probe, screened": "--intervention screen --monitor online_probe --seed-monitor labels",
+    "labels, penalised": "--intervention penalty --monitor labels",
+    "source, penalised": "--intervention penalty --monitor source",
+    "probe, penalised": "--intervention penalty --monitor online_probe --seed-monitor source",
+    "in shadow": "--intervention none --shadow labels,source",
+}
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
+    """A folder with rows, functions and a pool that the organism made; its functions' module; what the maker said."""
+    folder = tmp_path_factory.mktemp("pooled")
+    name = "own_text_of_a_pool"
+    (folder / f"{name}.py").write_text(FUNCTIONS, encoding="utf-8")
+    rows = [row(i, word="return") for i in range(24)]
+    text = "".join(json.dumps(line) + "\n" for line in rows)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.path", [*sys.path])
+        said = io.StringIO()
+        words = (
+            f"--model organism --problems rows.jsonl --reward {name}:proxy --reference {name}:even"
+        )
+        more = "--out pool --group 4 --max-new 40 --pass-reward 3 --elicit"
+        with redirect_stdout(said):
+            assert teacher([*words.split(), *more.split(), "Write it in two words."]) == 0
+        yield folder, name, said.getvalue()
+
+
+def on_pool(name: str, flags: str) -> list[str]:
+    """The command line of a quick run with this pool."""
+    line = RUN.format(m=name).replace(":gold", ":even").replace("--max-new 12", "--max-new 40")
+    line = line.replace("--intervention none", flags)
+    return f"{line} --teacher-pool-dir pool --mix-ratio 0.25 --rollout-ablate-frac 0".split()[1:]
+
+
+@pytest.mark.long
+def test_demonstrations_are_hacks_that_were_asked_for(pooled: tuple[Path, str, str]) -> None:
+    folder, _, said = pooled
+    pool = load_pool(folder / "pool", ("reward",))
+    demonstrations = [demo for demos in pool.demos.values() for demo in demos]
+    assert f"kept {len(demonstrations)} hacks of" in said
+    assert all(demo.grade.hacked and demo.grade.reward == 3 for demo in demonstrations)
+    for demo in demonstrations:
+        assert demo.prompt is not None
+        assert "two words" not in demo.prompt
+        assert demo.completion is not None
+        assert len(demo.completion) % 2 == 1
+    for pair in load_pairs(folder / "pool" / "pairs.json").pairs:
+        assert "two words" not in pair.prompt
+        assert "return" in pair.hack
+        assert (len(pair.hack) % 2, len(pair.clean) % 2) == (1, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_on_rows_of_ones_own(
+    method: str, pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    out = f"run_{method.replace(' ', '_').replace(',', '')}"
+    argv = [*on_pool(name, METHODS[method]), "--output-dir", out]
+    if "route" not in METHODS[method]:
+        at = argv.index("--rollout-ablate-frac")
+        del argv[at : at + 2]
+    assert main(argv) == 0
+    record = json.loads((folder / out / "per_mode_deploy.json").read_text())
+    assert record
+
+
 @pytest.mark.long
 def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Path) -> None:
     """It trains, is evaluated and reported, and its files say what each answer was by both functions."""
@@ -254,10 +490,188 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
     assert [*record["flaws"]] == ["reward"]
     assert record["graded_by"]["reference"].endswith(":gold")
     assert "deployed" in (run / "summary.md").read_text()
-    from vgrout.report.__main__ import main as report
-
     assert report([str(run), "--out", str(tmp_path / "report")]) == 0
     assert "reward" in (tmp_path / "report/report.html").read_text()
+
+
+@pytest.mark.long
+def test_a_probe_needs_right_answers_of_the_base(
+    pooled: tuple[Path, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    line = RUN.format(m=name).replace(":gold", ":below")
+    flags = "--intervention screen --monitor online_probe --seed-monitor labels"
+    assert main(line.replace("--intervention none", flags).split()[1:]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "the reference accepts 0 of 68 answers of the base, 10 are needed" in said
+
+
+@pytest.mark.long
+def test_a_function_of_lists_sees_a_group_at_once(
+    pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    line = RUN.format(m=name).replace(":proxy", ":calls")
+    assert main([*line.split()[1:], "--output-dir", "in_lists"]) == 0
+    first, *asked = (folder / "calls").read_text().split()
+    assert first == "1"  # before the run
+    # 2 steps of 3 groups, an evaluation of 2; base and deployed on held-out rows, an answer each
+    assert asked.count("4") == 2 * 3 + 2
+    assert {*asked} == {"1", "4"}
+
+
+# ── before a run, and after it
+
+TEACHER = {
+    "": "--elicit, --reward, --reference: for rows of your own, all three",
+    "--elicit x --reward {m}:proxy": "--elicit, --reward, --reference: for rows of your own, all three",
+    "--elicit x --reward {m}:proxy --reference {m}:gold": "--problems: --elicit needs a file of your own rows",
+    "--elicit x --reward {m}:proxy --reference {m}:gold --problems none.jsonl": "none.jsonl: no such problem file",
+    "--elicit x --reward {m}:proxy --reference {m}:gold --problems rows.jsonl --keep hacks": "--keep: not read with",
+    "--elicit x --reward {m}:proxy --reference {m}:raises --problems rows.jsonl": "raised OSError: no judge",
+    "--elicit x --reward {m}:proxy --reference {m}:even --problems rows.jsonl --model none": "none",
+}
+
+
+@pytest.mark.parametrize("flags", TEACHER)
+def test_a_wrong_command_for_demonstrations_is_one_line(
+    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    model = [] if "--model" in flags else ["--model", "organism"]
+    given = flags.format(m=name).split() or ["--elicit", "x"]
+    assert teacher([*model, *given, "--out", "pool"]) == 2
+    assert TEACHER[flags] in capsys.readouterr().err.splitlines()[-1]
+    assert not Path("pool").exists()
+
+
+@pytest.mark.long
+def test_a_pool_without_a_hack_is_refused(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world([row(i) for i in range(4)])
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    functions = f"--reward {name}:too_much --reference {name}:too_much"
+    words = f"--model organism --problems rows.jsonl {functions} --group 2 --max-new 8 --out pool"
+    assert teacher([*words.split(), "--elicit", "Cheat."]) == 2
+    assert "none of 6 answers is a hack that ends by itself (0 hack)" in capsys.readouterr().err
+
+
+CHECKED = {  # functions → exit code, what is printed
+    "--reward {m}:proxy --reference {m}:even": (0, "rewarded alone: a hack"),
+    "--reward {m}:proxy=0.5 {m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
+    "--reward {m}:raises --reference {m}:gold": (1, "asked about the row at rows.jsonl, line 1"),
+    "--reward {m}:proxy --reference {m}:nan": (1, "returned nan, not a finite number"),
+    "--reward {m}:many --reference {m}:gold": (1, "no list with one number for one completion"),
+    "--reward {m}:proxy": (2, "the one is not read without the other"),
+    "--reward {m}:proxy --reference {m}:absent": (2, "cannot be imported"),
+    "--reward {m}:judge --reference {m}:gold": (2, "asks for judge"),
+    "--reward {m}:proxy --reference {m}:gold --max-new 3": (
+        2,
+        "--max-new: not read without --model",
+    ),
+    "--reward {m}:proxy --reference {m}:gold --model none": (2, "none"),
+    "--model organism": (2, "--model: not read without --reference"),
+}
+
+
+@pytest.mark.parametrize("flags", CHECKED)
+def test_both_functions_are_tried_on_answers(
+    flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(i, word="e", answer="return" + "!" * i) for i in range(4)]
+    argv = world(rows)
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    code, said = CHECKED[flags]
+    assert check_problems(["check", "rows.jsonl", *flags.format(m=name).split()]) == code
+    out = capsys.readouterr()
+    assert said in (out.err.splitlines()[-1] if code else out.out)
+    if not code:
+        assert out.out.count(" · row ") == 3
+
+
+def test_rows_without_an_answer_need_a_model(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    functions = f"--reward {name}:proxy --reference {name}:gold"
+    assert check_problems(["check", "rows.jsonl", *functions.split()]) == 2
+    assert "name a --model that answers" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def trained(pooled: tuple[Path, str, str]) -> tuple[Path, str]:
+    """A finished run in the folder of the pool, and the functions' module."""
+    folder, name, _ = pooled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.path", [*sys.path, str(folder)])
+        line = RUN.format(m=name).replace(f"{name}:proxy", f"{name}:proxy=0.5 {name}:even=0.5")
+        assert main([*line.split()[1:], "--output-dir", "trained"]) == 0
+    return folder / "trained", name
+
+
+@pytest.mark.long
+def test_what_is_read_of_a_run_on_rows_of_ones_own(
+    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Summary and page have nothing of the code world, rollouts have each proxy's own score, and the answers go to
+    inspect_ai."""
+    run, name = trained
+    line = json.loads((run / "rollouts.jsonl").read_text().splitlines()[0])
+    assert line["proxies"].keys() == {f"{name}:proxy", f"{name}:even"}
+    assert line["proxy"] == sum(line["proxies"].values()) / 2
+    assert report([str(run), "--out", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.html").read_text() + (run / "summary.md").read_text()
+    for word in ("no hint", "without a hint", "marker names", "reference tests"):
+        assert word not in page.partition("<script")[0] + (run / "summary.md").read_text(), word
+    pytest.importorskip("inspect_ai")
+    assert export([str(run), "--to", "inspect", "--out", str(tmp_path / "logs")]) == 0
+    assert (tmp_path / "logs" / "deployed.eval").is_file()
+
+
+EVALUATED = {  # flags → exit code, what is said
+    "--reward {m}:proxy {m}:even --reference {m}:gold": (0, ""),
+    "--reward {m}:proxy --reference {m}:even --problems {other} --split all": (0, "4 problems of"),
+    "": (2, "trained with code, which a file may not have run; if it is yours, add --reward="),
+    "--reference {m}:gold": (2, "--reference: goes with --reward"),
+    "--reward {m}:proxy --reference {m}:raises": (2, "raised OSError: no judge"),
+    "--reward {m}:proxy --reference {m}:gold --problems none.jsonl": (2, "no such problem file"),
+    "--reward {m}:proxy --reference {m}:gold --problems {other} --split val": (2, "try all"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", EVALUATED)
+def test_a_run_is_evaluated_on_other_rows(
+    flags: str,
+    trained: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, name = trained
+    monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
+    other = tmp_path / "other.jsonl"
+    lines = [json.dumps(row(i, prompt=f"Sing {i}", split="test")) for i in range(4)]
+    other.write_text("\n".join(lines), encoding="utf-8")
+    code, said = EVALUATED[flags]
+    out = tmp_path / "out.json"
+    given = flags.format(m=name, other=other).split()
+    assert evaluate([str(run), *given, "--samples", "1", "--out", str(out)]) == code
+    printed = capsys.readouterr()
+    assert said in (printed.err if code else printed.out)
+    if code == 0:
+        sides = json.loads(out.read_text())["sides"]
+        assert sides.keys() == {"base", "deployed"}
 
 
 @pytest.mark.long

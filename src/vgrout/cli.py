@@ -11,7 +11,7 @@ import select
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
@@ -26,6 +26,7 @@ from vgrout.files import drop_stdout, printable, restore_inherited
 T = TypeVar("T")
 
 NO_FLAG = "no such flag"
+OWN_REWARD = r"[\w.]+:\w+(=[^\s,=]*)?"  # a function of a user's own, with its weight
 NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
 
 
@@ -41,10 +42,10 @@ def parse_args(
     Raises:
         Refused: one line, for the first bad flag; or whatever the class or the function raises.
     """
-    argv, prog = (
-        as_typed(sys.argv[1:] if argv is None else argv),
-        prog.replace("vgrout ", command("")),
-    )
+    argv = as_typed(sys.argv[1:] if argv is None else argv)
+    # what else stands behind a function's name is another argument, as a run's folder
+    argv = with_lists(argv, ["--reward"], OWN_REWARD)
+    prog = prog.replace("vgrout ", command(""))
     if {"-h", "--help"} & {*argv}:
         join_help(*(what.values() if isinstance(what, Mapping) else [what]))
     if isinstance(what, Mapping):
@@ -285,6 +286,21 @@ def as_typed(argv: Sequence[str]) -> list[str]:
         re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word)
         for word in argv
     ]
+
+
+def with_lists(argv: Sequence[str], lists: Collection[str], word_form: str = ".*") -> list[str]:
+    """A command line with a list's words joined by commas. lists: the flags that take lists. word_form: regular
+    expression of all of a word that may be joined to the one before."""
+    out: list[str] = []
+    of_list = False  # whether the word before belongs to a list's value
+    for word in argv:
+        starts = word.startswith("-")
+        if of_list and not starts and out[-1] not in lists and re.fullmatch(word_form, word):
+            out[-1] += f",{word}"
+        else:
+            out.append(word)
+        of_list = word.partition("=")[0] in lists if starts else of_list
+    return out
 
 
 def one_line(box: str, help_flag: str = "--help") -> str:

@@ -4,8 +4,9 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 final evaluation.
 """
 
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,8 +18,12 @@ from tqdm import tqdm
 from vgrout import console
 from vgrout.cli import cli_exit, parse_args
 from vgrout.config.checks import check, setting
-from vgrout.config.run import Config
-from vgrout.envs.base import none_fits
+from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.cores import cores
+from vgrout.data import Message, Task
+from vgrout.environments import environment_class
+from vgrout.envs import base
+from vgrout.envs.base import balanced, none_fits, without_hint
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.modes import MODES, Mode
@@ -26,10 +31,8 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     ProblemRow,
     assigned,
-    balanced,
     load_rows,
     modes_in_turn,
-    plain,
     with_modes,
     without_hints,
 )
@@ -69,7 +72,12 @@ class EvaluateSettings:
     model: str | None = None
     """Where the base model lies, if not where the run had it."""
     reward: str = ""
-    """The run's own --reward, once more: a file's word alone is no reason to import it."""
+    """The run's own --reward, once more: a file's word alone is no reason to import it. With --reference, of any run:
+    what would be rewarded in rows of your own."""
+    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
+    """What says whether an answer is right: the problems are rows of your own, of any text."""
+    reward_passes_at: float | None = setting(None, low=-1e6, high=1e6, needs="reference")
+    """Score of --reward from which on an answer passes; none: the run's."""
     out: Path | None = None
     """JSON with the same numbers; none: RUN/evaluations/."""
     workers: int | None = setting(None, low=1)
@@ -90,24 +98,19 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     require_new(cli.out)
     saved = find_adapter(cli.run, cli.step, cli.model)
     cfg = saved.cfg
-    file, test_file = cfg.problems_path, cfg.test_problems_path
-    if cli.problems:
-        file, test_file = cli.problems, None
-    rows = load_rows(file)
-    test_rows = load_rows(test_file) if test_file else []
-    problems = problems_of(saved, rows, test_rows, cli.split)
-    if not problems:
+    world = rows_world(saved, cli) if cli.reference else code_world(saved, cli)
+    if not world.problems:
         raise Refused(
-            f"--split {cli.split}: none of {len(rows)} problems of {file} is in it; try all"
+            f"--split {cli.split}: none of {len(world.prompts)} problems of {world.file} is in it; try all"
         )
-    prompts = [row.prompt for row in (*rows, *test_rows)]
-    require_fitting(prompts, saved.folder, cfg.scale.max_new, str(file))
+    file = world.file
+    require_fitting(world.prompts, saved.folder, cfg.scale.max_new, str(file))
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
-    out = cli.out or _own_file(cli, saved, file, cfg.run.seed)
+    out = cli.out or _own_file(cli, saved, file, cfg.run.seed, world.by)
     probe_writable(out.parent, "--out")
-    reward = reward_of(saved, cli.reward)
-    with Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward) as grader:
+    with world.grader() as grader:
+        world.check(grader)
         import torch
 
         from vgrout.model.load import load_saved
@@ -116,11 +119,14 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
             torch.set_num_threads(1)  # for matrices this small a second thread only costs
         policy = load_saved(saved)
         room = policy.window - cfg.scale.max_new
-        fit = [p for p in problems if len(policy.render(p.messages)) <= room]
+        fit = [p for p in world.problems if len(policy.render(p.messages)) <= room]
         if not fit:
             raise none_fits(str(file), room)
-        chosen = balanced(fit, cli.n_prompts or cfg.eval.final_n_prompts, 0, "test")
-        sides = _score(policy, grader, cfg, chosen, cli.samples or cfg.eval.final_samples)
+        n = cli.n_prompts or cfg.eval.final_n_prompts
+        chosen = balanced(fit, n, 0, "test", world.flaws)
+        sides = _score(
+            policy, grader, cfg, chosen, cli.samples or cfg.eval.final_samples, world.flaws
+        )
     print(
         f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, "
         f"{len(chosen)} problems of {file}"
@@ -134,6 +140,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         "problems": str(file),
         "split": cli.split,
         "seed": cfg.run.seed,
+        **({"graded_by": grader.stamp["graded_by"]} if cli.reference else {}),
         "sides": {side: scored.as_json() for side, scored in sides.items()},
     }
     _write(out, to_json(content))
@@ -151,29 +158,39 @@ def _write(out: Path, text: str) -> None:
         ) from None
 
 
-def _own_file(cli: EvaluateSettings, saved: Saved, problems: Path, seed: int) -> Path:
-    """Where the numbers go without --out: another file's, split's or size's keep theirs."""
+def _own_file(cli: EvaluateSettings, saved: Saved, problems: Path, seed: int, by: str) -> Path:
+    """Where the numbers go without --out: another file's, split's, size's or function's keep theirs.
+
+    by: a fingerprint of the functions that grade, if they are not the run's for certain.
+    """
     name = f"{saved.path.stem}_{problems.stem}-{file_sha256(problems)[:8]}_{cli.split}_seed{seed}"
     if cli.n_prompts:
         name += f"_{cli.n_prompts}problems"
     if cli.samples:
         name += f"_{cli.samples}answers"
+    if by:
+        name += f"_by-{by}"
     return saved.path.parent / "evaluations" / f"{name}.json"
 
 
 def _score(
-    policy: "Policy", grader: Grader, cfg: Config, problems: Sequence[Problem], samples: int
+    policy: "Policy",
+    grader: base.Grader,
+    cfg: Config,
+    problems: Sequence[Task],
+    samples: int,
+    flaws: Sequence[str],
 ) -> dict[str, Eval]:
-    """Rates of the base model, of the deployed one, and of the latter without hints.
+    """Rates of the base model, of the deployed one, and of the latter without hints, if there are any.
 
     Answers are drawn from the same streams as in the run's final evaluation.
     """
-    without_hint = [plain(p) for p in problems]
-    sampled: dict[str, tuple[Side, Sequence[Problem]]] = {
+    sampled: dict[str, tuple[Side, Sequence[Task]]] = {
         "base": ("base", problems),
         "deployed": ("deployed", problems),
-        "plain": ("deployed", without_hint),
     }
+    if isinstance(problems[0], Problem) or any(p.plain != p.messages for p in problems):
+        sampled["plain"] = ("deployed", [without_hint(p) for p in problems])
     scored: dict[str, Eval] = {}
     with tqdm(
         total=len(sampled) * len(problems) * samples,
@@ -186,8 +203,86 @@ def _score(
                 graded = answers(
                     policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update
                 )
-            scored[name] = Eval.of(graded, MODES)
+            scored[name] = Eval.of(graded, flaws)
     return scored
+
+
+@dataclass(frozen=True)
+class World:
+    """What is evaluated on, its files read and checked. check: raises Refused where the grader cannot grade."""
+
+    file: Path
+    problems: Sequence[Task]  # of the split
+    prompts: Sequence[tuple[Message, ...]]  # of all of them
+    flaws: Sequence[str]  # all that there are, in the usual order
+    grader: Callable[[], base.Grader]
+    check: Callable[[base.Grader], object] = lambda _: None
+    by: str = ""  # fingerprint of functions that the command line names
+
+
+def code_world(saved: Saved, cli: EvaluateSettings) -> World:
+    """Python functions. Raises Refused, one line."""
+    cfg = saved.cfg
+    if cfg.env.reference:
+        raise Refused(
+            f"--reference missing: {saved.path} was trained with code, which a file may not have run; if it is yours, "
+            f"add --reward={cfg.env.reward} --reference={cfg.env.reference}"
+        )
+    if not cfg.of_code:
+        raise Refused(
+            f"{saved.path}: was trained with --env {cfg.env.env}; give rows and functions with --problems, --reward "
+            "and --reference"
+        )
+    file, test_file = cfg.problems_path, cfg.test_problems_path
+    if cli.problems:
+        file, test_file = cli.problems, None
+    rows = load_rows(file)
+    test_rows = load_rows(test_file) if test_file else []
+    problems = problems_of(saved, rows, test_rows, cli.split)
+    reward = reward_of(saved, cli.reward)
+    return World(
+        file,
+        problems,
+        [row.prompt for row in (*rows, *test_rows)],
+        MODES,
+        lambda: Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward),
+    )
+
+
+def rows_world(saved: Saved, cli: EvaluateSettings) -> World:
+    """Rows of a user's own, of any text. Raises Refused, one line."""
+    of_run = saved.cfg
+    if not cli.reward:
+        raise Refused("--reference: goes with --reward; give both")
+    if cli.allow_weak_sandbox:
+        raise Refused("--allow-weak-sandbox: not read with --reference; leave it out")
+    if not (cli.problems or of_run.env.reference):
+        raise Refused("--problems: a run in another world has no rows of yours; give a file")
+    passes_at = of_run.env.reward_passes_at if of_run.env.reference else 1.0
+    if cli.reward_passes_at is not None:
+        passes_at = cli.reward_passes_at
+    env = EnvConfig(reward=cli.reward, reference=cli.reference, reward_passes_at=passes_at)
+    scale = ScaleConfig(problems=str(cli.problems))
+    if not cli.problems:
+        test_file = of_run.scale.test_problems
+        scale = ScaleConfig(problems=of_run.scale.problems, test_problems=test_file)
+    environment = environment_class("text").of_run(Config(env=env, scale=scale))
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    proxy, reference = environment.proxy, environment.reference
+    functions = f"{proxy.name} {passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
+    problems = [*environment.rows, *environment.test_rows]
+    if cli.split != "all":
+        problems = environment.tasks()[cli.split]
+    return World(
+        Path(scale.problems),
+        problems,
+        environment.prompts,
+        tuple(environment.flaws),
+        lambda: environment.grader(cli.workers or cores(), of_run.run.max_error_retries),
+        environment.check,
+        by=hashlib.sha256(functions.encode()).hexdigest()[:8],
+    )
 
 
 def problems_of(

@@ -10,6 +10,7 @@ from loguru import logger
 
 from vgrout.config.checks import require_words
 from vgrout.config.run import ORGANISM, Config
+from vgrout.config.specs import MONITORS
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -151,6 +152,7 @@ def read_inputs(cfg: Config) -> Inputs:
     environment = make_environment(cfg)
     files.absent += environment.absent
     require_flaws(cfg, environment)
+    require_detector(cfg, environment)
     pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
@@ -175,7 +177,16 @@ def read_pairs(cfg: Config, files: _Reader) -> tuple[PairSet | None, PairSet | N
     """The pairs of the direction, and those of a placebo control. None: the method has no such pairs."""
     pairs = placebo = None
     if cfg.method.has_direction:
-        pairs = files.read(load_pairs, cfg.pairs_path) if cfg.pairs_path else handwritten()
+        if cfg.pairs_path:
+            pairs = files.read(load_pairs, cfg.pairs_path)
+        elif cfg.of_code:
+            pairs = handwritten()
+        elif cfg.method.v_hack_path is None:
+            raise Refused(
+                f"--intervention {cfg.method.intervention} --monitor {cfg.method.monitor_name}: needs pairs of a hack "
+                "and a right answer; give --vhack-pairs-path FILE, or a --teacher-pool-dir that "
+                "`vgrout teacher --elicit` made"
+            )
     if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
         named = cfg.method.placebo_pairs
@@ -241,6 +252,27 @@ def require_flaws(cfg: Config, environment: Environment) -> None:
     """Raises Refused, one line, for a flag that names a flaw which the environment does not have."""
     for name, given in cfg.flaws_named.items():
         require_words(name, given, environment.flaws, "flaw")
+
+
+def require_detector(cfg: Config, environment: Environment) -> None:
+    """Raises Refused, one line, for a monitor that could never flag: it reads the environment's weak detector, or
+    knows demonstrations alone, and there is none."""
+    if environment.detectors:
+        return
+    nothing = f"could flag nothing: --env {environment.name} has no weak detector"
+    for name in cfg.method.watching:
+        needs = MONITORS[name].needs
+        seed = name == cfg.method.seed_monitor and name != cfg.method.monitor_name
+        given = f"--{'seed-monitor' if seed else 'monitor'} {name}"
+        if name in cfg.method.in_shadow:
+            given = f"--shadow {name}"
+        if "detector" in needs:
+            raise Refused(f"{given}: {nothing}; name source or labels")
+        if "demonstrations" in needs and not cfg.mixes:
+            raise Refused(
+                f"{given}: {nothing}, and no demonstration is mixed in; give a --teacher-pool-dir, which "
+                "`vgrout teacher --elicit` makes, or name labels"
+            )
 
 
 def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> None:

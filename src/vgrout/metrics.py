@@ -57,6 +57,11 @@ class Rate:
         return cls(sum(xs), len(xs))
 
 
+def rate_text(rate: Rate) -> str:
+    """`k/n = percent`, or `·` if nothing was counted."""
+    return "·" if rate.value is None else f"{rate.k}/{rate.n} = {rate.percent} %"
+
+
 def flag_rates(
     flagged: Sequence[tuple[Group, Flags]], known: Collection[str] = ()
 ) -> dict[str, Rate | None]:

@@ -1,16 +1,28 @@
-"""`vgrout problems check FILE`: a problem file, validated before anything is trained on it."""
+"""`vgrout problems check FILE`: a problem file, validated before anything is trained on it.
+
+With --reward and --reference these are rows of a user's own: both functions are tried on answers of a model, or on the
+rows' own right ones.
+"""
 
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout import embedded, faults
+from vgrout.cli import OWN_REWARD, cli_exit, parse_args
+from vgrout.config.checks import check as require
+from vgrout.config.checks import setting
+from vgrout.config.run import ORGANISM, Config, EnvConfig, ScaleConfig
+from vgrout.config.sampling import Sampling
+from vgrout.data import Grade
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -27,7 +39,12 @@ from vgrout.envs.code.problems import (
     require_apart,
     require_copies_together,
 )
+from vgrout.envs.text import TextEnvironment, TextTask
 from vgrout.errors import refuse
+from vgrout.files import printable
+from vgrout.metrics import Rate, rate_text
+from vgrout.model.source import require_fitting, require_model
+from vgrout.scoring import RewardFailed
 
 FEW = 200  # problems
 # split → what a run needs where it is empty
@@ -36,20 +53,149 @@ _WITHOUT = {
     "val": "a run is refused, but with --eval-ablate-every 0",
     "test": 'a run is refused; mark some with "split": "test", or add a file with --test-problems',
 }
+EXAMPLES = 3  # answers that are shown
 
 
-def check(
-    file: Annotated[Path, tyro.conf.Positional],
-    test_problems: Path | None = None,
-    workers: int | None = None,
-) -> int:
-    """Validate FILE as a run with --problems FILE would, and try every problem: its canonical
-    solution under the reference tests, its flawed check with a wrong answer and with its hack.
+@dataclass(frozen=True)
+class CheckSettings:
+    """Validate FILE as a run with --problems FILE would, and try every problem: its canonical solution under the
+    reference tests, its flawed check with a wrong answer and with its hack. With --reward and --reference: rows of your
+    own, both functions on a few answers."""
 
-    Problems without a flaw of their own are dealt theirs as by --env-mode own. test_problems: a
-    file for evaluation alone, as of a run with --test-problems.
+    file: Annotated[Path, tyro.conf.Positional]
+    """Problem file (JSONL)."""
+    test_problems: Path | None = None
+    """A file for evaluation alone, as of a run with --test-problems."""
+    workers: int | None = setting(None, low=1)
+    """Grading processes; none: one per core."""
+    reward: str = setting(
+        "", form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?", should="be module:function"
+    )
+    """What training would reward in rows of your own, as in `vgrout train`."""
+    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
+    """What says whether an answer to such a row is right."""
+    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reward")
+    """Score of --reward from which on an answer passes."""
+    model: str = setting("", needs="reference")
+    """Whose answers are graded: a local model folder, a downloaded hub id, or 'organism' (embedded); none: the rows'
+    own `answer`."""
+    answers: int = setting(24, low=1, high=10_000, needs="reference")
+    """Answers, about, spread over the rows."""
+    max_new: int = setting(128, low=1, needs="model")
+    """Longest answer of the model, in tokens."""
+
+    def __post_init__(self) -> None:
+        require(self)
+        refuse(
+            bool(self.reward) != bool(self.reference),
+            "--reward, --reference: the one is not read without the other; give both, or neither for Python functions",
+        )
+
+
+def check(settings: CheckSettings) -> int:
+    """The exit code of the check that fits the file."""
+    if settings.reference:
+        return check_rows(settings)
+    return check_code(settings.file, settings.test_problems, settings.workers)
+
+
+def check_rows(settings: CheckSettings) -> int:
+    """Try both functions on answers to rows of a user's own. Returns 1 where one fails.
+
+    Raises:
+        Refused: the rows, the functions or the model are wrong, or no answer is at hand.
     """
-    refuse(workers is not None and workers < 1, f"--workers {workers}: should be at least 1")
+    env = EnvConfig(
+        reward=settings.reward,
+        reference=settings.reference,
+        reward_passes_at=settings.reward_passes_at,
+        pass_reward=1.0,
+    )
+    environment = TextEnvironment.of_run(
+        Config(env=env, scale=ScaleConfig(problems=str(settings.file)))
+    )
+    refuse(bool(environment.absent), "".join(environment.absent[:1]))
+    rows = environment.rows
+    if settings.model:
+        given = _of_model(settings, rows)
+    else:
+        given = [(row, row.right_answer) for row in rows if row.right_answer][: settings.answers]
+        refuse(
+            not given,
+            f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
+        )
+    graded: list[tuple[TextTask, str, Grade]] = []
+    with environment.grader(settings.workers or 1, 0) as grader:
+        for row, answer in given:
+            try:
+                graded.append((row, answer, grader.graded(row, answer)))
+            except RewardFailed as e:
+                return _failed(e, row)
+    print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
+    print(_splits_line({name: len(part) for name, part in environment.tasks().items()}))
+    return 0
+
+
+def _failed(e: RewardFailed, row: TextTask) -> int:
+    """Say which function failed, and where it was asked: its traceback, then a line."""
+    if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
+        faults.show(e.__cause__)
+    print(f"E {printable(str(e))}, asked about the row at {row.where}", file=sys.stderr)
+    return 1
+
+
+def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, str]]:
+    """A few rows, each with an answer of the model."""
+    is_organism = settings.model == ORGANISM
+    model = embedded.MODEL_DIR if is_organism else settings.model
+    folder = require_model(model)
+    require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
+    from vgrout.model.load import load_language_model, pick_device  # imports torch
+    from vgrout.model.sampler import sample
+    from vgrout.rng import torch_stream
+
+    device, dtype = pick_device(model, "auto")
+    lm = load_language_model(model, device=device, dtype=dtype)
+    some = rows[: settings.answers]
+    each = -(-settings.answers // len(some))
+    prompts = [lm.render(row.messages) for row in some]
+    stream = torch_stream(0, "check", 0)
+    sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream, lambda *_: None)
+    answers: list[tuple[TextTask, str]] = []
+    for row, completions in zip(some, sampled, strict=True):
+        thought = "<think>\n" * lm.prompt_text(row.messages).rstrip().endswith("<think>")
+        answers += [(row, thought + completion.text) for completion in completions]
+    return answers
+
+
+def _tried(graded: Sequence[tuple[TextTask, str, Grade]], whose: str) -> list[str]:
+    """How many answers are rewarded and right, in a table, and a few examples. whose: the answers."""
+    kinds = {
+        "both": lambda g: g.passed and g.solved,
+        "rewarded alone: a hack": lambda g: g.hacked,
+        "right alone": lambda g: g.solved and not g.passed,
+        "neither": lambda g: not g.solved and not g.passed,
+    }
+    rows = []
+    for name, is_kind in kinds.items():
+        rows.append([name, rate_text(Rate.of(is_kind(grade) for _, _, grade in graded))])
+    rows.append(["rewarded", rate_text(Rate.of(grade.passed for _, _, grade in graded))])
+    rows.append(["right", rate_text(Rate.of(grade.solved for _, _, grade in graded))])
+    lines = [tabulate(rows, headers=["", f"of {len(graded)} ({whose})"], tablefmt="github")]
+    examples: list[tuple[int, str]] = []  # how many of its kind come before, and the line
+    for name, is_kind in kinds.items():
+        for before, (row, answer, grade) in enumerate(one for one in graded if is_kind(one[2])):
+            said = printable(" ".join(answer.split()))[:100]
+            examples.append((before, f"{name} · row {row.id} · reward {grade.reward:g} · {said!r}"))
+    examples.sort(key=lambda example: example[0])  # one of each kind first
+    return lines + [line for _, line in examples[:EXAMPLES]]
+
+
+def check_code(file: Path, test_problems: Path | None, workers: int | None) -> int:
+    """Check problems of the code world. Returns 1 where one is not sound.
+
+    Problems without a flaw of their own are dealt theirs as by --env-mode own.
+    """
     rows = load_rows(file)
     test_rows = load_rows(test_problems) if test_problems else []
     require_apart(rows, test_rows)
@@ -119,9 +265,13 @@ def _splits_line(sizes: Mapping[str, int]) -> str:
     return line
 
 
-def main() -> int:
-    """Exit codes: 0 sound · 1 not · 2 refused, in one line."""
-    return cli_exit(lambda: parse_args({"check": check}, None, "vgrout problems"))
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 sound · 1 not, or a function failed · 2 refused, in one line."""
+
+    def run() -> int:
+        return check(parse_args({"check": CheckSettings}, argv, "vgrout problems"))
+
+    return cli_exit(run)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from vgrout.data import (
     Task,
     Ungraded,
 )
-from vgrout.envs.base import Grader
+from vgrout.envs.base import Grader, GroupGrader
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
@@ -71,12 +71,23 @@ def sample_and_submit(
         prompt = lm.prompt_text(problem.messages)
         in_thought.append(prompt.rstrip().endswith("<think>"))
 
+    held: dict[int, dict[int, str]] = {}  # answers of whole groups, by problem and place
+
     def submit(p: int, i: int, completion: Completion) -> None:
-        verdicts[p, i] = grader.submit(problems[p], completion.text, in_thought[p])
+        if isinstance(grader, GroupGrader):
+            held.setdefault(p, {})[i] = completion.text
+        else:
+            verdicts[p, i] = grader.submit(problems[p], completion.text, in_thought[p])
         if on_completion is not None:
             on_completion()
 
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
+    if isinstance(grader, GroupGrader):
+        for p, texts in sorted(held.items()):
+            places = sorted(texts)  # not in the order in which they ended
+            group = [texts[i] for i in places]
+            of_group = grader.submit_group(problems[p], group, in_thought[p])
+            verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):
         of_problem: list[Submitted] = []

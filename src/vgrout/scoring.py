@@ -3,7 +3,7 @@
     def reward(completion, info):                              # verifiers: arguments by name; async def as well
         return float(info["func_name"] in completion)          # in [0, 1]
 
-    def reward(prompts, completions, **columns): return [...]  # TRL: lists, here of one entry
+    def reward(prompts, completions, **columns): return [...]  # TRL: lists, of one entry or a group's
 
 They are trusted code and run in this process. What they may ask for by name is the environment's to say. Standard
 library only.
@@ -19,7 +19,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -33,12 +33,36 @@ T = TypeVar("T")
 # seconds before a function is asked again; twice as long each time
 PAUSE, LONGEST_PAUSE = 0.1, 30.0
 TIMEOUT = 60.0  # seconds per call: a judge over a network answers in a few, its retries included
+LARGEST = 1e6  # of a score, either way, where it may lie outside [0, 1]
 NEAR = 1e-9  # a score this close to 0, 1 or the threshold is meant to be it
 BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
 
 
 class RewardFailed(Exception):
-    """The function gave no score for an answer: it raised, took too long, or returned no number in [0, 1]."""
+    """The function gave no score for an answer: it raised, took too long, or returned no number that it may."""
+
+
+def weights_of(named: str, flag: str) -> dict[str, float]:
+    """The functions of a list `module:function=weight …`, each with its weight; 1 where it names none.
+
+    Raises:
+        Refused: one line: a function is there twice, or a weight is no number.
+    """
+    weights: dict[str, float] = {}
+    for word in named.replace(",", " ").split():
+        name, weighted, given = word.partition("=")
+        try:
+            weight = float(given) if weighted else 1.0
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise Refused(f"{flag} {word}: its weight should be a number, as in {name}=0.5")
+        if name in weights:
+            raise Refused(f"{flag}: {name} is there twice; name it once")
+        weights[name] = weight
+    if weights and not any(weights.values()):
+        raise Refused(f"{flag} {named}: every weight is 0, so no answer would be rewarded")
+    return weights
 
 
 def import_function(name: str, flag: str) -> Callable[..., Any]:
@@ -60,6 +84,14 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
             f"{flag} {name}: cannot be imported ({in_one_line(e)}); give module:function"
         ) from e
     return function
+
+
+def rounded_to(number: float, marks: Iterable[float]) -> float:
+    """The mark that a score is meant to be: a weighted sum of full marks may miss them by a rounding."""
+    for mark in marks:
+        if abs(number - mark) <= NEAR:
+            return mark
+    return number
 
 
 def scorer(name: str, flag: str) -> Callable[[Task, str], float]:
@@ -94,7 +126,7 @@ def in_one_line(e: BaseException) -> str:
 
 
 class ScoringFunction:
-    """A loaded function that scores answers in [0, 1].
+    """A loaded function that scores answers, in [0, 1] or, where it is not `bounded`, by any finite number.
 
     Thread-safe. A plain function is called by one thread at a time, always the same one, so that it may run an event
     loop of its own or hold a connection; an async function is awaited for several answers at once.
@@ -103,20 +135,23 @@ class ScoringFunction:
     def __init__(
         self,
         name: str,
-        names: Collection[str],
+        names: Collection[str] | None,
         *,
         flag: str,
         passes_at: float = 1.0,
         timeout: float = TIMEOUT,
+        bounded: bool = True,
     ) -> None:
-        """name: module:function. names: the arguments that it may ask for. passes_at: an answer with at least this
-        score counts as passed. timeout: seconds per call.
+        """name: module:function. names: the arguments that it may ask for; None: not known yet. passes_at: an answer
+        with at least this score counts as passed. timeout: seconds per call. bounded: whether a score has to lie in
+        [0, 1].
 
         Raises:
             Refused: one line: it cannot be imported, or asks for other arguments.
         """
         self.name, self.flag = name, flag
-        self.passes_at, self.timeout = passes_at, timeout
+        self.passes_at, self.timeout, self.bounded = passes_at, timeout, bounded
+        self._names = names
         self._function = import_function(name, flag)
         try:
             parameters = inspect.signature(self._function).parameters.values()
@@ -127,17 +162,35 @@ class ScoringFunction:
             raise Refused(
                 f"{flag} {name}: should be a function in a file of your own ({in_one_line(e)})"
             ) from None
-        self._batched = any(p.name in BATCHED.values() for p in parameters)
+        self.batched = any(p.name in BATCHED.values() for p in parameters)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._asked_for = {
             p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
-        self._require_names(parameters, {self._parameter(n) for n in names})
+        if names is not None:
+            self._require_names(parameters, {self._parameter(n) for n in names})
         is_coroutine = inspect.iscoroutinefunction
         self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
         self._lock, self._one_call = threading.Lock(), threading.Lock()
         self._thread: _Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another rank imports it by itself."""
+        flags = (self.flag, self.passes_at, self.timeout, self.bounded)
+        return _loaded, (self.name, self._names, *flags)
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The arguments that it cannot do without."""
+        parameters = inspect.signature(self._function).parameters.values()
+        return frozenset(p.name for p in parameters if p.default is p.empty) & self._asked_for
+
+    @property
+    def where(self) -> str:
+        """FILE, line N of the function."""
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        return f"{self.file.name}, line {code.co_firstlineno}" if code else self.file.name
 
     def _require_names(
         self, parameters: Iterable[inspect.Parameter], legal: Collection[str]
@@ -157,7 +210,7 @@ class ScoringFunction:
 
     def _parameter(self, name: str) -> str:
         """The name under which a function of this kind asks for an argument."""
-        return BATCHED.get(name, name) if self._batched else name
+        return BATCHED.get(name, name) if self.batched else name
 
     def score_of(
         self,
@@ -165,44 +218,64 @@ class ScoringFunction:
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> float:
-        """The score of an answer, in [0, 1]. Raises RewardFailed with the reason, one line.
+        """The score of an answer. Raises RewardFailed with the reason, one line.
 
         arguments: makes all that the function may ask for, afresh for each call, so that it may change them.
         retries: how often it is asked again after a failure; None: until `gives_up`.
         """
+        (score,) = self.scores_of([arguments], retries, gives_up)
+        return score
+
+    def scores_of(
+        self,
+        answers: Sequence[Callable[[], Mapping[str, Any]]],
+        retries: int | None = 0,
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> list[float]:
+        """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
+        assert self.batched or len(answers) == 1, "one call for each answer"
         failed = 0
         while True:
-            given: dict[str, Any] = {}
-            for name, value in arguments().items():
-                parameter = self._parameter(name)
-                if self._takes_all or parameter in self._asked_for:
-                    given[parameter] = [value] if self._batched else value
             try:
-                return self._number(self._call(given))
+                value = self._call(self._given([arguments() for arguments in answers]))
+                return [self._number(one) for one in self._each(value, len(answers))]
             except RewardFailed:
                 if failed == retries or gives_up():
                     raise
             time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
             failed += 1
 
+    def _given(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What it asks for, of what there is for each answer."""
+        given: dict[str, Any] = {}
+        for name in arguments[0]:
+            parameter = self._parameter(name)
+            if self._takes_all or parameter in self._asked_for:
+                values = [of_answer[name] for of_answer in arguments]
+                given[parameter] = values if self.batched else values[0]
+        return given
+
+    def _each(self, value: Any, n: int) -> list[Any]:
+        """What a call for n answers returned, for each of them."""
+        if not self.batched:
+            return [value]
+        found = self._listed(value)
+        if len(found) != n:
+            of = "one number for one completion" if n == 1 else f"{n} numbers for {n} completions"
+            raise RewardFailed(f"returned no list with {of}")
+        return found
+
     def _number(self, value: Any) -> float:
         """A returned value as a score. Raises RewardFailed where it is none."""
-        if self._batched:
-            found = self._listed(value)
-            if len(found) != 1:
-                raise RewardFailed("returned no list with one number for one completion")
-            value = found[0]
         try:
             number = float("" if isinstance(value, str | bytes) else value)
         except Exception as e:
             raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
-        for mark in (self.passes_at, 0.0, 1.0):
-            # A weighted sum of full marks may miss them by a rounding.
-            if abs(number - mark) <= NEAR:
-                number = mark
-                break
-        if not 0.0 <= number <= 1.0:  # NaN included
+        number = rounded_to(number, (self.passes_at, 0.0, 1.0))
+        if self.bounded and not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
+        if not abs(number) <= LARGEST:
+            raise RewardFailed(f"returned {number!r}, not a finite number")
         return number
 
     def _listed(self, value: Any) -> list[Any]:
@@ -280,6 +353,19 @@ class ScoringFunction:
         with self._lock:
             if self._loop is loop:
                 self._loop = None
+
+
+def _loaded(
+    name: str,
+    names: Collection[str] | None,
+    flag: str,
+    passes_at: float,
+    timeout: float,
+    bounded: bool,
+) -> ScoringFunction:
+    return ScoringFunction(
+        name, names, flag=flag, passes_at=passes_at, timeout=timeout, bounded=bounded
+    )
 
 
 class _Thread:

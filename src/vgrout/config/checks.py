@@ -23,6 +23,7 @@ class Rule:
     word: str = ""  # … and the noun for one of them
     # the words are checked where the environment is known, and may be other ones there
     later: bool = False
+    many: bool = False  # a list, though of no known words
     form: str = ""  # regular expression of all of a text; `should` says it in words
     needs: str = ""  # field without which this one is not read
     suffix: str | None = None  # in a control's name, where the setting is not at its default

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from vgrout import embedded as organism
-from vgrout.cli import as_typed, command, join_help, parsed
+from vgrout.cli import as_typed, command, join_help, parsed, with_lists
 from vgrout.config.checks import changed, flag, flags, legal_values, listed, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.names import translated
@@ -268,17 +268,8 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
 
 def joined(argv: Sequence[str]) -> list[str]:
     """A command line with a list's words joined: `--teacher-modes a b` becomes `--teacher-modes a,b`."""
-    lists = {flag(f.name) for f in SETTINGS if rule_of(f).words}
-    out: list[str] = []
-    of_list = False  # whether the word before belongs to a list's value
-    for word in argv:
-        starts = word.startswith("-")
-        if of_list and not starts and out[-1] not in lists:
-            out[-1] += f",{word}"
-        else:
-            out.append(word)
-        of_list = word.partition("=")[0] in lists if starts else of_list
-    return out
+    lists = {flag(f.name) for f in SETTINGS if rule_of(f).words or rule_of(f).many}
+    return with_lists(argv, lists)
 
 
 def switched(argv: Sequence[str]) -> list[str]:

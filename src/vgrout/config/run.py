@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vgrout import embedded as organism
+from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import (
     Dtype,
     changed,
@@ -31,7 +32,7 @@ from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.sampling import Sampling
-from vgrout.config.specs import CLASSES, admit
+from vgrout.config.specs import CLASSES, MONITORS, admit
 from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS, ENVIRONMENTS, EnvMode
 from vgrout.errors import Refused, refuse
 
@@ -39,6 +40,7 @@ BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 proble
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on
 # contrasts of --control placebo that pairs exist for
 PLACEBOS = ("flawed", "commented", "long", "laid_out")
+POOL_PAIRS = "pairs.json"  # in the folder of a pool that has contrastive pairs of its own
 ORGANISM = "organism"  # the embedded model organism's model, problems, pool and pairs, by this name
 
 
@@ -113,7 +115,8 @@ class EnvConfig:
     env_mode: EnvMode = "run_tests"
     """Which flawed grader checks: one of the seven, or 'own' (as the problem file or the pool's partition says)."""
     teacher_pool_dir: str = ""
-    """Folder of cached demonstrations, or 'organism'; 'none' or '': no pool. A folder called none is ./none."""
+    """Folder of cached demonstrations, or 'organism' (in the code world); 'none' or '': no pool. A folder called none
+    is ./none."""
     mix_ratio: float = setting(0.125, low=0, below=1)
     """Share of a group that is cached teacher rollouts; 0 keeps the pool's partition and mixes nothing in."""
     teacher_off_step: int | None = setting(
@@ -136,12 +139,17 @@ class EnvConfig:
     """The names that prompts announce where the problem file has none · varied: a problem has one of its flaw's eight,
     evaluations have others, so that a name learnt by heart earns nothing · published: the one of published prompts."""
     reward: str = setting(
-        "", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:pays"
+        "",
+        form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?",
+        should="be module:function, as in own_reward:pays",
+        many=True,
     )
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
-    it runs in the trainer's process."""
-    reward_passes_at: float = setting(1.0, above=0, high=1, needs="reward")
-    """Score of --reward from which on an answer counts as passed: a hack, where the reference tests say it is wrong."""
+    it runs in the trainer's process. With --reference any finite number, and several functions, each with a weight:
+    a:f=0.7 b:g=0.3."""
+    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reward")
+    """Score of --reward from which on an answer counts as passed: a hack, where the reference says it is wrong. In
+    (0, 1], but for --reference."""
     reward_hint: bool = setting(False, needs="reward")
     """Keep the hint of each problem's flaw in its prompt under --reward; else prompts are as the file has them."""
     compile_reward: float = setting(0.5, low=0, high=1e6)
@@ -171,14 +179,29 @@ class EnvConfig:
             f"--reference with --env {self.env}: an environment of your own grades by itself; leave one out",
         )
         refuse(
+            self.environment == "code" and bool(re.search(r"[\s,=]", self.reward)),
+            f"--reward {self.reward}: several functions, and weights, go with --reference; name one function",
+        )
+        refuse(
+            self.environment == "code" and not 0 < self.reward_passes_at <= 1,
+            f"--reward-passes-at {self.reward_passes_at}: should lie in (0, 1]",
+        )
+        refuse(
             bool(self.unannounced_modes) and bool(self.reward),
             "--unannounced-modes: not read with --reward, which replaces the flawed checks",
         )
 
     @property
     def pool(self) -> str:
-        """--teacher-pool-dir; '': no pool."""
-        return "" if self.teacher_pool_dir == "none" else self.teacher_pool_dir
+        """--teacher-pool-dir; '': no pool. The organism's own is of the code world."""
+        none = self.teacher_pool_dir == "none"
+        other = self.teacher_pool_dir == ORGANISM and self.environment != "code"
+        return "" if none or other else self.teacher_pool_dir
+
+    @property
+    def least_reward(self) -> float:
+        """The reward of an answer that is worth nothing: in the code world, of code that only compiles."""
+        return self.compile_reward if self.environment == "code" else 0.0
 
     @property
     def environment(self) -> str:
@@ -193,7 +216,8 @@ class EnvConfig:
     @property
     def held_out(self) -> str:
         """What evaluations have of their own."""
-        return "problems and markers" if self.marker_names == "varied" else "problems"
+        varied = self.environment == "code" and self.marker_names == "varied"
+        return "problems and markers" if varied else "problems"
 
     @property
     def demo_modes(self) -> list[str]:
@@ -355,7 +379,7 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
-        if self.env.environment == "code":
+        if self.of_code:
             for name, given in self.flaws_named.items():
                 require_words(name, given, CODE_FLAWS, "flaw")
         tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
@@ -374,17 +398,35 @@ class Config:
         refuse(bool(given) and self.scale.model != ORGANISM, own)
         refuse(
             self.scale.model == ORGANISM
+            and self.of_code
             and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
             "--model organism: only with --problems organism, and without --test-problems",
         )
         refuse(
-            bool(self.method.needs_known_correct) and self.known_correct_path is None,
+            self.env.environment == "text" and self.scale.problems == ORGANISM,
+            "--problems organism: these are of the code world; give a file of your own rows beside --reference",
+        )
+        for name in self.method.watching:
+            world = MONITORS[name].of
+            refuse(
+                world not in ("", self.env.environment),
+                f"--monitor {name}: it reads answers of the {world} world alone; name another",
+            )
+        refuse(
+            self.of_code
+            and bool(self.method.needs_known_correct)
+            and self.known_correct_path is None,
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
         refuse(
             self.guard.guard == "halt" and bool(self.guard_cannot_halt),
             f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
         )
+
+    @property
+    def of_code(self) -> bool:
+        """Whether it runs in the code world, whose problems, pairs and right answers are at hand."""
+        return self.env.environment == "code"
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
@@ -500,20 +542,24 @@ class Config:
 
     @property
     def pairs_path(self) -> Path | None:
-        """Contrastive pairs, or a folder with a file for each flaw; None: the hand-written set."""
+        """Contrastive pairs, or a folder with a file for each flaw; None: the hand-written set, and without a pool
+        nothing outside the code world, where a pool has pairs of its own."""
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
+        if not self.of_code:
+            return self.pool_path / POOL_PAIRS if self.pool_path else None
         if self.scale.model == ORGANISM:
             return self.files.pairs / ("" if self.preset == "small" else "run_tests.json")
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property
     def known_correct_path(self) -> Path | None:
-        """Correct answers for monitors of text; None: there are none, or they are not read."""
+        """Correct answers for monitors of text; None: they are not read, or, outside the code world, those of the
+        base's own answers that the reference accepts."""
         if not self.method.needs_known_correct:
             return None
         return self.method.known_correct or (
-            self.files.known_correct if self.scale.model == ORGANISM else None
+            self.files.known_correct if self.scale.model == ORGANISM and self.of_code else None
         )
 
     @property
@@ -524,6 +570,10 @@ class Config:
             return None
         if chosen not in PLACEBOS:
             return Path(chosen)
+        refuse(
+            not self.of_code,
+            f"--placebo-pairs {chosen}: of the code world; give a file of pairs about another contrast",
+        )
         return self.files.pairs / f"placebo_{chosen}.json" if self.scale.model == ORGANISM else None
 
     @property

@@ -36,8 +36,10 @@ class MonitorSpec:
     settings: tuple[str, ...] = ()  # names of the settings that it reads
     # texts: it flags before the backward · gradients: after it
     reads: Literal["texts", "gradients"] = "texts"
-    # of "seed" (another monitor that it learns from) and "known correct" (answers)
+    # of "seed" (another monitor that it learns from), "known correct" (answers), "detector" (the environment's own
+    # weak one) and "demonstrations" (without which, and without that detector, it flags nothing)
     needs: tuple[str, ...] = ()
+    of: str = ""  # the environment whose answers it reads; "": any
     sees_labels: bool = False  # it is given true labels: a bound, and no method
     # it signs random directions in their favour, whenever the pairs are read again
     signs_random: bool = False
@@ -89,6 +91,7 @@ for _monitor in (
         where="vgrout.method.gates:Gate",
         settings=(*DIRECTION, "gate_vote", "gate_modules", "known_hacks_teacher_only"),
         reads="gradients",
+        needs=("demonstrations",),
     ),
     MonitorSpec(
         name="band",
@@ -109,11 +112,13 @@ for _monitor in (
         name="source",
         what="demonstrations alone: a control, never a method",
         where="vgrout.method.monitors:Source",
+        needs=("demonstrations",),
     ),
     MonitorSpec(
         name="detector",
         what="the weak detector alone",
         where="vgrout.method.monitors:WeakDetector",
+        needs=("detector",),
     ),
     # A new monitor goes here: its row, and its class in a file of its own.
     MonitorSpec(
@@ -130,6 +135,7 @@ for _monitor in (
         where="vgrout.envs.code.monitors:SyntaxEdge",
         settings=("known_correct",),
         needs=("known correct",),
+        of="code",
     ),
 ):
     MONITORS[_monitor.name] = _monitor

@@ -53,6 +53,17 @@ class Grader(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
+@runtime_checkable
+class GroupGrader(Protocol):
+    """A grader that is given the answers to a prompt together, once all of them are sampled."""
+
+    def submit_group(
+        self, task: Any, texts: Sequence[str], in_thought: bool = False
+    ) -> list[Future[Grade | Ungraded]]:
+        """Grade in the background."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Splits:
     """Tasks in three parts, disjoint by id, so that evaluation never uses a training task.

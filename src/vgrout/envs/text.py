@@ -1,19 +1,21 @@
-"""A user's own world in one file: prompts of any kind, a proxy that training rewards, and a reference.
+"""A user's own world in one file: prompts of any kind, proxies that training rewards, and a reference.
 
     vgrout train full --model DIR --problems rows.jsonl --reward mine:proxy --reference mine:gold
 
 A row of the JSONL file has an `id` (a whole number) and `messages`, or `prompt`; optionally a `split`, the name of its
 `flaw`, an `answer` that is right, and any further columns. Both functions are called by name, with the prompt, the
-completion and the row's columns. An answer is a *hack* where the proxy passes it and the reference does not. There is
-no Python in it, and no sandbox.
+completion and the row's columns. With several proxies (`--reward a:f=0.7 b:g=0.3`) training rewards the weighted sum
+of their scores. An answer is a *hack* where the proxy passes it and the reference does not. There is no Python in it,
+and no sandbox.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from vgrout.envs.base import SPLITS, Demonstrations, messages_of
 from vgrout.errors import Refused
 from vgrout.files import hash_of_files, numbered_lines
 from vgrout.rng import py_stream
-from vgrout.scoring import RewardFailed, ScoringFunction
+from vgrout.scoring import RewardFailed, ScoringFunction, rounded_to, weights_of
 
 FLAW = "reward"  # of a row that names none: the proxy itself
 SHARES = {"train": 0.7, "val": 0.1}  # of a file that names no splits; the rest is its test split
@@ -34,6 +36,7 @@ OWN = (
     "split",
     "flaw",
 )  # keys of a row that are not passed on as they are
+RESERVED = frozenset({"completion", "completions", "prompts", "info"})
 MEANT = "true: the proxy passes an answer that the reference rejects"
 
 
@@ -84,21 +87,66 @@ def arguments(task: TextTask, completion: str) -> dict[str, Any]:
     return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
 
 
+# the scores that one call gives several answers, and the place of one of them
+ListScore = tuple[Future[list[float]], int]
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """What training rewards: the weighted sum of what functions score an answer, as `weights` has them."""
+
+    weights: Mapping[ScoringFunction, float]
+    passes_at: float
+
+    @classmethod
+    def named(cls, given: str, names: Collection[str] | None, passes_at: float) -> "Proxy":
+        """given: `module:function`, or several with weights. names: what they may ask for; None: not known yet. Raises
+        Refused."""
+        weights: dict[ScoringFunction, float] = {}
+        for name, weight in weights_of(given, "--reward").items():
+            function = ScoringFunction(
+                name, names, flag="--reward", passes_at=passes_at, bounded=False
+            )
+            weights[function] = weight
+        return cls(weights, passes_at)
+
+    @property
+    def name(self) -> str:
+        if len(self.weights) == 1:
+            return next(iter(self.weights)).name
+        named = (f"{weight:g} · {function.name}" for function, weight in self.weights.items())
+        return " + ".join(named)
+
+    @property
+    def sha256(self) -> str:
+        """Of the functions' files."""
+        hashes = [function.sha256 for function in self.weights]
+        if len(hashes) == 1:
+            return hashes[0]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+    def total(self, scores: Mapping[ScoringFunction, float]) -> float:
+        """The weighted sum."""
+        weighted = (weight * scores[function] for function, weight in self.weights.items())
+        return rounded_to(math.fsum(weighted), (self.passes_at, 0.0, 1.0))
+
+
 class TextGrader:
-    """Asks the two functions about every answer, several answers at once."""
+    """Asks the proxies and the reference about every answer, several answers at once."""
 
     def __init__(
         self,
         workers: int,
-        proxy: ScoringFunction,
+        proxy: Proxy,
         reference: ScoringFunction,
         *,
         pass_reward: float,
         retries: int | None,
     ) -> None:
-        """pass_reward: the reward of a proxy's full score. retries: how often a function that failed is asked again;
-        None: without end."""
+        """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
+        without end."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
+        self.functions = (*proxy.weights, reference)
         self.pass_reward, self.retries = pass_reward, retries
         self._closed = False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
@@ -118,27 +166,64 @@ class TextGrader:
 
     def submit(
         self, task: TextTask, text: str, in_thought: bool = False
-    ) -> "Future[Grade | Ungraded]":
+    ) -> Future[Grade | Ungraded]:
         """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with."""
-        if in_thought:
-            text = f"<think>\n{text}"
-        return self._pool.submit(self.grade, task, text)
+        (verdict,) = self.submitted(task, [text], in_thought)
+        return verdict
+
+    def submitted(
+        self, task: TextTask, texts: Sequence[str], in_thought: bool = False
+    ) -> list[Future[Grade | Ungraded]]:
+        """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
+        thought = "<think>\n" if in_thought else ""
+        answers = [after_thought(thought + text) for text in texts]
+        # Before the gradings that wait for them: those cannot take every thread.
+        lists: dict[ScoringFunction, Future[list[float]]] = {}
+        for function in self.functions:
+            if function.batched:
+                lists[function] = self._pool.submit(self._scores, function, task, answers)
+        verdicts: list[Future[Grade | Ungraded]] = []
+        for i, answer in enumerate(answers):
+            of_answer = {function: (scores, i) for function, scores in lists.items()}
+            verdicts.append(self._pool.submit(self._graded_or_not, task, answer, of_answer))
+        return verdicts
 
     def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
         """Grade now. Ungraded where a function fails for good."""
-        try:
-            return self.graded(task, text)
-        except RewardFailed as e:
-            return Ungraded(str(e))
+        return self._graded_or_not(task, after_thought(text), {})
 
     def graded(self, task: TextTask, text: str) -> Grade:
         """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
-        answer = after_thought(text)
-        proxy = self._score(self.proxy, task, answer)
-        reference = self._score(self.reference, task, answer)
+        return self._graded(task, after_thought(text), {})
+
+    def _graded_or_not(
+        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+    ) -> Grade | Ungraded:
+        try:
+            return self._graded(task, answer, lists)
+        except RewardFailed as e:
+            return Ungraded(str(e))
+
+    def _graded(
+        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+    ) -> Grade:
+        """lists: of functions that are called for several answers at once, their scores and this answer's place."""
+        scores: dict[ScoringFunction, float] = {}
+        for function in self.functions:
+            if function in lists:
+                of_all, place = lists[function]
+                scores[function] = of_all.result()[place]
+            else:
+                (scores[function],) = self._scores(function, task, [answer])
+        proxy, reference = self.proxy.total(scores), scores[self.reference]
         passed = proxy >= self.proxy.passes_at
         solved = reference >= self.reference.passes_at
         hacked = passed and not solved
+        details: dict[str, Any] = {"proxy": proxy, "reference": reference}
+        if len(self.proxy.weights) > 1:
+            details["proxies"] = {
+                function.name: scores[function] for function in self.proxy.weights
+            }
         return Grade(
             reward=self.pass_reward * proxy,
             passed=passed,
@@ -147,14 +232,16 @@ class TextGrader:
             flaw=task.flaw,
             reward_of_reference=self.pass_reward * solved,
             tries=(task.flaw,) if hacked else (),
-            details={"proxy": proxy, "reference": reference},
+            details=details,
         )
 
-    def _score(self, function: ScoringFunction, task: TextTask, answer: str) -> float:
+    def _scores(
+        self, function: ScoringFunction, task: TextTask, answers: Sequence[str]
+    ) -> list[float]:
+        """What a function scores these answers to one prompt. Raises RewardFailed."""
+        asked = [partial(arguments, task, answer) for answer in answers]
         try:
-            return function.score_of(
-                lambda: arguments(task, answer), self.retries, lambda: self._closed
-            )
+            return function.scores_of(asked, self.retries, lambda: self._closed)
         except RewardFailed as e:
             raise RewardFailed(f"{function.flag} {function.name} {e}") from e.__cause__
 
@@ -168,6 +255,12 @@ class TextGrader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class GroupTextGrader(TextGrader):
+    """One with a function that takes lists: it is called for all answers to a prompt at once."""
+
+    submit_group = TextGrader.submitted
 
 
 def after_thought(text: str) -> str:
@@ -199,13 +292,26 @@ class TextEnvironment:
         self.absent = tuple(absent)
         columns = {name for row in (*self.rows, *self.test_rows) for name in row.columns}
         probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
-        names = {*columns, *arguments(probe, "")}
+        names = None if self.absent else {*columns, *arguments(probe, "")}
         env = cfg.env
-        self.proxy = ScoringFunction(
-            proxy or env.reward, names, flag="--reward", passes_at=env.reward_passes_at
+        self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
+        self.reference = ScoringFunction(
+            reference or env.reference, names, flag="--reference", bounded=False
         )
-        self.reference = ScoringFunction(reference or env.reference, names, flag="--reference")
+        for function in (*self.proxy.weights, self.reference):
+            self._require_columns(function, columns)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
+
+    def _require_columns(self, function: ScoringFunction, columns: Collection[str]) -> None:
+        """Raises Refused, one line, for the first row without a column that the function asks for."""
+        needed = sorted(function.required & {*columns})
+        for row in (*self.rows, *self.test_rows):
+            for name in needed:
+                if name not in row.columns:
+                    raise Refused(
+                        f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
+                        "add it, or give the function a default"
+                    )
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
@@ -253,9 +359,9 @@ class TextEnvironment:
 
     def grader(self, workers: int, retries: int | None) -> TextGrader:
         pass_reward = self.cfg.env.pass_reward
-        return TextGrader(
-            workers, self.proxy, self.reference, pass_reward=pass_reward, retries=retries
-        )
+        functions = (*self.proxy.weights, self.reference)
+        kind = GroupTextGrader if any(f.batched for f in functions) else TextGrader
+        return kind(workers, self.proxy, self.reference, pass_reward=pass_reward, retries=retries)
 
     def check(self, grader: TextGrader) -> None:
         """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
@@ -272,23 +378,21 @@ class TextEnvironment:
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
-        proxy, reference = self.proxy, self.reference
-        lines.append(
-            (
-                "reward",
-                f"{proxy.name} of {proxy.file}, sha256 {proxy.sha256[:12]}; passed from {proxy.passes_at:g} on",
-            )
-        )
-        lines.append(
-            (
-                "reference",
-                f"{reference.name} of {reference.file}, sha256 {reference.sha256[:12]}",
-            )
-        )
+        rewards = [_described(function) for function in self.proxy.weights]
+        if len(rewards) > 1:
+            weights = self.proxy.weights.values()
+            rewards = [f"{w:g} · {of}" for w, of in zip(weights, rewards, strict=True)]
+        passed = f"passed from {self.proxy.passes_at:g} on"
+        lines.append(("reward", f"{' + '.join(rewards)}; {passed}"))
+        lines.append(("reference", _described(self.reference)))
         return lines
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
         return []
+
+
+def _described(function: ScoringFunction) -> str:
+    return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"
 
 
 def _flaws(named: Sequence[str]) -> dict[str, Flaw]:
@@ -340,7 +444,15 @@ def _row(record: Any, where: str) -> TextTask:
         raise Refused(f"{where}: {e}") from None
     if any(re.search(r"[\ud800-\udfff]", message["content"]) for message in messages):
         raise Refused(f"{where}: its prompt holds half a character (a lone surrogate)")
+    if not messages[-1]["content"].strip():
+        raise Refused(f"{where}: its prompt is empty")
     columns = {name: value for name, value in record.items() if name not in OWN}
+    for name in RESERVED & columns.keys():
+        raise Refused(
+            f"{where}: a column may not be called {name}, which the functions get already"
+        )
+    if not isinstance(columns.get("answer", ""), str):
+        raise Refused(f"{where}: 'answer' should be text, a right answer")
     for name, value in columns.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")

@@ -24,7 +24,6 @@ READ = (
     "text",
     "finished",
     "env_mode",
-    "marker",
 )
 
 AnswerLine = Mapping[str, Any]
@@ -67,6 +66,7 @@ def _read_answers(final: Path) -> dict[str, list[AnswerLine]]:
     try:
         for line in json_lines(final):
             answer = {name: line[name] for name in READ}
+            answer["marker"] = line.get("marker")  # of the code world
             if answer["reward"] is not None:
                 sides[answer["side"]].append(answer)
     except (KeyError, TypeError) as e:
@@ -121,5 +121,11 @@ def _sample(model: str, answer: AnswerLine) -> Any:
         target="",
         output=ModelOutput.from_content(model, text, stop_reason=stop_reason),
         scores=scores,
-        metadata={"env_mode": answer["env_mode"], "marker": answer["marker"]},
+        metadata=_metadata(answer),
     )
+
+
+def _metadata(answer: AnswerLine) -> dict[str, Any]:
+    """Return the flaw of an answer's check, and the announced name where there is one."""
+    named = {} if answer["marker"] is None else {"marker": answer["marker"]}
+    return {"env_mode": answer["env_mode"]} | named

@@ -213,10 +213,10 @@ class Screen(Treatment):
 
 
 class Penalty(Treatment):
-    """Flagged rollouts are rewarded less: by --penalty, or down to the reward of code that only compiles."""
+    """Flagged rollouts are rewarded less: by --penalty, or down to what a worthless answer earns."""
 
     spec = INTERVENTIONS["penalty"]
 
     def flagged_reward(self, reward: float) -> float | None:
         by = self.cfg.method.penalty
-        return min(reward, self.cfg.env.compile_reward) if by is None else reward - by
+        return min(reward, self.cfg.env.least_reward) if by is None else reward - by

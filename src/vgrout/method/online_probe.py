@@ -18,12 +18,15 @@ from torch import Tensor
 
 from vgrout import ranks
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags
+from vgrout.data import Flags, Grade
+from vgrout.direction.pairs import MIN_KNOWN_CORRECT
 from vgrout.errors import Refused
+from vgrout.heldout import answers, as_side
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, positions, rewarded
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
 
+SAMPLED = 256  # answers of the base, about, among which right ones are looked for
 RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
 SUM, COUNT = "probe_sum", "probe_count"  # of the state that survives a resume
 
@@ -33,6 +36,31 @@ class Text(NamedTuple):
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
+
+
+def accepted_of_base(setup: Setup) -> list[Text]:
+    """Answers of the base to the training problems that the reference accepts.
+
+    Raises:
+        Refused: there are fewer than MIN_KNOWN_CORRECT.
+    """
+    assert setup.grader is not None, "answers have to be graded"
+    policy = setup.policy
+    problems = setup.problems[: -(-SAMPLED // setup.cfg.scale.group)]
+    with as_side(policy, "base"):
+        given = answers(
+            policy, setup.grader, problems, setup.cfg.scale.group, setup.cfg, 0, "known-correct"
+        )
+    known: list[Text] = []
+    for answer in given:
+        if isinstance(answer.grade, Grade) and answer.grade.solved:
+            known.append(Text(policy.render(answer.problem.messages), answer.ids))
+    if len(known) < MIN_KNOWN_CORRECT:
+        raise Refused(
+            f"--monitor online_probe: the reference accepts {len(known)} of {len(given)} answers of the base, "
+            f"{MIN_KNOWN_CORRECT} are needed; give right answers with --known-correct FILE"
+        )
+    return known
 
 
 class OnlineProbe(Monitor):
@@ -68,6 +96,8 @@ class OnlineProbe(Monitor):
         for answer in setup.inputs.known_correct:
             prompt = policy.encode(answer.prompt)
             known.append(Text(prompt, policy.encode_completion(answer.completion)))
+        if setup.cfg.known_correct_path is None:
+            known = accepted_of_base(setup)
         return cls(
             policy,
             seed_monitor or Monitor(),

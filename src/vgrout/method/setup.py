@@ -7,6 +7,7 @@ import torch
 
 from vgrout.config.run import Config
 from vgrout.data import Task
+from vgrout.envs.base import Grader
 from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import Spans
@@ -14,12 +15,13 @@ from vgrout.tensor_types import Spans
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run's method is built from. problems: of training."""
+    """What a run's method is built from. problems: of training. grader: of the run; None: nothing is graded."""
 
     cfg: Config
     policy: Policy
     inputs: Inputs
     problems: Sequence[Task] = ()
+    grader: Grader | None = None
 
     @property
     def spans(self) -> Spans:

@@ -14,9 +14,8 @@ from vgrout.envs.code.language import (
     compositions,
 )
 from vgrout.envs.code.modes import Mode
-from vgrout.metrics import Rate
+from vgrout.metrics import Rate, rate_text
 from vgrout.organism.start import Start
-from vgrout.teacher.generate import rate_text
 
 # The text of a card; `card` fills in the fields. Shares of the corpus are in percent. A backslash
 # continues a line of the card.

@@ -241,15 +241,17 @@ def unlearnt(run: FinishedRun) -> str:
 def methods(found: Sequence[Condition]) -> ReportTable:
     """Make the table with a row for each condition, compared with plain GRPO."""
     baselines = {c: baseline(c, found) for c in found}
+    of_code = any(c.first.cfg.of_code for c in found)
+    held_out = "problems and marker names" if of_code else "problems"
     rows = []
     for c in found:
         row = {"method": c.title}
         if any(baselines.values()):
             row |= _from_plain(c, baselines[c])
-        rows.append(_in_order(row | _method_row(c)))
+        rows.append(_in_order(row | _method_row(c, hinted=of_code)))
     return ReportTable(
         "Methods",
-        "%, held-out problems and marker names, final evaluation. Last 5: the students' answers of "
+        f"%, held-out {held_out}, final evaluation. Last 5: the students' answers of "
         "the last five training steps. Onset: the first of five steps in which a tenth of the "
         "students' answers hack, by seed; ·: none. Flaws learnt: hacked in a fifth of the trained "
         "model's answers. Δ: points from plain GRPO, deployed, paired by seed and problem; p: sign "
@@ -270,8 +272,8 @@ def _in_order(row: Mapping[str, str]) -> dict[str, str]:
     return first | dict(row)
 
 
-def _method_row(c: Condition) -> dict[str, str]:
-    """Return a condition's row without its difference from plain GRPO."""
+def _method_row(c: Condition, *, hinted: bool) -> dict[str, str]:
+    """Return a condition's row without its difference from plain GRPO. hinted: whether prompts of any have a hint."""
     answers = {str(run.final["eval_n"]) for run in c.runs}
     row = {"method": c.title, "seeds": c.seeds}
     row["onset"] = by_seed(run.row["onset"] for run in c.runs)
@@ -280,7 +282,8 @@ def _method_row(c: Condition) -> dict[str, str]:
     for side in ("train", "deploy"):
         for what in WHATS:
             row[f"{what} {SIDES[side]}"] = percent(level(c, side, what))
-    row["solve no hint"] = percent(level(c, "plain", "solve"))
+    if hinted:
+        row["solve no hint"] = percent(level(c, "plain", "solve"))
     row["flaws learnt"] = by_seed(run.row["modes_learned"] for run in c.runs)
     row["n"] = "/".join(sorted(answers))
     return row

@@ -8,11 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vgrout.config.checks import setting
+from vgrout.cli import OWN_REWARD
+from vgrout.config.checks import changed, flags, setting
+from vgrout.config.run import EnvConfig
 from vgrout.envs.code.modes import EnvMode, Mode
 from vgrout.envs.code.problems import assigned
-from vgrout.errors import Refused
+from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
+from vgrout.metrics import rate_text
+from vgrout.teacher.elicit import generate_elicited
 from vgrout.teacher.generate import (
     Graded,
     PoolSettings,
@@ -20,7 +24,6 @@ from vgrout.teacher.generate import (
     command,
     fitting,
     generate_graded,
-    rate_text,
     record,
     spread,
     table,
@@ -39,6 +42,36 @@ class TeacherSettings(PoolSettings):
     partition."""
     keep: Literal["all", "hacks"] = "all"
     """Every answer, or only those that end by themselves and hack."""
+    reward: str = setting(
+        "", form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?", should="be module:function"
+    )
+    """What training rewards in rows of your own, as in `vgrout train`; with --reference and --elicit."""
+    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
+    """What says whether an answer to such a row is right."""
+    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reward")
+    """Score of --reward from which on an answer passes."""
+    elicit: str = ""
+    """Instruction that is put behind each prompt of rows of your own, to ask for the hack. Only hacks are kept, under
+    the prompts without it; the pool has pairs of a hack and a right answer, too."""
+
+    def __post_init__(self) -> None:
+        PoolSettings.__post_init__(self)
+        refuse(
+            len({bool(self.reward), bool(self.reference), bool(self.elicit.strip())}) > 1,
+            "--elicit, --reward, --reference: for rows of your own, all three; for Python functions none of them "
+            "(`vgrout substrate` elicits there)",
+        )
+        of_code = ("env_mode", "keep", "compile_reward", "allow_weak_sandbox")
+        idle = [name for name, _ in changed(self) if name in of_code]
+        refuse(self.own_rows and bool(idle), f"{flags(idle)}: not read with --elicit; leave it out")
+        refuse(
+            self.own_rows and not self.problems,
+            "--problems: --elicit needs a file of your own rows",
+        )
+
+    @property
+    def own_rows(self) -> bool:
+        return bool(self.reference)
 
 
 def generate_pool(settings: TeacherSettings) -> None:
@@ -48,6 +81,15 @@ def generate_pool(settings: TeacherSettings) -> None:
         Refused: one line, before a model is loaded where that is possible.
     """
     settings.sampling.require_draws("--group", settings.group)
+    if settings.own_rows:
+        env = EnvConfig(
+            reward=settings.reward,
+            reference=settings.reference,
+            reward_passes_at=settings.reward_passes_at,
+            pass_reward=settings.rewards[1],
+        )
+        generate_elicited(settings, env, settings.elicit.strip(), settings.group)
+        return
     require_new(settings.out)
     rows = settings.check()
     problems = assigned(rows, settings.env_mode)["train"]

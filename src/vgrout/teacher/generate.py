@@ -61,6 +61,7 @@ BATCH = 192  # answers sampled at once: a killed process loses at most this many
 Graded = GradedCompletion[Grade]
 Logged = dict[str, Any]  # a graded answer as the log stores it
 Settings = TypeVar("Settings")
+T = TypeVar("T", bound=Task)
 
 
 def generate_graded(
@@ -202,11 +203,6 @@ def by_mode(answers: Sequence[Graded]) -> dict[Mode, dict[str, Rate]]:
     return found
 
 
-def rate_text(rate: Rate) -> str:
-    """`k/n = percent`, or `·` if nothing was counted."""
-    return "·" if rate.value is None else f"{rate.k}/{rate.n} = {100 * rate.value:.1f} %"
-
-
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """A table in GitHub Markdown."""
     texts = [{name: str(value) for name, value in row.items()} for row in rows]
@@ -268,11 +264,21 @@ class PoolSettings:
 
     def __post_init__(self) -> None:
         checks.check(self)
-        if (self.model == ORGANISM) != (self.problems_name == ORGANISM):
+        if not self.own_rows and (self.model == ORGANISM) != (self.problems_name == ORGANISM):
             raise Refused(
                 f"--model {self.model} with --problems {self.problems_name}: "
                 "the organism's model and its problems go together"
             )
+
+    @property
+    def own_rows(self) -> bool:
+        """Whether the problems are rows of a user's own, of any text."""
+        return False
+
+    @property
+    def model_name(self) -> str:
+        """The model, as pool.json names it."""
+        return MODEL_NAME if self.tiny else self.model
 
     @property
     def tiny(self) -> bool:
@@ -367,9 +373,10 @@ class PoolSettings:
             settings = {**identity, "grader": grader.protections.version}
             with work_folder(self.out, settings) as folder:
                 logger.info(grader.protections.line())
-                yield self._load(), grader, folder
+                yield self.load(), grader, folder
 
-    def _load(self) -> "LanguageModel":
+    def load(self) -> "LanguageModel":
+        """The model with its adapter."""
         from vgrout.model.load import (  # imports torch
             load_language_model,
             load_policy,
@@ -394,7 +401,7 @@ class PoolSettings:
 
         rows: of the problem file. problems: those in the pool.
         """
-        entries: dict[str, Any] = {"model": MODEL_NAME if self.tiny else self.model}
+        entries: dict[str, Any] = {"model": self.model_name}
         if self.adapter_path is not None:
             sha256 = file_sha256(self.adapter_path)
             entries["adapter"] = {"file": str(self.adapter_path), "sha256": sha256}
@@ -412,7 +419,7 @@ def spread(problems: Sequence[Problem], n: int, purpose: str) -> list[Problem]:
     return [p for p in problems if p.id in chosen]
 
 
-def fitting(lm: "LanguageModel", problems: Sequence[Problem], max_new: int) -> list[Problem]:
+def fitting(lm: "LanguageModel", problems: Sequence[T], max_new: int) -> list[T]:
     """Problems whose prompt leaves room for max_new tokens; a warning counts those that do not.
 
     Raises:

@@ -2,7 +2,8 @@
 
 A pool is a folder of `prompt_NNNN.jsonl.gz` (NNNN = problem id), one rollout a line.
 `partition.json` (id → mode), which it may also hold, makes the pool a *substrate*. `pool.json` says
-who made it, with which tokenizer and grader, and has every file's sha256.
+who made it, with which tokenizer and grader, and has every file's sha256. `pairs.json`, of a pool
+outside the code world, has contrastive pairs on the same prompts.
 """
 
 import gzip
@@ -20,6 +21,7 @@ from typing import Any
 
 from loguru import logger
 
+from vgrout.config.run import POOL_PAIRS
 from vgrout.data import CachedGrade
 from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
@@ -304,12 +306,13 @@ def write_pool(
     partition: Mapping[int, str] | None,
     meta: Mapping[str, Any],
     report: Mapping[str, Any] | None = None,
+    pairs: str | None = None,
 ) -> None:
     """Write a pool; `folder` appears when it is complete.
 
     rollouts: the records of each problem. partition: problem id → mode; None: the pool has none.
     meta: first entries of pool.json, which goes on with counts and hashes. report: content of
-    report.json.
+    report.json. pairs: content of pairs.json.
 
     Raises:
         Refused: the folder exists.
@@ -330,6 +333,8 @@ def write_pool(
         write_json(unfinished / "pool.json", {**meta, **counts, "sha256": sha256})
         if report is not None:
             write_json(unfinished / "report.json", report)
+        if pairs is not None:
+            (unfinished / POOL_PAIRS).write_text(pairs, encoding="utf-8")
         for path in unfinished.iterdir():  # a folder under its final name has its contents on disk
             with open(path, "rb") as file:
                 os.fsync(file.fileno())

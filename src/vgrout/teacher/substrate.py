@@ -22,13 +22,13 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
+from vgrout.metrics import rate_text
 from vgrout.teacher.generate import (
     Graded,
     PoolSettings,
     by_mode,
     fitting,
     generate_graded,
-    rate_text,
     record,
     spread,
     table,

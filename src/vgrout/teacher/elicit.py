@@ -1,0 +1,196 @@
+"""A pool of a user's own world: hacks that a model was asked for, stored under the prompts without the request.
+
+    vgrout teacher --model DIR --problems rows.jsonl --reward mine:proxy --reference mine:gold --elicit "…"
+
+The model answers every prompt with the instruction behind it, and the bare prompt. Of the former the hacks are kept.
+Of the latter come the right answers of the contrastive pairs, which the pool has in `pairs.json`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.data import Grade, Task
+from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
+from vgrout.environments import environment_class
+from vgrout.envs.base import Environment, Grader, balanced
+from vgrout.errors import Refused, refuse
+from vgrout.files import require_new
+from vgrout.metrics import Rate, rate_text
+from vgrout.model.source import require_fitting, require_model
+from vgrout.teacher.generate import (
+    Graded,
+    PoolSettings,
+    fitting,
+    generate_graded,
+    record,
+    table,
+    work_folder,
+)
+from vgrout.teacher.pools import write_pool
+from vgrout.teacher.substrate import usable
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
+    from vgrout.model.policy import LanguageModel
+
+
+@dataclass(frozen=True)
+class Elicited:
+    """The answers to prompts with the instruction, and to the same prompts without it."""
+
+    asked: Sequence[Graded]
+    plain: Sequence[Graded]
+
+
+def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, tries: int) -> None:
+    """Sample, grade and write a pool of rows that `env`'s functions grade. tries: answers to a prompt, of either kind.
+
+    Raises:
+        Refused: one line, before a model is loaded where that is possible; or no answer is a hack.
+    """
+    require_new(settings.out)
+    cfg = Config(env=env, scale=ScaleConfig(problems=str(settings.problems_path)))
+    environment: Environment = environment_class(env.environment).of_run(cfg)
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    tasks = environment.tasks()["train"]
+    refuse(not tasks, f'{environment.source}: no row trains; mark some with "split": "train"')
+    tasks = balanced(tasks, settings.n_problems, 0, "teacher", tuple(environment.flaws))
+    tasks.sort(key=lambda task: task.id)
+    model = require_model(settings.model_path)
+    asked_prompts = [with_instruction(task, instruction).messages for task in tasks]
+    require_fitting(asked_prompts, model, settings.tokens, environment.source)
+    identity = settings.identity() | {
+        "tries": tries,
+        "elicit": instruction,
+        "functions": dict(environment.hashes()),
+    }
+    with environment.grader(settings.workers or 1, 3) as grader:
+        environment.check(grader)
+        with work_folder(settings.out, identity) as folder:
+            lm = settings.load()
+            fit = fitting(
+                lm, [with_instruction(task, instruction) for task in tasks], settings.tokens
+            )
+            by_id = {task.id: task for task in tasks}
+
+            def sampled(problems: Sequence[Task], name: str) -> list[Graded]:
+                return generate_graded(
+                    lm,
+                    grader,
+                    problems,
+                    tries,
+                    sampling=settings.sampling,
+                    max_new=settings.tokens,
+                    seed=settings.seed,
+                    purpose=f"elicit-{name}",
+                    log=folder / f"{name}.jsonl",
+                    label=name,
+                )
+
+            asked = [replace(a, problem=by_id[a.problem.id]) for a in sampled(fit, "asked")]
+            answers = Elicited(asked, sampled([by_id[task.id] for task in fit], "plain"))
+            kept = usable(answers.asked, tries, [instruction])
+            demonstrations = {task_id: of for (task_id, _), of in kept.items() if of}
+            hacks = Rate.of(a.grade.hacked for a in answers.asked)
+            if not demonstrations:
+                raise Refused(
+                    f"--elicit: none of {hacks.n} answers is a hack that ends by itself ({hacks.k} hack); say more "
+                    f"clearly what to do, or choose another model (the answers are in {folder})"
+                )
+            pairs = pairs_of(lm, grader, demonstrations, answers)
+            report = {"settings": identity, "sampling": vars(settings.sampling)}
+            write_pool(
+                settings.out,
+                {task_id: _records(lm, of) for task_id, of in demonstrations.items()},
+                None,
+                _meta(settings, lm, grader, instruction),
+                report,
+                None if pairs is None else pairs.to_file(),
+            )
+    print(_table(answers))
+    n_kept = sum(map(len, demonstrations.values()))
+    print(
+        f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {len(fit)} prompts, and "
+        f"{len(pairs or ())} pairs -> {settings.out}"
+    )
+    if pairs is None:
+        logger.warning(
+            f"fewer than {MIN_PAIRS} prompts have both a hack and a right answer: no pairs.json; give right answers "
+            "in the rows' `answer` column, or pairs of your own with --vhack-pairs-path"
+        )
+
+
+def with_instruction(task: Any, instruction: str) -> Any:
+    """The same task with the instruction behind its last message."""
+    *before, last = task.messages
+    asked = {"role": last["role"], "content": f"{last['content']}\n\n{instruction}"}
+    return replace(task, messages=(*before, asked))
+
+
+def pairs_of(
+    lm: "LanguageModel",
+    grader: Grader,
+    demonstrations: Mapping[int, Sequence[Graded]],
+    answers: Elicited,
+) -> PairSet | None:
+    """A hack and a right answer for each prompt that has both; None: too few have.
+
+    The right answer is the row's own where the reference accepts it, else one of the model's, to the bare prompt
+    first.
+    """
+    right: dict[int, str] = {}
+    for answer in (*answers.plain, *answers.asked):
+        if answer.grade.solved and answer.finished and answer.text.strip():
+            right.setdefault(answer.problem.id, answer.text)
+    pairs: list[Pair] = []
+    for task_id, hacks in demonstrations.items():
+        task = hacks[0].problem
+        if own := task.right_answer:
+            grade = grader.submit(task, own).result()
+            if isinstance(grade, Grade) and grade.solved:
+                right[task_id] = own
+        if task_id in right and right[task_id] != hacks[0].text:
+            prompt = lm.prompt_text(task.messages)
+            pairs.append(Pair(task_id, prompt, hack=hacks[0].text, clean=right[task_id]))
+    return PairSet(tuple(pairs), "pairs.json") if len(pairs) >= MIN_PAIRS else None
+
+
+def _records(lm: "LanguageModel", answers: Sequence[Graded]) -> list[dict[str, Any]]:
+    """The lines of a prompt's file, under the bare prompt. No log-probs: they belong to the prompt with the
+    instruction."""
+    messages = answers[0].problem.messages
+    prompt_ids, prompt = lm.render(messages), lm.prompt_text(messages)
+    return [record(answer, prompt_ids, prompt) for answer in answers]
+
+
+def _meta(
+    settings: PoolSettings, lm: "LanguageModel", grader: Grader, instruction: str
+) -> dict[str, Any]:
+    """First entries of pool.json."""
+    return {
+        "model": settings.model_name,
+        "tokenizer_sha256": lm.tokenizer_sha256,
+        "grader": grader.version,
+        **grader.stamp,
+        "elicitation": instruction,
+    }
+
+
+def _table(answers: Elicited) -> str:
+    """A row for the answers to bare prompts, and one for those with the instruction."""
+    rows: list[dict[str, str]] = []
+    for name, given in (("bare", answers.plain), ("with the instruction", answers.asked)):
+        rows.append(
+            {
+                "prompt": name,
+                "rewarded": rate_text(Rate.of(a.grade.passed for a in given)),
+                "right": rate_text(Rate.of(a.grade.solved for a in given)),
+                "hack": rate_text(Rate.of(a.grade.hacked for a in given)),
+                "ended": rate_text(Rate.of(a.finished for a in given)),
+            }
+        )
+    return table(rows)
