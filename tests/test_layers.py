@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
         "console",
         "cores",
         "gpus",
+        "records",
         "embedded",
         "scoring",
         "envs",
@@ -74,6 +75,7 @@ OF_THE_CODE_WORLD = {
 }
 STDLIB_ONLY = (
     "vgrout.files",
+    "vgrout.records",
     "vgrout.data",
     "vgrout.table",
     "vgrout.guard.kill_switch",

@@ -230,7 +230,9 @@ def test_no_recipe_touches_a_users_files(checkout: Path) -> None:
     for name, arguments in recipes().items():
         just(checkout, name, *arguments)
         after = contents(checkout)
-        changed = [str(path.relative_to(checkout)) for path in before if after.get(path) != before[path]]
+        changed = [
+            str(path.relative_to(checkout)) for path in before if after.get(path) != before[path]
+        ]
         assert changed == [], f"just {name}"
 
 

@@ -2,8 +2,11 @@
 
 import json
 import os
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from vgrout import train
 from vgrout.errors import refuse
 from vgrout.files import held, to_json, write_atomic
 from vgrout.model import load
+from vgrout.records import unfinished
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunDir, last_resumable
 
@@ -83,6 +87,64 @@ def test_status_and_latest(run: RunDir) -> None:
     run.status("finished", 1, "", "")
     with pytest.raises(ValueError, match="no unfinished run"):
         last_resumable(root)
+
+
+def resumable(path: Path, **record: Any) -> Path:
+    """A run's folder with a checkpoint."""
+    (path / "resume" / "step_000001").mkdir(parents=True)
+    (path / "resume" / "step_000001" / "manifest.json").write_text("{}")
+    (path / "status.json").write_text('{"state": "interrupted"}')
+    (path / "run.json").write_text(json.dumps(record))
+    return path
+
+
+# folder, what run.json has, when it began (hours after 2026-10-25, 00:00 UTC)
+BEGUN: dict[str, tuple[str, dict[str, Any], int]] = {
+    "an hour after the clocks went back": (
+        "20261025T021000_x",
+        {"began_at": "2026-10-25T01:10:00+00:00"},
+        1,
+    ),
+    "in a time zone that lies ahead": (
+        "20261025T090000_x",
+        {"began_at": "2026-10-25T09:00:00+09:00"},
+        0,
+    ),
+    "in one that lies behind": ("20261024T190000_x", {"began_at": "2026-10-25T03:00:00+00:00"}, 3),
+    "older run": ("20261025T020000_x", {}, 2),  # where this test runs, the time is UTC
+    "older run, damaged time": ("20261025T040000_x", {"began_at": "yesterday"}, 4),
+    "older run, another type": ("20261025T050000_x", {"began_at": 5}, 5),
+    "no time": ("99999999T999999_x", {"began_at": "2026-10-25T06:00:00+00:00"}, 6),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_latest_run_is_the_one_that_began_last(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    runs = [*BEGUN.values()]
+    random.Random(seed).shuffle(runs)
+    for name, record, _ in runs:
+        resumable(tmp_path / name, **record)
+    while runs:
+        name, _, _ = max(runs, key=lambda run: run[2])
+        assert last_resumable(tmp_path) == tmp_path / name
+        runs = [run for run in runs if run[0] != name]
+        (tmp_path / name / "status.json").write_text('{"state": "finished"}')
+
+
+def test_a_run_that_was_killed_is_not_running(run: RunDir) -> None:
+    """Its folder is held by no process, whatever its status.json says."""
+    run.append({"step": 0}, [])
+    run.status("running", 1, "", "vgrout train smoke --resume x")
+    assert unfinished(run.path) == "running"
+    run.close()
+    assert unfinished(run.path) == ("stopped at step 1; go on with `vgrout train smoke --resume x`")
+    for state, said in (("failed", "failed"), ("finished", ""), ("halted", "")):
+        run.status(state, 1, "", "")
+        assert unfinished(run.path) == said
 
 
 @pytest.mark.long

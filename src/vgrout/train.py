@@ -150,7 +150,12 @@ def launch(
             inputs.environment.check(grader)
         if cfg.run.dry_run:
             plan = plan_lines(
-                cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path)
+                cfg,
+                inputs,
+                grader,
+                path or cfg.run.output_dir or RUNS,
+                named=named or bool(path),
+                resumes=bool(path),
             )
             print(spelled("\n".join(plan)))
             return FINISHED

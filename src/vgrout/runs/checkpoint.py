@@ -19,9 +19,9 @@ from typing import Any
 
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
+from vgrout.runs.context import GROWING
 
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
-GROWING = ("steps.jsonl", "rollouts.jsonl")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import itertools
 import json
 import os
 import platform
+import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +24,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,11 +39,22 @@ from vgrout.cli import command, out_of_memory, show_refusal
 from vgrout.console import Clock
 from vgrout.envs.base import Grader
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
-from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
+from vgrout.files import (
+    LEFT,
+    held,
+    hold,
+    probe_writable,
+    read_json,
+    require_new,
+    to_json,
+    write_atomic,
+)
 from vgrout.ranks import RankLost
+from vgrout.records import began
 from vgrout.tracking import Trackers
 
 RUNS = Path("out/runs")
+GROWING = ("steps.jsonl", "rollouts.jsonl")
 # bytes reserved in a run's folder, so that a full disk still has room for status.json
 RESERVE = 64 * 1024
 STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
@@ -51,6 +64,7 @@ FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
+NONE_YET = "there is no checkpoint yet"
 
 
 # ── the folder
@@ -85,7 +99,10 @@ class RunDir:
     def reopen(cls, path: Path) -> "RunDir":
         """An existing run directory, to resume. Raises Refused in one line while another process is writing it."""
         run = cls(path)
-        for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # left by a killed process
+        left = [
+            file for file in path.iterdir() if file.name != ".lock" and LEFT.fullmatch(file.name)
+        ]
+        for torn in (*left, *path.glob("resume/.tmp_*")):  # by a killed process
             shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
         return run
 
@@ -103,11 +120,7 @@ class RunDir:
         self._lock.close()
 
     def steps_on_disk(self) -> int:
-        try:
-            with open(self.path / "steps.jsonl", "rb") as lines:
-                return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
-        except FileNotFoundError:
-            return 0
+        return steps_on_disk(self.path)
 
     def write_json(self, name: str, data: Any) -> None:
         write_atomic(self.path / name, to_json(data))
@@ -137,6 +150,12 @@ class RunDir:
             self._append("rollouts.jsonl", rollouts)
         self._append("steps.jsonl", [row])
 
+    def begin_again(self) -> None:
+        """Empty the growing files, of a run that has no checkpoint: its steps are done again from the first."""
+        for name in GROWING:
+            if (self.path / name).exists():
+                os.truncate(self.path / name, 0)
+
     def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         # opened at the first write: a resume cuts the files back before that
         if name not in self._files:
@@ -151,9 +170,7 @@ class RunDir:
 
 def last_resumable(root: Path) -> Path:
     """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
-    for path in sorted(
-        root.glob("*_*"), key=lambda path: path.name.partition("_")[0], reverse=True
-    ):
+    for path in sorted(root.glob("*_*"), key=began, reverse=True):
         if (
             any(path.glob("resume/step_*/manifest.json"))
             and read_json(path / "status.json").get("state") not in ENDED
@@ -163,6 +180,32 @@ def last_resumable(root: Path) -> Path:
     raise Refused(
         f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)"
     )
+
+
+def steps_on_disk(run: Path) -> int:
+    """How many rows are in a run's steps.jsonl."""
+    try:
+        with open(run / "steps.jsonl", "rb") as lines:
+            return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
+    except FileNotFoundError:
+        return 0
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether something of a checkpoint is there, damaged or not."""
+    return any(run.glob("resume/step_*"))
+
+
+def where_from(run: Path) -> str:
+    """Where a run that is resumed goes on, in words."""
+    steps = [
+        int(path.parent.name.removeprefix("step_"))
+        for path in run.glob("resume/step_*/manifest.json")
+        if path.parent.name.removeprefix("step_").isdecimal()
+    ]
+    if steps:
+        return f"which goes on after step {max(steps) - 1}"
+    return "which has no checkpoint and begins again"
 
 
 def _git() -> dict[str, Any]:
@@ -202,6 +245,7 @@ def environment() -> dict[str, Any]:
             versions[package] = version(package)
     return {
         "argv": sys.argv,
+        "began_at": datetime.now(UTC).isoformat(),
         **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
         "git": _git(),
         "versions": versions,
@@ -246,7 +290,13 @@ class RunContext:
         for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
-        self.record = {**environment(), "hashes": {}, **record}
+        self.record: dict[str, Any] = {
+            **environment(),
+            # by which trackers know it; a folder's name may be that of another run's
+            "tracker_id": secrets.token_hex(4),
+            "hashes": {},
+            **record,
+        }
         self.log, self.logged = log, True  # whether the log was there before
         self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
         self.trackers, self._loading = trackers, True
@@ -264,16 +314,25 @@ class RunContext:
         **more: Any,
     ) -> "RunContext":
         """A run in a new folder, `given` or below `root`, or in `path`, that of the run to resume; its log lies below
-        logs/.
+        logs/. A run to resume that has no checkpoint begins again at step 0.
 
         program: the command without `--resume`. more: as for `RunContext`.
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
+        resumes = path is not None and has_checkpoint(path)
         log = Path("logs") / f"{folder.path.name}.log"
         logged = log.exists()
         console.setup(log)
-        resume = f"{command(program)} --resume {folder.path}"
-        run = cls(folder, grader, resume_command=resume, resumes=bool(path), log=log, **more)
+        resume = f"{command(program)} --resume {shlex.quote(str(folder.path))}"
+        run = cls(
+            folder,
+            grader,
+            resume_command=resume,
+            resumes=resumes,
+            log=log,
+            owns_folder=path is None,
+            **more,
+        )
         run.logged = logged
         return run
 
@@ -301,10 +360,16 @@ class RunContext:
     def announce(self, *what: str) -> None:
         """Say what runs and where, and write run.json of a new run, before anything is loaded: a sweep started
         meanwhile sees that it is running."""
-        for line in (*what, f"run: {self.path} (log: {self.log.parent}/)"):
+        for line in (*what, f"run: {self.path} (log: {self.log.parent}/){self._where_from()}"):
             logger.info(line)
-        if not self.resumes:
+        if not (self.path / "run.json").exists():
             self.dir.write_json("run.json", self.record)
+
+    def _where_from(self) -> str:
+        """Where a run that was begun before goes on."""
+        if self.owns_folder or not (self.path / "run.json").exists():
+            return ""
+        return f", {where_from(self.path)}"
 
     def started(self) -> None:
         """Called when everything is loaded, before the first step."""
@@ -375,7 +440,10 @@ class RunContext:
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
-                logger.warning(f"{e}; saved. Go on with: {self.resume_command}")
+                said = (
+                    f"saved. Go on with: {self.resume_command}" if self._saved() else self._go_on()
+                )
+                logger.warning(f"{e}; {said}")
             case Halted():
                 self.code, on = HALTED, f"{self.resume_command} --guard log"
                 self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
@@ -393,7 +461,7 @@ class RunContext:
             case RankLost():
                 self.code = FAILED
                 self.status("failed", str(e))
-                logger.error(f"{e}; the last checkpoint stands. Go on with: {self.resume_command}")
+                logger.error(f"{e}; {self._go_on()}")
             case _:
                 return False
         return True
@@ -422,9 +490,7 @@ class RunContext:
                 "second interrupt: stopped at once",
                 self.resume_command,
             )
-            logger.error(
-                f"stopped at once; the last checkpoint stands. Go on with: {self.resume_command}"
-            )
+            logger.error(f"stopped at once; {self._go_on()}")
             return
         self.code, self.error = FAILED, e
         if isinstance(e, Refused):
@@ -457,7 +523,10 @@ class RunContext:
             else "with more memory, or start again with a lower --max-new"
         )
         self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
-        logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
+        stands = (
+            "the last checkpoint stands. Go on" if self._saved() else f"{NONE_YET}. Begin again"
+        )
+        logger.error(f"{said}; {stands} {less}: {self.resume_command}")
 
     def _fault(self, e: BaseException) -> None:
         """Report a fault, ours or of somebody's own code: traceback on stderr and in the log."""
@@ -469,24 +538,29 @@ class RunContext:
 
     def _storage_failed(self, error: OSError) -> None:
         """Report a full or broken disk in one line and in status.json, for which room was reserved."""
-        manifests = [
-            p for at in ("resume/step_*", "round-*") for p in self.path.glob(f"{at}/manifest.json")
-        ]
-        checkpoints = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
-        last = (
-            f"the last good checkpoint is {checkpoints[-1].parent.name}"
-            if checkpoints
-            else "there is no checkpoint"
-        )
+        saved = self._saved()
+        last = f"the last good checkpoint is {saved}" if saved else NONE_YET
         if error.errno in FULL:
             free = shutil.disk_usage(self.path).free // 1024
             reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
             then = "free some space, then: "
         else:
             reason, then = f"files of the run cannot be written ({error})", "once they can: "
-        then += self.resume_command if checkpoints else "start it again by the same command"
+        then += self.resume_command
         self._try_status("failed", self.steps_done(), f"{reason}; {last}", then)
         logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}")
+
+    def _saved(self) -> str:
+        """The folder's name of the last checkpoint, of a run or of rounds; "": there is none."""
+        folders = [*self.path.glob("resume/step_*"), *self.path.glob("round-*")]
+        names = [folder.name for folder in folders if (folder / "manifest.json").is_file()]
+        return max(names, key=lambda name: (len(name), name), default="")
+
+    def _go_on(self) -> str:
+        """What is left of a run that ended early, and the command that goes on with it."""
+        if self._saved():
+            return f"the last checkpoint stands. Go on with: {self.resume_command}"
+        return f"{NONE_YET}. Begin again with: {self.resume_command}"
 
     def _try_status(self, state: str, step: int, reason: str, then: str) -> None:
         """Write status.json where even that may fail."""

@@ -12,23 +12,20 @@ from vgrout.envs.base import Grader
 from vgrout.errors import Refused
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
+from vgrout.records import began
 from vgrout.runs.context import FINISHED, RUNS, RunContext, stop_on_signals
 
 
 def resumed_by_torchrun(requested: Config) -> Config:
-    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun, from the
-    first checkpoint on."""
+    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun."""
     if requested.run.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return requested
     own = requested.run.output_dir
     files = RUNS.glob("*/run.json") if own is None else own.glob("run.json")
     begun = [p.parent for p in files if read_json(p).get("torchrun") == ranks.torchrun_id()]
-    saved = [run for run in begun if any(run.glob("resume/step_*/manifest.json"))]
-    return (
-        replace(requested, run=replace(requested.run, resume=str(max(saved))))
-        if saved
-        else requested
-    )
+    if not begun:
+        return requested
+    return replace(requested, run=replace(requested.run, resume=str(max(begun, key=began))))
 
 
 class Peer(RunContext):

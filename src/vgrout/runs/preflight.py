@@ -34,7 +34,15 @@ from vgrout.model.source import (
     resolved_dtype,
 )
 from vgrout.runs import checkpoint
-from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
+from vgrout.runs.context import (
+    ENDED,
+    RUNS,
+    STATES,
+    has_checkpoint,
+    last_resumable,
+    steps_on_disk,
+    where_from,
+)
 from vgrout.table import StepRow
 from vgrout.teacher.pools import Pool
 
@@ -276,13 +284,20 @@ def adapter_lines(cfg: Config) -> list[str]:
 
 
 def plan_lines(
-    cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, named: bool = True
+    cfg: Config,
+    inputs: Inputs,
+    grader: Grader,
+    folder: Path,
+    *,
+    named: bool = True,
+    resumes: bool = False,
 ) -> list[str]:
     """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
-    named: somebody chose the intervention."""
+    named: somebody chose the intervention. resumes: the folder is that of a run which goes on."""
     of_environment = dict(inputs.environment.plan())
     rewards = of_environment.pop("reward", None)
     lines = _headed("method", *method_lines(cfg, named))
+    lines += _headed("resume", f"{folder}, {where_from(folder)}") if resumes else []
     lines += _work_lines(cfg)
     lines += _machine_lines(cfg, inputs, folder)
     for head, line in of_environment.items():
@@ -379,7 +394,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
             )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
-    if not requested.run.dry_run:
+    if not requested.run.dry_run and has_checkpoint(path):
         checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing:
@@ -394,7 +409,7 @@ def unfinished(
     runs have.
 
     Raises:
-        Refused: no such run, another program's, or a finished one; one line.
+        Refused: no such run, another program's, a finished one, or one that has lost its checkpoints; one line.
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
@@ -408,6 +423,11 @@ def unfinished(
         )
     if status["state"] in ENDED:
         raise Refused(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
+    done = steps_on_disk(path)
+    every = config.get("run", config).get("checkpoint_every", 0)
+    # begun again, it would lose steps that a checkpoint had
+    if not has_checkpoint(path) and done > every:
+        raise checkpoint.none_left(path, [f"resume/ is empty after {done} steps; put it back"])
     return path, config, status
 
 

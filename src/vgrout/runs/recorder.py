@@ -30,6 +30,7 @@ from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext, require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 
+OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
 
 R = TypeVar("R", bound=Columns)
@@ -76,9 +77,9 @@ class StepRecorder(Generic[R]):
             Refused: an input has changed since the run started, or no checkpoint can be used.
         """
         run, logged = self.run, self.run.dir.steps_on_disk()
+        first = read_json(run.path / "run.json") if (run.path / "run.json").exists() else {}
         record: dict[str, Any] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
         if run.resumes:
-            first = read_json(run.path / "run.json")
             require_same(run.path, record["hashes"])
             self.resume()
             logger.info(f"resumed after step {len(self.rows) - 1}")
@@ -88,8 +89,13 @@ class StepRecorder(Generic[R]):
             resumed = [*first.get("resumed", []), again]
             begun = first.get("begun", first.get("config"))
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed}
+        elif first:  # announced, and maybe begun before
+            run.dir.begin_again()
+            record |= {name: first[name] for name in OF_THE_RUN if name in first}
         run.dir.write_json("run.json", record)
-        run.trackers.start(run.path, record["config"], len(self.rows), logged)
+        run.trackers.start(
+            run.path, record["config"], len(self.rows), logged, record.get("tracker_id", "")
+        )
         run.started()
         self.table, self.full = Table(has, flaws, self.row, short=True), Table(has, flaws, self.row)
         for line in self.full.legend():
