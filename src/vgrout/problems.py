@@ -9,7 +9,8 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
+from vgrout.config.names import parse_command
 from vgrout.envs.code.grading.check import check_problems, shadowed_builtins
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import ProblemRow, as_marked, load_rows, split_sizes
@@ -58,4 +59,4 @@ def _splits_line(rows: Sequence[ProblemRow]) -> str:
 
 def main() -> int:
     """Exit codes: 0 sound · 1 not · 2 refused, in one line."""
-    return cli_exit(lambda: parse_args({"check": check}, None, "vgrout problems"))
+    return cli_exit(lambda: parse_command({"check": check}, None, "vgrout problems"))

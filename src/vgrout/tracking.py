@@ -251,6 +251,7 @@ class Trackers:
             yield
         except Exception as e:
             self.clients.pop(name, None)
+            logger.opt(exception=e).debug(f"--track {name}")
             why = " ".join(str(e).split())
             logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {why})")
 

@@ -24,8 +24,8 @@ from vgrout.envs.base import Grader
 from vgrout.errors import NothingRouted
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.metrics import BatchMetrics
-from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, require_same
-from vgrout.runs.peers import Peer, resumed_by_torchrun
+from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
+from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
@@ -136,6 +136,7 @@ def launch(
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
+    require_torchrun()
     if not ranks.first():
         return FINISHED if requested.run.dry_run else follow()
     path, cfg = find_resume(resumed_by_torchrun(requested))
@@ -202,4 +203,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

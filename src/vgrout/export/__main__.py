@@ -20,8 +20,9 @@ import tyro
 from loguru import logger
 
 from vgrout import console
-from vgrout.cli import cli_exit, out_of_memory, parse_args
+from vgrout.cli import cli_exit, out_of_memory
 from vgrout.config.checks import check, setting
+from vgrout.config.names import parse_command
 from vgrout.errors import Refused
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
@@ -122,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     console.setup(None)
 
     def command() -> int:
-        settings = parse_args(ExportSettings, argv, "vgrout export")
+        settings = parse_command(ExportSettings, argv, "vgrout export")
         try:
             content = export_run(settings)
         except RuntimeError as e:

@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from loguru import logger
 from tqdm import tqdm
@@ -208,9 +208,12 @@ def where_from(run: Path) -> str:
     return "which has no checkpoint and begins again"
 
 
-def _git() -> dict[str, Any]:
-    """Revision of the checkout that this package runs from; {} without one."""
-    here = Path(__file__).resolve().parents[1]
+def git(here: Path) -> dict[str, Any]:
+    """Revision of the checkout that this package runs from, and whether its code is edited: a tracked file, or a new
+    one below src/. {} without a checkout.
+
+    here: the package's folder.
+    """
 
     def ask(*args: str) -> str:
         return subprocess.run(
@@ -221,9 +224,11 @@ def _git() -> dict[str, Any]:
         top = Path(ask("rev-parse", "--show-toplevel").strip())
         if not (top / "src" / "vgrout" / "train.py").is_file():
             return {}
+        edited = ask("status", "--porcelain", "--untracked-files=no")
+        new = ask("ls-files", "--others", "--exclude-standard", "--", str(top / "src"))
         return {
             "revision": ask("rev-parse", "HEAD").strip(),
-            "dirty": bool(ask("status", "--porcelain").strip()),
+            "dirty": bool(f"{edited}{new}".strip()),
         }
     except (OSError, subprocess.SubprocessError):
         return {}
@@ -247,7 +252,7 @@ def environment() -> dict[str, Any]:
         "argv": sys.argv,
         "began_at": datetime.now(UTC).isoformat(),
         **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
-        "git": _git(),
+        "git": git(Path(__file__).resolve().parents[1]),
         "versions": versions,
         "hardware": {
             "machine": platform.machine(),
@@ -405,7 +410,7 @@ class RunContext:
 
     def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)
-        self.stop = self._open.enter_context(stop_on_signals())
+        self.stop = self._open.enter_context(stop_on_signals(lambda: self._loading))
         self._open.enter_context(self.clock)
         return self
 
@@ -484,13 +489,11 @@ class RunContext:
         """Record an unexpected ending: a second interrupt, a full disk, a fault."""
         if isinstance(e, KeyboardInterrupt):
             self.code = INTERRUPTED
-            self._try_status(
-                "interrupted",
-                self.steps_done(),
-                "second interrupt: stopped at once",
-                self.resume_command,
+            why = "before the first step" if self._loading else "second interrupt: stopped at once"
+            self._try_status("interrupted", self.steps_done(), why, self.resume_command)
+            logger.error(
+                f"stopped {'before the first step' if self._loading else 'at once'}; {self._go_on()}"
             )
-            logger.error(f"stopped at once; {self._go_on()}")
             return
         self.code, self.error = FAILED, e
         if isinstance(e, Refused):
@@ -578,6 +581,12 @@ def require_same(run: Path, now: Mapping[str, object]) -> None:
         raise Refused(f"--resume {run}: changed since: {changed}; put them back")
 
 
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, and without a traceback where somebody interrupts that too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
 @dataclass
 class Stop:
     """Set by the signal handler, read once per step."""
@@ -585,8 +594,14 @@ class Stop:
     requested: bool = False
 
 
+def _not_yet() -> bool:
+    return False
+
+
 @contextmanager
-def stop_on_signals() -> Generator[Stop]:
+def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
+    """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
+    process. at_once: whether nothing would be lost, so that the first one raises already."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
@@ -594,10 +609,16 @@ def stop_on_signals() -> Generator[Stop]:
         while line := said.get():
             logger.warning(line)
 
+    raised = False
+
     def handler(number: int, _frame: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
+        nonlocal raised
+        if raised:  # it is cleaning up, and somebody has no time
+            os._exit(INTERRUPTED)
+        raised = stop.requested or at_once()
         stop.requested = True
+        if raised:
+            raise KeyboardInterrupt
         said.put(
             f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
         )

@@ -14,6 +14,7 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import faults, ranks
+from vgrout.cli import out_of_memory
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flaw, Grade, Group, Rollout
 from vgrout.envs.base import Splits
@@ -32,6 +33,18 @@ from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share
 
 OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
+
+# what the readers of a checkpoint's state raise where it is another model's or method's: a part is missing, has
+# another shape (torch: RuntimeError), or is of another kind
+FOREIGN = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    FileNotFoundError,
+)
 
 R = TypeVar("R", bound=Columns)
 
@@ -114,8 +127,9 @@ class StepRecorder(Generic[R]):
                 checkpoint.require_rows(run, point)
                 self.restore(point.state, rows)
                 break
-            except Exception as e:  # whatever a foreign state does to its readers
-                if faults.raised_by_own(e):  # a monitor's or an intervention's own load_state_dict
+            except FOREIGN as e:
+                # a monitor's or an intervention's own load_state_dict; and the memory is not the file's fault
+                if faults.raised_by_own(e) or out_of_memory(e):
                     raise
                 logger.opt(exception=e).debug(f"{point.path}: passed over")
                 passed_over.append(
