@@ -68,21 +68,26 @@ class Ledger:
 
     def __init__(self, root: Path = RUNS) -> None:
         self.root = root
-        self._records: dict[Path, RecordedRun | None] = {}
+        self._seen: set[Path] = set()
+        self._records: dict[str, list[RecordedRun]] = {}  # by identity
 
     def refresh(self) -> None:
         """Add new run directories. A run whose settings no longer parse is left out."""
         for file in sorted(self.root.glob("*/run.json")):
             path = file.parent
-            if path not in self._records:
-                self._records[path] = _record(path)
+            if path in self._seen:
+                continue
+            self._seen.add(path)
+            record = _record(path)
+            if record is not None:
+                self._records.setdefault(record.identity, []).append(record)
 
     def find(self, run: str, files: Mapping[str, str | None]) -> RecordedRun | None:
         """The best run of this identity that read these files; None if there is none."""
         best: tuple[int, tuple[datetime, str]] | None = None
         found: RecordedRun | None = None
-        for record in self._records.values():
-            if record is None or record.identity != run or not record.reads(files):
+        for record in self._records.get(run, ()):
+            if not record.reads(files):
                 continue
             rank = (-BEST.index(record.state), record.began)
             if best is None or rank > best:
