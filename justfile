@@ -122,7 +122,7 @@ probe-mixed *flags:
     {{py}} vgrout.train fast --intervention=none --steps 10 --eval-ablate-every 0 --guard log --final-n-prompts 8 --final-samples 1 --out-tag=_probe {{flags}}
     uv run python studies/probe_mixed.py
 
-# every method and the ceiling at the benchmark's scale, three seeds, in a pueue queue (hours a run)
+# every method and the ceiling at the benchmark's scale, five seeds, in a pueue queue (hours a run)
 queue-full *flags:
     {{py}} vgrout.sweep studies/full.toml --via pueue {{flags}}
 

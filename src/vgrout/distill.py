@@ -7,6 +7,7 @@ are those of runs/context.py.
 
 import sys
 
+from vgrout import console
 from vgrout.cli import cli_exit
 from vgrout.config.names import parse_command
 from vgrout.cores import cores
@@ -23,6 +24,7 @@ def start(requested: DistillSettings) -> int:
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
+    console.setup(None)  # what is said before the run has a log
     path, settings = find_resume(requested)
     task = prepare(settings, path)
     if settings.plan_only:

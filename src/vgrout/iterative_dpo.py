@@ -24,6 +24,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
+    console.setup(None)  # what is said before the run has a log
     task = prepare(settings)
     # The folder is made inside this block, so that a problem file that is refused leaves none.
     workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries

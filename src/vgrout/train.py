@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from loguru import logger
 
-from vgrout import ranks
+from vgrout import console, ranks
 from vgrout.cli import cli_exit, spelled
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
@@ -26,7 +26,14 @@ from vgrout.inputs import Inputs, file_hashes
 from vgrout.metrics import BatchMetrics
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
-from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
+from vgrout.runs.preflight import (
+    beside_documents,
+    brought,
+    find_resume,
+    first_lines,
+    plan_lines,
+    preflight,
+)
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
 
@@ -137,6 +144,7 @@ def launch(
         Refused: a user's mistake, in one line, with nothing started.
     """
     require_torchrun()
+    console.setup(None)  # what is said before the run has a log
     if not ranks.first():
         return FINISHED if requested.run.dry_run else follow()
     path, cfg = find_resume(resumed_by_torchrun(requested))
@@ -165,7 +173,11 @@ def launch(
             path,
             cfg.run_id,
             grader,
-            record={"config": cfg.as_dict(), "hashes": hashes},
+            record={
+                "config": cfg.as_dict(),
+                "beside_documents": beside_documents(cfg.method),
+                "hashes": hashes,
+            },
             trackers=Trackers(cfg.run.trackers),
             given=cfg.run.output_dir,
         )
@@ -173,6 +185,8 @@ def launch(
             on_run(run)
         with run:
             run.announce(*first_lines(cfg, named=named or bool(path)))
+            for line in brought(cfg.method):
+                logger.debug(f"method: {line}")
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)

@@ -129,6 +129,26 @@ NAMES: dict[str, dict[str, str]] = {
 }
 ANSWERS = {name: answer for of in NAMES.values() for name, answer in of.items()}
 
+# Keys of a run's files by the names that the documents have for them: file → documents' key → the key here.
+KEYS: dict[str, dict[str, str]] = {
+    "steps.jsonl": {
+        "gt_s": "solve_s",
+        "gt_t": "pass_t",
+        "sprd": "signal",
+        "N": "n",
+        "t_rew": "grade",
+    },
+    "rollouts.jsonl": {
+        "exploited": "hacked",
+        "gt_correct": "solved",
+        "hacked_C": "hacked_arbitrary",
+        "hacked_D": "hacked_wrong_tests",
+        "hacked_E": "hacked_loophole_used",
+        "problem": "problem_id",
+        "mode": "env_mode",
+    },
+}
+
 # Values at which a flag of the documents changes nothing here: the documents' own defaults.
 NO_CHANGE = {("clip", "0.2"), ("cos_pre_split_every", "1")}
 

@@ -77,6 +77,8 @@ class RunDir:
         """made: the folders above that were made for it, from below."""
         self.path, self.made = path, made
         self._files: dict[str, TextIO] = {}
+        # rows of steps.jsonl that were counted, and their bytes
+        self._steps = self._counted = 0
         # for as long as this process lives: two writers would break the run
         self._lock = hold(path)
 
@@ -120,7 +122,19 @@ class RunDir:
         self._lock.close()
 
     def steps_on_disk(self) -> int:
-        return steps_on_disk(self.path)
+        """How many rows are in steps.jsonl. What was counted before is not read again."""
+        try:
+            with open(self.path / "steps.jsonl", "rb") as lines:
+                if os.fstat(lines.fileno()).st_size < self._counted:  # it was cut back
+                    self._steps = self._counted = 0
+                lines.seek(self._counted)
+                for line in lines:
+                    if line.endswith(b"\n"):  # the last one may be torn
+                        self._steps += 1
+                        self._counted += len(line)
+        except FileNotFoundError:
+            return 0
+        return self._steps
 
     def write_json(self, name: str, data: Any) -> None:
         write_atomic(self.path / name, to_json(data))

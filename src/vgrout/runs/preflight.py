@@ -133,7 +133,7 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     n = shapes.parameters if shapes else 0
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
-    what, *more = method_lines(cfg, named)
+    what, *more = method_lines(cfg, named, settings=False)
     run = [
         f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"
     ]
@@ -144,17 +144,20 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     return [*run, *of_method, *control] if named else [*of_method, *run, *control]
 
 
-def method_lines(cfg: Config, named: bool = True) -> list[str]:
-    """What is flagged and what is done about it, in lines of at most 78 characters: the method, what it brought, what
-    was given in vain."""
+def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list[str]:
+    """What is flagged and what is done about it, in lines of at most 78 characters: the method, its settings beside
+    those of the documents, what was given in vain. settings: whether these are said."""
     method = cfg.method
-    monitor = f" · monitor {monitored(method)}" if method.monitor_name not in ("", "none") else ""
+    monitor = (
+        f" · monitor\xa0{monitored(method)}" if method.monitor_name not in ("", "none") else ""
+    )
     which = _which(method) if named else ", the default"
-    lines = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
+    title = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
+    lines = [line.replace("\xa0", " ") for line in title]
     if not named:
         others = [name for name in INTERVENTIONS if name != method.intervention and ":" not in name]
         lines.append(f"others: {', '.join(others)} (--intervention NAME)")
-    lines += [*brought(method), *method.ignored]
+    lines += [*(brought(method) if settings else ()), *method.ignored]
     if method.monitor_name == "gate" and not cfg.mixes:
         lines += [
             "no demonstrations: known hacks are only answers that the weak detector flags;",
@@ -172,17 +175,25 @@ def monitored(method: MethodConfig) -> str:
 
 def brought(method: MethodConfig) -> list[str]:
     """The settings that tell the recommended method from that of the documents, theirs in brackets."""
-    parts, read = list[str](), method.resolved_settings
-    for name, documents in method.spec.documents.items():
-        if documents != method.spec.usual[name] and read[name] is not None:
-            own, theirs = (_said(value) for value in (read[name], documents))
-            theirs = (
-                f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})"
-                * (own != theirs)
-            )
-            parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
+    parts = list[str]()
+    for name, (value, documents) in beside_documents(method).items():
+        own, theirs = _said(value), _said(documents)
+        theirs = (
+            f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})"
+            * (own != theirs)
+        )
+        parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
     said = f"with {' · '.join(parts)}" if parts else ""
     return [line.replace("\xa0", " ") for line in textwrap.wrap(said, 78, break_on_hyphens=False)]
+
+
+def beside_documents(method: MethodConfig) -> dict[str, tuple[object, object]]:
+    """The settings by which the recommended method differs from that of the documents: this run's value, theirs."""
+    read, found = method.resolved_settings, {}
+    for name, documents in method.spec.documents.items():
+        if documents != method.spec.usual[name] and read[name] is not None:
+            found[name] = read[name], documents
+    return found
 
 
 def _said(value: object) -> str:
@@ -196,10 +207,10 @@ def _which(method: MethodConfig) -> str:
     if not (documents := method.spec.documents):
         return ""
     meant = method.resolved_settings
-    for name, settings in (("recommended", method.spec.usual), ("in the documents", documents)):
+    for name, settings in (("recommended", method.spec.usual), ("the documents'", documents)):
         if all(meant[k] in (v, None) for k, v in settings.items()):
-            return f" as {name}"
-    return " with settings of its own"
+            return f", {name} settings"
+    return ", settings of its own"
 
 
 def memory_plan(cfg: Config, shapes: Shapes, prompts: Prompts, room: int | None) -> MemoryPlan:

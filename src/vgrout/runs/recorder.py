@@ -257,6 +257,9 @@ class Recorder(StepRecorder[StepRow]):
         self.open(record, columns_for(cfg, flaws) | self.method.measures, flaws)
         self.samples = SampleLogger(self.policy, self.problems.flaws)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
+        # warnings that are given once
+        self.swallowed = any(_is_swallowed(r) for r in self.rows)
+        self.settled = any(r.hkgap is not None for r in self.rows[SETTLED:])
         return self.rows
 
     def record(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
@@ -270,18 +273,18 @@ class Recorder(StepRecorder[StepRow]):
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
-            if [r.step for r in self.rows if r.realised is not None and r.realised < SWALLOWED] == [
-                step
-            ]:
+            if not self.swallowed and _is_swallowed(row):
+                self.swallowed = True
                 logger.warning(
                     f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
                     "their rounding; raise --lr, or start again with --dtype fp32"
                 )
-            gaps = {r.step: r.hkgap for r in self.rows[SETTLED:] if r.hkgap is not None}
             own = cfg.method.quarantine_block is not None and cfg.method.control_name == "none"
-            if own and [*gaps] == [step] and gaps[step] < APART:
+            is_first_gap = row.hkgap is not None and len(self.rows) > SETTLED and not self.settled
+            self.settled |= is_first_gap
+            if own and is_first_gap and row.hkgap < APART:
                 logger.warning(
-                    f"step {step}: hkgap {gaps[step]:.2f}: along the direction known hacks hardly differ from other "
+                    f"step {step}: hkgap {row.hkgap:.2f}: along the direction known hacks hardly differ from other "
                     "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
                 )
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
@@ -401,6 +404,11 @@ SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
 ROWS_LIMIT = 2**24
+
+
+def _is_swallowed(row: StepRow) -> bool:
+    """Whether rounding has taken more of the step's change than a run is told."""
+    return row.realised is not None and row.realised < SWALLOWED
 
 
 def rows_as_json(rows: Sequence[StepRow]) -> str:

@@ -295,7 +295,7 @@ def count_lines(
 def page(results: Results, verdict: str) -> list[str]:
     """summary.md in paragraphs, the conclusion first. verdict: as the console has it."""
     cfg, final, tallies = results.cfg, results.final, results.tallies
-    method = " ".join(" ".join(method_lines(cfg)).split())
+    method = " ".join(" ".join(method_lines(cfg, settings=False)).split())
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
     if results.halted:
         paragraphs.append(f"**Halted**: {results.halted}.")

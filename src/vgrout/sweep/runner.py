@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
+from vgrout.config.run import OptConfig
 from vgrout.cores import cores
 from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
@@ -44,6 +45,8 @@ SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
 Workers = Local | Ray
 Job = Process | RayJob
+# hashes of a run's files, and which of them are missing
+Checked = tuple[Mapping[str, str | None], tuple[str, ...]]
 ELSEWHERE_S = 2.0  # between two checks of runs that other processes are writing
 
 
@@ -124,16 +127,21 @@ class Sweep:
         """
         files: dict[str, Mapping[str, str | None]] = {}  # by arm: the same for every seed
         missing: dict[str, list[str]] = {}
+        checked: dict[str, Checked] = {}  # by what decides on the files
         for run in study.runs:
-            if run.arm not in files:
-                cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
-                try:
+            if run.arm in files:
+                continue
+            cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
+            key = to_json(replace(cfg, opt=OptConfig()).as_dict())
+            try:
+                if key not in checked:
                     inputs = preflight(cfg)
-                    files[run.arm] = file_hashes(cfg, inputs)
-                except Refused as e:
-                    raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-                for line in inputs.absent:
-                    missing.setdefault(line, []).append(run.arm)
+                    checked[key] = file_hashes(cfg, inputs), inputs.absent
+            except Refused as e:
+                raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
+            files[run.arm], absent = checked[key]
+            for line in absent:
+                missing.setdefault(line, []).append(run.arm)
         entries = [Entry(run, files[run.arm]) for run in study.runs]
         sweep = cls(study, entries, Ledger(), SWEEPS / study.name, missing)
         sweep.ledger.refresh()
