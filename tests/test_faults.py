@@ -608,6 +608,32 @@ def test_every_signal_that_asks_for_an_end_is_heard_once(number):
             signal.raise_signal(number)
 
 
+def test_before_the_first_step_one_signal_is_enough():
+    loading = True
+    with stop_on_signals(lambda: loading) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+    loading = False
+    with stop_on_signals(lambda: loading) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("after", "twice"), [(0.1, False), (1.0, True), (4.0, True)])
+def test_ctrl_c_in_the_first_seconds_shows_no_traceback(tmp_path, after, twice):
+    process = start(tmp_path, *bare("none", steps=9999))
+    time.sleep(after)
+    for _ in range(1 + twice):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    output, _ = process.communicate(timeout=60)
+    assert "Traceback" not in output
+    # before Python has run a line of this package there is nothing that could say 130
+    assert process.returncode == 130 or (after < 1 and process.returncode == -signal.SIGINT)
+
+
 def test_a_signal_that_comes_while_a_line_is_logged_is_said_after_it(capsys, monkeypatch):
     console.setup(None)
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from vgrout.files import held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.records import unfinished
 from vgrout.runs import checkpoint
-from vgrout.runs.context import RunDir, last_resumable
+from vgrout.runs.context import RunDir, git, last_resumable
+from vgrout.runs.peers import require_torchrun
 
 
 @pytest.fixture
@@ -145,6 +147,85 @@ def test_a_run_that_was_killed_is_not_running(run: RunDir) -> None:
     for state, said in (("failed", "failed"), ("finished", ""), ("halted", "")):
         run.status(state, 1, "", "")
         assert unfinished(run.path) == said
+
+
+GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@y"]
+# what is done in a checkout, and whether its code is another one then
+EDITS: dict[str, tuple[str, bool]] = {
+    "nothing": ("true", False),
+    "a script beside the code": ("echo 1 > mine.py", False),
+    "a folder of one's own": ("mkdir own && echo 1 > own/study.toml", False),
+    "an ignored file in src": ("echo 1 > src/vgrout/x.pyc", False),
+    "a new module": ("echo 1 > src/vgrout/new.py", True),
+    "a module in a new folder": ("mkdir src/vgrout/sub && echo 1 > src/vgrout/sub/a.py", True),
+    "an edited module": ("echo 1 >> src/vgrout/train.py", True),
+    "an edited study": ("echo 1 >> study.toml", True),
+    "a staged file": ("echo 1 > staged.py && git add staged.py", True),
+    "a removed module": ("rm src/vgrout/train.py && echo > src/vgrout/train.py", True),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_makes_a_checkouts_code_another_one(tmp_path: Path, edit: str) -> None:
+    command, is_edited = EDITS[edit]
+    (tmp_path / "src" / "vgrout").mkdir(parents=True)
+    (tmp_path / "src" / "vgrout" / "train.py").write_text("import os\n")
+    (tmp_path / "study.toml").write_text("")
+    (tmp_path / ".gitignore").write_text("*.pyc\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run([*GIT, *words], cwd=tmp_path, check=True)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    found = git(tmp_path / "src" / "vgrout")
+    assert len(found["revision"]) == 40
+    assert found["dirty"] is is_edited
+
+
+def test_rows_on_disk_are_counted_as_they_come_and_as_they_are_cut(run: RunDir) -> None:
+    for step in range(5):
+        run.append({"step": step}, [])
+        assert run.steps_on_disk() == step + 1
+    with open(run.path / "steps.jsonl", "rb+") as f:
+        f.truncate(len(b'{"step": 0}\n') * 2)
+    assert run.steps_on_disk() == 2
+    with open(run.path / "steps.jsonl", "a") as f:
+        f.write('{"step": 2')
+        f.flush()
+        assert run.steps_on_disk() == 2
+        f.write("}\n")
+    assert run.steps_on_disk() == 3
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), NameError("x"), RuntimeError("DefaultCPUAllocator: can't allocate")]
+)
+def test_what_is_not_the_files_fault_is_not_called_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    (path,) = saved(run, 1)
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(type(error)):
+        checkpoint.read(path)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: refuse(True, "of another program"))
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.read(path)
+
+
+def test_ranks_that_torchrun_has_not_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    require_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    require_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="not by torchrun"):
+        require_torchrun()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    require_torchrun()
 
 
 @pytest.mark.long

@@ -161,7 +161,6 @@ OF_COMMANDS: dict[str, dict[str, str]] = {
         "reward_model": "answers are graded as they are by train, and nothing is learnt from the grade; leave it out",
     },
     "iterative_dpo": {
-        "reward_model": "say --scorer, which may be a module:function",
         "reward_funcs": "say --scorer, which may be a module:function",
         "model": "say --base-model",
         "model_name_or_path": "say --base-model",
@@ -240,7 +239,7 @@ def parse_command(
     try:
         return parse_args(what, argv, prog, **settings)
     except Refused as e:
-        unknown = re.match(r"--([\w-]+)(?:=\S*)?: no such flag", str(e))
+        unknown = re.match(r"--([\w-]+)(?:[= ][^:]*)?: no such flag", str(e))
         if unknown is None:
             raise
         answer = _answer(unknown[1].replace("-", "_"), prog.split()[-1])

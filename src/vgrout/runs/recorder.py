@@ -280,11 +280,11 @@ class Recorder(StepRecorder[StepRow]):
                     "their rounding; raise --lr, or start again with --dtype fp32"
                 )
             own = cfg.method.quarantine_block is not None and cfg.method.control_name == "none"
-            is_first_gap = row.hkgap is not None and len(self.rows) > SETTLED and not self.settled
-            self.settled |= is_first_gap
-            if own and is_first_gap and row.hkgap < APART:
+            gap = row.hkgap if len(self.rows) > SETTLED and not self.settled else None
+            self.settled |= gap is not None
+            if own and gap is not None and gap < APART:
                 logger.warning(
-                    f"step {step}: hkgap {row.hkgap:.2f}: along the direction known hacks hardly differ from other "
+                    f"step {step}: hkgap {gap:.2f}: along the direction known hacks hardly differ from other "
                     "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
                 )
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
