@@ -38,10 +38,17 @@ smoke-projected *flags: (smoke "--intervention=erase" flags)
 smoke-rest arm="route2":
     uv run pytest -n0 -m slow tests/test_faults.py -k "repeated_kills and {{arm}}"
 
-# the documents' four interventions, twice: caches cold, then warm
-smoke-all:
-    rm -rf out/svd_cache out/vhack
-    for name in none erase route route2 none erase route route2; do just smoke --intervention=$name || exit 1; done
+# the documents' four interventions, twice: caches cold, then warm, in a new folder below out/ (eight minutes)
+smoke-all *flags:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    mkdir -p out
+    folder=$(mktemp -d "$PWD/out/smoke-all.XXXXXX")
+    cd "$folder"  # caches are relative to it: those of other runs stay as they are
+    for name in none erase route route2 none erase route route2; do
+        uv run --project "{{justfile_directory()}}" python -m vgrout.train smoke --intervention=$name {{flags}}
+    done
+    echo "runs and caches: $folder"
 
 # the experiment in miniature, one run (under two minutes on two cores)
 mini *flags:
@@ -53,13 +60,13 @@ small:
     test -e out/organisms/smollm2 || {{py}} vgrout.organism tune
     for name in none route2; do {{py}} vgrout.train small --intervention=$name --out-tag=_path || exit 1; done
     {{py}} vgrout.report out/runs --tag _path --out out/small
-    {{py}} vgrout.export "$(ls -d out/runs/*_small_route2_seed41_path | tail -n 1)" --out out/small-deployed
+    {{py}} vgrout.export "$(ls -td out/runs/*_small_route2_seed41_path | head -n 1)" --out out/small-deployed
 
-# the tutorial's study, and its picture (seven minutes)
+# the tutorial's study, and its picture: docs/figures/two-methods.png is a copy of it (seven minutes)
 tutorial:
     {{py}} vgrout.sweep studies/tutorial.toml
     {{py}} vgrout.report out/sweeps/tutorial
-    cp out/sweeps/tutorial/report/figures/dynamics.png docs/figures/two-methods.png
+    @echo "picture: out/sweeps/tutorial/report/figures/dynamics.png"
 
 # every run of studies/NAME.toml, resumable, a core or a GPU each, on what studies/prepare.sh makes first; --dry-run says how many
 study name *flags:
@@ -86,10 +93,21 @@ download-model id="Qwen/Qwen3-4B":
 download-data:
     {{py}} vgrout.download data
 
-# the hand-written pairs as a file, where the preset `fast` looks for its pairs (a second)
+# the hand-written pairs as a file, where the preset `fast` looks for its pairs; one that is there is left (a second)
 pairs-file:
-    mkdir -p out/pairsets
-    uv run python -c "from vgrout.direction.pairs import handwritten; print(handwritten().to_json())" > out/pairsets/prog_wide.json
+    #!/usr/bin/env bash
+    set -euo pipefail
+    file=out/pairsets/prog_wide.json
+    if [ -e "$file" ] || [ -L "$file" ]; then
+        echo "$file is there already; move it away to have the hand-written pairs there" >&2
+        exit 1
+    fi
+    mkdir -p "$(dirname "$file")"
+    # opened only once the pairs are there, and only if it is new
+    uv run python -c "
+    from vgrout.direction.pairs import handwritten
+    pairs = handwritten().to_json()
+    print(pairs, file=open('$file', 'x'))"
 
 # a pool of a teacher's own answers to N problems, 8 each (Qwen3-4B on a GPU: about 20 s a problem)
 pregen-teacher n *flags:
@@ -104,7 +122,7 @@ probe-mixed *flags:
     {{py}} vgrout.train fast --intervention=none --steps 10 --eval-ablate-every 0 --guard log --final-n-prompts 8 --final-samples 1 --out-tag=_probe {{flags}}
     uv run python studies/probe_mixed.py
 
-# every method and the ceiling at the benchmark's scale, three seeds, in a pueue queue (hours a run)
+# every method and the ceiling at the benchmark's scale, five seeds, in a pueue queue (hours a run)
 queue-full *flags:
     {{py}} vgrout.sweep studies/full.toml --via pueue {{flags}}
 

@@ -18,7 +18,7 @@ from typing import Any
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import Rule, flag, legal_values, rule_of
 from vgrout.config.loss import LOSSES
-from vgrout.config.names import NAMES, same
+from vgrout.config.names import KEYS, NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
@@ -81,6 +81,9 @@ direction with the one before it; `shadow` recall and false flags of each monito
 | column | type | what | should | measured with |
 |---|---|---|---|---|
 """
+KEYS_TEXT = """\
+The documents that vgrout was built from name these keys otherwise; all others have the same names. In their
+`rollouts.jsonl` a bare `hacked` is detector C."""
 TYPES = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}  # by format
 
 
@@ -105,7 +108,16 @@ def columns() -> str:
                 lines.append(row(f"`hk_{MODE_CODE[mode]}`", kind, what, should, when))
         else:
             lines.append(row(f"`{f.name}`", kind, legend, should, when))
-    return COLUMNS_HEAD + "\n".join(lines) + "\n"
+    return COLUMNS_HEAD + "\n".join([*lines, *_documents_keys()]) + "\n"
+
+
+def _documents_keys() -> list[str]:
+    """Return the section with the keys that the documents name otherwise."""
+    lines = ["", "## Keys in the documents", "", KEYS_TEXT, "", "| file | documents | here |"]
+    lines.append("|---|---|---|")
+    for file, keys in KEYS.items():
+        lines += [row(f"`{file}`", f"`{theirs}`", f"`{here}`") for theirs, here in keys.items()]
+    return lines
 
 
 def row(*cells: str) -> str:

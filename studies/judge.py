@@ -12,6 +12,8 @@ from vgrout.report.judge import Verdict
 from vgrout.report.load import Condition
 from vgrout.report.tables import compare, percent
 
+SEEDS = 5  # fewer decide nothing
+
 
 def judge(conditions: Sequence[Condition]) -> list[Verdict]:
     """Return a verdict on each intervention."""
@@ -32,7 +34,7 @@ def _verdict(method: Condition, plain: Condition, ceiling: Condition) -> Verdict
     solve = compare(method, ceiling, "solve")
     less = -(hack.difference.value or 0.0)
     lost = -(solve.difference.value or 0.0)
-    if len(hack.seeds) < 5:
+    if len(hack.seeds) < SEEDS:
         outcome = "UNDECIDED"
     elif not hack.difference.below_zero or lost > 0.2:
         outcome = "NOT SUPPORTED"

@@ -15,17 +15,22 @@ organism() {
 }
 
 # warm SEED TO FROM: the organism FROM, with its policy after 15 steps of plain GRPO. About 4 answers in 10 of the shipped
-# one then hack with seed 40, 7 with seed 50.
+# one then hack with seed 40, 7 with seed 50. It is made beside TO, in a new folder.
 warm() {
-    local seed=${1:-40} to=${2:-out/warm} from=${3:-src/vgrout/organism/data} tag
+    local seed=${1:-40} to=${2:-out/warm} from=${3:-src/vgrout/organism/data} tag part
     test ! -e "$to" || return 0
     tag=_$(basename "$to")
     uv run python -m vgrout.train mini --intervention=none --seed="$seed" --organism="$from" --out-tag="$tag"
-    rm -rf "$to.part" && mkdir -p "$(dirname "$to")" && cp -r "$from" "$to.part" && rm -r "$to.part/model"
-    local runs=(out/runs/*_mini_none_seed"$seed$tag")
-    uv run python -m vgrout.export "${runs[@]: -1}" --step 15 --out "$to.part/model"
-    uv run python -c "import sys, pathlib, vgrout.embedded as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$to.part"
-    mv "$to.part" "$to"
+    mkdir -p "$(dirname "$to")"
+    part=$(mktemp -d "$to.part.XXXXXX")
+    cp -r "$from/." "$part" && rm -r "$part/model"
+    local run # the latest
+    run=$(ls -td out/runs/*_mini_none_seed"$seed$tag" | head -n 1)
+    uv run python -m vgrout.export "$run" --step 15 --out "$part/model"
+    uv run python -c "import sys, pathlib, vgrout.embedded as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$part"
+    chmod 755 "$part" # mktemp's own is for nobody else to read
+    test ! -e "$to" || { echo "warm: $to has been made meanwhile; this one is $part" >&2 && exit 1; }
+    mv "$part" "$to"
 }
 
 # builds SEEDS FLAGS…: organisms, each with a policy that has begun to hack

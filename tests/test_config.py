@@ -85,6 +85,9 @@ def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> N
     lines["usual"] = first_lines(resolve([preset]), named=False)
     assert max(len(line) for of in lines.values() for line in of) <= 80
     assert lines["none"][1] == "method: none: plain GRPO"
+    (of_route2,) = [line for line in lines["route2"] if line.startswith("method: ")]
+    assert of_route2.startswith("method: route2, recommended settings: ")
+    assert not any("documents" in line for line in lines["route2"])
     assert lines["usual"][0].startswith("method: erase, the default: ")
     assert (
         lines["usual"][1] == "  others: none, route, screen, penalty, route2 (--intervention NAME)"
@@ -112,7 +115,8 @@ OWN = [
         (
             ["--intervention=route2"],
             [
-                "route2 as recommended: quarantine flagged gradients · monitor gate",
+                "route2, recommended settings: quarantine flagged gradients ·",
+                "monitor gate",
                 "with quarantine block:-2 (documents: shared) · rollout-ablate-frac 1 (0) ·",
                 "rebaseline yes (no) · vhack-refresh-every 0 (5) · gate-vote rollout (module) ·",
                 "gate-modules apart (all)",
@@ -121,7 +125,8 @@ OWN = [
         (
             ["--intervention=route2", *OWN, "--vhack-refresh-every=5"],
             [
-                "route2 as in the documents: quarantine flagged gradients · monitor gate",
+                "route2, the documents' settings: quarantine flagged gradients ·",
+                "monitor gate",
                 "with quarantine shared · rollout-ablate-frac 0 · rebaseline no ·",
                 "vhack-refresh-every 5 · gate-vote module · gate-modules all",
             ],

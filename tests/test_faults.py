@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,14 +27,18 @@ from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import identity
 from vgrout.data import Ungraded
+from vgrout.errors import Refused
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.loss_metrics import LossMetrics
 from vgrout.model import load as weights
+from vgrout.ranks import RankLost
 from vgrout.report.load import load
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunDir, stop_on_signals
+from vgrout.runs.recorder import Recorder
 from vgrout.sweep.ledger import Ledger
+from vgrout.table import StepRow
 from vgrout.train import main
 
 TINY = [
@@ -603,6 +608,32 @@ def test_every_signal_that_asks_for_an_end_is_heard_once(number):
             signal.raise_signal(number)
 
 
+def test_before_the_first_step_one_signal_is_enough():
+    loading = True
+    with stop_on_signals(lambda: loading) as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+    loading = False
+    with stop_on_signals(lambda: loading) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("after", "twice"), [(0.1, False), (1.0, True), (4.0, True)])
+def test_ctrl_c_in_the_first_seconds_shows_no_traceback(tmp_path, after, twice):
+    process = start(tmp_path, *bare("none", steps=9999))
+    time.sleep(after)
+    for _ in range(1 + twice):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    output, _ = process.communicate(timeout=60)
+    assert "Traceback" not in output
+    # before Python has run a line of this package there is nothing that could say 130
+    assert process.returncode == 130 or (after < 1 and process.returncode == -signal.SIGINT)
+
+
 def test_a_signal_that_comes_while_a_line_is_logged_is_said_after_it(capsys, monkeypatch):
     console.setup(None)
     monkeypatch.setattr(
@@ -684,6 +715,106 @@ def test_killed_sandbox_workers_change_no_row(tmp_path):
     assert len(killed) >= 2
     assert rows(path) == rows(uninterrupted)
     assert adapter_file(path) == adapter_file(uninterrupted)
+
+
+# --- the command that an ending prints
+
+
+def interrupted_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def raising(e: BaseException) -> Callable[[], None]:
+    def ending() -> None:
+        raise e
+
+    return ending
+
+
+# how a run ends in its second step: the ending, and its exit code
+ENDINGS: dict[str, tuple[Callable[[], None], int]] = {
+    "SIGINT": (lambda: signal.raise_signal(signal.SIGINT), 130),
+    "SIGTERM": (lambda: signal.raise_signal(signal.SIGTERM), 130),
+    "SIGINT twice": (interrupted_twice, 130),
+    "a fault": (raising(RuntimeError("shapes do not fit")), 1),
+    "a refusal": (raising(Refused("the reward file is gone")), 1),
+    "out of memory": (raising(MemoryError("cannot allocate 3 bytes")), 1),
+    "a lost rank": (raising(RankLost("another rank has ended")), 1),
+    "a full disk": (lambda: None, 1),
+}
+
+
+def printed_command(text: str) -> list[str]:
+    """The arguments of the last `vgrout train …` in a text."""
+    command = re.findall(r"vgrout train (.*)", text)[-1]
+    return shlex.split(command)
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint", "a checkpoint"])
+@pytest.mark.parametrize(
+    "ending",
+    [e if e == "SIGINT twice" else pytest.param(e, marks=pytest.mark.long) for e in ENDINGS],
+)
+def test_the_printed_command_goes_on(
+    ending: str, saved: bool, tmp_path: Path, shared_run: SharedRuns, capsys, monkeypatch
+) -> None:
+    """Whether or not there is a checkpoint, and in a folder of one's own with a blank in its name."""
+    ends, code = ENDINGS[ending]
+    record = Recorder.record
+
+    def end_in_second_step(self: Recorder, row: StepRow, *rest: Any) -> None:
+        if row.step == 1:
+            ends()
+        record(self, row, *rest)
+        if ending == "a full disk":
+            files = self.run.dir._files
+            files["steps.jsonl"].close()
+            files["steps.jsonl"] = open("/dev/full", "w")  # noqa: SIM115
+            Recorder.record = record  # or this test's frame would be somebody's own code
+
+    argv = bare("none", "--checkpoint-every", "1" if saved else "9", steps=3)
+    whole = shared_run(*argv)
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    with monkeypatch.context() as m:
+        m.setattr(Recorder, "record", end_in_second_step)
+        assert main([*argv, "--output-dir", "my run"]) == code
+    path, printed = tmp_path / "my run", capsys.readouterr()
+    is_saved = saved or ending in ("SIGINT", "SIGTERM")  # a run that is asked to stop saves
+    assert any(path.glob("resume/step_*")) == is_saved
+    said = f"{printed.out}{printed.err}"
+    assert ("the last checkpoint stands" in said) <= is_saved
+    resume = printed_command(status(path)["next"])
+    assert resume[-2:] == ["--resume", "my run"]
+    if ending not in ("a fault", "a refusal"):  # their last line is what was wrong
+        assert printed_command(said) == resume
+    assert main(resume) == 0
+    assert rows(path) == rows(whole)
+    assert adapter_bytes(path) == adapter_bytes(whole)
+    record_file = json.loads((path / "run.json").read_text())
+    assert record_file["hashes"]["base_weights"]
+
+
+@pytest.mark.long
+def test_a_fault_while_loading_is_gone_on_from(
+    tmp_path: Path, shared_run: SharedRuns, monkeypatch
+) -> None:
+    argv = bare("none", steps=3)
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    with monkeypatch.context() as m:
+        m.setattr(weights, "run_policy", lambda _: raising(RuntimeError("no such layer"))())
+        assert main(argv) == 1
+    path = only_run(tmp_path)
+    assert main(printed_command(status(path)["next"])) == 0
+    assert rows(path) == rows(shared_run(*argv))
+
+
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(stopped, capsys) -> None:
+    """It has more steps than are done between two checkpoints: they are not cut away."""
+    shutil.rmtree(stopped / "resume")
+    before = (stopped / "steps.jsonl").read_bytes()
+    assert "resume/ is empty after 3 steps" in refused(capsys, "smoke", "--resume", str(stopped))
+    assert (stopped / "steps.jsonl").read_bytes() == before
 
 
 # --- failures inside a step

@@ -125,6 +125,7 @@ def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert add in refusal(lambda: load_study_file(study))
     assert len(load_study_file(study, ["--reward=theirs:reward"]).runs) == 1
     assert not Path("imported").exists()
+    edit(run / "run.json", "config", "run", "checkpoint_every", value=5)
     assert "no usable checkpoint" in refusal(
         lambda: find_resume(resolve([*given, "--reward=theirs:reward"]))
     )

@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
         "console",
         "cores",
         "gpus",
+        "records",
         "embedded",
         "scoring",
         "envs",
@@ -78,6 +79,7 @@ OF_THE_CODE_WORLD = {
 }
 STDLIB_ONLY = (
     "vgrout.files",
+    "vgrout.records",
     "vgrout.data",
     "vgrout.table",
     "vgrout.guard.kill_switch",

@@ -1,9 +1,12 @@
 """`just` recipes and what studies start from: the documents name recipes that there are, and prepare.sh makes every
 organism that a study names. Nothing is built here: `uv` is a stub that notes its command and makes the folder."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -105,3 +108,153 @@ def test_every_recipe_in_the_documents_exists() -> None:
                 assert (
                     not named or named == "NAME" or (ROOT / "studies" / f"{named}.toml").is_file()
                 ), f"{page.name}: {named}"
+
+
+# ── what a user has made stays
+
+
+SCRIPTS = [ROOT / "justfile", *(ROOT / "studies").glob("*.sh")]
+SCRIPTS += [*(ROOT / "docs" / "schedulers").iterdir()]
+MAKES_ONE = re.compile(r"(\w+)=\$\(mktemp -d ")  # a new folder, under a name of its own
+WRITES = re.compile(r"(?:^|[;&|({]\s*|\s)(?:rm|cp|mv|tee|install|rsync|ln|truncate)\s+(.*)")
+REDIRECTS = re.compile(r"(?<![<>&\d])>{1,2}(?!&)\s*(\S+)")
+# … and is moved to a name that nothing has, which the line before it asks
+MOVED = 'mv "$part" "$to"'
+JUST = Path(sys.executable).with_name("just")
+
+
+def overwriting(script: str) -> list[str]:
+    """The lines of a script by which a file could be replaced or removed that the script has not made itself."""
+    new = {f"${name}" for name in MAKES_ONE.findall(script)}
+    found: list[str] = []
+    lines = [line.strip() for line in script.splitlines()]
+    for before, line in zip(["", *lines], lines, strict=False):
+        if line.startswith("#") or (line == MOVED and before.startswith('test ! -e "$to"')):
+            continue
+        code = line.partition(" # ")[0]
+        targets = REDIRECTS.findall(code)
+        for words in WRITES.findall(code):
+            paths = [word for word in words.split("&&")[0].split() if not word.startswith("-")]
+            is_copy = " cp " in f" {code}"
+            targets += paths[-1:] if is_copy else paths
+        own = [any(t.strip("\"'").startswith(folder) for folder in new) for t in targets]
+        if not all(own) and targets != ["/dev/null"]:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_no_script_replaces_or_removes_what_it_has_not_made(script: Path) -> None:
+    assert overwriting(script.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rm -rf out/svd_cache out/vhack",
+        'uv run python -c "print(1)" > out/pairsets/prog_wide.json',
+        "cp out/sweeps/tutorial/report/figures/dynamics.png docs/figures/two-methods.png",
+        'rm -rf "$to.part" && mkdir -p "$to.part"',
+        "echo 1 >>out/log",
+        'mv "$part" "$to"',
+        "make | tee out/log",
+    ],
+)
+def test_a_line_that_replaces_something_is_found(line: str) -> None:
+    assert overwriting(f"mkdir -p out\n{line}\n") == [line]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The recipes with a user's file at every place below out/ or docs/ that one of them names, and at that place's
+    temporary names; `uv run python -c` is real, any other program only notes where it was started."""
+    for name in ("justfile", "studies", "docs/schedulers"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    text = "".join(script.read_text(encoding="utf-8") for script in SCRIPTS)
+    places = {*re.findall(r"\b(?:out|docs)/[\w./-]*\w", text)}
+    places |= {"out/svd_cache", "out/vhack", "out/warm.part", "docs/figures/two-methods.png"}
+    for place in sorted(places, key=len, reverse=True):  # folders after what is in them
+        path = tmp_path / place
+        if path.is_dir() or "." not in path.name:
+            path.mkdir(parents=True, exist_ok=True)
+            path /= "mine.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"mine: {place}")
+    (tmp_path / "bin").mkdir()
+    stub = (
+        f'#!/bin/sh\n[ "$3" = -c ] && shift 2 && exec {sys.executable} "$@"\n'
+        'echo "$PWD: $*" >> "$CALLS"\n'
+    )
+    (tmp_path / "bin" / "uv").write_text(stub)
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    return tmp_path
+
+
+def just(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {
+        "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "CALLS": str(checkout / "calls"),
+    }
+    argv = [str(JUST), "--justfile", str(checkout / "justfile"), *words]
+    return subprocess.run(argv, cwd=checkout, env=env, capture_output=True, text=True)
+
+
+def contents(checkout: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in checkout.rglob("*") if p.is_file() and p.name != "calls"}
+
+
+def recipes() -> dict[str, list[str]]:
+    """Every recipe with a word for each argument that it must have."""
+    dumped = subprocess.run(
+        [str(JUST), "--justfile", str(ROOT / "justfile"), "--dump", "--dump-format", "json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    needed = {"name": "tutorial", "n": "5", "teacher": "out/warm", "out": "out/dpo"}
+    found: dict[str, list[str]] = {}
+    for name, recipe in json.loads(dumped.stdout)["recipes"].items():
+        parameters = recipe["parameters"]
+        required = [p for p in parameters if p["kind"] == "singular" and p["default"] is None]
+        found[name] = [needed[p["name"]] for p in required]
+    return found
+
+
+@pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
+def test_no_recipe_touches_a_users_files(checkout: Path) -> None:
+    before = contents(checkout)
+    assert len(before) > 20
+    for name, arguments in recipes().items():
+        just(checkout, name, *arguments)
+        after = contents(checkout)
+        changed = [
+            str(path.relative_to(checkout)) for path in before if after.get(path) != before[path]
+        ]
+        assert changed == [], f"just {name}"
+
+
+@pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
+def test_the_pairs_are_written_once(checkout: Path) -> None:
+    pairs = checkout / "out" / "pairsets" / "prog_wide.json"
+    refused = just(checkout, "pairs-file")
+    assert refused.returncode == 1
+    assert "is there already" in refused.stderr
+    pairs.unlink()
+    assert just(checkout, "pairs-file").returncode == 0
+    assert len(json.loads(pairs.read_text())) > 1
+    pairs.unlink()
+    pairs.symlink_to(checkout / "nowhere")
+    assert just(checkout, "pairs-file").returncode == 1
+
+
+@pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
+def test_cold_caches_are_those_of_a_new_folder(checkout: Path) -> None:
+    assert just(checkout, "smoke-all", "--steps", "3").returncode == 0
+    calls = (checkout / "calls").read_text().splitlines()
+    folders = {call.partition(": ")[0] for call in calls}
+    assert (len(calls), len(folders)) == (8, 1)
+    assert {Path(folder).parent for folder in folders} == {checkout / "out"}
+    assert calls[0].endswith("-m vgrout.train smoke --intervention=none --steps 3")

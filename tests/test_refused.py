@@ -35,6 +35,34 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
         assert translated([f"{typed}=3"]) == [f"{own}=3"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--clip", "0.2"],
+        ["--clip=0.20"],
+        ["--cos-pre-split-every", "1"],
+        ["--cos_pre_split_every=1"],
+        ["--teacher-modes", "None"],
+        ["--teacher_modes=None"],
+        ["--clip", "0.2", "--cos-pre-split-every", "1", "--teacher-modes", "None"],
+    ],
+)
+def test_the_documents_defaults_change_nothing(words: list[str]) -> None:
+    for argv in (
+        ["smoke", *words],
+        ["smoke", *words, "--steps", "3"],
+        ["smoke", "--lr=0.2", *words],
+    ):
+        without = [word for word in argv if word not in words]
+        assert resolve(argv) == resolve(without)
+
+
+def test_a_file_of_python_is_named_as_a_module(here: Path) -> None:
+    (here / "mine.py").write_text("")
+    with pytest.raises(ValueError, match=r"give module:Class, here mine:X\Z"):
+        resolve(["mini", "--intervention=screen", "--monitor=mine.py:X"])
+
+
 def test_a_flag_may_have_underscores() -> None:
     argv = [
         "--teacher-modes",
@@ -118,6 +146,7 @@ def problem(i: int, **changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a user has: problems, answers, a thesis, an organism with a flipped bit and one with a file of theirs."""
+    (tmp_path / "x.safetensors").touch()
 
     def write(name: str, rows: Iterable[Any]) -> None:
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -228,6 +257,28 @@ REFUSED = {
     f"{ROUNDS} --scorer json:__doc__": "--scorer json:__doc__: cannot be imported (TypeError: it is not a function)",
     f"{ROUNDS} --samples 1": "--samples 1: should be at least 2, or there is no worst beside the best",
     f"{ROUNDS} --dpo-beta 0": "--dpo-beta 0.0: should be positive (at 0 the gradient is zero)",
+    # by the names that flags have in the documents, elsewhere, or in another command
+    "train mini --task code": "--task: not here; say --problems FILE",
+    "train mini --reward-model registry://x": "--reward-model: not here; a reward is a function here: say --reward",
+    "train mini --regrade-pool": "--regrade-pool: not here; ",
+    "train mini --resume-force": "--resume-force: not here; ",
+    "train mini --clip 0.3": "--clip: not here; ",
+    "train mini --cos-pre-split-every=2": "--cos-pre-split-every: not here; ",
+    "distill --minillm-enabled": "--minillm-enabled: not here; say --method minillm",
+    "distill --teacher x --base-model y": "--base-model: not here; say --student",
+    f"{ROUNDS} --reward-funcs x": "--reward-funcs: not here; say --scorer",
+    "evaluate x --learning-rate 3": "--learning-rate: not here; of `vgrout train`: --lr",
+    "sweep x.toml --resume-force": "--resume-force: not here; of `vgrout train`: nothing but a halted run",
+    "export x --out y --num_generations=3": "--num_generations: not here; of `vgrout train`: --group",
+    "direction --half-a E": "--half-a: not here; of `vgrout train`: --report-detectors",
+    "teacher --use-vllm": "--use-vllm: not here; of `vgrout train`: the trainer samples by itself",
+    # the remedy fits what is missing
+    "train mini --organism out/warm --intervention none": "--organism out/warm/manifest.json: not there; `just warm",
+    "train mini --organism out/mine --intervention none": "--organism out/mine/manifest.json: not there; `vgrout or",
+    "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; if it is a data set of the hub, `vg",
+    "train full --problems data/mine.jsonl": "data/mine.jsonl: no such problem file; `vgrout download data` fetches",
+    "train mini --intervention screen --monitor mine.py:X": "--monitor mine.py:X: cannot be imported (Module",
+    "train full --model x.safetensors --problems good.jsonl": "--model x.safetensors: a file, and no .gguf; give the ",
     # in words that were typed
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",

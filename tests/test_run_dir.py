@@ -2,8 +2,12 @@
 
 import json
 import os
+import random
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from vgrout import train
 from vgrout.errors import refuse
 from vgrout.files import held, to_json, write_atomic
 from vgrout.model import load
+from vgrout.records import unfinished
 from vgrout.runs import checkpoint
-from vgrout.runs.context import RunDir, last_resumable
+from vgrout.runs.context import RunDir, git, last_resumable
+from vgrout.runs.peers import require_torchrun
 
 
 @pytest.fixture
@@ -83,6 +89,143 @@ def test_status_and_latest(run: RunDir) -> None:
     run.status("finished", 1, "", "")
     with pytest.raises(ValueError, match="no unfinished run"):
         last_resumable(root)
+
+
+def resumable(path: Path, **record: Any) -> Path:
+    """A run's folder with a checkpoint."""
+    (path / "resume" / "step_000001").mkdir(parents=True)
+    (path / "resume" / "step_000001" / "manifest.json").write_text("{}")
+    (path / "status.json").write_text('{"state": "interrupted"}')
+    (path / "run.json").write_text(json.dumps(record))
+    return path
+
+
+# folder, what run.json has, when it began (hours after 2026-10-25, 00:00 UTC)
+BEGUN: dict[str, tuple[str, dict[str, Any], int]] = {
+    "an hour after the clocks went back": (
+        "20261025T021000_x",
+        {"began_at": "2026-10-25T01:10:00+00:00"},
+        1,
+    ),
+    "in a time zone that lies ahead": (
+        "20261025T090000_x",
+        {"began_at": "2026-10-25T09:00:00+09:00"},
+        0,
+    ),
+    "in one that lies behind": ("20261024T190000_x", {"began_at": "2026-10-25T03:00:00+00:00"}, 3),
+    "older run": ("20261025T020000_x", {}, 2),  # where this test runs, the time is UTC
+    "older run, damaged time": ("20261025T040000_x", {"began_at": "yesterday"}, 4),
+    "older run, another type": ("20261025T050000_x", {"began_at": 5}, 5),
+    "no time": ("99999999T999999_x", {"began_at": "2026-10-25T06:00:00+00:00"}, 6),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_latest_run_is_the_one_that_began_last(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    runs = [*BEGUN.values()]
+    random.Random(seed).shuffle(runs)
+    for name, record, _ in runs:
+        resumable(tmp_path / name, **record)
+    while runs:
+        name, _, _ = max(runs, key=lambda run: run[2])
+        assert last_resumable(tmp_path) == tmp_path / name
+        runs = [run for run in runs if run[0] != name]
+        (tmp_path / name / "status.json").write_text('{"state": "finished"}')
+
+
+def test_a_run_that_was_killed_is_not_running(run: RunDir) -> None:
+    """Its folder is held by no process, whatever its status.json says."""
+    run.append({"step": 0}, [])
+    run.status("running", 1, "", "vgrout train smoke --resume x")
+    assert unfinished(run.path) == "running"
+    run.close()
+    assert unfinished(run.path) == ("stopped at step 1; go on with `vgrout train smoke --resume x`")
+    for state, said in (("failed", "failed"), ("finished", ""), ("halted", "")):
+        run.status(state, 1, "", "")
+        assert unfinished(run.path) == said
+
+
+GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@y"]
+# what is done in a checkout, and whether its code is another one then
+EDITS: dict[str, tuple[str, bool]] = {
+    "nothing": ("true", False),
+    "a script beside the code": ("echo 1 > mine.py", False),
+    "a folder of one's own": ("mkdir own && echo 1 > own/study.toml", False),
+    "an ignored file in src": ("echo 1 > src/vgrout/x.pyc", False),
+    "a new module": ("echo 1 > src/vgrout/new.py", True),
+    "a module in a new folder": ("mkdir src/vgrout/sub && echo 1 > src/vgrout/sub/a.py", True),
+    "an edited module": ("echo 1 >> src/vgrout/train.py", True),
+    "an edited study": ("echo 1 >> study.toml", True),
+    "a staged file": ("echo 1 > staged.py && git add staged.py", True),
+    "a removed module": ("rm src/vgrout/train.py && echo > src/vgrout/train.py", True),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_makes_a_checkouts_code_another_one(tmp_path: Path, edit: str) -> None:
+    command, is_edited = EDITS[edit]
+    (tmp_path / "src" / "vgrout").mkdir(parents=True)
+    (tmp_path / "src" / "vgrout" / "train.py").write_text("import os\n")
+    (tmp_path / "study.toml").write_text("")
+    (tmp_path / ".gitignore").write_text("*.pyc\n")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run([*GIT, *words], cwd=tmp_path, check=True)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    found = git(tmp_path / "src" / "vgrout")
+    assert len(found["revision"]) == 40
+    assert found["dirty"] is is_edited
+
+
+def test_rows_on_disk_are_counted_as_they_come_and_as_they_are_cut(run: RunDir) -> None:
+    for step in range(5):
+        run.append({"step": step}, [])
+        assert run.steps_on_disk() == step + 1
+    with open(run.path / "steps.jsonl", "rb+") as f:
+        f.truncate(len(b'{"step": 0}\n') * 2)
+    assert run.steps_on_disk() == 2
+    with open(run.path / "steps.jsonl", "a") as f:
+        f.write('{"step": 2')
+        f.flush()
+        assert run.steps_on_disk() == 2
+        f.write("}\n")
+    assert run.steps_on_disk() == 3
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), NameError("x"), RuntimeError("DefaultCPUAllocator: can't allocate")]
+)
+def test_what_is_not_the_files_fault_is_not_called_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    (path,) = saved(run, 1)
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(type(error)):
+        checkpoint.read(path)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: refuse(True, "of another program"))
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.read(path)
+
+
+def test_ranks_that_torchrun_has_not_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    require_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    require_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="not by torchrun"):
+        require_torchrun()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    require_torchrun()
 
 
 @pytest.mark.long

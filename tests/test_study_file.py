@@ -1,5 +1,6 @@
 """Study files: what they expand to, and one line for everything that is wrong with them."""
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,13 @@ BAD = [
     ),
     (
         HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n",
-        "[[arms]] 1 × [[overrides]] 1: --v-hack-k: not read",
+        "--v-hack-k: not read by any arm; leave it out",
+    ),
+    (HEAD + "common = { penalty = 2 }\n" + NONE, "--penalty: not read by any arm"),
+    (HEAD + NONE + "v-hack-k = 2\n", "[[arms]] 1: --v-hack-k: not read by --intervention none"),
+    (
+        HEAD + "common = { icepop-high = 2, v-hack-k = 2 }\n" + NONE,
+        "--icepop-high: not here",
     ),
 ]
 
@@ -118,6 +125,51 @@ def test_bad_study_files(tmp_path: Path, text: str, message: str) -> None:
     assert str(refused.value).startswith(f"{path}: ")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+# flags of every run → those that arm 1, `none`, and arm 2, `route2`, read
+SHARED: list[tuple[str, set[str], set[str]]] = [
+    ("vhack-refresh-every = 2", set(), {"--vhack-refresh-every=2"}),
+    (
+        "rollout-ablate-frac = 0.5, lr = 1e-2",
+        {"--lr=0.01"},
+        {"--rollout-ablate-frac=0.5", "--lr=0.01"},
+    ),
+    (
+        "gate-vote = 'module', unbiased = false",
+        {"--no-unbiased"},
+        {"--gate-vote=module", "--no-unbiased"},
+    ),
+    ("rebaseline = true", set(), {"--rebaseline"}),
+]
+
+
+@pytest.mark.parametrize(("common", "first", "second"), SHARED)
+def test_a_flag_of_every_run_is_left_out_where_it_is_not_read(
+    tmp_path: Path, common: str, first: set[str], second: set[str]
+) -> None:
+    arms = '[[arms]]\nintervention = ["none", "route2"]\n'
+    study = load_study_file(write(tmp_path, f"{HEAD}common = {{ {common} }}\n{arms}"))
+    given = [{*run.flags[1:]} - {"--seed=1"} for run in study.runs]
+    assert [{f for f in flags if "--intervention" not in f} for flags in given] == [first, second]
+    assert len(study.left_out) == len(second) - len(first)
+    assert all(line.endswith(": not read by none, and left out there") for line in study.left_out)
+
+
+def test_values_that_an_arm_does_not_read_make_one_run_of_it(tmp_path: Path) -> None:
+    arms = (
+        '[[arms]]\nintervention = "penalty"\nmonitor = "labels"\n[[overrides]]\npenalty = [1, 2]\n'
+    )
+    runs = load_study_file(write(tmp_path, HEAD + NONE + arms)).runs
+    assert len(runs) == 3
+    assert runs[0].arm == "none"
+    assert [run.flags[-2] for run in runs] == ["--intervention=none", "--penalty=1", "--penalty=2"]
+
+
+def test_the_queue_of_h1_has_as_many_seeds_as_its_judge_asks_for() -> None:
+    judge = runpy.run_path(str(STUDIES / "judge.py"))
+    seeds = {run.seed for run in load_study_file(STUDIES / "full.toml").runs}
+    assert len(seeds) >= judge["SEEDS"]
 
 
 def test_missing_study_file(tmp_path: Path) -> None:

@@ -429,6 +429,37 @@ def test_missing_input_is_refused(study: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith(f"E {study}: none · teacher-pool-dir=no/such/pool: ")
 
 
+def test_a_plan_lists_every_missing_file(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arm = '[[arms]]\nintervention = "erase"\nvhack-pairs-path = "no.json"\nteacher-pool-dir = "b"\n'
+    study.write_text(TWO + f'teacher-pool-dir = "a"\n{arm}')
+    assert main([str(study), "--dry-run"]) == 2
+    out = capsys.readouterr().out
+    missing = [line for line in out.splitlines() if line.startswith("missing: ")]
+    for name in ("--teacher-pool-dir a:", "--teacher-pool-dir b:", "--vhack-pairs-path no.json:"):
+        assert sum(line.startswith(f"missing: {name}") for line in missing) == 1, out
+
+
+def test_arms_of_the_same_files_are_checked_once(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study may have a thousand learning rates."""
+    calls: list[Any] = []
+    real = sweeps.preflight
+
+    def counted(cfg: Any) -> Any:
+        calls.append(cfg)
+        return real(cfg)
+
+    monkeypatch.setattr(sweeps, "preflight", counted)
+    study.write_text(TWO + "lr = [1e-2, 2e-2, 3e-2]\n")
+    swept = Sweep.of(load_study_file(study))
+    assert len(swept.entries) == 6
+    assert len(calls) == 1
+    study.write_text(TWO + "max-new = [20, 30]\n")
+    Sweep.of(load_study_file(study))
+    assert len(calls) == 3
+
+
 # ── other workers
 
 FAKE_PUEUE = """#!{python}

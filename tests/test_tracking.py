@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from loguru import logger
@@ -178,11 +178,12 @@ def test_missing_client_is_refused(
 # ── clients of the group `clients`
 
 
-def track(name: str, folder: Path, figure: Path) -> None:
+def track(name: str, folder: Path, figure: Path, tracker_id: str = "") -> None:
     """Five steps; after the fourth the run was killed and went back to the second."""
     for first, logged, last in ((0, 0, 3), (2, 4, 4)):
         trackers = Trackers([name])
-        trackers.start(folder, {"arm": {"intervention": "route2"}}, first, logged)
+        config = {"arm": {"intervention": "route2"}}
+        trackers.start(folder, config, first, logged, tracker_id)
         assert trackers.clients, name
         for step in range(first, last + 1):
             trackers.row(
@@ -212,6 +213,88 @@ def wandb_records(path: Path) -> Iterator[Any]:
             record.ParseFromString(whole)
             yield record
             whole = b""
+
+
+@pytest.fixture(scope="module")
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where trackio keeps its projects, which it reads once, when it is imported."""
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv("TRACKIO_DIR", str(folder))
+        pytest.importorskip("trackio")
+        yield folder
+
+
+def ids_of_wandb(folder: Path) -> set[tuple[str, str]]:
+    """The identifiers and the names of all runs that wandb has written into a run's folder."""
+    records = [
+        record
+        for file in folder.glob("wandb/offline-run-*/*.wandb")
+        for record in wandb_records(file)
+    ]
+    return {(r.run.run_id, r.run.display_name) for r in records if r.HasField("run")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_two_runs_in_folders_of_one_name_are_two_runs_of_a_tracker(
+    name: str,
+    tmp_path: Path,
+    figure: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if name == "trackio":
+        request.getfixturevalue("trackio_folder")
+    pytest.importorskip(name)
+    folders = [tmp_path / arm / "seed1" for arm in ("a", "b")]
+    for folder, tracker_id in zip(folders, ("0a1b2c3d", "4e5f6071"), strict=True):
+        folder.mkdir(parents=True)
+        track(name, folder, figure, tracker_id)
+    if name == "wandb":
+        assert ids_of_wandb(folders[0]) == {("0a1b2c3d", "seed1")}
+        assert ids_of_wandb(folders[1]) == {("4e5f6071", "seed1")}
+        return
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs = {"seed1-0a1b2c3d", "seed1-4e5f6071"}
+    assert runs <= {*SQLiteStorage.get_runs("vgrout")}
+    for run_name in runs:
+        logs = SQLiteStorage.get_logs("vgrout", run_name)
+        assert [row["step"] for row in logs if "train/hack_s" in row] == [0, 1, 2, 3, 4]
+
+
+class Noting:
+    """A client that notes what it is given."""
+
+    given: ClassVar[list[tuple[int, str]]] = []
+
+    def __init__(self, run: Path, config: object, first: int, tracker_id: str) -> None:
+        self.given.append((first, tracker_id))
+
+    def ignore(self, *_: object) -> None: ...
+
+    scalars = table = image = close = ignore
+
+
+@pytest.mark.long
+def test_a_run_keeps_its_identifier_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run of an earlier version, which has none, is known by its folder's name."""
+    monkeypatch.setitem(tracking.CLIENTS, "wandb", Noting)
+    monkeypatch.setattr(tracking, "require", lambda _: None)
+    argv = flags("none", "--track", "wandb")
+    path = run(tmp_path, *argv, stop_after=1)
+    record = json.loads((path / "run.json").read_text())
+    (first,) = Noting.given
+    assert first == (0, record["tracker_id"])
+    run(tmp_path, *argv, "--resume", "latest", stop_after=2)
+    del record["tracker_id"]
+    (path / "run.json").write_text(json.dumps(record))
+    run(tmp_path, *argv, "--resume", "latest", stop_after=3)
+    assert Noting.given[1:] == [(2, first[1]), (3, "")]
 
 
 def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,18 +332,13 @@ def test_wandb_offline(tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyP
     assert final["dynamics/width"] > 400
 
 
-def test_trackio_on_this_machine(
-    tmp_path: Path, figure: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # read when it is imported, and that is here
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip("trackio")
+def test_trackio_on_this_machine(tmp_path: Path, figure: Path, trackio_folder: Path) -> None:
     from trackio.sqlite_storage import SQLiteStorage
 
     (folder := tmp_path / "20261122T101500_mini_route2_seed41").mkdir()
     track("trackio", folder, figure)
-    assert (tmp_path / "trackio" / "vgrout.db").is_file()
-    assert SQLiteStorage.get_runs("vgrout") == [folder.name]
+    assert (trackio_folder / "vgrout.db").is_file()
+    assert folder.name in SQLiteStorage.get_runs("vgrout")
     logs = SQLiteStorage.get_logs("vgrout", folder.name)
     assert [(row["step"], row["train/hack_s"]) for row in logs if "train/hack_s" in row] == [
         (s, s / 8) for s in range(5)

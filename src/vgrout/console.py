@@ -17,7 +17,7 @@ from vgrout.files import drop_stdout, printable
 
 _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
 HEARTBEAT_S = 60.0  # between two signs of life
-BRISK = 15  # times as often in the first minute of what a newcomer waits for
+SHOWN_AFTER = 1 / 15  # of it: until a terminal shows what is waited for
 
 
 def setup(log: Path | None, level: str = "INFO") -> None:
@@ -120,8 +120,8 @@ class Progress(tqdm):
 
 
 class Clock:
-    """Seconds by phase within a step. Inside `with` a thread logs a minute in which nothing else was said; four seconds
-    at the beginning of a phase before the steps or after them."""
+    """Seconds by phase within a step. Inside `with` a thread logs a minute in which nothing else was said. On a
+    terminal a phase before the steps or after them has one line instead, which is rewritten while it lasts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -129,6 +129,9 @@ class Clock:
         self._phase: tuple[str, float, bool] | None = None
         self._done = self._total = 0  # of its answers
         self._start = time.perf_counter()
+        # the line on a terminal, while there is one
+        self._line: tqdm | None = None
+        self._showing = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
 
@@ -140,10 +143,12 @@ class Clock:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        self._clear()
 
     def begin(self, phase: str) -> None:
         """Say that a phase before the steps begins."""
         self._phase = (phase, time.perf_counter(), True)
+        self._clear()
         logger.info(f"{phase} …")
 
     def reset(self) -> None:
@@ -171,6 +176,7 @@ class Clock:
             yield self._count
         finally:
             self._phase = None
+            self._clear()
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def _count(self) -> None:
@@ -182,13 +188,25 @@ class Clock:
             if current is None:
                 continue
             phase, began, outside = current
-            brisk = outside and now - began < HEARTBEAT_S
-            if now - (Lines.last if brisk else max(began, Lines.last)) >= HEARTBEAT_S / (
-                BRISK if brisk else 1
-            ):
-                done = (
-                    f"{self._done} of {self._total} answers"
-                    if self._total
-                    else f"{now - began:.0f} s"
-                )
+            done = f"{now - began:.0f} s"
+            if self._total:
+                done = f"{self._done} of {self._total} answers, {done}"
+            if outside and sys.stderr.isatty():
+                if now - began >= HEARTBEAT_S * SHOWN_AFTER:
+                    self._rewrite(current, f"{phase}: {done}")
+            elif now - max(began, Lines.last) >= HEARTBEAT_S:
                 logger.info(f"{phase}: {done}")
+
+    def _rewrite(self, phase: tuple[str, float, bool], text: str) -> None:
+        """Show the text in the terminal's last line, below what is logged meanwhile, unless the phase has ended."""
+        with self._showing:
+            if self._phase is phase:
+                self._line = self._line or tqdm(bar_format="{desc}", leave=False)
+                self._line.set_description_str(text)
+
+    def _clear(self) -> None:
+        """Remove that line."""
+        with self._showing:
+            if self._line is not None:
+                self._line.close()
+            self._line = None

@@ -7,12 +7,14 @@ are those of runs/context.py.
 
 import sys
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout import console
+from vgrout.cli import cli_exit
+from vgrout.config.names import parse_command
 from vgrout.cores import cores
 from vgrout.files import to_json
 from vgrout.imitation.distill_task import ROOT, find_resume, prepare
 from vgrout.imitation.settings import DistillSettings
-from vgrout.runs.context import FINISHED, NOTHING, RunContext, require_same
+from vgrout.runs.context import FINISHED, NOTHING, RunContext, leave, require_same
 from vgrout.tracking import Trackers
 
 
@@ -22,6 +24,7 @@ def start(requested: DistillSettings) -> int:
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
+    console.setup(None)  # what is said before the run has a log
     path, settings = find_resume(requested)
     task = prepare(settings, path)
     if settings.plan_only:
@@ -53,11 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
 
     def parse_and_start() -> int:
-        settings = parse_args(DistillSettings, words, "vgrout distill")
+        settings = parse_command(DistillSettings, words, "vgrout distill")
         return start(settings.typed(words))
 
     return cli_exit(parse_and_start, NOTHING)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -5,7 +5,8 @@ import time
 
 from tabulate import tabulate
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
+from vgrout.config.names import parse_command
 from vgrout.data import Grade
 from vgrout.envs.code.grading.grade import LEVELS, Grader, Protections
 from vgrout.envs.code.modes import MODES, Mode, announced, hack
@@ -117,7 +118,7 @@ def _print_layers(protections: Protections) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 all checks hold and the sandbox is complete · 1 they do not, or it is not."""
-    return cli_exit(lambda: parse_args(examine, argv, "vgrout doctor"))
+    return cli_exit(lambda: parse_command(examine, argv, "vgrout doctor"))
 
 
 if __name__ == "__main__":

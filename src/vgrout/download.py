@@ -23,7 +23,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from vgrout.cli import cannot_import, cli_exit, command, parse_args
+from vgrout.cli import cannot_import, cli_exit, command
+from vgrout.config.names import parse_command
 from vgrout.embedded import SMOLLM2
 from vgrout.envs.code.problems import load_rows
 from vgrout.errors import Refused
@@ -266,7 +267,7 @@ COMMANDS = {"model": model, "data": data, "dataset": dataset, "smollm2": smollm2
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli_exit(lambda: parse_args(COMMANDS, argv, "vgrout download"))
+    return cli_exit(lambda: parse_command(COMMANDS, argv, "vgrout download"))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ class Files:
             how = "`vgrout organism build --out FOLDER --seed N` makes an organism"
             if self.root == SMALL_DIR:
                 how = "`vgrout download smollm2` and `vgrout organism tune` make it"
+            elif self.root.name.startswith("warm"):  # as docs/guide.md calls them
+                how = f"`just warm 40 {self.root}` makes it"
             return [f"{manifest}: not there; {how}"]
         expected: dict[str, str] = {}
         try:

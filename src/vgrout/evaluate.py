@@ -16,8 +16,9 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import console
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
+from vgrout.config.names import parse_command
 from vgrout.config.run import Config, EnvConfig, ScaleConfig
 from vgrout.cores import cores
 from vgrout.data import Message, Task
@@ -353,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 scored · 2 refused, in one line."""
 
     def run() -> int:
-        evaluate_saved(parse_args(EvaluateSettings, argv, "vgrout evaluate"))
+        evaluate_saved(parse_command(EvaluateSettings, argv, "vgrout evaluate"))
         return 0
 
     console.setup(None)

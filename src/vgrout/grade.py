@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
+from vgrout.config.names import parse_command
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES
@@ -158,7 +159,7 @@ def run(config: GradeSettings) -> int:
 
 def main() -> int:
     """Exit codes: 0 every line graded · 1 some have an error instead · 2 refused, in one line."""
-    return cli_exit(lambda: 1 if run(parse_args(GradeSettings, None, "vgrout grade")) else 0)
+    return cli_exit(lambda: 1 if run(parse_command(GradeSettings, None, "vgrout grade")) else 0)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import shlex
 import sys
 
 from vgrout import console
-from vgrout.cli import cli_exit, command, parse_args
+from vgrout.cli import cli_exit, command
+from vgrout.config.names import parse_command
 from vgrout.cores import cores
 from vgrout.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
-from vgrout.runs.context import FINISHED, NOTHING, RunContext, RunDir
+from vgrout.runs.context import FINISHED, NOTHING, RunContext, RunDir, leave
 from vgrout.tracking import Trackers
 
 
@@ -23,6 +24,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
+    console.setup(None)  # what is said before the run has a log
     task = prepare(settings)
     # The folder is made inside this block, so that a problem file that is refused leaves none.
     workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
@@ -58,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
 
     def parse_and_start() -> int:
-        return start(parse_args(DpoSettings, words, "vgrout iterative_dpo"), words)
+        return start(parse_command(DpoSettings, words, "vgrout iterative_dpo"), words)
 
     return cli_exit(parse_and_start, NOTHING)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -17,9 +17,10 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout import embedded, faults
-from vgrout.cli import OWN_REWARD, cli_exit, parse_args
+from vgrout.cli import OWN_REWARD, cli_exit
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
+from vgrout.config.names import parse_command
 from vgrout.config.run import ORGANISM, Config, EnvConfig, ScaleConfig
 from vgrout.config.sampling import Sampling
 from vgrout.data import Grade
@@ -269,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 sound · 1 not, or a function failed · 2 refused, in one line."""
 
     def run() -> int:
-        return check(parse_args({"check": CheckSettings}, argv, "vgrout problems"))
+        return check(parse_command({"check": CheckSettings}, argv, "vgrout problems"))
 
     return cli_exit(run)
 

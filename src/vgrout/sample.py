@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import tyro
 
 from vgrout import console
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
+from vgrout.config.names import parse_command
 from vgrout.config.run import Config
 from vgrout.data import Completion, Grade, Message, Ungraded
 from vgrout.envs.code.grading.grade import Grader
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
 
     def run() -> int:
-        sample_saved(parse_args(SampleSettings, argv, "vgrout sample"))
+        sample_saved(parse_command(SampleSettings, argv, "vgrout sample"))
         return 0
 
     console.setup(None)

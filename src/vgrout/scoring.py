@@ -80,9 +80,16 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
-        raise Refused(
-            f"{flag} {name}: cannot be imported ({in_one_line(e)}); give module:function"
-        ) from e
+        what = (
+            "module:Class"
+            if flag in ("--monitor", "--intervention", "--shadow")
+            else "module:function"
+        )
+        how = f"give {what}"
+        if module.endswith(".py"):
+            as_module = module.removesuffix(".py").replace("/", ".").lstrip(".")
+            how += f", here {as_module}:{attribute}"
+        raise Refused(f"{flag} {name}: cannot be imported ({in_one_line(e)}); {how}") from e
     return function
 
 

@@ -3,8 +3,9 @@
 The trackers' own clients are used. One is imported only if it is named, and is installed as an
 extra (`uv sync --extra wandb`). Each writes to this machine: tensorboard and wandb below the run's
 folder (wandb is offline unless WANDB_MODE is set), trackio where it keeps its projects
-(TRACKIO_DIR). Every tracker names the run after its folder, so that a resumed run continues its
-curve. A tracker that fails is dropped with one warning, and the run goes on.
+(TRACKIO_DIR). A run has an identifier of its own, kept in run.json: a resumed run continues its
+curve, and another run in a folder of the same name has its own. A tracker that fails is dropped
+with one warning, and the run goes on.
 """
 
 import contextlib
@@ -59,10 +60,12 @@ Numbers = dict[str, int | float]
 class TensorBoard:
     """Shown by `tensorboard --logdir out/runs`. After a resume, steps done again replace the earlier ones."""
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
+    def __init__(self, run: Path, config: Mapping[str, Any], first: int, tracker_id: str) -> None:
+        """first: the next step. tracker_id: not needed, since tensorboard knows a run by its folder."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first or None)
+        again = (run / "tensorboard").exists()
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=first if again else None)
         self.writer.add_text("config", f"```\n{to_json(config)}\n```", first)
 
     def scalars(self, values: Numbers, step: int) -> None:
@@ -95,22 +98,23 @@ class Wandb:
 
     MODULE = "wandb"
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first: int) -> None:
+    def __init__(self, run: Path, config: Mapping[str, Any], first: int, tracker_id: str) -> None:
+        """tracker_id: the run's own; "": its folder's name is, as in older runs."""
         self.module = importlib.import_module(self.MODULE)
         project = os.environ.get(f"{self.MODULE.upper()}_PROJECT", PROJECT)
         with quiet():
             self.run = self.module.init(
                 project=project,
-                name=run.name,
                 config=dict(config),
-                **self.options(run),
+                **self.options(run, tracker_id),
             )
 
-    def options(self, run: Path) -> dict[str, Any]:
-        """Return arguments of the client's `init` besides project, name and configuration."""
+    def options(self, run: Path, tracker_id: str) -> dict[str, Any]:
+        """Return arguments of the client's `init` besides project and configuration."""
         mode = os.environ.get("WANDB_MODE", "offline")
         return {
-            "id": run.name,
+            "name": run.name,
+            "id": tracker_id or run.name,
             "dir": run,
             "mode": mode,
             "resume": None if mode == "offline" else "allow",  # offline, the id identifies the run
@@ -138,8 +142,16 @@ class Trackio(Wandb):
 
     MODULE = "trackio"
 
-    def options(self, run: Path) -> dict[str, Any]:
-        return {"resume": "allow", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    def options(self, run: Path, tracker_id: str) -> dict[str, Any]:
+        """Return the same for trackio, which knows a run by its name."""
+        name = f"{run.name}-{tracker_id}" if tracker_id else run.name
+        return {
+            "name": name,
+            "resume": "allow",
+            "embed": False,
+            "auto_log_gpu": False,
+            "auto_log_cpu": False,
+        }
 
     def close(self, code: int) -> None:
         with quiet():
@@ -170,7 +182,9 @@ class Trackers:
         self.clients: dict[str, TensorBoard | Wandb] = {}
         self.logged = 0
 
-    def start(self, run: Path, config: Mapping[str, Any], first: int, logged: int) -> None:
+    def start(
+        self, run: Path, config: Mapping[str, Any], first: int, logged: int, tracker_id: str = ""
+    ) -> None:
         """Start the clients.
 
         Args:
@@ -178,11 +192,12 @@ class Trackers:
             config: its settings.
             first: the next step.
             logged: how many steps were on disk before a resume went back to `first`.
+            tracker_id: identifies the run; "": its folder's name does, as in older runs.
         """
         self.logged = logged
         for name in self.names:
             with self._or_without(name):
-                self.clients[name] = CLIENTS[name](run, config, first)
+                self.clients[name] = CLIENTS[name](run, config, first, tracker_id)
         if self.clients:
             logger.info(f"tracked by {', '.join(self.clients)}")
 
@@ -236,6 +251,7 @@ class Trackers:
             yield
         except Exception as e:
             self.clients.pop(name, None)
+            logger.opt(exception=e).debug(f"--track {name}")
             why = " ".join(str(e).split())
             logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {why})")
 

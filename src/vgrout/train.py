@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from loguru import logger
 
-from vgrout import ranks
+from vgrout import console, ranks
 from vgrout.cli import cli_exit, spelled
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
@@ -24,9 +24,16 @@ from vgrout.envs.base import Grader
 from vgrout.errors import NothingRouted
 from vgrout.inputs import Inputs, file_hashes
 from vgrout.metrics import BatchMetrics
-from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, require_same
-from vgrout.runs.peers import Peer, resumed_by_torchrun
-from vgrout.runs.preflight import find_resume, first_lines, plan_lines, preflight
+from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
+from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
+from vgrout.runs.preflight import (
+    beside_documents,
+    brought,
+    find_resume,
+    first_lines,
+    plan_lines,
+    preflight,
+)
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
 
@@ -138,6 +145,8 @@ def launch(
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
     """
+    require_torchrun()
+    console.setup(None)  # what is said before the run has a log
     if not ranks.first():
         return FINISHED if requested.run.dry_run else follow()
     path, cfg = find_resume(resumed_by_torchrun(requested))
@@ -152,7 +161,12 @@ def launch(
             inputs.environment.check(grader)
         if cfg.run.dry_run:
             plan = plan_lines(
-                cfg, inputs, grader, path or cfg.run.output_dir or RUNS, named=named or bool(path)
+                cfg,
+                inputs,
+                grader,
+                path or cfg.run.output_dir or RUNS,
+                named=named or bool(path),
+                resumes=bool(path),
             )
             print(spelled("\n".join(plan)))
             return FINISHED
@@ -161,7 +175,11 @@ def launch(
             path,
             cfg.run_id,
             grader,
-            record={"config": cfg.as_dict(), "hashes": hashes},
+            record={
+                "config": cfg.as_dict(),
+                "beside_documents": beside_documents(cfg.method),
+                "hashes": hashes,
+            },
             trackers=Trackers(cfg.run.trackers),
             given=cfg.run.output_dir,
         )
@@ -171,6 +189,8 @@ def launch(
             run.announce(*first_lines(cfg, named=named or bool(path)))
             if cfg.guard_warning:
                 logger.warning(cfg.guard_warning)
+            for line in brought(cfg.method):
+                logger.debug(f"method: {line}")
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
@@ -201,4 +221,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -5,10 +5,14 @@ other answer is the refusal's. A name may end with a word of its flag's value.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
+from vgrout.cli import parse_args
 from vgrout.config.checks import flag, listed
 from vgrout.errors import Refused
+
+T = TypeVar("T")
 
 NAMES: dict[str, dict[str, str]] = {
     "TRL": {
@@ -93,6 +97,14 @@ NAMES: dict[str, dict[str, str]] = {
         "dppo_mask_low": "say --dppo-diff-low, which bounds a fall of either sign of the advantage",
         "dppo_mask_high": "say --dppo-diff-high, which bounds a rise of either sign of the advantage",
         "kl_tau": "dppo_tv has no KL term; leave it out (under --loss grpo --beta weighs one)",
+        "task": "say --problems FILE for problems of your own, or --env for another environment",
+        "base_model": "--model",
+        "reward_model": "a reward is a function here: say --reward module:function",
+        "regrade_pool": "a pool's labels are those of the grader that it names; make it anew with `vgrout substrate` "
+        "or `vgrout teacher`",
+        "resume_force": "nothing but a halted run is resumed against its will: say --resume RUN --guard log",
+        "packing": "rows are packed by themselves where they can be; leave it out",
+        "ranks": "torchrun starts ranks: docs/scaling.md",
         "minillm_enabled": "distillation is a command of its own: vgrout distill --method minillm",
         "uld_strategy": "distillation is a command of its own: vgrout distill --method uld",
         "clip": "with one update per batch no ratio is clipped: leave it out; with more say --clip-low and --clip-high",
@@ -118,6 +130,44 @@ NAMES: dict[str, dict[str, str]] = {
 }
 ANSWERS = {name: answer for of in NAMES.values() for name, answer in of.items()}
 
+# Keys of a run's files by the names that the documents have for them: file → documents' key → the key here.
+KEYS: dict[str, dict[str, str]] = {
+    "steps.jsonl": {
+        "gt_s": "solve_s",
+        "gt_t": "pass_t",
+        "sprd": "signal",
+        "N": "n",
+        "t_rew": "grade",
+    },
+    "rollouts.jsonl": {
+        "exploited": "hacked",
+        "gt_correct": "solved",
+        "hacked_C": "hacked_arbitrary",
+        "hacked_D": "hacked_wrong_tests",
+        "hacked_E": "hacked_loophole_used",
+        "problem": "problem_id",
+        "mode": "env_mode",
+    },
+}
+
+# Values at which a flag of the documents changes nothing here: the documents' own defaults.
+NO_CHANGE = {("clip", "0.2"), ("cos_pre_split_every", "1")}
+
+# What other commands than train answer to such a name, where it is not the answer of train.
+OF_COMMANDS: dict[str, dict[str, str]] = {
+    "distill": {
+        "minillm_enabled": "say --method minillm",
+        "model": "say --student",
+        "base_model": "say --student",
+        "reward_model": "answers are graded as they are by train, and nothing is learnt from the grade; leave it out",
+    },
+    "iterative_dpo": {
+        "reward_funcs": "say --scorer, which may be a module:function",
+        "model": "say --base-model",
+        "model_name_or_path": "say --base-model",
+    },
+}
+
 
 def same(answer: str) -> bool:
     """Whether an answer of the table is the flag that means exactly the same."""
@@ -128,7 +178,7 @@ def translated(argv: Iterable[str]) -> list[str]:
     """A command line in this trainer's flags, with - for _ in their names. Raises Refused, one line, at the first
     that is not here."""
     out, name = [], ""
-    for word in argv:
+    for word in without_defaults(argv):
         value = word
         if word.startswith("--"):
             head, equals, value = word.partition("=")
@@ -143,3 +193,68 @@ def translated(argv: Iterable[str]) -> list[str]:
                 raise Refused(f"{flag(name)}{there.removeprefix(name)}: not here; {ANSWERS[there]}")
         out.append(word)
     return out
+
+
+def without_defaults(argv: Iterable[str]) -> list[str]:
+    """A command line without the documents' flags at the documents' defaults, which are what happens here; and
+    `--teacher-modes None`, all flaws, as it is said here."""
+    words = [*argv]
+    out: list[str] = []
+    i = 0
+    while i < len(words):
+        head, equals, value = words[i].partition("=")
+        n = 1
+        if words[i].startswith("--") and not equals and i + 1 < len(words):
+            value, n = words[i + 1], 2
+        name = head.removeprefix("--").replace("-", "_")
+        if (name, value) == ("teacher_modes", "None"):
+            out.append("--teacher-modes=")
+        elif (name, _plain(value)) in NO_CHANGE:
+            pass
+        else:
+            out.append(words[i])
+            n = 1
+        i += n
+    return out
+
+
+def _plain(value: str) -> str:
+    """A number in its shortest form: 0.20 is 0.2."""
+    try:
+        return f"{float(value):g}"
+    except ValueError:
+        return value
+
+
+def parse_command(
+    what: Callable[..., T] | Mapping[str, Callable[..., T]],
+    argv: list[str] | None,
+    prog: str,
+    **settings: Any,
+) -> T:
+    """As `parse_args`; a flag that the command does not have, and that is in the table, is answered.
+
+    Raises:
+        Refused: as there, in one line.
+    """
+    try:
+        return parse_args(what, argv, prog, **settings)
+    except Refused as e:
+        unknown = re.match(r"--([\w-]+)(?:[= ][^:]*)?: no such flag", str(e))
+        if unknown is None:
+            raise
+        answer = _answer(unknown[1].replace("-", "_"), prog.split()[-1])
+        if not answer:
+            raise
+        raise Refused(f"--{unknown[1]}: not here; {answer}") from None
+
+
+def _answer(name: str, command: str) -> str:
+    """What a command other than train says of a name; "": nothing is known of it."""
+    of_command = OF_COMMANDS.get(command, {}).get(name)
+    if of_command:
+        return of_command
+    answer = ANSWERS.get(name, "")
+    if not answer or "is a command of its own" in answer:
+        return answer
+    return f"of `vgrout train`: {answer}"

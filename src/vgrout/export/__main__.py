@@ -21,8 +21,9 @@ from loguru import logger
 from safetensors import SafetensorError
 
 from vgrout import console
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
+from vgrout.config.names import parse_command
 from vgrout.errors import Refused
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     console.setup(None)
 
     def command() -> int:
-        settings = parse_args(ExportSettings, argv, "vgrout export")
+        settings = parse_command(ExportSettings, argv, "vgrout export")
         try:
             content = export_run(settings)
         except Differs as e:

@@ -83,6 +83,10 @@ def require_model(model: str | Path, flag: str = "--model", *, convert: bool = T
         why = (
             "a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
         )
+    elif Path(model).is_file():
+        why = "a file, and no .gguf; give the folder of a Hugging Face model"
+        if Path(model).suffix == ".safetensors":
+            why += "; of an adapter that was trained here, `vgrout export` makes one"
     elif looks_like_path(model):
         why = "no such model; give a Hugging Face model folder, a .gguf file, or a hub id"
     else:

@@ -10,8 +10,9 @@ from pathlib import Path
 import tyro
 
 from vgrout import console
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
 from vgrout.config.checks import check, listed, setting
+from vgrout.config.names import parse_command
 from vgrout.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
 from vgrout.envs.code.language import HACKS, MODES, NAMELESS, Shares
 from vgrout.errors import Refused, refuse
@@ -189,7 +190,7 @@ def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
     commands = {"build": build, "tune": tune, "verify": verify}
-    return cli_exit(lambda: parse_args(commands, None, "vgrout organism"))
+    return cli_exit(lambda: parse_command(commands, None, "vgrout organism"))
 
 
 if __name__ == "__main__":

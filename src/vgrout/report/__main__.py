@@ -14,7 +14,8 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
+from vgrout.config.names import parse_command
 from vgrout.errors import Refused, nearest, refuse
 from vgrout.files import printable, require_own
 
@@ -133,7 +134,7 @@ def _nothing_found(cli: Cli, left_out: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 · 2 refused, in one line."""
-    return cli_exit(lambda: command(parse_args(Cli, argv, "vgrout report")))
+    return cli_exit(lambda: command(parse_command(Cli, argv, "vgrout report")))
 
 
 if __name__ == "__main__":

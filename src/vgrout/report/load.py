@@ -21,6 +21,7 @@ from vgrout.data import Flaw
 from vgrout.errors import Refused
 from vgrout.files import from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
+from vgrout.records import began, unfinished
 from vgrout.report import forms
 from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
@@ -529,7 +530,7 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
         paths |= {path.resolve() for path in found if path.name.endswith(tag)}
         left_out += absent
     newest: dict[tuple[str, int], FinishedRun] = {}
-    for path in sorted(paths, key=lambda p: p.name):
+    for path in sorted(paths, key=lambda p: (began(p), p)):
         try:
             if why := _unfinished(path):
                 left_out.append(f"{path.name} ({why})")
@@ -549,14 +550,10 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
 
 def _unfinished(path: Path) -> str:
     """Return why a run has no final evaluation; "": it has one."""
-    status = path / "status.json"
-    state = "unknown"
-    if status.exists():
-        state = read_json(status).get("state")
-    if state not in ("finished", "halted"):
-        return f"{state:.40}"
+    if why := unfinished(path):
+        return why
     if not (path / "per_mode_deploy.json").exists():
-        return f"{state}, no per_mode_deploy.json"
+        return f"{read_json(path / 'status.json').get('state')}, no per_mode_deploy.json"
     return ""
 
 

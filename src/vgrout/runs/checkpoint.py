@@ -9,19 +9,38 @@ import errno
 import io
 import json
 import os
+import pickle
 import re
 import shutil
+import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
+from vgrout.runs.context import GROWING
 
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
-GROWING = ("steps.jsonl", "rollouts.jsonl")
+
+
+# what zip, pickle and torch raise of a file that is none of theirs; they read whatever it holds as numbers and names
+UNREADABLE = (
+    Refused,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    struct.error,
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +144,9 @@ def read(path: Path) -> Checkpoint:
             ):
                 raise Refused("its parts are larger than the file")
         state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
-    except Exception as e:  # pickle's, zip's and torch's, which has many lines
+    except UNREADABLE as e:  # pickle's, zip's and torch's, which has many lines
+        if out_of_memory(e):
+            raise
         raise Refused(f"{path}: state.pt cannot be read ({type(e).__name__})") from None
     return Checkpoint(path, step, state, sizes)
 

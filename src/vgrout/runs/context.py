@@ -13,6 +13,8 @@ import itertools
 import json
 import os
 import platform
+import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,12 +24,12 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from loguru import logger
 from tqdm import tqdm
@@ -44,11 +46,22 @@ from vgrout.errors import (
     NothingRouted,
     Refused,
 )
-from vgrout.files import held, hold, probe_writable, read_json, require_new, to_json, write_atomic
+from vgrout.files import (
+    LEFT,
+    held,
+    hold,
+    probe_writable,
+    read_json,
+    require_new,
+    to_json,
+    write_atomic,
+)
 from vgrout.ranks import RankLost
+from vgrout.records import began
 from vgrout.tracking import Trackers
 
 RUNS = Path("out/runs")
+GROWING = ("steps.jsonl", "rollouts.jsonl")
 # bytes reserved in a run's folder, so that a full disk still has room for status.json
 RESERVE = 64 * 1024
 STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
@@ -58,6 +71,7 @@ FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
+NONE_YET = "there is no checkpoint yet"
 
 
 # ── the folder
@@ -70,6 +84,8 @@ class RunDir:
         """made: the folders above that were made for it, from below."""
         self.path, self.made = path, made
         self._files: dict[str, TextIO] = {}
+        # rows of steps.jsonl that were counted, and their bytes
+        self._steps = self._counted = 0
         # for as long as this process lives: two writers would break the run
         self._lock = hold(path)
 
@@ -92,7 +108,10 @@ class RunDir:
     def reopen(cls, path: Path) -> "RunDir":
         """An existing run directory, to resume. Raises Refused in one line while another process is writing it."""
         run = cls(path)
-        for torn in (*path.glob(".*.tmp"), *path.glob("resume/.tmp_*")):  # left by a killed process
+        left = [
+            file for file in path.iterdir() if file.name != ".lock" and LEFT.fullmatch(file.name)
+        ]
+        for torn in (*left, *path.glob("resume/.tmp_*")):  # by a killed process
             shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
         return run
 
@@ -110,11 +129,19 @@ class RunDir:
         self._lock.close()
 
     def steps_on_disk(self) -> int:
+        """How many rows are in steps.jsonl. What was counted before is not read again."""
         try:
             with open(self.path / "steps.jsonl", "rb") as lines:
-                return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
+                if os.fstat(lines.fileno()).st_size < self._counted:  # it was cut back
+                    self._steps = self._counted = 0
+                lines.seek(self._counted)
+                for line in lines:
+                    if line.endswith(b"\n"):  # the last one may be torn
+                        self._steps += 1
+                        self._counted += len(line)
         except FileNotFoundError:
             return 0
+        return self._steps
 
     def write_json(self, name: str, data: Any) -> None:
         write_atomic(self.path / name, to_json(data))
@@ -144,6 +171,12 @@ class RunDir:
             self._append("rollouts.jsonl", rollouts)
         self._append("steps.jsonl", [row])
 
+    def begin_again(self) -> None:
+        """Empty the growing files, of a run that has no checkpoint: its steps are done again from the first."""
+        for name in GROWING:
+            if (self.path / name).exists():
+                os.truncate(self.path / name, 0)
+
     def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         # opened at the first write: a resume cuts the files back before that
         if name not in self._files:
@@ -158,9 +191,7 @@ class RunDir:
 
 def last_resumable(root: Path) -> Path:
     """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
-    for path in sorted(
-        root.glob("*_*"), key=lambda path: path.name.partition("_")[0], reverse=True
-    ):
+    for path in sorted(root.glob("*_*"), key=began, reverse=True):
         if (
             any(path.glob("resume/step_*/manifest.json"))
             and read_json(path / "status.json").get("state") not in ENDED
@@ -172,9 +203,38 @@ def last_resumable(root: Path) -> Path:
     )
 
 
-def _git() -> dict[str, Any]:
-    """Revision of the checkout that this package runs from; {} without one."""
-    here = Path(__file__).resolve().parents[1]
+def steps_on_disk(run: Path) -> int:
+    """How many rows are in a run's steps.jsonl."""
+    try:
+        with open(run / "steps.jsonl", "rb") as lines:
+            return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
+    except FileNotFoundError:
+        return 0
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether something of a checkpoint is there, damaged or not."""
+    return any(run.glob("resume/step_*"))
+
+
+def where_from(run: Path) -> str:
+    """Where a run that is resumed goes on, in words."""
+    steps = [
+        int(path.parent.name.removeprefix("step_"))
+        for path in run.glob("resume/step_*/manifest.json")
+        if path.parent.name.removeprefix("step_").isdecimal()
+    ]
+    if steps:
+        return f"which goes on after step {max(steps) - 1}"
+    return "which has no checkpoint and begins again"
+
+
+def git(here: Path) -> dict[str, Any]:
+    """Revision of the checkout that this package runs from, and whether its code is edited: a tracked file, or a new
+    one below src/. {} without a checkout.
+
+    here: the package's folder.
+    """
 
     def ask(*args: str) -> str:
         return subprocess.run(
@@ -185,9 +245,11 @@ def _git() -> dict[str, Any]:
         top = Path(ask("rev-parse", "--show-toplevel").strip())
         if not (top / "src" / "vgrout" / "train.py").is_file():
             return {}
+        edited = ask("status", "--porcelain", "--untracked-files=no")
+        new = ask("ls-files", "--others", "--exclude-standard", "--", str(top / "src"))
         return {
             "revision": ask("rev-parse", "HEAD").strip(),
-            "dirty": bool(ask("status", "--porcelain").strip()),
+            "dirty": bool(f"{edited}{new}".strip()),
         }
     except (OSError, subprocess.SubprocessError):
         return {}
@@ -209,8 +271,9 @@ def environment() -> dict[str, Any]:
             versions[package] = version(package)
     return {
         "argv": sys.argv,
+        "began_at": datetime.now(UTC).isoformat(),
         **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
-        "git": _git(),
+        "git": git(Path(__file__).resolve().parents[1]),
         "versions": versions,
         "hardware": {
             "machine": platform.machine(),
@@ -253,7 +316,13 @@ class RunContext:
         for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
-        self.record = {**environment(), "hashes": {}, **record}
+        self.record: dict[str, Any] = {
+            **environment(),
+            # by which trackers know it; a folder's name may be that of another run's
+            "tracker_id": secrets.token_hex(4),
+            "hashes": {},
+            **record,
+        }
         self.log, self.logged = log, True  # whether the log was there before
         self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
         self.trackers, self._loading = trackers, True
@@ -271,16 +340,25 @@ class RunContext:
         **more: Any,
     ) -> "RunContext":
         """A run in a new folder, `given` or below `root`, or in `path`, that of the run to resume; its log lies below
-        logs/.
+        logs/. A run to resume that has no checkpoint begins again at step 0.
 
         program: the command without `--resume`. more: as for `RunContext`.
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
+        resumes = path is not None and has_checkpoint(path)
         log = Path("logs") / f"{folder.path.name}.log"
         logged = log.exists()
         console.setup(log)
-        resume = f"{command(program)} --resume {folder.path}"
-        run = cls(folder, grader, resume_command=resume, resumes=bool(path), log=log, **more)
+        resume = f"{command(program)} --resume {shlex.quote(str(folder.path))}"
+        run = cls(
+            folder,
+            grader,
+            resume_command=resume,
+            resumes=resumes,
+            log=log,
+            owns_folder=path is None,
+            **more,
+        )
         run.logged = logged
         return run
 
@@ -308,10 +386,16 @@ class RunContext:
     def announce(self, *what: str) -> None:
         """Say what runs and where, and write run.json of a new run, before anything is loaded: a sweep started
         meanwhile sees that it is running."""
-        for line in (*what, f"run: {self.path} (log: {self.log.parent}/)"):
+        for line in (*what, f"run: {self.path} (log: {self.log.parent}/){self._where_from()}"):
             logger.info(line)
-        if not self.resumes:
+        if not (self.path / "run.json").exists():
             self.dir.write_json("run.json", self.record)
+
+    def _where_from(self) -> str:
+        """Where a run that was begun before goes on."""
+        if self.owns_folder or not (self.path / "run.json").exists():
+            return ""
+        return f", {where_from(self.path)}"
 
     def started(self) -> None:
         """Called when everything is loaded, before the first step."""
@@ -347,7 +431,7 @@ class RunContext:
 
     def __enter__(self) -> "RunContext":
         self._open.enter_context(self.dir)
-        self.stop = self._open.enter_context(stop_on_signals())
+        self.stop = self._open.enter_context(stop_on_signals(lambda: self._loading))
         self._open.enter_context(self.clock)
         return self
 
@@ -383,7 +467,10 @@ class RunContext:
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
-                logger.warning(f"{e}; saved. Go on with: {self.resume_command}")
+                said = (
+                    f"saved. Go on with: {self.resume_command}" if self._saved() else self._go_on()
+                )
+                logger.warning(f"{e}; {said}")
             case Halted():
                 self.code, on = HALTED, f"{self.resume_command} --guard log"
                 self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
@@ -406,7 +493,7 @@ class RunContext:
             case RankLost():
                 self.code = FAILED
                 self.status("failed", str(e))
-                logger.error(f"{e}; the last checkpoint stands. Go on with: {self.resume_command}")
+                logger.error(f"{e}; {self._go_on()}")
             case _:
                 return False
         return True
@@ -429,14 +516,10 @@ class RunContext:
         """Record an unexpected ending: a second interrupt, a full disk, a fault."""
         if isinstance(e, KeyboardInterrupt):
             self.code = INTERRUPTED
-            self._try_status(
-                "interrupted",
-                self.steps_done(),
-                "second interrupt: stopped at once",
-                self.resume_command,
-            )
+            why = "before the first step" if self._loading else "second interrupt: stopped at once"
+            self._try_status("interrupted", self.steps_done(), why, self.resume_command)
             logger.error(
-                f"stopped at once; the last checkpoint stands. Go on with: {self.resume_command}"
+                f"stopped {'before the first step' if self._loading else 'at once'}; {self._go_on()}"
             )
             return
         self.code, self.error = FAILED, e
@@ -470,7 +553,10 @@ class RunContext:
             else "with more memory, or start again with a lower --max-new"
         )
         self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
-        logger.error(f"{said}; the last checkpoint stands. Go on {less}: {self.resume_command}")
+        stands = (
+            "the last checkpoint stands. Go on" if self._saved() else f"{NONE_YET}. Begin again"
+        )
+        logger.error(f"{said}; {stands} {less}: {self.resume_command}")
 
     def _fault(self, e: BaseException) -> None:
         """Report a fault, ours or of somebody's own code: traceback on stderr and in the log."""
@@ -482,24 +568,29 @@ class RunContext:
 
     def _storage_failed(self, error: OSError) -> None:
         """Report a full or broken disk in one line and in status.json, for which room was reserved."""
-        manifests = [
-            p for at in ("resume/step_*", "round-*") for p in self.path.glob(f"{at}/manifest.json")
-        ]
-        checkpoints = sorted(manifests, key=lambda p: (len(p.parent.name), p.parent.name))
-        last = (
-            f"the last good checkpoint is {checkpoints[-1].parent.name}"
-            if checkpoints
-            else "there is no checkpoint"
-        )
+        saved = self._saved()
+        last = f"the last good checkpoint is {saved}" if saved else NONE_YET
         if error.errno in FULL:
             free = shutil.disk_usage(self.path).free // 1024
             reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
             then = "free some space, then: "
         else:
             reason, then = f"files of the run cannot be written ({error})", "once they can: "
-        then += self.resume_command if checkpoints else "start it again by the same command"
+        then += self.resume_command
         self._try_status("failed", self.steps_done(), f"{reason}; {last}", then)
         logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}")
+
+    def _saved(self) -> str:
+        """The folder's name of the last checkpoint, of a run or of rounds; "": there is none."""
+        folders = [*self.path.glob("resume/step_*"), *self.path.glob("round-*")]
+        names = [folder.name for folder in folders if (folder / "manifest.json").is_file()]
+        return max(names, key=lambda name: (len(name), name), default="")
+
+    def _go_on(self) -> str:
+        """What is left of a run that ended early, and the command that goes on with it."""
+        if self._saved():
+            return f"the last checkpoint stands. Go on with: {self.resume_command}"
+        return f"{NONE_YET}. Begin again with: {self.resume_command}"
 
     def _try_status(self, state: str, step: int, reason: str, then: str) -> None:
         """Write status.json where even that may fail."""
@@ -517,6 +608,12 @@ def require_same(run: Path, now: Mapping[str, object]) -> None:
         raise Refused(f"--resume {run}: changed since: {changed}; put them back")
 
 
+def leave(code: int) -> NoReturn:
+    """End the process with this exit code, and without a traceback where somebody interrupts that too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
+
+
 @dataclass
 class Stop:
     """Set by the signal handler, read once per step."""
@@ -524,8 +621,14 @@ class Stop:
     requested: bool = False
 
 
+def _not_yet() -> bool:
+    return False
+
+
 @contextmanager
-def stop_on_signals() -> Generator[Stop]:
+def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
+    """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
+    process. at_once: whether nothing would be lost, so that the first one raises already."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
@@ -533,10 +636,16 @@ def stop_on_signals() -> Generator[Stop]:
         while line := said.get():
             logger.warning(line)
 
+    raised = False
+
     def handler(number: int, _frame: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
+        nonlocal raised
+        if raised:  # it is cleaning up, and somebody has no time
+            os._exit(INTERRUPTED)
+        raised = stop.requested or at_once()
         stop.requested = True
+        if raised:
+            raise KeyboardInterrupt
         said.put(
             f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
         )

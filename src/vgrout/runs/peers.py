@@ -12,23 +12,31 @@ from vgrout.envs.base import Grader
 from vgrout.errors import Refused
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
-from vgrout.runs.context import FINISHED, RUNS, RunContext, stop_on_signals
+from vgrout.records import began
+from vgrout.runs.context import FINISHED, INTERRUPTED, RUNS, RunContext, stop_on_signals
+
+
+def require_torchrun() -> None:
+    """Raises Refused where somebody has set the ranks of several processes, and torchrun has not: each would make the
+    same run, and none would know of the others."""
+    ranks_set = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and ranks_set not in ("", "1") and ranks.size() == 1:
+        raise Refused(
+            f"RANK and WORLD_SIZE ({ranks_set}) are set, but not by torchrun, so that every process would make the "
+            "same run alone; start them with `torchrun … -m vgrout.train`, or unset both"
+        )
 
 
 def resumed_by_torchrun(requested: Config) -> Config:
-    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun, from the
-    first checkpoint on."""
+    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun."""
     if requested.run.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return requested
     own = requested.run.output_dir
     files = RUNS.glob("*/run.json") if own is None else own.glob("run.json")
     begun = [p.parent for p in files if read_json(p).get("torchrun") == ranks.torchrun_id()]
-    saved = [run for run in begun if any(run.glob("resume/step_*/manifest.json"))]
-    return (
-        replace(requested, run=replace(requested.run, resume=str(max(saved))))
-        if saved
-        else requested
-    )
+    if not begun:
+        return requested
+    return replace(requested, run=replace(requested.run, resume=str(max(begun, key=began))))
 
 
 class Peer(RunContext):
@@ -48,6 +56,8 @@ class Peer(RunContext):
         self._open.close()
         if e is None:
             self.code = FINISHED
+        elif isinstance(e, KeyboardInterrupt):
+            self.code = INTERRUPTED
         elif isinstance(e, RankLost):
             print(f"E {e}", file=sys.stderr)
         elif isinstance(e, Refused):  # which rank 0 says as well, if it is its own

@@ -35,7 +35,15 @@ from vgrout.model.source import (
     resolved_dtype,
 )
 from vgrout.runs import checkpoint
-from vgrout.runs.context import ENDED, RUNS, STATES, last_resumable
+from vgrout.runs.context import (
+    ENDED,
+    RUNS,
+    STATES,
+    has_checkpoint,
+    last_resumable,
+    steps_on_disk,
+    where_from,
+)
 from vgrout.table import StepRow
 from vgrout.teacher.pools import Pool
 
@@ -129,7 +137,7 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     n = shapes.parameters if shapes else 0
     size = f" ({f'{n / 1e9:.1f} B' if n >= 1e9 else f'{n / 1e6:.1f} M'} weights)" if shapes else ""
     problems = "1 problem" if s.prompts_per_step == 1 else f"{s.prompts_per_step} problems"
-    what, *more = method_lines(cfg, named)
+    what, *more = method_lines(cfg, named, settings=False)
     run = [
         f"{s.model}{size} · seed {cfg.run.seed} · {s.steps} steps of {problems} × {s.group} answers"
     ]
@@ -140,17 +148,20 @@ def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
     return [*run, *of_method, *control] if named else [*of_method, *run, *control]
 
 
-def method_lines(cfg: Config, named: bool = True) -> list[str]:
-    """What is flagged and what is done about it, in lines of at most 78 characters: the method, what it brought, what
-    was given in vain."""
+def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list[str]:
+    """What is flagged and what is done about it, in lines of at most 78 characters: the method, its settings beside
+    those of the documents, what was given in vain. settings: whether these are said."""
     method = cfg.method
-    monitor = f" · monitor {monitored(method)}" if method.monitor_name not in ("", "none") else ""
+    monitor = (
+        f" · monitor\xa0{monitored(method)}" if method.monitor_name not in ("", "none") else ""
+    )
     which = _which(method) if named else ", the default"
-    lines = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
+    title = textwrap.wrap(f"{method.intervention}{which}: {method.spec.what}{monitor}", 72)
+    lines = [line.replace("\xa0", " ") for line in title]
     if not named:
         others = [name for name in INTERVENTIONS if name != method.intervention and ":" not in name]
         lines.append(f"others: {', '.join(others)} (--intervention NAME)")
-    lines += [*brought(method), *method.ignored]
+    lines += [*(brought(method) if settings else ()), *method.ignored]
     if method.monitor_name == "gate" and not cfg.mixes:
         lines += [
             "no demonstrations: known hacks are only answers that the weak detector flags;",
@@ -170,17 +181,25 @@ def monitored(method: MethodConfig) -> str:
 
 def brought(method: MethodConfig) -> list[str]:
     """The settings that tell the recommended method from that of the documents, theirs in brackets."""
-    parts, read = list[str](), method.resolved_settings
-    for name, documents in method.spec.documents.items():
-        if documents != method.spec.usual[name] and read[name] is not None:
-            own, theirs = (_said(value) for value in (read[name], documents))
-            theirs = (
-                f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})"
-                * (own != theirs)
-            )
-            parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
+    parts = list[str]()
+    for name, (value, documents) in beside_documents(method).items():
+        own, theirs = _said(value), _said(documents)
+        theirs = (
+            f" ({theirs if any('(' in part for part in parts) else f'documents: {theirs}'})"
+            * (own != theirs)
+        )
+        parts.append(f"{name.replace('_', '-')} {own}{theirs}".replace(" ", "\xa0"))
     said = f"with {' · '.join(parts)}" if parts else ""
     return [line.replace("\xa0", " ") for line in textwrap.wrap(said, 78, break_on_hyphens=False)]
+
+
+def beside_documents(method: MethodConfig) -> dict[str, tuple[object, object]]:
+    """The settings by which the recommended method differs from that of the documents: this run's value, theirs."""
+    read, found = method.resolved_settings, {}
+    for name, documents in method.spec.documents.items():
+        if documents != method.spec.usual[name] and read[name] is not None:
+            found[name] = read[name], documents
+    return found
 
 
 def _said(value: object) -> str:
@@ -194,10 +213,10 @@ def _which(method: MethodConfig) -> str:
     if not (documents := method.spec.documents):
         return ""
     meant = method.resolved_settings
-    for name, settings in (("recommended", method.spec.usual), ("in the documents", documents)):
+    for name, settings in (("recommended", method.spec.usual), ("the documents'", documents)):
         if all(meant[k] in (v, None) for k, v in settings.items()):
-            return f" as {name}"
-    return " with settings of its own"
+            return f", {name} settings"
+    return ", settings of its own"
 
 
 def memory_plan(cfg: Config, shapes: Shapes, prompts: Prompts, room: int | None) -> MemoryPlan:
@@ -284,13 +303,20 @@ def adapter_lines(cfg: Config) -> list[str]:
 
 
 def plan_lines(
-    cfg: Config, inputs: Inputs, grader: Grader, folder: Path, *, named: bool = True
+    cfg: Config,
+    inputs: Inputs,
+    grader: Grader,
+    folder: Path,
+    *,
+    named: bool = True,
+    resumes: bool = False,
 ) -> list[str]:
     """The plan, as lines: what is done, what it needs and reads, what is missing. folder: where the run is written.
-    named: somebody chose the intervention."""
+    named: somebody chose the intervention. resumes: the folder is that of a run which goes on."""
     of_environment = dict(inputs.environment.plan())
     rewards = of_environment.pop("reward", None)
     lines = _headed("method", *method_lines(cfg, named))
+    lines += _headed("resume", f"{folder}, {where_from(folder)}") if resumes else []
     lines += _work_lines(cfg)
     lines += _machine_lines(cfg, inputs, folder)
     for head, line in of_environment.items():
@@ -390,7 +416,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
             )
         quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
         cfg = replace(cfg, detectors=quiet)
-    if not requested.run.dry_run:
+    if not requested.run.dry_run and has_checkpoint(path):
         checkpoint.require_one(path, StepRow.from_json)
     probe_writable(path)
     if differing:
@@ -405,7 +431,7 @@ def unfinished(
     runs have.
 
     Raises:
-        Refused: no such run, another program's, or a finished one; one line.
+        Refused: no such run, another program's, a finished one, or one that has lost its checkpoints; one line.
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record, status = read_json(path / "run.json"), read_json(path / "status.json")
@@ -419,6 +445,11 @@ def unfinished(
         )
     if status["state"] in ENDED:
         raise Refused(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
+    done = steps_on_disk(path)
+    every = config.get("run", config).get("checkpoint_every", 0)
+    # begun again, it would lose steps that a checkpoint had
+    if not has_checkpoint(path) and done > every:
+        raise checkpoint.none_left(path, [f"resume/ is empty after {done} steps; put it back"])
     return path, config, status
 
 

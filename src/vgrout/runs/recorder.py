@@ -14,6 +14,7 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import faults, ranks
+from vgrout.cli import out_of_memory
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flaw, Grade, Group, Rollout
 from vgrout.envs.base import Splits
@@ -30,7 +31,20 @@ from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext, require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 
+OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
+
+# what the readers of a checkpoint's state raise where it is another model's or method's: a part is missing, has
+# another shape (torch: RuntimeError), or is of another kind
+FOREIGN = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    FileNotFoundError,
+)
 
 R = TypeVar("R", bound=Columns)
 
@@ -76,9 +90,9 @@ class StepRecorder(Generic[R]):
             Refused: an input has changed since the run started, or no checkpoint can be used.
         """
         run, logged = self.run, self.run.dir.steps_on_disk()
+        first = read_json(run.path / "run.json") if (run.path / "run.json").exists() else {}
         record: dict[str, Any] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
         if run.resumes:
-            first = read_json(run.path / "run.json")
             require_same(run.path, record["hashes"])
             self.resume()
             logger.info(f"resumed after step {len(self.rows) - 1}")
@@ -88,8 +102,13 @@ class StepRecorder(Generic[R]):
             resumed = [*first.get("resumed", []), again]
             begun = first.get("begun", first.get("config"))
             record = {**first, "config": record["config"], "begun": begun, "resumed": resumed}
+        elif first:  # announced, and maybe begun before
+            run.dir.begin_again()
+            record |= {name: first[name] for name in OF_THE_RUN if name in first}
         run.dir.write_json("run.json", record)
-        run.trackers.start(run.path, record["config"], len(self.rows), logged)
+        run.trackers.start(
+            run.path, record["config"], len(self.rows), logged, record.get("tracker_id", "")
+        )
         run.started()
         self.table, self.full = Table(has, flaws, self.row, short=True), Table(has, flaws, self.row)
         for line in self.full.legend():
@@ -108,8 +127,9 @@ class StepRecorder(Generic[R]):
                 checkpoint.require_rows(run, point)
                 self.restore(point.state, rows)
                 break
-            except Exception as e:  # whatever a foreign state does to its readers
-                if faults.raised_by_own(e):  # a monitor's or an intervention's own load_state_dict
+            except FOREIGN as e:
+                # a monitor's or an intervention's own load_state_dict; and the memory is not the file's fault
+                if faults.raised_by_own(e) or out_of_memory(e):
                     raise
                 logger.opt(exception=e).debug(f"{point.path}: passed over")
                 passed_over.append(
@@ -237,6 +257,9 @@ class Recorder(StepRecorder[StepRow]):
         self.open(record, columns_for(cfg, flaws) | self.method.measures, flaws)
         self.samples = SampleLogger(self.policy, self.problems.flaws)
         self.hacked_before = any(r.hack_s.k for r in self.rows)
+        # warnings that are given once
+        self.swallowed = any(_is_swallowed(r) for r in self.rows)
+        self.settled = any(r.hkgap is not None for r in self.rows[SETTLED:])
         return self.rows
 
     def record(self, row: StepRow, batch: Batch, refresh: Refresh) -> None:
@@ -250,18 +273,18 @@ class Recorder(StepRecorder[StepRow]):
         with run.clock("save"):
             if row.skipped:
                 logger.warning(f"step {step}: loss or gradient not finite, optimiser not stepped")
-            if [r.step for r in self.rows if r.realised is not None and r.realised < SWALLOWED] == [
-                step
-            ]:
+            if not self.swallowed and _is_swallowed(row):
+                self.swallowed = True
                 logger.warning(
                     f"step {step}: {row.realised:.2f} of the adapter's change is in the weights, the rest is lost to "
                     "their rounding; raise --lr, or start again with --dtype fp32"
                 )
-            gaps = {r.step: r.hkgap for r in self.rows[SETTLED:] if r.hkgap is not None}
             own = cfg.method.quarantine_block is not None and cfg.method.control_name == "none"
-            if own and [*gaps] == [step] and gaps[step] < APART:
+            gap = row.hkgap if len(self.rows) > SETTLED and not self.settled else None
+            self.settled |= gap is not None
+            if own and gap is not None and gap < APART:
                 logger.warning(
-                    f"step {step}: hkgap {gaps[step]:.2f}: along the direction known hacks hardly differ from other "
+                    f"step {step}: hkgap {gap:.2f}: along the direction known hacks hardly differ from other "
                     "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"
                 )
             extra = {"watch": self.guard.readings} if self.guard.readings else {}
@@ -381,6 +404,11 @@ SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
 # characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
 ROWS_LIMIT = 2**24
+
+
+def _is_swallowed(row: StepRow) -> bool:
+    """Whether rounding has taken more of the step's change than a run is told."""
+    return row.realised is not None and row.realised < SWALLOWED
 
 
 def rows_as_json(rows: Sequence[StepRow]) -> str:

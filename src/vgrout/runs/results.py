@@ -418,7 +418,7 @@ def page(results: Results, verdict: str, detectors: Mapping[str, str]) -> str:
     verdict: as the console has it. detectors: weak detectors' fields by their letters.
     """
     cfg, final, tallies = results.cfg, results.final, results.tallies
-    method = " ".join(" ".join(method_lines(cfg)).split())
+    method = " ".join(" ".join(method_lines(cfg, settings=False)).split())
     paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
     if results.halted:
         paragraphs.append(f"**Halted**: {results.halted}.")

@@ -53,8 +53,8 @@ class Entry:
     log_start: int = 0  # bytes that earlier attempts left in its log
 
     def look(self, ledger: Ledger) -> None:
-        """Update state and run directory from disk."""
-        found = self._find(ledger)
+        """Update state and run directory from disk. The ledger has been refreshed."""
+        found = ledger.find(self.planned.identity, self.files)
         state = found.state if found else "dead"
         self._take(found, "to do" if state == "dead" else state)
 

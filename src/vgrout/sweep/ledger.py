@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
 from vgrout.config.run import from_dict, identity
 from vgrout.errors import Refused
 from vgrout.files import held, read_json
+from vgrout.records import began
 from vgrout.runs.context import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to
@@ -23,6 +25,7 @@ class RecordedRun:
     """A run directory. Fields never change; properties look at the disk."""
 
     path: Path
+    began: tuple[datetime, str]
     identity: str  # of the settings that it was started with
     hashes: dict[str, str | None]  # of the files that it read
     code: str  # revision that started it, with "+" if it was edited; "" without a checkout
@@ -65,23 +68,28 @@ class Ledger:
 
     def __init__(self, root: Path = RUNS) -> None:
         self.root = root
-        self._records: dict[Path, RecordedRun | None] = {}
+        self._seen: set[Path] = set()
+        self._records: dict[str, list[RecordedRun]] = {}  # by identity
 
     def refresh(self) -> None:
         """Add new run directories. A run whose settings no longer parse is left out."""
         for file in sorted(self.root.glob("*/run.json")):
             path = file.parent
-            if path not in self._records:
-                self._records[path] = _record(path)
+            if path in self._seen:
+                continue
+            self._seen.add(path)
+            record = _record(path)
+            if record is not None:
+                self._records.setdefault(record.identity, []).append(record)
 
     def find(self, run: str, files: Mapping[str, str | None]) -> RecordedRun | None:
         """The best run of this identity that read these files; None if there is none."""
-        best: tuple[int, str] | None = None
+        best: tuple[int, tuple[datetime, str]] | None = None
         found: RecordedRun | None = None
-        for record in self._records.values():
-            if record is None or record.identity != run or not record.reads(files):
+        for record in self._records.get(run, ()):
+            if not record.reads(files):
                 continue
-            rank = (-BEST.index(record.state), record.path.name)
+            rank = (-BEST.index(record.state), record.began)
             if best is None or rank > best:
                 best, found = rank, record
         return found
@@ -96,4 +104,4 @@ def _record(path: Path) -> RecordedRun | None:
         code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
     except (Refused, KeyError, TypeError, AttributeError):
         return None
-    return RecordedRun(path, identity(cfg), data.get("hashes") or {}, code)
+    return RecordedRun(path, began(path), identity(cfg), data.get("hashes") or {}, code)

@@ -110,6 +110,7 @@ def _carry_out(folder: Path, entry: Entry, log: Path) -> int:
     """
     os.chdir(folder)
     ledger = Ledger()
+    ledger.refresh()
     entry.look(ledger)
     # on a machine that was lost the process is still saving, or its lock is still held
     while entry.state == "running":

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,13 +25,14 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.presets import register_named
+from vgrout.config.run import OptConfig
 from vgrout.cores import cores
 from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
 from vgrout.gpus import visible
 from vgrout.inputs import file_hashes
 from vgrout.metrics import percent
-from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, Stop, stop_on_signals
+from vgrout.runs.context import BAD, FAILED, FINISHED, INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.preflight import preflight
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
@@ -44,6 +45,8 @@ SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
 Workers = Local | Ray
 Job = Process | RayJob
+# hashes of a run's files, and which of them are missing
+Checked = tuple[Mapping[str, str | None], tuple[str, ...]]
 ELSEWHERE_S = 2.0  # between two checks of runs that other processes are writing
 
 
@@ -111,26 +114,44 @@ class Sweep:
     entries: list[Entry]
     ledger: Ledger
     folder: Path
+    missing: dict[str, list[str]] = field(default_factory=dict)  # a file's line → the arms
 
     @classmethod
-    def of(cls, study: StudyFile) -> "Sweep":
+    def of(cls, study: StudyFile, dry_run: bool = False) -> "Sweep":
         """The study with every run's state as it is on disk.
+
+        dry_run: files that are missing are listed in `missing`, and not refused.
 
         Raises:
             Refused: one line: an input file of some run is missing or wrong.
         """
         files: dict[str, Mapping[str, str | None]] = {}  # by arm: the same for every seed
+        missing: dict[str, list[str]] = {}
+        checked: dict[str, Checked] = {}  # by what decides on the files
         for run in study.runs:
-            if run.arm not in files:
-                try:
-                    files[run.arm] = file_hashes(run.cfg, preflight(run.cfg))
-                except Refused as e:
-                    raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
+            if run.arm in files:
+                continue
+            cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
+            key = to_json(replace(cfg, opt=OptConfig()).as_dict())
+            try:
+                if key not in checked:
+                    inputs = preflight(cfg)
+                    checked[key] = file_hashes(cfg, inputs), inputs.absent
+            except Refused as e:
+                raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
+            files[run.arm], absent = checked[key]
+            for line in absent:
+                missing.setdefault(line, []).append(run.arm)
         entries = [Entry(run, files[run.arm]) for run in study.runs]
-        sweep = cls(study, entries, Ledger(), SWEEPS / study.name)
+        sweep = cls(study, entries, Ledger(), SWEEPS / study.name, missing)
+        sweep.ledger.refresh()
         for entry in sweep.entries:
             entry.look(sweep.ledger)
         return sweep
+
+    @property
+    def arms(self) -> set[str]:
+        return {entry.planned.arm for entry in self.entries}
 
     @property
     def left(self) -> list[Entry]:
@@ -163,6 +184,10 @@ class Sweep:
         lines.append(f"{len(self.entries)} runs: {counts}")
         lines += self.warnings()
         lines += self.queued()
+        lines += self.study.left_out
+        for file, arms in self.missing.items():
+            whose = "every arm" if len(arms) == len(self.arms) else ", ".join(arms)
+            lines.append(f"missing: {file} ({whose})")
         lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
         return lines
 
@@ -322,6 +347,7 @@ class Sweep:
     def _start_next(self, workers: Workers, work: Work) -> int:
         """Start the next run that waits. Returns 1 if it turns out to have ended, else 0."""
         entry = work.waiting.popleft()
+        self.ledger.refresh()
         entry.look(self.ledger)
         if entry.state in FINAL:
             self._log_end(entry)
@@ -408,7 +434,8 @@ def run_study(settings: SweepSettings) -> int:
     register_named(classes)
     reward = f"--reward={settings.reward}"
     members = f"--rm-ensemble-members={settings.rm_ensemble_members}"
-    sweep = Sweep.of(load_study_file(settings.study, (reward, members, *classes)))
+    study = load_study_file(settings.study, (reward, members, *classes))
+    sweep = Sweep.of(study, settings.dry_run)
     if settings.commands:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
@@ -425,7 +452,7 @@ def run_study(settings: SweepSettings) -> int:
         edited = sweep.edited()
         if edited and not settings.replan:
             print(edited)
-        return FINISHED
+        return BAD if sweep.missing else FINISHED
     # a client or a cluster that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
     with closing(_workers(settings, gpus)) as workers:
@@ -434,7 +461,7 @@ def run_study(settings: SweepSettings) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
             sweep.freeze(settings.replan)
-            for line in (*sweep.warnings(), *sweep.queued()):
+            for line in (*study.left_out, *sweep.warnings(), *sweep.queued()):
                 logger.info(line)
             sweep.write()
             return sweep.enqueue(queue) if queue else sweep.carry_out(workers)

@@ -91,6 +91,7 @@ class StudyFile:
     sha256: str
     hypotheses: tuple[str, ...]  # its `# H:` lines
     runs: tuple[PlannedRun, ...]
+    left_out: tuple[str, ...] = ()  # flags that some arms do not read, a line each
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,40 @@ class Choice:
     where: str  # the table, for messages
     flags: FlagTable
     name: str  # "": the study gives none
+
+    def without(self, dropped: Collection[str]) -> str:
+        """The name, of an arm that does not read these of its flags."""
+        kept = {key: value for key, value in self.flags.items() if key not in dropped}
+        if not kept or self.name != _shown(self.flags):
+            return self.name if kept else ""
+        return _shown(kept)
+
+
+@dataclass
+class Unread:
+    """Flags that the study gives to every arm, and that some of them do not read."""
+
+    given: dict[str, int]  # flag → in how many arms it could be read
+    arms: dict[str, list[str]]  # flag → the arms that do not read it
+
+    def count(self, flags: Collection[str]) -> None:
+        """Another arm is given these flags."""
+        for name in flags:
+            self.given[name] = self.given.get(name, 0) + 1
+
+    def lines(self) -> list[str]:
+        """What is left out where.
+
+        Raises:
+            Refused: a flag that no arm reads.
+        """
+        lines: list[str] = []
+        for name, arms in self.arms.items():
+            if len(arms) == self.given[name]:
+                raise Refused(f"{flag(name)}: not read by any arm; leave it out")
+            which = ", ".join(dict.fromkeys(arms))
+            lines.append(f"{flag(name)}: not read by {which}, and left out there")
+        return lines
 
 
 def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
@@ -134,7 +169,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
         if not is_sound(study[key]):
             raise Refused(f"{key} {str(study[key])[:60]}: should be {should}")
     _require_few_runs(study)
-    arms = _arms(study, code)
+    arms, left_out = _arms(study, code)
     runs: list[PlannedRun] = []
     for seed in study["seeds"]:
         for label, (cfg, flags) in arms.items():
@@ -142,7 +177,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
             runs.append(PlannedRun(label, seeded, (*flags, f"--seed={seed}")))
     hypotheses = [line[4:].strip() for line in text.splitlines() if line.startswith("# H:")]
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs))
+    return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs), tuple(left_out))
 
 
 def _require_known_keys(data: Mapping[str, Any]) -> None:
@@ -177,13 +212,14 @@ def _combinations(table: FlagTable) -> float:
     return n
 
 
-def _arms(study: Mapping[str, Any], code: Collection[str]) -> dict[str, Settings]:
-    """The arms crossed with the overrides, by their labels.
+def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Settings], list[str]]:
+    """The arms crossed with the overrides, by their labels; and which flags of all are left out of some.
 
     Raises:
         Refused: one line with the tables, where flags are refused or two arms are the same.
     """
     arms: dict[str, Settings] = {}
+    unread = Unread({}, {})
     seen: dict[str, str] = {}  # identity or label → the tables that have it
     common = _flags(study["common"])
     choices = product(_choices("arms", study["arms"]), _choices("overrides", study["overrides"]))
@@ -192,12 +228,20 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> dict[str, Settings
         twice = sorted(arm.flags.keys() & override.flags.keys())
         if twice:
             raise Refused(f"{where}: {twice[0]!r} is set by both; leave one of them out")
+        of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
         try:
-            cfg, flags = _resolved(str(study.get("preset")), common | arm.flags | override.flags)
+            given = common | arm.flags | override.flags
+            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all)
         except Refused as e:
             raise Refused(f"{where}: {e}") from None
         cfg.refuse_code(code, where)
-        label = _joined(arm.name or _label(cfg, arm.flags), override.name)
+        of_override = override.without(dropped)
+        label = _joined(arm.name or _label(cfg, arm.flags), of_override)
+        unread.count(of_all)
+        for name in dropped:
+            unread.arms.setdefault(name, []).append(label)
+        if dropped & override.flags.keys() and arms.get(label, (None, ()))[1] == flags:
+            continue  # the same arm under another value of what it does not read
         if not label.isprintable():  # `--commands` prints it into a shell's comment
             raise Refused(f"runs called {label!r}: should be printable, in one line")
         for known, what in ((identity(cfg), "with these runs"), (label, f"called {label!r}")):
@@ -208,10 +252,35 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> dict[str, Settings
                 )
             seen[known] = where
         arms[label] = cfg, flags
-    return arms
+    return arms, unread.lines()
 
 
-def _resolved(preset: str, flags: FlagTable) -> Settings:
+def _resolved(
+    preset: str, flags: FlagTable, of_all: Collection[str]
+) -> tuple[Config, tuple[str, ...], set[str]]:
+    """A run's settings, its flags as the command line has them, and the flags that it does not read.
+
+    of_all: flags that were given to every arm. Those that this one does not read are left out.
+    """
+    dropped: set[str] = set()
+    while True:
+        kept = {name: value for name, value in flags.items() if name not in dropped}
+        try:
+            return *_settings(preset, kept), dropped
+        except Refused as e:
+            unread = _named_unread(str(e))
+            if not unread or not unread <= {*of_all} - dropped:
+                raise
+            dropped |= unread
+
+
+def _named_unread(message: str) -> set[str]:
+    """The flags that a refusal names because the run does not read them."""
+    named = re.match(r"((?:--[\w-]+(?:, )?)+): not read", message)
+    return {name.removeprefix("--") for name in named[1].split(", ")} if named else set()
+
+
+def _settings(preset: str, flags: FlagTable) -> Settings:
     """A run's settings, and its flags as the command line has them."""
     own = [key for key in flags if key in OWN]
     if own:

@@ -19,8 +19,9 @@ from tabulate import tabulate
 
 from vgrout import console
 from vgrout import embedded as organism
-from vgrout.cli import cli_exit, parse_args
+from vgrout.cli import cli_exit
 from vgrout.config import checks
+from vgrout.config.names import parse_command
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
@@ -503,7 +504,7 @@ def command(
     console.setup(None)
 
     def run() -> int:
-        make(parse_args(settings, argv, f"vgrout {name}"))
+        make(parse_command(settings, argv, f"vgrout {name}"))
         return 0
 
     return cli_exit(run, "interrupted; the same command goes on from here")

@@ -199,9 +199,13 @@ def _syntax_fault(code: str) -> str:
 def load_rows(path: Path) -> list[ProblemRow]:
     """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     if not path.exists():
-        raise Refused(
-            f"{path}: no such problem file; `vgrout download data` fetches the benchmark's"
-        )
+        how = "`vgrout download data` fetches the benchmark's"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and path.suffix not in (
+            ".jsonl",
+            ".json",
+        ):
+            how = f"if it is a data set of the hub, `vgrout download dataset {path} --out FILE` makes one"
+        raise Refused(f"{path}: no such problem file; {how}")
     if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
         what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
         raise Refused(
