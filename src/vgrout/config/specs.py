@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from vgrout.config.checks import listed, summary
+from vgrout.config.own_classes import require_usable
 from vgrout.errors import Refused
 
 # Settings of `MethodConfig`, by what reads them.
@@ -258,9 +259,10 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
     for messages.
 
     Raises:
-        Refused: it is no such class, or has no name that a flag can have, or one of the package's own.
+        Refused: it is no such class, has no name that a flag can have, or one of the package's own, or lacks what
+            every run calls.
     """
-    if not isinstance(getattr(own, "spec", None), kind.spec):
+    if not isinstance(own, type) or not isinstance(getattr(own, "spec", None), kind.spec):
         raise Refused(f"{flag} {name or own}: is no {kind.title} of vgrout.method.base".strip())
     facts: dict[str, Any] = {}
     for f in fields(kind.spec):
@@ -273,6 +275,7 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
         raise Refused(
             f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken"
         )
+    require_usable(own, facts, kind.title)
     own.spec = kind.specs[name] = kind.spec(**facts | {"name": name, "where": own})
 
 
