@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
         "gpus",
         "embedded",
         "scoring",
+        "chat",
         "envs",
         "environments",
         "__main__",

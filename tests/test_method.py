@@ -206,6 +206,16 @@ VALUES: dict[str, Any] = {
     "gate_modules": "all",
     "known_hacks_teacher_only": True,
     "known_modes": "exit_code",
+    "label_recall": 0.5,
+    "label_false_flags": 0.25,
+    "llm_judge_model": "m",
+    "llm_judge_url": "http://localhost:1/v1",
+    "llm_judge_name": "n",
+    "llm_judge_prompt": Path("p.txt"),
+    "llm_judge_max_new": 8,
+    "llm_judge_timeout": 5.0,
+    "llm_judge_device": "cpu",
+    "llm_judge_concurrency": 2,
     "seed_monitor": "syntax_edge",
     "monitor_quantile": 0.9,
     "known_correct": Path("k"),
@@ -296,7 +306,7 @@ def test_every_row_is_of_the_class_that_it_names_and_of_settings_that_there_are(
             assert spec.name == name
             assert class_of(spec).spec is spec
             assert {*spec.settings} <= settings
-    assert len(PAIRS) == 3 + 2 * 5 + 7, (
+    assert len(PAIRS) == 3 + 2 * 6 + 8, (
         "none, erase, route; texts for rewards; and every monitor for route2"
     )
 

@@ -269,6 +269,7 @@ class BatchMetrics:
             "hack_abl": _if_any(of_deployed, (grade.hacked for grade in of_deployed)),
             "solve_abl": _if_any(of_deployed, (grade.solved for grade in of_deployed)),
             **flag_rates(flagged, batch.known),
+            **batch.measured,
         }
 
 

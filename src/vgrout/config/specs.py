@@ -24,6 +24,16 @@ SURGERY = (
     "gate_mode",
 )
 QUARANTINE = ("rollout_ablate_frac",)
+JUDGE = (
+    "llm_judge_model",
+    "llm_judge_url",
+    "llm_judge_name",
+    "llm_judge_prompt",
+    "llm_judge_max_new",
+    "llm_judge_timeout",
+    "llm_judge_device",
+    "llm_judge_concurrency",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +111,9 @@ for _monitor in (
     ),
     MonitorSpec(
         name="labels",
-        what="true labels, with blind spots: a bound, never a method",
+        what="true labels, with blind spots and a set error rate: a bound, never a method",
         where="vgrout.method.monitors:Labels",
-        settings=("known_modes",),
+        settings=("known_modes", "label_recall", "label_false_flags"),
         sees_labels=True,
     ),
     MonitorSpec(
@@ -131,6 +141,12 @@ for _monitor in (
         where="vgrout.envs.code.monitors:SyntaxEdge",
         settings=("known_correct",),
         needs=("known correct",),
+    ),
+    MonitorSpec(
+        name="llm_judge",
+        what="rewarded answers of which a language model says that they game the check",
+        where="vgrout.method.llm_judge:LLMJudge",
+        settings=JUDGE,
     ),
 ):
     MONITORS[_monitor.name] = _monitor

@@ -82,6 +82,10 @@ class Monitor(Part):
         """Whether it is given true labels, which makes it a bound, and no method."""
         return self.spec.sees_labels
 
+    def step_columns(self, step: int) -> Mapping[str, int]:
+        """What it measured while it flagged this step, by the table's column."""
+        return {}
+
     def flag(self, views: Views, step: int) -> list[Flags]:
         """What is flagged, one a group, in the views' order. Every random draw is a function of the run's seed and
         `step`."""

@@ -49,7 +49,8 @@ class Method:
     @property
     def measures(self) -> frozenset[str]:
         """The table's columns for this method alone."""
-        return self.intervention.measures | self.monitor.measures
+        of_shadows = frozenset[str]().union(*(m.measures for m in self.shadows.values()))
+        return self.intervention.measures | self.monitor.measures | of_shadows
 
     @property
     def direction(self) -> LiveDirection | None:
@@ -68,7 +69,11 @@ class Method:
         if self.intervention.spec.acts_on == "rewards":
             groups = tuple(self._with_new_rewards(group) for group in groups)
         with_signal = [group for group in groups if group.has_signal]
-        return replace(batch, groups=groups, rows=tuple(self._rows(with_signal)))
+        measured: dict[str, int] = {}
+        for monitor in (self.monitor, *self.shadows.values()):
+            measured |= monitor.step_columns(batch.step)
+        rows = tuple(self._rows(with_signal))
+        return replace(batch, groups=groups, rows=rows, measured=measured)
 
     def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
         """What the method, or this monitor in its shadow, may know of a group. The one door for true labels, open to a

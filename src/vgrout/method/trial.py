@@ -36,6 +36,7 @@ from vgrout.method.base import (
 )
 from vgrout.method.gates import GradientMonitor
 from vgrout.method.method import Method
+from vgrout.method.monitors import WeakDetector
 from vgrout.rng import torch_stream
 
 HACK = "x = 1\n# this answer has what the check looks at, and does not solve the task"
@@ -98,6 +99,8 @@ def try_own_classes(
             intervention = make_intervention()
         if is_own(cfg.monitor_name):
             monitor = make_monitor(cfg.monitor_name)
+        elif not isinstance(monitor, GradientMonitor):  # one that asks others is not asked here
+            monitor = WeakDetector()
         shadows = {name: make_monitor(name) for name in cfg.in_shadow if is_own(name)}
         tried = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
         try:
