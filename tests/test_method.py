@@ -505,6 +505,8 @@ def test_a_class_that_no_run_can_use_is_refused_before_the_first_step(name, beca
     assert WRONG[name][1] in became[name]
     assert name in became[name], "the line names the class"
     assert "\n" not in became[name]
+    if "flags_of(views, …) was given" in became[name]:
+        assert re.search(r": own_classes\.py:\d+: ", became[name]), "the line names the place"
 
 
 @pytest.mark.parametrize("name", RIGHT)

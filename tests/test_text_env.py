@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from judge_server import serving
 from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.data import Grade, Ungraded
@@ -258,6 +259,25 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
 
     assert report([str(run), "--out", str(tmp_path / "report")]) == 0
     assert "reward" in (tmp_path / "report/report.html").read_text()
+
+
+@pytest.mark.long
+def test_a_language_model_is_the_monitor_of_ones_own_rows(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    with serving(lambda text: "yes" if "return" in text else "no") as server:
+        argv = [word for word in world() if word not in ("--intervention", "none")]
+        judge = [f"--llm-judge-url={server.url}", "--llm-judge-name=m"]
+        assert main([*argv, "--intervention=screen", "--monitor=llm_judge", *judge]) == 0
+    assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
+    (run,) = tmp_path.glob("out/runs/*")
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    rewarded = [line for line in lines if line["proxy"] >= 1]
+    assert rewarded
+    for line in lines:
+        assert line["flagged"] == (line in rewarded)
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert sum(step["judge_asked"] for step in steps) == len(server.asked) - 1
 
 
 @pytest.mark.long

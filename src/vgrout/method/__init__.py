@@ -39,7 +39,7 @@ def make_method(setup: Setup) -> Method:
         intervention, monitor = make_intervention(), monitors(cfg.monitor_name)
         shadows = {name: monitors(name) for name in cfg.in_shadow}
     except BrokenContract as e:
-        raise Refused(str(e)) from e
+        raise Refused(str(e)) from None
     method = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
     try_own_classes(setup, method, make_intervention, monitors)
     return method

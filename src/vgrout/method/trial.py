@@ -8,10 +8,12 @@ their own, which are thrown away. A wrong answer is refused; what the class's co
 import copy
 import random
 import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,7 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.data import Batch, CachedGrade, Completion, Grade, Group, Rollout, Task
 from vgrout.errors import Refused
+from vgrout.faults import is_own
 from vgrout.method import contract
 from vgrout.method.base import (
     BrokenContract,
@@ -84,7 +87,7 @@ def try_own_classes(
         return
     _require_settings(own)
 
-    def is_own(name: str) -> bool:
+    def is_own_monitor(name: str) -> bool:
         involved = {name, cfg.seed_monitor} if "seed" in MONITORS[name].needs else {name}
         return any(MONITORS[one].where in own.values() for one in involved)
 
@@ -97,16 +100,16 @@ def try_own_classes(
     with _untouched(own.values()):
         if INTERVENTIONS[cfg.intervention].where in own.values():
             intervention = make_intervention()
-        if is_own(cfg.monitor_name):
+        if is_own_monitor(cfg.monitor_name):
             monitor = make_monitor(cfg.monitor_name)
         elif not isinstance(monitor, GradientMonitor):  # one that asks others is not asked here
             monitor = WeakDetector()
-        shadows = {name: make_monitor(name) for name in cfg.in_shadow if is_own(name)}
+        shadows = {name: make_monitor(name) for name in cfg.in_shadow if is_own_monitor(name)}
         tried = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
         try:
             _try_method(setup, tried, own.values())
         except BrokenContract as e:
-            raise Refused(f"{_flag_of(own, e)}: {e}") from e
+            raise Refused(f"{_flag_of(own, e)}: {_place(e)}{e}") from None
         finally:
             for part, state in remembered:
                 part.load_state_dict(state)
@@ -131,6 +134,17 @@ def _flag_of(own: Mapping[str, type], e: BrokenContract) -> str:
         if cls is e.cls:
             return flag
     return " ".join(own)
+
+
+def _place(e: BrokenContract) -> str:
+    """Where in somebody's own file a function of the package was given what it cannot use; "" where `e` says it."""
+    if e.cls is not None:
+        return ""
+    own = [tb for tb in traceback.walk_tb(e.__traceback__) if is_own(tb[0].f_code.co_filename)]
+    if not own:
+        return ""
+    frame, line = own[-1]
+    return f"{Path(frame.f_code.co_filename).name}:{line}: "
 
 
 def _try_method(setup: Setup, method: Method, own: Iterable[type]) -> None:
