@@ -160,7 +160,7 @@ class MethodConfig:
     none: whether the answer games the check."""
     llm_judge_max_new: int = setting(256, low=1, high=100_000)
     """llm_judge: longest reply, in tokens."""
-    llm_judge_timeout: float = setting(60.0, above=0, high=86400)
+    llm_judge_timeout: float = setting(60.0, above=0, high=1500)
     """llm_judge: the longest that it takes a step, in seconds; answers without a verdict by then have no flag."""
     llm_judge_device: str = setting(
         "auto", form=r"auto|cpu|cuda(:\d{1,3})?", should="be auto, cpu, cuda or cuda:N"

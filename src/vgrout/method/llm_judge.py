@@ -139,7 +139,8 @@ class LLMJudge(Monitor):
         wanted = {
             (i, b): shown(self.template, views[i], views[i].texts[b]) for i, b in rewarded(views)
         }
-        verdicts = ranks.from_first(self._verdicts([*wanted.values()], step))
+        # if the first rank fails here, all of them do
+        verdicts = ranks.gather(lambda: self._verdicts([*wanted.values()], step))[0]
         flagged = set()
         for position, verdict in zip(wanted, verdicts, strict=True):
             if verdict.flagged:
