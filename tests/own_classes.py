@@ -574,6 +574,17 @@ class WithHelpers(Monitor):
 
 
 @right()
+class OtherHelpers(Monitor):
+    """Names of methods that only monitors of gradients have."""
+
+    def known_hacks(self, texts):
+        return [text for text in texts if "exit" in text]
+
+    def flag(self, views, step):
+        return nothing(views)
+
+
+@right()
 class OfNumpy(Monitor):
     def flag(self, views, step):
         found = []

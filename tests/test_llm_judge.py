@@ -357,7 +357,12 @@ def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
 
     with serving(verdict) as server:
         given = [f"--llm-judge-url={server.url}", "--llm-judge-name=m", "--threads=1"]
-        small = [*flags("screen-detector", "--monitor", "llm_judge"), *given, "--checkpoint-every", "1"]
+        small = [
+            *flags("screen-detector", "--monitor", "llm_judge"),
+            *given,
+            "--checkpoint-every",
+            "1",
+        ]
         whole = run(shared_run.warm(tmp_path / "whole"), *small)
         n = len(server.asked)
         stopped = run(shared_run.warm(tmp_path / "stopped"), *small, stop_after=2)

@@ -125,7 +125,9 @@ def _function(of: Any, method: str) -> Any:
 
 def _require_spelling(own: type, base: Any, called: Mapping[str, Sequence[str]]) -> None:
     """Raises Refused for a method whose name is nearly that of one which a run calls, and which the class has not."""
-    absent = [method for method in called if not _is_own(own, base, method)]
+    absent = [
+        method for method in called if hasattr(base, method) and not _is_own(own, base, method)
+    ]
     for part in own.__mro__:
         if part.__module__.partition(".")[0] in ("vgrout", "builtins"):
             continue

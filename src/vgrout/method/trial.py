@@ -245,7 +245,7 @@ def _untouched(own: Iterable[type]) -> Generator[None]:
     streams; after it they are as before."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    kept = [(of, name, value, _copied(value)) for of, name, value in _names(own)]
+    kept = [(of, name, value, _copied(of, value)) for of, name, value in _names(own)]
     try:
         yield
     finally:
@@ -279,18 +279,24 @@ def _names(own: Iterable[type]) -> list[tuple[type | ModuleType, str, Any]]:
     return names
 
 
-def _copied(value: Any) -> Any:
-    """The contents of a container that can be filled again; None of anything else."""
-    if not isinstance(value, list | dict | set | deque | Tensor):
-        return None
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # it holds something that cannot be copied, as a lock
-        return copy.copy(value)
+def _copied(holder: type | ModuleType, value: Any) -> Any:
+    """The contents of a container that can be filled again; None of anything else.
+
+    A class's own are copied to the bottom. Of a module's, which may be a notebook's, only the containers themselves
+    are: what they hold may be large.
+    """
+    if isinstance(holder, type) and isinstance(value, list | dict | set | deque | Tensor):
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # it holds something that cannot be copied, as a lock
+            return copy.copy(value)
+    return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
 
 
 def _refill(value: Any, before: Any) -> None:
-    """Give a container its contents again."""
+    """Give a container its contents again. before: None for what is none."""
+    if before is None:
+        return
     if isinstance(value, Tensor):
         if value.shape == before.shape:
             with torch.no_grad():
