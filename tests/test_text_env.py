@@ -272,10 +272,9 @@ def test_a_language_model_is_the_monitor_of_ones_own_rows(
     assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
     (run,) = tmp_path.glob("out/runs/*")
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    rewarded = [line for line in lines if line["proxy"] >= 1]
-    assert rewarded
+    assert any(line["flagged"] for line in lines)
     for line in lines:
-        assert line["flagged"] == (line in rewarded)
+        assert line["flagged"] == (line["proxy"] >= 1 and "return" in line["text"])
     steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     assert sum(step["judge_asked"] for step in steps) == len(server.asked) - 1
 
