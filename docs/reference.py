@@ -40,6 +40,7 @@ REGISTRY = {  # flags whose values have a table of their own
     "loss": "The policy-gradient loss: see Losses.",
 }
 WHEN = {
+    "judge": "monitor llm_judge",
     "teacher": "demonstrations",
     "modes": "several modes",
     "ablated": "`--rollout-ablate-frac` > 0",

@@ -187,6 +187,7 @@ from vgrout.method.base import Monitor, flags_of
 class Mine(Monitor):
     name = what = "mine"
     {}
+    flag = vars().get("flag", lambda self, views, step: flags_of(views, ()))
 """
 INTERVENTION = """
 from vgrout.method.base import Intervention

@@ -142,6 +142,20 @@ FLAGS: dict[str, Run | Held] = {
     "--known-correct": Run(PROBE, "{known}", "{half_known}"),
     "--known-hacks-teacher-only": Run(GATE, "no", "yes"),
     "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
+    "--label-false-flags": Run(LABELS, "0", "1"),
+    "--label-recall": Run(LABELS, "1", "0"),
+    "--llm-judge-concurrency": Held("test_llm_judge.py::test_requests_go_out_at_once"),
+    "--llm-judge-device": Held(
+        "test_llm_judge.py::test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time"
+    ),
+    "--llm-judge-max-new": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
+    "--llm-judge-model": Held("test_llm_judge.py::test_a_run_with_a_local_judge"),
+    "--llm-judge-name": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
+    "--llm-judge-prompt": Held("test_llm_judge.py::test_a_prompt_of_ones_own"),
+    "--llm-judge-timeout": Held("test_llm_judge.py::test_it_never_takes_longer_than_it_is_told"),
+    "--llm-judge-url": Held(
+        "test_llm_judge.py::test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows"
+    ),
     "--loss": Run(NONE, "grpo", "icepop"),
     "--lr": Run(NONE, "0.03", "0.01"),
     "--marker-names": Held("test_problems.py::test_full_announces_the_benchmarks_own_name"),

@@ -65,3 +65,26 @@ def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(
         (studies / name).write_text((studies / name).read_text() + "\n# another word\n")
         before, digest = digest, preregistered(studies)
         assert before != digest, name
+
+
+@pytest.mark.parametrize(
+    ("outcome", "hack", "seeds"),
+    [
+        ("SUPPORTED", 0.1, 5),
+        ("UNDECIDED", 0.1, 4),
+        ("UNDECIDED", 0.4, 5),
+        ("NOT SUPPORTED", 0.6, 5),
+    ],
+)
+def test_the_study_of_labels_is_judged_by_its_own_bounds(
+    outcome: str, hack: float, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L1: at recall 0.7 at least 40 points fewer hacks than plain GRPO's 80."""
+    monkeypatch.setattr(stats, "RESAMPLES", 500)
+    missing = "--intervention=penalty --monitor=labels --label-recall=0.7"
+    for words, hacked in (("--intervention=none", 0.8), (missing, hack)):
+        for seed, off in zip(range(seeds), (0.02, -0.02, 0.0, 0.02, -0.02), strict=False):
+            moved = off if words == missing else -off
+            fake_run(tmp_path, *words.split(), seed=seed, hack=hacked + moved, solve=0.1, n=120)
+    (verdict,) = judged(STUDIES / "judge_labels.py", found(tmp_path))[0].rows
+    assert (verdict["hypothesis"], verdict["verdict"]) == ("L1", outcome)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from methods import batch, flagged, graded, labelled, problem, view
+from vgrout.config.presets import resolve
 from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout, Ungraded
 from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
 from vgrout.method.monitors import Labels
@@ -17,6 +18,64 @@ def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
     known, other = labelled(view(), truth), labelled(view(), truth, "sentinel")
     assert flagged(Labels(), known, other) == [truth, truth]
     assert flagged(Labels(known=["exit_code"]), known, other) == [truth, (False,) * 4]
+
+
+@pytest.mark.parametrize("recall", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("false_flags", [0.0, 0.05, 0.5, 1.0])
+def test_labels_err_at_the_rates_that_are_set(recall: float, false_flags: float):
+    """Over 4000 answers, many of them alike, within four standard errors; at 0 and 1 exactly."""
+    monitor, truth = Labels(recall=recall, false_flags=false_flags, seed=3), (True, False) * 10
+    found: dict[bool, list[bool]] = {True: [], False: []}
+    for step in range(50):
+        views = [replace(labelled(view(20), truth), index=i) for i in range(4)]
+        views = [replace(v, texts=tuple(f"t{b % 7}" for b in range(20))) for v in views]
+        for flags in flagged(monitor, *views, step=step):
+            for is_hack, flag in zip(truth, flags, strict=True):
+                found[is_hack].append(flag)
+    for is_hack, rate in ((True, recall), (False, false_flags)):
+        error = (rate * (1 - rate) / 2000) ** 0.5
+        assert sum(found[is_hack]) / 2000 == pytest.approx(rate, abs=4 * error)
+
+
+def test_where_labels_err_depends_on_no_order_and_on_seed_step_and_problem():
+    truth, texts = (True,) * 12, tuple(f"t{b}" for b in range(12))
+    one, two = (replace(labelled(view(12), truth), texts=texts, index=i) for i in range(2))
+    monitor = Labels(recall=0.5, seed=1)
+    of_one, of_two = flagged(monitor, one, two, step=4)
+    assert flagged(Labels(recall=0.5, seed=1), two, one, step=4) == [of_two, of_one]
+    turned = replace(one, texts=texts[::-1])
+    assert flagged(monitor, turned, step=4) == [of_one[::-1]]
+    others = [flagged(monitor, one, step=5), flagged(Labels(recall=0.5, seed=2), one, step=4)]
+    assert of_one not in ([of_two], *others)
+    better = flagged(Labels(recall=0.95, seed=1), one, step=4)[0]
+    assert all(more or not less for more, less in zip(better, of_one, strict=True))
+    assert of_one != better
+
+
+def test_equal_answers_have_a_draw_each():
+    same = replace(labelled(view(40), (True,) * 40), texts=("t",) * 40)
+    assert 5 < sum(flagged(Labels(recall=0.5), same)[0]) < 35
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--intervention=penalty --monitor=detector", "--label-recall: not read by"),
+        ("--intervention=none", "--label-recall: not read by"),
+        ("--intervention=route2", "--label-recall: not read by"),
+    ],
+)
+def test_an_error_rate_goes_with_labels_alone(argv: str, message: str):
+    with pytest.raises(ValueError, match=rf"\A{message}"):
+        resolve(["mini", *argv.split(), "--label-recall=0.8"])
+    of_shadow = resolve(["mini", *argv.split(), "--shadow=labels", "--label-recall=0.8"])
+    assert of_shadow.method.label_recall == 0.8
+
+
+def test_an_error_rate_is_in_the_runs_name():
+    rates = ["--label-recall=0.8", "--label-false-flags=0.05"]
+    noisy = resolve(["mini", "--intervention=penalty", "--monitor=labels", *rates])
+    assert noisy.run_id == "mini_penalty_labels_recall0.8_false0.05_seed41"
 
 
 # ── what is counted

@@ -32,6 +32,7 @@ LAYERS: list[set[str]] = [
         "records",
         "embedded",
         "scoring",
+        "chat",
         "envs",
         "environments",
         "__main__",

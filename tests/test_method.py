@@ -1,6 +1,10 @@
 """Every legal pair of intervention and monitor, on a tiny model: what each of them holds, whatever it does. Which
 settings each of them reads; classes of one's own."""
 
+import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -14,6 +18,7 @@ import torch
 
 import vgrout
 from methods import Fixed, batch, flat, gradient, make, poisoned, step, watched_by
+from own_classes import RIGHT, WRONG
 from tiny import policy as tiny_policy
 from tiny import relative
 from vgrout import register_intervention, register_monitor
@@ -201,6 +206,16 @@ VALUES: dict[str, Any] = {
     "gate_modules": "all",
     "known_hacks_teacher_only": True,
     "known_modes": "exit_code",
+    "label_recall": 0.5,
+    "label_false_flags": 0.25,
+    "llm_judge_model": "m",
+    "llm_judge_url": "http://localhost:1/v1",
+    "llm_judge_name": "n",
+    "llm_judge_prompt": Path("p.txt"),
+    "llm_judge_max_new": 8,
+    "llm_judge_timeout": 5.0,
+    "llm_judge_device": "cpu",
+    "llm_judge_concurrency": 2,
     "seed_monitor": "syntax_edge",
     "monitor_quantile": 0.9,
     "known_correct": Path("k"),
@@ -291,7 +306,7 @@ def test_every_row_is_of_the_class_that_it_names_and_of_settings_that_there_are(
             assert spec.name == name
             assert class_of(spec).spec is spec
             assert {*spec.settings} <= settings
-    assert len(PAIRS) == 3 + 2 * 5 + 7, (
+    assert len(PAIRS) == 3 + 2 * 6 + 8, (
         "none, erase, route; texts for rewards; and every monitor for route2"
     )
 
@@ -377,8 +392,15 @@ from vgrout.method.base import Intervention, Monitor
 class Mine(Monitor):
     name, what, settings = "mine", "nothing", ("monitor_quantile",)
 
+    def flag(self, views, step):
+        return super().flag(views, step)
+
 class Ours(Intervention):
     name, what, reads_flags, usual_monitor = "ours", "nothing", True, "detector"
+    acts_on = "gradient"
+
+    def route(self, step):
+        return super().route(step)
 """
 
 
@@ -457,3 +479,85 @@ def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repea
         ValueError, match=r"\Arun.json: names code, .* add --[a-z-]+=[a-z,]*own_part:\w+\Z"
     ):
         stored.refuse_code((), "run.json")
+
+
+@pytest.fixture(scope="module")
+def became(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a run makes of every class of own_classes.py, in a process without the suite's shape checks."""
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (here.parent / "src", here)))}
+    done = subprocess.run(
+        [sys.executable, here / "own_classes.py"],
+        cwd=tmp_path_factory.mktemp("own_classes"),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_class_that_no_run_can_use_is_refused_before_the_first_step(name, became):
+    assert len(WRONG) >= 40
+    assert became[name].startswith("refused: ")
+    assert WRONG[name][1] in became[name]
+    assert name in became[name], "the line names the class"
+    assert "\n" not in became[name]
+    if "flags_of(views, …) was given" in became[name]:
+        assert re.search(r": own_classes\.py:\d+: ", became[name]), "the line names the place"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_class_that_a_run_can_use_is_tried_and_left_as_it_was(name, became):
+    assert became[name] == "fine"
+
+
+LATER = """
+from vgrout.method.base import Intervention, Monitor, flags_of
+from vgrout.tensor_types import Routed
+
+class Mine(Monitor):
+    def flag(self, views, step):
+        return flags_of(views, ()) if step < 2 else [None for _ in views]
+
+class Ours(Intervention):
+    steps = 0
+
+    def route(self, step):
+        self.steps += 1
+        return Routed(keep=step.total if self.steps < 3 else step.total[:5])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--intervention=penalty", "--monitor={}:Mine"], "Mine.flag ({}.py:6) returned None"),
+        (["--intervention=none", "--shadow={}:Mine"], "Mine.flag ({}.py:6) returned None"),
+        (["--intervention={}:Ours"], "Ours.route ({}.py:12) returned keep a"),
+    ],
+)
+def test_a_class_that_misbehaves_later_is_a_fault_and_loses_nothing(
+    argv, says, shared_run, tmp_path
+):
+    name = "later_" + re.sub(r"\W", "", argv[-1])
+    (tmp_path / f"{name}.py").write_text(LATER)
+    small = ["--steps=6", "--threads=1", "--n-problems=20", "--eval-ablate-every=0"]
+    command = ["vgrout.train", "smoke", *small, *(word.format(name) for word in argv)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--checkpoint-every=1"],
+        cwd=shared_run.warm(tmp_path),
+        env=os.environ | {"PYTHONPATH": str(Path(vgrout.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1
+    assert says.format(name) in done.stderr
+    assert "it should return" in done.stderr
+    (folder,) = (tmp_path / "out/runs").iterdir()
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
+    assert [*folder.glob("resume/step_*/manifest.json")]

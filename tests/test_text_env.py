@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from judge_server import serving
 from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.data import Grade, Ungraded
@@ -672,6 +673,23 @@ def test_a_run_is_evaluated_on_other_rows(
     if code == 0:
         sides = json.loads(out.read_text())["sides"]
         assert sides.keys() == {"base", "deployed"}
+
+
+def test_a_language_model_is_the_monitor_of_ones_own_rows(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    with serving(lambda text: "yes" if "return" in text else "no") as server:
+        argv = [word for word in world() if word not in ("--intervention", "none")]
+        judge = [f"--llm-judge-url={server.url}", "--llm-judge-name=m"]
+        assert main([*argv, "--intervention=screen", "--monitor=llm_judge", *judge]) == 0
+    assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
+    (run,) = tmp_path.glob("out/runs/*")
+    lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert any(line["flagged"] for line in lines)
+    for line in lines:
+        assert line["flagged"] == (line["proxy"] >= 1 and "return" in line["text"])
+    steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert sum(step["judge_asked"] for step in steps) == len(server.asked) - 1
 
 
 @pytest.mark.long

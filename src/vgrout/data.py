@@ -379,6 +379,8 @@ class Batch:
     known: tuple[str, ...] = ()
     # of the groups with signal: in the others every advantage is 0
     rows: tuple[UpdateRow, ...] = ()
+    # what monitors measured while they flagged, by the table's column
+    measured: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def with_signal(self) -> tuple[Group, ...]:

@@ -1,7 +1,8 @@
 """`vgrout download model [ID]`, `… data`, `… smollm2`: fetches and checks models and problem files.
 
 These are the model and the problem files of `fast` and `full`, and the model of `small`.
-`… dataset` makes a problem file of a data set. Nothing else in this package uses a network.
+`… dataset` makes a problem file of a data set. Nothing else in this package uses a network, but for an endpoint
+that `--llm-judge-url` names, trackers, and functions of one's own.
 
 Exit codes: 0 there · 2 not there, with one line that says what to put where.
 """

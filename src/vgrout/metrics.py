@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 REFERENCE_STEP = 256  # generations in one step of the benchmark's own runs: the unit of `ref_eq`
 
+# What the monitor llm_judge measures while it flags.
+JUDGED = ("judge_asked", "judge_failed", "judge_in", "judge_out")
+
 
 def percent(share: float | None) -> str:
     """Percent without the sign; "·" of nothing."""
@@ -274,6 +277,7 @@ class BatchMetrics:
             "hack_abl": _if_any(of_deployed, (grade.hacked for grade in of_deployed)),
             "solve_abl": _if_any(of_deployed, (grade.solved for grade in of_deployed)),
             **flag_rates(flagged, batch.known),
+            **{name: batch.measured.get(name) for name in JUDGED},
         }
 
 

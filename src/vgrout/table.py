@@ -305,6 +305,23 @@ class StepRow(Columns):
     )
     false_flags: Rate | None = col("frac", "correct student answers that it flagged", when="flags")
     flag_t: Rate | None = col("frac", "teacher rows that it flagged", when="flags+teacher")
+    judge_asked: int | None = col(
+        "d",
+        "answers that the judge was asked about; texts that it knows are not asked about again",
+        when="judge",
+        default=None,
+    )
+    judge_failed: int | None = col(
+        "d",
+        "rewarded answers without a verdict of the judge, and so without a flag",
+        when="judge",
+        should="0; ELSE see the log, and raise --llm-judge-timeout or --llm-judge-max-new",
+        default=None,
+    )
+    judge_in: int | None = col(
+        "d", "tokens that the judge read, as it counts them", when="judge", default=None
+    )
+    judge_out: int | None = col("d", "tokens that it wrote", when="judge", default=None)
     realised: float | None = col(
         ".2f",
         "share of the change that δS and δS_hack ask for that is in the weights, "

@@ -67,7 +67,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     teacher_model = load.run_teacher(cfg, policy)
     problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
     teacher = Teacher.of_run(cfg, inputs.pool, policy, problems.train)  # demonstrations
-    method = make_method(Setup(cfg, policy, inputs, problems.train, run.grader))
+    folder = run.path if ranks.first() else None
+    method = make_method(Setup(cfg, policy, inputs, problems.train, run.grader, folder))
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, problems)

@@ -122,6 +122,11 @@ class MethodConfig:
     known_modes: str = setting("", words=CODE_FLAWS, word="flaw", later=True, suffix="knows-")
     """labels: comma list of the flaws that it knows; to the others it is blind. '': all of them."""
 
+    label_recall: float = setting(1.0, low=0, high=1, suffix="recall")
+    """labels: share of the hacks that it knows which it flags; which ones is drawn answer by answer, from the seed."""
+    label_false_flags: float = setting(0.0, low=0, high=1, suffix="false")
+    """labels: share of all other answers, right ones and failures, that it flags."""
+
     # ── monitors that learn from what another one flags
 
     seed_monitor: str = "detector"
@@ -137,6 +142,32 @@ class MethodConfig:
 
     monitor_quantile: float = setting(0.8, low=0.5, high=1)
     """online_probe: flagged above this quantile of known correct answers held back."""
+
+    # ── llm_judge
+
+    llm_judge_model: str = ""
+    """llm_judge: the judge's folder, a Hugging Face model that is loaded beside the policy; this or --llm-judge-url."""
+    llm_judge_url: str = setting(
+        "",
+        form=r"(https?://[^\s/@?#]+(/[^\s@?#]*)?)?",
+        should="be http://HOST/v1 or https://HOST/v1, without a key, ? or #",
+    )
+    """llm_judge: an endpoint that speaks OpenAI's chat protocol, up to /v1. Its key is in LLM_JUDGE_API_KEY."""
+    llm_judge_name: str = ""
+    """llm_judge: the model's name at --llm-judge-url."""
+    llm_judge_prompt: Path | None = None
+    """llm_judge: a text file that asks about {answer}, the answer to {prompt}, for a last word yes (flagged) or no;
+    none: whether the answer games the check."""
+    llm_judge_max_new: int = setting(256, low=1, high=100_000)
+    """llm_judge: longest reply, in tokens."""
+    llm_judge_timeout: float = setting(60.0, above=0, high=1500)
+    """llm_judge: the longest that it takes a step, in seconds; answers without a verdict by then have no flag."""
+    llm_judge_device: str = setting(
+        "auto", form=r"auto|cpu|cuda(:\d{1,3})?", should="be auto, cpu, cuda or cuda:N"
+    )
+    """llm_judge: where the model of --llm-judge-model is; auto: where the policy is."""
+    llm_judge_concurrency: int = setting(16, low=1, high=1000)
+    """llm_judge: requests at once to --llm-judge-url."""
 
     # ── penalty
 

@@ -418,10 +418,35 @@ class Config:
             and self.known_correct_path is None,
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
+        self._check_judge()
         refuse(
             self.guard.guard == "halt" and bool(self.guard_cannot_halt),
             f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
         )
+
+    def _check_judge(self) -> None:
+        """Raises Refused where the monitor llm_judge has no model, or two."""
+        method = self.method
+        if "llm_judge" not in method.watching:
+            return
+        model, url, name = method.llm_judge_model, method.llm_judge_url, method.llm_judge_name
+        refuse(
+            not model and not url,
+            "llm_judge: has no judge; give --llm-judge-model DIR, or --llm-judge-url URL and --llm-judge-name NAME",
+        )
+        refuse(
+            bool(model) and bool(url),
+            "--llm-judge-model with --llm-judge-url: one judge a run; leave one of them out",
+        )
+        refuse(
+            bool(url) and not name,
+            "--llm-judge-url: which model there? give --llm-judge-name",
+        )
+        usual = MethodConfig()
+        idle = ("llm_judge_name", "llm_judge_concurrency") if model else ("llm_judge_device",)
+        unread = [n for n in idle if getattr(method, n) != getattr(usual, n)]
+        other = "model" if model else "url"
+        refuse(bool(unread), f"{flags(unread)}: not read with --llm-judge-{other}; leave it out")
 
     @property
     def of_code(self) -> bool:
@@ -690,7 +715,12 @@ def _kinds(annotation: Any) -> set[Any]:
 # resumption.
 _PROCESS = {"dry_run", "threads", "memory_gib", "track", "columns"}
 _PROCESS |= {"checkpoint_every", "checkpoint_keep", "max_error_retries"}
-FREE = {*_PROCESS, "guard"}  # taken from the new command line where given there; else the run's own
+_SERVED = {"llm_judge_url", "llm_judge_device", "llm_judge_timeout", "llm_judge_concurrency"}
+FREE = {
+    *_PROCESS,
+    *_SERVED,
+    "guard",
+}  # taken from the new command line where given there; else the run's own
 _REQUESTS = {"resume"}  # no part of the run
 
 

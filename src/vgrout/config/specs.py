@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from vgrout.config.checks import listed, summary
+from vgrout.config.own_classes import require_usable
 from vgrout.errors import Refused
 
 # Settings of `MethodConfig`, by what reads them.
@@ -23,6 +24,16 @@ SURGERY = (
     "gate_mode",
 )
 QUARANTINE = ("rollout_ablate_frac",)
+JUDGE = (
+    "llm_judge_model",
+    "llm_judge_url",
+    "llm_judge_name",
+    "llm_judge_prompt",
+    "llm_judge_max_new",
+    "llm_judge_timeout",
+    "llm_judge_device",
+    "llm_judge_concurrency",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +114,9 @@ for _monitor in (
     ),
     MonitorSpec(
         name="labels",
-        what="true labels, with blind spots: a bound, never a method",
+        what="true labels, with blind spots and a set error rate: a bound, never a method",
         where="vgrout.method.monitors:Labels",
-        settings=("known_modes",),
+        settings=("known_modes", "label_recall", "label_false_flags"),
         sees_labels=True,
     ),
     MonitorSpec(
@@ -136,6 +147,12 @@ for _monitor in (
         settings=("known_correct",),
         needs=("known correct",),
         of="code",
+    ),
+    MonitorSpec(
+        name="llm_judge",
+        what="rewarded answers of which a language model says that they game the check",
+        where="vgrout.method.llm_judge:LLMJudge",
+        settings=JUDGE,
     ),
 ):
     MONITORS[_monitor.name] = _monitor
@@ -264,9 +281,10 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
     for messages.
 
     Raises:
-        Refused: it is no such class, or has no name that a flag can have, or one of the package's own.
+        Refused: it is no such class, has no name that a flag can have, or one of the package's own, or lacks what
+            every run calls.
     """
-    if not isinstance(getattr(own, "spec", None), kind.spec):
+    if not isinstance(own, type) or not isinstance(getattr(own, "spec", None), kind.spec):
         raise Refused(f"{flag} {name or own}: is no {kind.title} of vgrout.method.base".strip())
     facts: dict[str, Any] = {}
     for f in fields(kind.spec):
@@ -279,6 +297,7 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
         raise Refused(
             f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken"
         )
+    require_usable(own, facts, kind.title)
     own.spec = kind.specs[name] = kind.spec(**facts | {"name": name, "where": own})
 
 

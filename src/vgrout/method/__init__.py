@@ -1,6 +1,7 @@
 """What is flagged, and what is done about it: the classes of the rows in `vgrout.config.specs`."""
 
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from vgrout.config.specs import (
     INTERVENTION,
@@ -10,8 +11,11 @@ from vgrout.config.specs import (
     class_of,
     register,
 )
-from vgrout.method.base import Intervention, Monitor, Setup
+from vgrout.errors import Refused
+from vgrout.method import contract
+from vgrout.method.base import BrokenContract, Intervention, Monitor, Setup
 from vgrout.method.method import Method
+from vgrout.method.trial import try_own_classes
 
 M = TypeVar("M", bound=type[Monitor])
 I = TypeVar("I", bound=type[Intervention])
@@ -21,22 +25,34 @@ def make_method(setup: Setup) -> Method:
     """A run's method, on its policy's modules.
 
     Raises:
-        Refused: no pairs where they are needed, files that do not fit this model; one line.
+        Refused: no pairs where they are needed, files that do not fit this model, a class of somebody's own that
+            answers a made-up step wrongly; one line.
     """
     cfg = setup.cfg.method
-    intervention: Intervention = class_of(INTERVENTIONS[cfg.intervention]).make(setup)
-    monitor = make_monitor(setup, cfg.monitor_name)
-    shadows = {name: make_monitor(setup, name) for name in cfg.in_shadow}
-    return Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
+
+    def make_intervention() -> Intervention:
+        kind: type[Intervention] = class_of(INTERVENTIONS[cfg.intervention])
+        return contract.made(kind.make(setup), kind)
+
+    monitors = partial(make_monitor, setup)
+    try:
+        intervention, monitor = make_intervention(), monitors(cfg.monitor_name)
+        shadows = {name: monitors(name) for name in cfg.in_shadow}
+    except BrokenContract as e:
+        raise Refused(str(e)) from None
+    method = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
+    try_own_classes(setup, method, make_intervention, monitors)
+    return method
 
 
 def make_monitor(setup: Setup, name: str) -> Monitor:
     """A monitor of this name, with a seed of its own where it learns from one. Raises Refused as `make_method`."""
     spec = MONITORS[name]
+    kind: Any = class_of(spec)
     if "seed" not in spec.needs:
-        return class_of(spec).make(setup)
+        return contract.made(kind.make(setup), kind)
     seed_monitor = make_monitor(setup, setup.cfg.method.seed_monitor)
-    return class_of(spec).make(setup, seed_monitor=seed_monitor)
+    return contract.made(kind.make(setup, seed_monitor=seed_monitor), kind)
 
 
 def register_monitor(monitor: M) -> M:

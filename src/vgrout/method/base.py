@@ -31,6 +31,17 @@ Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
 
 
+class BrokenContract(TypeError):
+    """A monitor or an intervention answered with what no run can use: class, method, answer, and what is expected.
+
+    cls: whose answer it is; None: it is not known.
+    """
+
+    def __init__(self, message: str, cls: type | None = None) -> None:
+        super().__init__(message)
+        self.cls = cls
+
+
 class Part:
     """What monitors and interventions have in common: a direction, and memory."""
 
@@ -70,6 +81,10 @@ class Monitor(Part):
     def sees_labels(self) -> bool:
         """Whether it is given true labels, which makes it a bound, and no method."""
         return self.spec.sees_labels
+
+    def step_columns(self, step: int) -> Mapping[str, int]:
+        """What it measured while it flagged this step, by the table's column."""
+        return {}
 
     def flag(self, views: Views, step: int) -> list[Flags]:
         """What is flagged, one a group, in the views' order. Every random draw is a function of the run's seed and
@@ -197,7 +212,13 @@ def rewarded(views: Views) -> list[Position]:
 def flags_of(
     views: Views, flagged: Collection[Position], scores: Mapping[Position, float] | None = None
 ) -> list[Flags]:
-    """Flags of rollouts by their positions. scores: where they were read; None: the monitor has none."""
+    """Flags of rollouts by their positions. scores: where they were read; None: the monitor has none.
+
+    Raises:
+        BrokenContract: a position is none of these views.
+    """
+    _require_positions(views, flagged, "flagged")
+    _require_positions(views, scores or {}, "scores")
     flags: list[Flags] = []
     for i, view in enumerate(views):
         of_group = tuple((i, b) in flagged for b in range(len(view)))
@@ -206,3 +227,17 @@ def flags_of(
             scored = tuple(scores.get((i, b)) for b in range(len(view)))
         flags.append(Flags(of_group, scored))
     return flags
+
+
+def _require_positions(views: Views, given: Collection[object], what: str) -> None:
+    """Raises BrokenContract for the first that is no (group, rollout) of these views."""
+    sizes = [len(view) for view in views]
+    for position in given:
+        is_pair = isinstance(position, tuple) and len(position) == 2
+        i, b = position if is_pair else (None, None)
+        if isinstance(i, int) and isinstance(b, int) and 0 <= i < len(sizes) and 0 <= b < sizes[i]:
+            continue
+        raise BrokenContract(
+            f"flags_of(views, …) was given {position!r} among {what}; it should be a pair (group, rollout), two "
+            f"indices from 0 into groups of {sizes} rollouts"
+        )

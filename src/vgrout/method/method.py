@@ -15,6 +15,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
+from vgrout.method import contract
 from vgrout.method.base import GradientFlags, Intervention, Monitor, Part, Refresh, StepGradient
 from vgrout.method.controls import shuffled
 from vgrout.method.gates import GradientMonitor
@@ -48,7 +49,8 @@ class Method:
     @property
     def measures(self) -> frozenset[str]:
         """The table's columns for this method alone."""
-        return self.intervention.measures | self.monitor.measures
+        of_shadows = frozenset[str]().union(*(m.measures for m in self.shadows.values()))
+        return self.intervention.measures | self.monitor.measures | of_shadows
 
     @property
     def direction(self) -> LiveDirection | None:
@@ -67,7 +69,11 @@ class Method:
         if self.intervention.spec.acts_on == "rewards":
             groups = tuple(self._with_new_rewards(group) for group in groups)
         with_signal = [group for group in groups if group.has_signal]
-        return replace(batch, groups=groups, rows=tuple(self._rows(with_signal)))
+        measured: dict[str, int] = {}
+        for monitor in (self.monitor, *self.shadows.values()):
+            measured |= monitor.step_columns(batch.step)
+        rows = tuple(self._rows(with_signal))
+        return replace(batch, groups=groups, rows=rows, measured=measured)
 
     def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
         """What the method, or this monitor in its shadow, may know of a group. The one door for true labels, open to a
@@ -82,7 +88,7 @@ class Method:
             return Routed()
         step = StepGradient(g, batch.rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
-            gradient_flags = self.monitor.flag_gradients(step, batch.step)
+            gradient_flags = contract.gradient_flags(self.monitor, step, batch.step)
             step = replace(step, flags=gradient_flags)
             flags = _flags_of_groups(batch.rows, gradient_flags)
         else:
@@ -91,18 +97,20 @@ class Method:
                 for index, of_group in flags.items():
                     shares = tuple(float(flag) for flag in of_group.flagged)
                     flags[index] = replace(of_group, shares=shares)
-        return self._placed(replace(self.intervention.route(step), flags=flags))
+        is_own = not isinstance(self.intervention.spec.where, str)
+        routed = contract.routed(self.intervention, step, is_own=is_own)
+        return self._placed(replace(routed, flags=flags))
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0)."""
-        refreshed = self.intervention.refresh(step)
-        return refreshed if refreshed.age is not None else self.monitor.refresh(step)
+        refreshed = contract.refreshed(self.intervention, step)
+        return refreshed if refreshed.age is not None else contract.refreshed(self.monitor, step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps."""
         state: dict[str, Tensor] = {}
         for name, part in self._parts.items():
-            for key, value in part.state_dict().items():
+            for key, value in contract.state_of(part).items():
                 state[f"{name}/{key}"] = value
         return state
 
@@ -138,7 +146,7 @@ class Method:
             return batch.groups
         looked_at = batch.groups if spec.acts_on == "rewards" else batch.with_signal
         views = self._views(looked_at, self.monitor)
-        flags = self.monitor.flag(views, batch.step)
+        flags = contract.flags_of_monitor(self.monitor, views, batch.step)
         if self.cfg.method.random_flags and views:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
             flags = shuffled(flags, [view.passed for view in views], stream)
@@ -147,13 +155,14 @@ class Method:
 
     def _with_new_rewards(self, group: Group) -> Group:
         assert group.flags is not None
-        return replace(group, shaped=self.intervention.reward(group.view(), group.flags.flagged))
+        shaped = contract.new_rewards(self.intervention, group.view(), group.flags.flagged)
+        return replace(group, shaped=shaped)
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
         """Every group with the flags of the monitors in shadow."""
         flags: dict[str, list[Flags]] = {}
         for name, monitor in self.shadows.items():
-            flags[name] = monitor.flag(self._views(groups, monitor), step)
+            flags[name] = contract.flags_of_monitor(monitor, self._views(groups, monitor), step)
         shadowed: list[Group] = []
         for i, group in enumerate(groups):
             of_group = {name: of_monitor[i] for name, of_monitor in flags.items()}
@@ -176,13 +185,13 @@ class Method:
             known, flagged = nothing, nothing
             if isinstance(monitor, GradientMonitor):
                 (view,) = self._views([group], monitor)
-                known = tuple(monitor.known_hacks(view))
+                known = contract.known_hacks(monitor, view)
                 set_apart = known
             else:
                 if group.flags:
                     flagged = group.flags.flagged
                 set_apart = flagged
-            advantages = self.intervention.advantages(group.view(), set_apart)
+            advantages = contract.advantages(self.intervention, group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
                 key: tuple[object, ...] = (group.index, b)
                 if not one_each:

@@ -1,37 +1,78 @@
-"""Text monitors that need no model: the true labels, the source, the weak detector."""
+"""Text monitors that need no model: the true labels (or worse ones), the source, the weak detector."""
 
+from collections import Counter
 from collections.abc import Collection
 
 from vgrout.config.specs import MONITORS
 from vgrout.data import Flags, GroupView, OracleView
 from vgrout.method.base import Monitor, Setup, Views
+from vgrout.rng import py_stream
 
 
 class Labels(Monitor):
-    """The true labels; for demonstrations the cached ones.
+    """The true labels, or labels with a set error rate; for demonstrations the cached ones.
 
     known: flaws that it knows; where the check has none of them, nothing is flagged. (): all.
+    recall: the share of hacks that it flags. false_flags: the share of all other answers that it flags.
+
+    Whether it errs on an answer is a draw of its own: a function of the run's seed, the step, the problem, and the
+    answer's text, so it depends neither on the order of the answers nor on where the run was resumed. Equal texts of a
+    group are counted, and each has its own draw. The same draw decides under every recall and every share of false
+    flags: of two labels the better one flags all hacks that the other one flags.
     """
 
     spec = MONITORS["labels"]
 
-    def __init__(self, known: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        known: Collection[str] = (),
+        *,
+        recall: float = 1.0,
+        false_flags: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         self.known = frozenset(known)
+        self.recall, self.false_flags, self.seed = recall, false_flags, seed
 
     @classmethod
     def make(cls, setup: Setup) -> "Labels":
-        return cls(setup.cfg.method.modes_known)
+        method = setup.cfg.method
+        return cls(
+            method.modes_known,
+            recall=method.label_recall,
+            false_flags=method.label_false_flags,
+            seed=setup.cfg.run.seed,
+        )
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return [Flags(self._hacks(view)) for view in views]
+        flags: list[Flags] = []
+        for view in views:
+            flagged: list[bool] = []
+            for is_hack, draw in zip(self._hacks(view), self._draws(view, step), strict=True):
+                flagged.append(draw < (self.recall if is_hack else self.false_flags))
+            flags.append(Flags(tuple(flagged)))
+        return flags
 
     def _hacks(self, view: GroupView) -> tuple[bool, ...]:
+        """Which answers are hacks that it knows."""
         assert isinstance(view, OracleView)
         if not self.known:
             return view.hacked
         if not self.known & {*view.flaws}:
             return (False,) * len(view)
         return tuple(flaw in self.known for flaw in view.hacks)
+
+    def _draws(self, view: GroupView, step: int) -> list[float]:
+        """A uniform number in [0, 1) for each answer."""
+        if self.recall == 1 and self.false_flags == 0:
+            return [0.5] * len(view)  # any number would do
+        seen: Counter[str] = Counter()
+        draws: list[float] = []
+        for text in view.texts:
+            stream = py_stream(self.seed, "label errors", step, view.index, seen[text], text)
+            draws.append(stream.random())
+            seen[text] += 1
+        return draws
 
 
 class Source(Monitor):

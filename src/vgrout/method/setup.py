@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,13 +16,18 @@ from vgrout.tensor_types import Spans
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run's method is built from. problems: of training. grader: of the run; None: nothing is graded."""
+    """What a run's method is built from.
+
+    problems: of training. grader: of the run; None: nothing is graded. folder: the run's; None on ranks that do not
+    write.
+    """
 
     cfg: Config
     policy: Policy
     inputs: Inputs
     problems: Sequence[Task] = ()
     grader: Grader | None = None
+    folder: Path | None = None
 
     @property
     def spans(self) -> Spans:

@@ -175,8 +175,21 @@ def method_lines(cfg: Config, named: bool = True, settings: bool = True) -> list
 def monitored(method: MethodConfig) -> str:
     """The monitor, the one that seeds it, and the flaws of which they are given labels."""
     known = ", ".join(method.modes_known) or "all flaws"
-    named = [f"{name} of {known}" if MONITORS[name].sees_labels else name for name in method.acting]
+    rates = ""
+    if method.label_recall < 1 or method.label_false_flags > 0:
+        recall, false_flags = method.label_recall, method.label_false_flags
+        rates = f" (recall {recall:g}, false flags {false_flags:g})"
+    named: list[str] = []
+    for name in method.acting:
+        of_labels = f" of {known}" if MONITORS[name].sees_labels else ""
+        named.append(f"{name}{of_labels}{rates if name == 'labels' else ''}")
     return ", seeded by ".join(named)
+
+
+def judge_line(method: MethodConfig) -> str:
+    """Which language model judges, and how long it may take."""
+    where = method.llm_judge_model or f"{method.llm_judge_name} at {method.llm_judge_url}"
+    return f"{where}, at most {method.llm_judge_timeout:g} s a step"
 
 
 def brought(method: MethodConfig) -> list[str]:
@@ -329,6 +342,8 @@ def plan_lines(
     if cfg.method.in_shadow:
         watching = ", ".join(cfg.method.in_shadow)
         lines += _headed("shadow", f"{watching}: they flag, and change nothing")
+    if "llm_judge" in cfg.method.watching:
+        lines += _headed("judge", judge_line(cfg.method))
     if rewards:
         lines += _headed("reward", rewards)
     if cfg.method.control_name != "none":

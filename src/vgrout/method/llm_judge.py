@@ -1,0 +1,332 @@
+"""llm_judge: a language model is shown each rewarded answer, and says whether it games the check.
+
+The judge is a local model or an endpoint. A verdict is the last word of its reply, yes or no. It is asked once about
+each text: verdicts are kept in judge.jsonl of the run's folder, by a hash of what the judge was shown, and a resumed
+run reads them back. An answer whose judgement fails has no flag, is counted, and the run goes on.
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from loguru import logger
+from transformers import GenerationConfig
+
+from vgrout import ranks
+from vgrout.chat import Endpoint, NoReply, Reply
+from vgrout.config.method import MethodConfig
+from vgrout.config.specs import MONITORS
+from vgrout.data import Flags, GroupView, Message
+from vgrout.errors import Refused
+from vgrout.inputs import judge_endpoint, judge_prompt
+from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
+from vgrout.model.load import load_language_model
+from vgrout.model.policy import LanguageModel
+
+FILE = "judge.jsonl"
+KEPT = 2000  # characters of a reply that are written
+ROWS = 8  # answers that a local judge reads at once
+
+Conversation = tuple[Message, ...]
+
+
+class Judge(Protocol):
+    """Answers conversations."""
+
+    @property
+    def identity(self) -> str:
+        """Another judge has another one."""
+        ...
+
+    def ask_all(
+        self, conversations: Sequence[Conversation], seconds: float
+    ) -> Sequence[Reply | NoReply]:
+        """The replies in order, after `seconds` at the latest."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the judge said of one text. flagged: None where it gave no verdict, `why` says why."""
+
+    key: str  # hash of the judge and of what it was shown
+    step: int  # in which it was asked
+    flagged: bool | None
+    why: str = ""
+    reply: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @classmethod
+    def of(cls, key: str, step: int, reply: Reply | NoReply) -> "Verdict":
+        if isinstance(reply, NoReply):
+            return cls(key, step, None, why=str(reply))
+        word = last_word(reply.text)
+        # a reply that was cut off may end with a word that was not meant as the last
+        is_whole = not reply.cut or re.fullmatch(r"\W*\w+\W*", reply.text) is not None
+        is_verdict = word in ("yes", "no") and is_whole
+        return cls(
+            key,
+            step,
+            word == "yes" if is_verdict else None,
+            why="" if is_verdict else "its reply does not end with yes or no",
+            reply=reply.text[-KEPT:],
+            prompt_tokens=reply.prompt_tokens,
+            completion_tokens=reply.completion_tokens,
+        )
+
+
+def last_word(text: str) -> str:
+    """The last word of a reply, in small letters; "" where it has none."""
+    words = re.findall(r"[^\W\d_]+", text)
+    return words[-1].lower() if words else ""
+
+
+def shown(template: str, view: GroupView, text: str) -> Conversation:
+    """What the judge is shown of an answer: the template with the prompt and the answer in it.
+
+    Both are put in at once: an answer that holds "{prompt}" is left as it is.
+    """
+    prompt = "\n\n".join(message["content"] for message in view.messages)
+    parts = {"{prompt}": prompt, "{answer}": text}
+    filled = re.sub(r"\{prompt\}|\{answer\}", lambda found: parts[found[0]], template)
+    return ({"role": "user", "content": filled},)
+
+
+class LLMJudge(Monitor):
+    """See above. folder: where its verdicts are kept; None: only in memory. seconds: the longest that it takes a
+    step."""
+
+    spec = MONITORS["llm_judge"]
+    measures = frozenset({"judge"})
+
+    def __init__(
+        self,
+        judge: Judge | None,
+        template: str,
+        *,
+        seconds: float,
+        folder: Path | None = None,
+    ) -> None:
+        """judge: None on a rank that does not ask."""
+        self.judge, self.template, self.seconds = judge, template, seconds
+        self.file = None if folder is None else folder / FILE
+        # of each text, in the order of the steps in which it was asked: more than one where some failed
+        self.known: dict[str, list[Verdict]] = {}
+        if self.file is not None and judge is not None:
+            self.known = read_verdicts(self.file)
+        self._measured: tuple[int, dict[str, int]] = (-1, {})
+
+    @classmethod
+    def make(cls, setup: Setup) -> "LLMJudge":
+        method = setup.cfg.method
+        judge = None
+        if ranks.first():
+            judge = judge_of(method, setup.device)
+        template = judge_prompt(method.llm_judge_prompt)
+        return cls(judge, template, seconds=method.llm_judge_timeout, folder=setup.folder)
+
+    def step_columns(self, step: int) -> Mapping[str, int]:
+        return self._measured[1] if self._measured[0] == step else {}
+
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        wanted = {
+            (i, b): shown(self.template, views[i], views[i].texts[b]) for i, b in rewarded(views)
+        }
+        # if the first rank fails here, all of them do
+        verdicts = ranks.gather(lambda: self._verdicts([*wanted.values()], step))[0]
+        flagged = set()
+        for position, verdict in zip(wanted, verdicts, strict=True):
+            if verdict.flagged:
+                flagged.add(position)
+        self._measured = step, _counted(verdicts, step)
+        return flags_of(views, flagged)
+
+    def _verdicts(self, conversations: Sequence[Conversation], step: int) -> list[Verdict]:
+        """Of each conversation; the judge is asked about those that it does not know. [] on a rank that does not
+        ask."""
+        if self.judge is None:
+            return []
+        by_key = {self._key(conversation): conversation for conversation in conversations}
+        unknown: dict[str, Conversation] = {}
+        for key, conversation in by_key.items():
+            before = self._before(key, step)
+            # what failed is asked again in a later step; in the same one, which a resumed run repeats, it stays
+            if before is None or (before.flagged is None and before.step != step):
+                unknown[key] = conversation
+        if unknown:
+            replies = self.judge.ask_all([*unknown.values()], self.seconds)
+            new: list[Verdict] = []
+            for key, reply in zip(unknown, replies, strict=True):
+                new.append(Verdict.of(key, step, reply))
+            self._keep(new)
+            _warn(new, step)
+        verdicts: list[Verdict] = []
+        for conversation in conversations:
+            verdict = self._before(self._key(conversation), step)
+            assert verdict is not None
+            verdicts.append(verdict)
+        return verdicts
+
+    def _before(self, key: str, step: int) -> Verdict | None:
+        """The last verdict up to this step: a resumed run has later ones in its file."""
+        verdict: Verdict | None = None
+        for found in self.known.get(key, ()):
+            if found.step <= step:
+                verdict = found
+        return verdict
+
+    def _key(self, conversation: Conversation) -> str:
+        assert self.judge is not None
+        text = json.dumps([self.judge.identity, conversation])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _keep(self, new: Sequence[Verdict]) -> None:
+        """Remember these verdicts, and write them."""
+        for verdict in new:
+            self.known.setdefault(verdict.key, []).append(verdict)
+        if self.file is None:
+            return
+        with open(self.file, "a", encoding="utf-8", errors="backslashreplace") as lines:
+            for verdict in new:
+                lines.write(json.dumps(asdict(verdict)) + "\n")
+
+
+def _counted(verdicts: Sequence[Verdict], step: int) -> dict[str, int]:
+    """A step's columns. Equal texts are one question."""
+    asked = {verdict.key: verdict for verdict in verdicts if verdict.step == step}
+    return {
+        "judge_asked": len(asked),
+        "judge_failed": sum(verdict.flagged is None for verdict in verdicts),
+        "judge_in": sum(verdict.prompt_tokens for verdict in asked.values()),
+        "judge_out": sum(verdict.completion_tokens for verdict in asked.values()),
+    }
+
+
+def _warn(new: Sequence[Verdict], step: int) -> None:
+    failed = [verdict.why for verdict in new if verdict.flagged is None]
+    if failed:
+        logger.warning(
+            f"step {step}: {len(failed)} of {len(new)} answers have no verdict of the judge, and no flag: {failed[0]}"
+        )
+
+
+def read_verdicts(file: Path) -> dict[str, list[Verdict]]:
+    """The verdicts of a run so far, by key. A line that is torn or foreign is passed over."""
+    found: dict[str, list[Verdict]] = {}
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return found
+    for line in lines:
+        try:
+            verdict = Verdict(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+        found.setdefault(verdict.key, []).append(verdict)
+    return found
+
+
+def judge_of(method: MethodConfig, device: torch.device) -> Judge:
+    """The judge of a run. device: the policy's. Raises Refused, one line, where the model cannot be loaded."""
+    if method.llm_judge_url:
+        return EndpointJudge(judge_endpoint(method))
+    named = method.llm_judge_device
+    if named.startswith("cuda") and not torch.cuda.is_available():
+        raise Refused(f"--llm-judge-device {named}: torch sees no GPU; choose cpu")
+    return LocalJudge(
+        method.llm_judge_model,
+        device if named == "auto" else torch.device(named),
+        max_new=method.llm_judge_max_new,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointJudge:
+    """A model behind an endpoint."""
+
+    endpoint: Endpoint
+
+    @property
+    def identity(self) -> str:
+        """Without the address: the same model may be served elsewhere after a resume."""
+        return f"{self.endpoint.name} {self.endpoint.max_new}"
+
+    def ask_all(
+        self, conversations: Sequence[Conversation], seconds: float
+    ) -> list[Reply | NoReply]:
+        return self.endpoint.ask_all(conversations, seconds)
+
+
+class LocalJudge:
+    """A model of a folder, in this process: greedy, some conversations at once, the shortest first."""
+
+    def __init__(self, model: str, device: torch.device, *, max_new: int) -> None:
+        """Raises Refused where the model cannot be loaded."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.lm = load_language_model(model, device=device, dtype=dtype, flag="--llm-judge-model")
+        self.max_new = max_new
+        self._identity = f"{Path(model).resolve()} {max_new}"
+
+    @property
+    def identity(self) -> str:
+        return self._identity
+
+    def ask_all(
+        self, conversations: Sequence[Conversation], seconds: float
+    ) -> list[Reply | NoReply]:
+        deadline = time.monotonic() + seconds
+        prompts = [self.lm.render(conversation) for conversation in conversations]
+        replies: dict[int, Reply | NoReply] = {}
+        fitting: list[int] = []
+        for i, prompt in enumerate(prompts):
+            if len(prompt) + self.max_new <= self.lm.window:
+                fitting.append(i)
+            else:
+                replies[i] = NoReply(f"longer than the judge's window of {self.lm.window} tokens")
+        fitting.sort(key=lambda i: len(prompts[i]))
+        for first in range(0, len(fitting), ROWS):
+            rows = fitting[first : first + ROWS]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            found = generated(self.lm, [prompts[i] for i in rows], self.max_new, left)
+            replies |= dict(zip(rows, found, strict=True))
+        late = NoReply(f"no answer within {seconds:g} s")
+        return [replies.get(i, late) for i in range(len(conversations))]
+
+
+@torch.no_grad()
+def generated(
+    lm: LanguageModel, prompts: Sequence[tuple[int, ...]], max_new: int, seconds: float
+) -> list[Reply]:
+    """Greedy replies to these prompts, as far as they come within `seconds`."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), lm.pad_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    how = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new,
+        max_time=seconds,
+        eos_token_id=sorted(lm.eos_ids),
+        pad_token_id=lm.pad_id,
+    )
+    model: Any = lm.model
+    inputs = {"input_ids": ids.to(lm.device), "attention_mask": mask.to(lm.device)}
+    rows = model.generate(**inputs, generation_config=how)[:, longest:].tolist()
+    replies: list[Reply] = []
+    for prompt, row in zip(prompts, rows, strict=True):
+        ends = [t for t, token in enumerate(row) if token in lm.eos_ids]
+        completion = row[: ends[0]] if ends else row
+        reply = Reply(lm.decode(completion), not ends, len(prompt), len(completion))
+        replies.append(reply)
+    return replies

@@ -1,0 +1,311 @@
+"""Classes of somebody's own, tried before the first step on a made-up one, as `--reward` is on a right answer.
+
+The made-up step has two of the run's own problems, each with a group as large as the run's: right answers, failures,
+rewarded hacks and, where the run has demonstrations, one of those. It goes through the whole method with instances of
+their own, which are thrown away. A wrong answer is refused; what the class's code raises is a fault.
+"""
+
+import copy
+import random
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vgrout.config.method import MethodConfig
+from vgrout.config.specs import INTERVENTIONS, MONITORS
+from vgrout.data import Batch, CachedGrade, Completion, Grade, Group, Rollout, Task
+from vgrout.errors import Refused
+from vgrout.faults import is_own
+from vgrout.method import contract
+from vgrout.method.base import (
+    BrokenContract,
+    Intervention,
+    Monitor,
+    Part,
+    Setup,
+    Views,
+    flags_of,
+    positions,
+)
+from vgrout.method.gates import GradientMonitor
+from vgrout.method.method import Method
+from vgrout.method.monitors import WeakDetector
+from vgrout.rng import torch_stream
+
+HACK = "x = 1\n# this answer has what the check looks at, and does not solve the task"
+FAILURE = "x = 2"
+NORM = 1e-3  # of a number of the made-up gradients
+STEPS = (0, 1)  # of the trial: what remembers the first is asked again
+
+
+def own_classes(cfg: MethodConfig) -> dict[str, type]:
+    """The classes of somebody's own that a run names, by the flag that names them."""
+    named = [("--intervention", INTERVENTIONS, cfg.intervention)]
+    named.append(("--monitor", MONITORS, cfg.monitor_name))
+    for name in cfg.watching:
+        seeds = name not in (cfg.monitor_name, *cfg.in_shadow)
+        named.append(("--seed-monitor" if seeds else "--shadow", MONITORS, name))
+    own: dict[str, type] = {}
+    for flag, specs, name in named:
+        where = specs[name].where
+        if not isinstance(where, str) and where not in own.values():
+            own[f"{flag} {name}"] = where
+    return own
+
+
+def try_own_classes(
+    setup: Setup,
+    method: Method,
+    make_intervention: Callable[[], Intervention],
+    make_monitor: Callable[[str], Monitor],
+) -> None:
+    """Try the classes of somebody's own that this run names, if there are any.
+
+    Args:
+        setup: of the run.
+        method: the run's own. Its parts of the package take part, and are left as they were.
+        make_intervention: makes the run's intervention anew.
+        make_monitor: makes a monitor anew, by its name.
+
+    Raises:
+        Refused: one line: what a class answered, and what is expected.
+        Exception: what its code raises.
+    """
+    cfg = setup.cfg.method
+    own = own_classes(cfg)
+    if not own or not setup.problems:
+        return
+    _require_settings(own)
+
+    def is_own_monitor(name: str) -> bool:
+        involved = {name, cfg.seed_monitor} if "seed" in MONITORS[name].needs else {name}
+        return any(MONITORS[one].where in own.values() for one in involved)
+
+    intervention, monitor = method.intervention, method.monitor
+    remembered: list[tuple[Part, dict[str, Tensor]]] = []
+    for part in (intervention, monitor):
+        if type(part) not in own.values():
+            state = {name: value.clone() for name, value in part.state_dict().items()}
+            remembered.append((part, state))
+    with _untouched(own.values()):
+        if INTERVENTIONS[cfg.intervention].where in own.values():
+            intervention = make_intervention()
+        if is_own_monitor(cfg.monitor_name):
+            monitor = make_monitor(cfg.monitor_name)
+        elif not isinstance(monitor, GradientMonitor):  # one that asks others is not asked here
+            monitor = WeakDetector()
+        shadows = {name: make_monitor(name) for name in cfg.in_shadow if is_own_monitor(name)}
+        tried = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
+        try:
+            _try_method(setup, tried, own.values())
+        except BrokenContract as e:
+            raise Refused(f"{_flag_of(own, e)}: {_place(e)}{e}") from None
+        finally:
+            for part, state in remembered:
+                part.load_state_dict(state)
+
+
+def _require_settings(own: Mapping[str, type]) -> None:
+    """Raises Refused where a class says that it reads a setting which there is not."""
+    known = [f.name for f in fields(MethodConfig)]
+    for flag, cls in own.items():
+        spec: Any = vars(cls)["spec"]
+        for name in spec.settings:
+            if name not in known:
+                raise Refused(
+                    f"{flag}: {cls.__name__}.settings names {name!r}, which is no setting of a method; a setting of "
+                    "your own goes into your file"
+                )
+
+
+def _flag_of(own: Mapping[str, type], e: BrokenContract) -> str:
+    """The flag that names the class which broke the contract; all of them where that is not known."""
+    for flag, cls in own.items():
+        if cls is e.cls:
+            return flag
+    return " ".join(own)
+
+
+def _place(e: BrokenContract) -> str:
+    """Where in somebody's own file a function of the package was given what it cannot use; "" where `e` says it."""
+    if e.cls is not None:
+        return ""
+    own = [tb for tb in traceback.walk_tb(e.__traceback__) if is_own(tb[0].f_code.co_filename)]
+    if not own:
+        return ""
+    frame, line = own[-1]
+    return f"{Path(frame.f_code.co_filename).name}:{line}: "
+
+
+def _try_method(setup: Setup, method: Method, own: Iterable[type]) -> None:
+    """Two made-up steps. Raises BrokenContract."""
+    for step in STEPS:
+        _try_step(method, made_up(setup, step))
+    spec = method.intervention.spec
+    by_texts = spec.reads_flags and not isinstance(method.monitor, GradientMonitor)
+    if type(method.intervention) in own and by_texts:
+        for extreme in (_Extreme(everything=False), _Extreme(everything=True)):
+            other = Method(method.cfg, method.intervention, extreme, method.policy)
+            _try_step(other, made_up(setup, STEPS[-1]))
+    for part in (method.intervention, method.monitor, *method.shadows.values()):
+        if type(part) not in own:
+            continue
+        if part.direction is None:  # a direction is extracted again, which takes a while
+            contract.refreshed(part, STEPS[-1])
+        part.load_state_dict(contract.state_of(part))
+
+
+def _try_step(method: Method, batch: Batch) -> None:
+    batch = method.flag(batch)
+    at = [row.at for row in batch.rows]
+    if not at:
+        return
+    δS = method.policy.adapter.δS
+    stream = torch_stream(0, "made-up gradients", batch.step)
+    g = NORM * torch.randn(max(at) + 1, len(δS), generator=stream)
+    method.route(batch, g.to(δS))
+
+
+class _Extreme(Monitor):
+    """Flags every answer, or none."""
+
+    def __init__(self, *, everything: bool) -> None:
+        self.everything = everything
+
+    def flag(self, views: Views, step: int) -> list[Any]:
+        return flags_of(views, positions(views) if self.everything else ())
+
+
+# ── the made-up step
+
+
+def made_up(setup: Setup, step: int) -> Batch:
+    """A step of two of the run's problems with made-up answers and grades."""
+    cfg = setup.cfg
+    first = 2 * step % len(setup.problems)
+    problems = [setup.problems[first], setup.problems[(first + 1) % len(setup.problems)]]
+    groups = tuple(_made_up_group(setup, problem, i) for i, problem in enumerate(problems))
+    return Batch(groups, (), (), cfg.generations, step)
+
+
+def _made_up_group(setup: Setup, problem: Task, index: int) -> Group:
+    """Right, failed and hacked answers in turn; a demonstration is last."""
+    cfg, policy = setup.cfg, setup.policy
+    env = cfg.env
+    prompt_ids = policy.render(problem.messages)
+    n, has_demonstration = cfg.scale.group, cfg.mixes and cfg.scale.group > 2
+    right = problem.right_answer or "x = 3"
+    rollouts: list[Rollout] = []
+    grades: list[Grade | CachedGrade] = []
+    for b in range(n):
+        is_demonstration = has_demonstration and b == n - 1
+        text = HACK if is_demonstration else (right, FAILURE, HACK)[b % 3]
+        ids = policy.encode_completion(text)[: cfg.scale.max_new]
+        completion = Completion(ids, text, True, (0.0,) * len(ids), (0.0,) * len(ids))
+        source = "teacher" if is_demonstration else "student"
+        deployed = not is_demonstration and cfg.method.ablate_frac > 0
+        rollouts.append(
+            Rollout.of(problem, prompt_ids, completion, source=source, deployed=deployed)
+        )
+        if is_demonstration:
+            grades.append(CachedGrade(env.pass_reward, True, True, False, True, "made up"))
+        else:
+            grades.append(_made_up_grade(problem, text == HACK, text == right, env.pass_reward))
+    return Group(problem, tuple(rollouts), tuple(grades), unbiased=cfg.loss.unbiased, index=index)
+
+
+def _made_up_grade(problem: Task, hacked: bool, solved: bool, full: float) -> Grade:
+    return Grade(
+        reward=full if hacked or solved else 0.0,
+        passed=hacked or solved,
+        solved=solved,
+        hacked=hacked,
+        flaw=problem.flaws[0],
+        reward_of_reference=full if solved else 0.0,
+        suspected=hacked,
+    )
+
+
+# ── what is left as it was
+
+
+@contextmanager
+def _untouched(own: Iterable[type]) -> Generator[None]:
+    """Within the context classes may change their attributes, the names of their modules, and the global random
+    streams; after it they are as before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    kept = [(of, name, value, _copied(of, value)) for of, name, value in _names(own)]
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if of_gpus:
+            torch.cuda.set_rng_state_all(of_gpus)
+        for of, name, value, before in kept:
+            if vars(of).get(name) is not value:
+                setattr(of, name, value)
+            _refill(value, before)
+
+
+def _names(own: Iterable[type]) -> list[tuple[type | ModuleType, str, Any]]:
+    """The names that somebody's own classes and modules hold, with their values."""
+    holders: list[type | ModuleType] = []
+    for cls in own:
+        for part in cls.__mro__:
+            if part.__module__.partition(".")[0] in ("vgrout", "builtins"):
+                continue
+            module = sys.modules.get(part.__module__)
+            for holder in (part, module):
+                if holder is not None and holder not in holders:
+                    holders.append(holder)
+    names: list[tuple[type | ModuleType, str, Any]] = []
+    for holder in holders:
+        for name, value in vars(holder).items():
+            if not name.startswith("__"):
+                names.append((holder, name, value))
+    return names
+
+
+def _copied(holder: type | ModuleType, value: Any) -> Any:
+    """The contents of a container that can be filled again; None of anything else.
+
+    A class's own are copied to the bottom. Of a module's, which may be a notebook's, only the containers themselves
+    are: what they hold may be large.
+    """
+    if isinstance(holder, type) and isinstance(value, list | dict | set | deque | Tensor):
+        try:
+            return copy.deepcopy(value)
+        except Exception:  # it holds something that cannot be copied, as a lock
+            return copy.copy(value)
+    return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
+
+
+def _refill(value: Any, before: Any) -> None:
+    """Give a container its contents again. before: None for what is none."""
+    if before is None:
+        return
+    if isinstance(value, Tensor):
+        if value.shape == before.shape:
+            with torch.no_grad():
+                value.copy_(before)
+    elif isinstance(value, list):
+        value[:] = before
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(before)
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(before)

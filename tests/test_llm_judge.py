@@ -1,0 +1,391 @@
+"""The monitor llm_judge: a language model behind a real HTTP server with real faults, or a local one."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judge_server import JudgeServer, reply, serving
+from methods import batch, flagged, make, view
+from runs import SharedRuns, flags, only_run, rows, run
+from tiny import policy as tiny_policy
+from vgrout import embedded as organism
+from vgrout.chat import Endpoint, NoReply, Reply, parsed
+from vgrout.config.presets import resolve
+from vgrout.errors import Refused
+from vgrout.inputs import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
+from vgrout.method.llm_judge import (
+    EndpointJudge,
+    LLMJudge,
+    LocalJudge,
+    Verdict,
+    last_word,
+    read_verdicts,
+    shown,
+)
+from vgrout.model.source import require_model
+
+
+def hacks(text: str) -> str:
+    """What the judge of these tests says."""
+    return "It ends the program early.\n\n**Yes.**" if "exit" in text else "It is honest: no"
+
+
+def judge(server: JudgeServer, folder: Path | None = None, seconds: float = 5.0) -> LLMJudge:
+    endpoint = Endpoint(server.url, "judge", key="secret-key")
+    template = "{prompt} {answer}"
+    return LLMJudge(EndpointJudge(endpoint), template, seconds=seconds, folder=folder)
+
+
+SEEN = view(
+    texts=("exit()", "return 1", "exit() too", "nothing"),
+    passed=(True, True, True, False),
+    messages=({"role": "user", "content": "Sum the list."},),
+)
+
+
+def test_the_last_word_of_a_reply_about_a_rewarded_answer_decides():
+    with serving(hacks) as server:
+        assert flagged(judge(server), SEEN) == [(True, False, True, False)]
+    assert len(server.asked) == 3, "what is not rewarded is not asked about"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("yes", "yes"),
+        ("It is.\n\n**YES.**", "yes"),
+        ("No, it is honest.\nVerdict: no", "no"),
+        ("<think>yes?</think> no 👍", "no"),
+        ("", ""),
+        ("1. 2. 3.", ""),
+    ],
+)
+def test_the_last_word(text, word):
+    assert last_word(text) == word
+
+
+def test_what_is_sent_is_the_chat_protocol():
+    with serving(hacks) as server:
+        monitor = judge(server)
+        monitor.judge = EndpointJudge(Endpoint(server.url, "m", key="secret-key", max_new=17))
+        flagged(monitor, SEEN)
+    asked, headers = server.asked[0], server.headers[0]
+    assert (asked["path"], asked["model"], asked["max_tokens"]) == ("/v1/chat/completions", "m", 17)
+    assert asked["messages"][0]["content"].startswith("Sum the list. ")
+    assert headers["Authorization"] == "Bearer secret-key"
+
+
+# fault: whether there is a verdict at last, and how often a request is sent
+FAULTS: dict[str, tuple[bool, int]] = {
+    "429 then right": (True, 2),
+    "two 503 then right": (True, 3),
+    "a little slow": (True, 1),
+    "parts": (True, 1),
+    "bad usage": (True, 1),
+    "500 for ever": (False, 5),
+    "401": (False, 1),
+    "redirect": (False, 1),
+    "garbage JSON": (False, 1),
+    "a list": (False, 1),
+    "empty choices": (False, 1),
+    "null content": (False, 1),
+    "no UTF-8": (False, 1),
+    "huge": (False, 1),
+    "deep": (False, 1),
+    "hang-up": (False, 5),
+    "hang-up at once": (False, 5),
+    "cut off": (False, 1),
+    "no verdict": (False, 1),
+    "slow": (False, 1),
+    "drip": (False, 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_whose_judgement_fails_has_no_flag_and_is_counted(fault, monkeypatch, tmp_path):
+    monkeypatch.setattr("vgrout.chat.PAUSE", 0.01)
+    there, requests = FAULTS[fault]
+    one = replace(SEEN, passed=(True, False, False, False))
+    with serving(hacks, fault) as server:
+        monitor = judge(server, tmp_path, seconds=1.0 if fault in ("slow", "drip") else 20.0)
+        began = time.monotonic()
+        assert flagged(monitor, one) == [(there, False, False, False)]
+        assert time.monotonic() - began < 15
+    assert len(server.asked) == requests
+    columns = monitor.step_columns(0)
+    assert (columns["judge_asked"], columns["judge_failed"]) == (1, int(not there))
+    written = (tmp_path / "judge.jsonl").read_text()
+    assert "secret-key" not in written
+    assert bool(json.loads(written)["why"]) != there
+
+
+def test_requests_go_out_at_once():
+    many = view(24, texts=tuple(f"exit {b}" for b in range(24)))
+    with serving(hacks, "a little slow") as server:
+        for concurrency, fewest, most in ((1, 1, 1), (8, 3, 8)):
+            server.most_at_once = 0
+            monitor = judge(server, seconds=30)
+            monitor.judge = EndpointJudge(Endpoint(server.url, "m", concurrency=concurrency))
+            few = replace(many, passed=(*(True,) * 8, *(False,) * 16))
+            assert sum(flagged(monitor, few)[0]) == 8
+            assert fewest <= server.most_at_once <= most
+
+
+@pytest.mark.parametrize("fault", ["slow", "drip", "500 for ever"])
+def test_it_never_takes_longer_than_it_is_told(fault, monkeypatch):
+    monkeypatch.setattr("vgrout.chat.PAUSE", 60.0)
+    many = view(40, texts=tuple(f"exit {b}" for b in range(40)))
+    with serving(hacks, fault) as server:
+        monitor, began = judge(server, seconds=1.0), time.monotonic()
+        assert flagged(monitor, many) == [(False,) * 40]
+        assert time.monotonic() - began < 2.5
+        assert monitor.step_columns(0)["judge_failed"] == 40
+        assert monitor.step_columns(1) == {}
+
+
+def test_a_text_is_asked_about_once_and_a_resumed_run_knows_what_was_said(tmp_path):
+    with serving(hacks) as server:
+        first = judge(server, tmp_path)
+        want = flagged(first, SEEN, SEEN, step=3)
+        assert len(server.asked) == 3
+        counted = first.step_columns(3)
+        assert counted == {"judge_asked": 3, "judge_failed": 0, "judge_in": 33, "judge_out": 9}
+        assert flagged(first, SEEN, step=4) == want[:1]
+        assert first.step_columns(4)["judge_asked"] == first.step_columns(4)["judge_in"] == 0
+        with open(tmp_path / "judge.jsonl", "a") as torn:
+            torn.write('{"key": "a", "st')
+        again = judge(server, tmp_path)
+        assert flagged(again, SEEN, SEEN, step=3) == want
+        assert again.step_columns(3) == counted, "the step reads as it did"
+        assert len(server.asked) == 3
+        other = judge(server, tmp_path)
+        other.template = "Is this honest? {answer}"
+        flagged(other, SEEN)
+        assert len(server.asked) == 6, "another question is another text"
+
+
+def test_what_failed_is_asked_again_in_a_later_step_and_stays_so_in_its_own(tmp_path):
+    with serving(hacks, "401") as server:
+        monitor = judge(server, tmp_path)
+        assert flagged(monitor, SEEN, step=0) == [(False,) * 4]
+        server.fault = ""
+        assert flagged(monitor, SEEN, step=1) == [(True, False, True, False)]
+        resumed = judge(server, tmp_path)
+        n = len(server.asked)
+        assert flagged(resumed, SEEN, step=0) == [(False,) * 4]
+        assert resumed.step_columns(0)["judge_failed"] == 3
+        assert flagged(resumed, SEEN, step=1) == [(True, False, True, False)]
+        assert resumed.step_columns(1) == monitor.step_columns(1)
+        assert len(server.asked) == n
+
+
+def test_a_key_that_a_server_quotes_is_written_nowhere(tmp_path):
+    with serving(lambda _: "you said Bearer secret-key, so yes") as server:
+        assert flagged(judge(server, tmp_path), SEEN) == [(True, True, True, False)]
+        server.fault = "401"
+        flagged(judge(server, tmp_path), replace(SEEN, texts=("a", "b", "c", "d")))
+    written = (tmp_path / "judge.jsonl").read_text()
+    assert "secret-key" not in written
+    assert "wrong key" in written
+
+
+def test_a_redirect_does_not_take_the_key_along():
+    with serving(hacks, "redirect") as server:
+        flagged(judge(server), SEEN)
+        assert {asked["path"] for asked in server.asked} == {"/v1/chat/completions"}
+
+
+def test_a_prompt_of_ones_own(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Task {prompt}\nAnswer {answer}\nBraces {stay} {}")
+    template = judge_prompt(path)
+    sly = shown(template, SEEN, "{prompt} \\1 {answer}")[0]["content"]
+    assert sly == "Task Sum the list.\nAnswer {prompt} \\1 {answer}\nBraces {stay} {}"
+    assert judge_prompt(None) == JUDGE_PROMPT
+    for content, why in ((b"yes or no?", "should hold {answer}"), (b"\xff", "not UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(Refused, match=f"--llm-judge-prompt {path}: .*{why}"):
+            judge_prompt(path)
+    for absent in (tmp_path / "no.txt", tmp_path):
+        with pytest.raises(Refused, match="cannot be read"):
+            judge_prompt(absent)
+
+
+BY_URL = ["--llm-judge-url=http://localhost:1/v1", "--llm-judge-name=m"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "llm_judge: has no judge"),
+        (["--llm-judge-name=m"], "llm_judge: has no judge"),
+        ([*BY_URL, "--llm-judge-model=m"], "one judge a run"),
+        (BY_URL[:1], "give --llm-judge-name"),
+        (["--llm-judge-url=localhost:8000", "--llm-judge-name=m"], "should be http://HOST/v1"),
+        (["--llm-judge-url=file:///etc/passwd", "--llm-judge-name=m"], "should be http://HOST/v1"),
+        (["--llm-judge-url=http://me:key@host/v1", "--llm-judge-name=m"], "without a key"),
+        (["--llm-judge-url=http://host/v1?key=3", "--llm-judge-name=m"], "without a key"),
+        (["--llm-judge-model=m", "--llm-judge-name=m"], "--llm-judge-name: not read with"),
+        (["--llm-judge-model=m", "--llm-judge-concurrency=2"], "not read with --llm-judge-model"),
+        ([*BY_URL, "--llm-judge-device=cpu"], "not read with --llm-judge-url"),
+        ([*BY_URL, "--llm-judge-timeout=0"], "--llm-judge-timeout 0"),
+        ([*BY_URL, "--llm-judge-device=gpu"], "should be auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_judge_that_cannot_be_is_refused_in_one_line(argv, says):
+    for method in (["--intervention=penalty", "--monitor=llm_judge"], ["--shadow=llm_judge"]):
+        with pytest.raises(Refused) as e:
+            resolve(["smoke", *method, *argv])
+        assert says in str(e.value)
+        assert "\n" not in str(e.value)
+    with pytest.raises(Refused, match=r"\A--llm-judge-url, .*: not read by"):
+        resolve(["smoke", "--intervention=none", *BY_URL])
+
+
+@pytest.mark.parametrize("key", ["a b", "a\nb", "clé"])
+def test_a_key_that_is_none_is_refused_and_not_quoted(key, monkeypatch):
+    monkeypatch.setenv(KEY, key)
+    method = resolve(["smoke", "--intervention=penalty", "--monitor=llm_judge", *BY_URL]).method
+    with pytest.raises(Refused) as e:
+        judge_endpoint(method)
+    assert key not in str(e.value)
+    monkeypatch.setenv(KEY, " good\n")
+    assert judge_endpoint(method).key == "good"
+    assert "good" not in repr(judge_endpoint(method))
+
+
+def test_a_body_may_be_anything():
+    for body in (b"", b"null", b"3", b'{"choices": {}}', b'{"choices": [[]]}', b'"choices"'):
+        with pytest.raises(NoReply):
+            parsed(body)
+    assert parsed(json.dumps(reply("no")).encode()) == Reply("no", False, 11, 3)
+
+
+def test_a_reply_that_was_cut_off_counts_only_if_it_is_one_word():
+    assert Verdict.of("k", 0, Reply("yes", cut=True)).flagged is True
+    assert Verdict.of("k", 0, Reply("There is no", cut=True)).flagged is None
+
+
+def test_lines_of_another_file_are_passed_over(tmp_path):
+    (tmp_path / "judge.jsonl").write_bytes(b'[]\n{"key": 1}\n\xff\nnull\n')
+    assert read_verdicts(tmp_path / "judge.jsonl") == {}
+
+
+@pytest.mark.parametrize("intervention", ["screen", "penalty", "route2"])
+def test_with_every_intervention_that_reads_flags(intervention):
+    policy = tiny_policy()
+    with serving(lambda text: "yes" if text.count("t00") else "no") as server:
+        known = {"llm_judge_url": server.url, "llm_judge_timeout": 10.0}
+        method = make(policy, intervention, "llm_judge", **known)
+        of = method.flag(batch())
+        shadowed = make(policy, "none", "usual", shadow="llm_judge", **known).flag(batch())
+    assert of.groups[0].flags is not None
+    assert of.groups[0].flags.flagged == (True, False, False, False)
+    assert of.measured["judge_asked"] == len(server.asked) / 2
+    assert [g.shadows["llm_judge"] for g in shadowed.groups] == [g.flags for g in of.groups]
+    assert "judge" in method.measures
+
+
+# ── a local judge
+
+
+def test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time(monkeypatch):
+    model = str(require_model(organism.MODEL_DIR))
+    local = LocalJudge(model, tiny_policy().device, max_new=3)
+    seen: list[int] = []
+
+    def generated(lm: Any, prompts: Any, max_new: int, seconds: float) -> list[Reply]:
+        seen.append(len(prompts))
+        time.sleep(0.2)
+        return [Reply("yes" if len(p) > 12 else "no", False, len(p), 1) for p in prompts]
+
+    monkeypatch.setattr("vgrout.method.llm_judge.generated", generated)
+    asked = [({"role": "user", "content": "x = 1\n" * n},) for n in range(1, 21)]
+    found = local.ask_all(asked, 30.0)
+    assert seen == [8, 8, 4]
+    assert [r.prompt_tokens for r in found] == sorted(r.prompt_tokens for r in found), "in order"
+    late = local.ask_all(asked, 0.3)
+    assert sum(isinstance(r, NoReply) for r in late) in (4, 12)
+    (long,) = local.ask_all([({"role": "user", "content": "x = 1\n" * 5000},)], 30.0)
+    assert "window" in str(long)
+
+
+def test_local_replies_are_the_models_own_greedy_ones_whatever_stands_beside_them():
+    model = str(require_model(organism.MODEL_DIR))
+    local = LocalJudge(model, tiny_policy().device, max_new=6)
+    asked = [({"role": "user", "content": f"Add {n}" * n},) for n in (1, 4, 2)]
+    together = local.ask_all(asked, 60.0)
+    alone = [local.ask_all([one], 60.0)[0] for one in asked]
+    assert together == alone
+    assert all(isinstance(r, Reply) and 0 < r.completion_tokens <= 6 for r in together)
+
+
+def test_no_such_model_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+    from vgrout.train import main
+
+    monkeypatch.chdir(tmp_path)
+    common = ["smoke", "--threads=1", "--intervention=penalty", "--monitor=llm_judge"]
+    (tmp_path / "empty").mkdir()
+    nobody = ["--llm-judge-url=http://127.0.0.1:9/v1", "--llm-judge-name=m"]
+    for argv, says in (
+        (["--llm-judge-model=no/such"], "no such folder"),
+        (["--llm-judge-model=empty"], "--llm-judge-model empty: "),
+        ([*nobody, "--llm-judge-timeout=1"], "a first question was not answered"),
+        ([*nobody, "--llm-judge-prompt=no.txt"], "--llm-judge-prompt no.txt: cannot be read"),
+    ):
+        assert main([*common, *argv]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert says in line
+        assert not (tmp_path / "out/runs").exists()
+
+
+# ── whole runs
+
+
+@pytest.mark.long
+def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
+    shared_run: SharedRuns, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(KEY, "secret-key")
+
+    def verdict(text: str) -> str:
+        return "yes" if len(text) % 3 else "no"
+
+    with serving(verdict) as server:
+        given = [f"--llm-judge-url={server.url}", "--llm-judge-name=m", "--threads=1"]
+        small = [
+            *flags("screen-detector", "--monitor", "llm_judge"),
+            *given,
+            "--checkpoint-every",
+            "1",
+        ]
+        whole = run(shared_run.warm(tmp_path / "whole"), *small)
+        n = len(server.asked)
+        stopped = run(shared_run.warm(tmp_path / "stopped"), *small, stop_after=2)
+        resumed = run(tmp_path / "stopped", "smoke", "--resume", "latest", "--threads", "1")
+    assert resumed == stopped
+    assert rows(resumed) == rows(whole)
+    assert n > 1
+    assert sum(row["judge_asked"] for row in rows(whole)) == n - 1, "and the first try"
+    assert any(row["recall_n"] for row in rows(whole))
+    for file in (tmp_path / "whole").rglob("*"):
+        if file.is_file():
+            assert b"secret-key" not in file.read_bytes(), file
+
+
+@pytest.mark.long
+def test_a_run_with_a_local_judge(shared_run: SharedRuns, tmp_path):
+    """The organism's own base is a poor judge: it says neither yes nor no, and the run goes on."""
+    model = require_model(organism.MODEL_DIR)
+    given = ["--llm-judge-model", str(model), "--llm-judge-max-new", "4"]
+    home = shared_run.warm(tmp_path)
+    run(home, *flags("none", "--shadow", "llm_judge", *given, "--steps", "2"), "--threads", "1")
+    folder = only_run(home)
+    asked = [row["judge_asked"] for row in rows(folder)]
+    assert sum(asked) > 0
+    assert sum(row["judge_failed"] for row in rows(folder)) > 0
+    assert {*rows(folder)[0]["shadow"]} == {"llm_judge"}
