@@ -104,7 +104,8 @@ class EnvConfig:
         should=f"be one of {', '.join(ENVIRONMENTS)}, or module:Class",
     )
     """code: Python functions checked by assertions · text: any rows, scored by --reward and --reference, which choose
-    it · module:Class: an environment of your own."""
+    it · sums: questions made by a program, the environment of the preset `sums` · module:Class: an environment of your
+    own."""
     reference: str = setting(
         "", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:is_right"
     )
@@ -363,7 +364,8 @@ class Config:
             bool(tau) != bool(teacher),
             f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
         )
-        usual = organism.SMALL_DIR if self.preset == "small" else None  # which nobody gave
+        # which nobody gave
+        usual = {"small": organism.SMALL_DIR, "sums": organism.SUMS_DIR}.get(self.preset)
         of_organism = {
             "--problems organism": self.scale.problems == ORGANISM,
             "--teacher-pool-dir organism": self.env.pool == ORGANISM,
@@ -390,7 +392,8 @@ class Config:
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
         """What a verdict of the kill switch does, with the run's default resolved."""
-        watched = self.preset in ("smoke", "mini", "small") or self.method.intervention == "none"
+        toys = ("smoke", "mini", "small", "sums")
+        watched = self.preset in toys or self.method.intervention == "none"
         return self.guard.guard or ("log" if watched else "halt")
 
     @property
@@ -482,7 +485,8 @@ class Config:
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
         if self.scale.model == ORGANISM:
-            return self.files.pairs / ("" if self.preset == "small" else "run_tests.json")
+            by_each_flaw = self.preset in ("small", "sums")
+            return self.files.pairs / ("" if by_each_flaw else "run_tests.json")
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property
