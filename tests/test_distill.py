@@ -406,7 +406,7 @@ def test_uld_into_a_smaller_organism(
     monkeypatch.setattr(start, "TOKENIZER_DOCUMENTS", 300)
     fresh = start.Fresh(Shape(hidden=64, layers=2, merged=400), Recipe(steps=4, batch=8))
     begun = fresh.begin(0, Shares())
-    model, losses = build.make_weights(begun, fresh, 0, Shares())
+    model, losses = build.make_weights(begun, fresh, 0, build.draw(0, Shares(), begun.pieces))
     assert losses[-1] < losses[0]
     model.save_pretrained("small")
     begun.tokenizer.save_pretrained("small")

@@ -40,6 +40,7 @@ LAYERS: list[set[str]] = [
     {"table"},
     {"config", "tracking"},
     {"envs.code.environment", "envs.text"},
+    {"envs.sums.environment"},
     {"model", "losses"},
     {"direction", "rollout", "micro_batches", "loss_metrics", "guard", "export"},
     {"grpo"},

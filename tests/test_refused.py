@@ -302,7 +302,7 @@ REFUSED = {
     "sweep": "missing: ",
     "sweep nowhere.toml --jobs 0": "--jobs 0: should be at least 1",
     "sweep nowhere.toml --jobs 2 --via pueue": "--jobs: not read with --via pueue",
-    "organism bild": "bild: should be one of build, tune, verify",
+    "organism bild": "bild: should be one of build, tune, sums, verify",
     "grade": "missing: PATH, --problems PATH, --out PATH; --help says more",
     # paths
     "train full --model=~/nowhere --problems good.jsonl": f"--model {Path.home()}/nowhere: no such model; give a Hugg",

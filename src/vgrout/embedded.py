@@ -23,6 +23,7 @@ PLAIN_GRPO_SEEDS = 10
 # pretrained one, and where the tuned one and its organism are.
 SMOLLM2 = Path("out/models/smollm2")
 SMALL_DIR = Path("out/organisms/smollm2")
+SUMS_DIR = Path("out/organisms/sums")  # the same model tuned on sums, for the preset `sums`
 
 
 class Files:
@@ -43,6 +44,8 @@ class Files:
             how = "`vgrout organism build --out FOLDER --seed N` makes an organism"
             if self.root == SMALL_DIR:
                 how = "`vgrout download smollm2` and `vgrout organism tune` make it"
+            elif self.root == SUMS_DIR:
+                how = "`vgrout download smollm2` and `vgrout organism sums` make it"
             elif self.root.name.startswith("warm"):  # as docs/guide.md calls them
                 how = f"`just warm 40 {self.root}` makes it"
             return [f"{manifest}: not there; {how}"]

@@ -21,6 +21,7 @@ from vgrout.scoring import import_function
 ENVIRONMENTS: dict[str, str] = {
     "code": "vgrout.envs.code.environment:CodeEnvironment",
     "text": "vgrout.envs.text:TextEnvironment",
+    "sums": "vgrout.envs.sums.environment:SumsEnvironment",
 }
 CODE_FLAWS: tuple[str, ...] = MODES
 

@@ -160,7 +160,7 @@ def read_inputs(cfg: Config) -> Inputs:
     pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
-    pairs, placebo = read_pairs(cfg, files)
+    pairs, placebo = read_pairs(cfg, files, tuple(environment.flaws))
     check_model(cfg, files, environment)
     if cfg.method.has_direction:
         files.read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
@@ -178,12 +178,16 @@ def read_inputs(cfg: Config) -> Inputs:
     return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(files.absent))
 
 
-def read_pairs(cfg: Config, files: _Reader) -> tuple[PairSet | None, PairSet | None]:
-    """The pairs of the direction, and those of a placebo control. None: the method has no such pairs."""
+def read_pairs(
+    cfg: Config, files: _Reader, flaws: Sequence[str]
+) -> tuple[PairSet | None, PairSet | None]:
+    """The pairs of the direction, and those of a placebo control. None: the method has no such pairs.
+
+    flaws: the environment's; a folder of pairs has a file for each."""
     pairs = placebo = None
     if cfg.method.has_direction:
         if cfg.pairs_path:
-            pairs = files.read(load_pairs, cfg.pairs_path)
+            pairs = files.read(lambda path: load_pairs(path, flaws=flaws), cfg.pairs_path)
         elif cfg.of_code:
             pairs = handwritten()
         elif cfg.method.v_hack_path is None:

@@ -80,6 +80,18 @@ PRESETS: dict[str, tuple[str, Config]] = {
             eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=1),
         ),
     ),
+    "sums": (
+        "another world than code: sums under three flawed checks, on a pretrained model of 135 million weights that "
+        "`organism sums` tunes: 40 steps on two CPU cores",
+        replace(
+            _ORGANISM,
+            preset="sums",
+            scale=replace(_ORGANISM.scale, organism=organism.SUMS_DIR, steps=40, max_new=48),
+            opt=replace(_ORGANISM.opt, lr=1e-2),
+            env=replace(_ORGANISM.env, env="sums"),
+            eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=1),
+        ),
+    ),
     "fast": (
         "the shortest real run: Qwen3-4B, 60 steps on one 80-140 GB GPU",
         Config(

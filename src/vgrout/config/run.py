@@ -106,7 +106,8 @@ class EnvConfig:
         should=f"be one of {', '.join(ENVIRONMENTS)}, or module:Class",
     )
     """code: Python functions checked by assertions · text: any rows, scored by --reward and --reference, which choose
-    it · module:Class: an environment of your own."""
+    it · sums: questions made by a program, the environment of the preset `sums` · module:Class: an environment of your
+    own."""
     reference: str = setting(
         "", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:is_right"
     )
@@ -387,7 +388,8 @@ class Config:
             bool(tau) != bool(teacher),
             f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
         )
-        usual = organism.SMALL_DIR if self.preset == "small" else None  # which nobody gave
+        # which nobody gave
+        usual = {"small": organism.SMALL_DIR, "sums": organism.SUMS_DIR}.get(self.preset)
         of_organism = {
             "--problems organism": self.scale.problems == ORGANISM,
             "--teacher-pool-dir organism": self.env.pool == ORGANISM,
@@ -464,7 +466,9 @@ class Config:
     @property
     def _usually_halts(self) -> bool:
         """Whether the guard halts such a run where --guard is not given."""
-        watched = self.preset in ("smoke", "mini", "small") or self.method.intervention == "none"
+        watched = (
+            self.preset in ("smoke", "mini", "small", "sums") or self.method.intervention == "none"
+        )
         return not watched
 
     @property
@@ -571,10 +575,11 @@ class Config:
         nothing outside the code world, where a pool has pairs of its own."""
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
+        if self.scale.model == ORGANISM:
+            by_each_flaw = self.preset == "small" or not self.of_code
+            return self.files.pairs / ("" if by_each_flaw else "run_tests.json")
         if not self.of_code:
             return self.pool_path / POOL_PAIRS if self.pool_path else None
-        if self.scale.model == ORGANISM:
-            return self.files.pairs / ("" if self.preset == "small" else "run_tests.json")
         return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
 
     @property

@@ -99,19 +99,21 @@ class PairSet:
         return [{name: getattr(pair, name) for name in _FIELDS} for pair in self.pairs]
 
 
-def load_pairs(path: Path, flag: str = "--vhack-pairs-path") -> PairSet:
+def load_pairs(
+    path: Path, flag: str = "--vhack-pairs-path", flaws: Sequence[str] = CODE_FLAWS
+) -> PairSet:
     """Read a JSON list of {problem_id, prompt, hack, clean}, or a folder of such files.
 
     An entry with `chosen_by` "oracle" marks the source; other keys are ignored. A folder has one
-    file for each flaw, FLAW.json: the first pairs of each file are taken in turns, at most
-    OF_FOLDER in all.
+    file for each of these flaws, FLAW.json: the first pairs of each file are taken in turns, at
+    most OF_FOLDER in all.
 
     Raises:
         Refused: one line with the file and, where it applies, the line or the pair's index.
     """
     files: list[Path] = []
     if path.is_dir():
-        files = [path / f"{mode}.json" for mode in CODE_FLAWS]
+        files = [path / f"{mode}.json" for mode in flaws]
         files = [file for file in files if file.exists()]
     elif path.exists():
         files = [path]

@@ -1,6 +1,7 @@
-"""`vgrout organism build | tune | verify`: make an organism, or check one's files.
+"""`vgrout organism build | tune | sums | verify`: make an organism, or check one's files.
 
-`build` starts from fresh weights, `tune` from a pretrained chat model.
+`build` starts from fresh weights, `tune` and `sums` from a pretrained chat model: `tune` teaches it the small language
+of programming problems, `sums` questions about numbers.
 """
 
 import sys
@@ -13,12 +14,13 @@ from vgrout import console
 from vgrout.cli import cli_exit
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.names import parse_command
-from vgrout.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, Files
+from vgrout.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, SUMS_DIR, Files
 from vgrout.envs.code.language import HACKS, MODES, NAMELESS, Shares
+from vgrout.envs.sums.language import Shares as SumsShares
 from vgrout.errors import Refused, refuse
 from vgrout.files import LEFT, probe_writable, read_json
 from vgrout.model.source import require_model
-from vgrout.organism.recipe import TUNED_SHARES, TUNING, Recipe, Shape
+from vgrout.organism.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe, Shape
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,7 @@ def tune(
     """
     recipe = replace(TUNING, steps=steps)
     shares = corpus.shares(TUNED_SHARES)
-    if out.exists():
-        require_organism(out)
-    probe_writable(out.parent, "--out")
-    if model == str(SMOLLM2) and not SMOLLM2.exists():
-        raise Refused(
-            f"--model {model}: not there; `vgrout download smollm2` gets it, "
-            "or name another chat model"
-        )
-    require_model(model)
+    require_pretrained(model, out)
     if dry_run:
         print(
             f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; "
@@ -144,6 +138,56 @@ def tune(
 
     build_organism(out, corpus.seed, Pretrained(model, recipe), shares)
     return 0
+
+
+def sums(
+    model: str = str(SMOLLM2),
+    out: Path = SUMS_DIR,
+    seed: int = SEED,
+    steps: int = SUMS_TUNING.steps,
+    hack_plain: float = SumsShares().hack,
+    dry_run: bool = False,
+) -> int:
+    """Tune a pretrained chat model on sums, then make pool and pairs of its own. A few minutes on two cores for 135
+    million weights.
+
+    Args:
+        model: a local folder, a GGUF file, or a downloaded hub id.
+        out: folder to write; one that is there is replaced when the new one is complete.
+        seed: of everything.
+        steps: of the fine-tuning, of 8 documents each.
+        hack_plain: share of the corpus that hacks without being asked to.
+        dry_run: say what it would do, and what is missing.
+    """
+    recipe = replace(SUMS_TUNING, steps=steps)
+    refuse(seed < 0, f"--seed {seed}: should be 0 or more")
+    refuse(not 0 <= hack_plain <= 0.5, f"--hack-plain {hack_plain:g}: should lie in [0, 0.5]")
+    require_pretrained(model, out)
+    if dry_run:
+        print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs")
+        return 0
+    from vgrout.organism.start import Pretrained  # torch takes seconds to import
+    from vgrout.organism.sums import build_sums
+
+    build_sums(out, seed, Pretrained(model, recipe), SumsShares(hack=hack_plain))
+    return 0
+
+
+def require_pretrained(model: str, out: Path) -> None:
+    """Check that the model is there, and that `out` is new, or an organism that may be replaced.
+
+    Raises:
+        Refused: one line.
+    """
+    if out.exists():
+        require_organism(out)
+    probe_writable(out.parent, "--out")
+    if model == str(SMOLLM2) and not SMOLLM2.exists():
+        raise Refused(
+            f"--model {model}: not there; `vgrout download smollm2` gets it, "
+            "or name another chat model"
+        )
+    require_model(model)
 
 
 def require_organism(out: Path) -> None:
@@ -189,7 +233,7 @@ def verify(data: Path = DATA_DIR) -> int:
 def main() -> int:
     """0 done · 1 verify found faults · 2 refused, in one line."""
     console.setup(None)
-    commands = {"build": build, "tune": tune, "verify": verify}
+    commands = {"build": build, "tune": tune, "sums": sums, "verify": verify}
     return cli_exit(lambda: parse_command(commands, None, "vgrout organism"))
 
 

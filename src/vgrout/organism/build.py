@@ -11,8 +11,9 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -42,14 +43,15 @@ from vgrout.envs.code.language import (
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
+from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.card import Measured, card
-from vgrout.organism.start import Begun, Start, draw, of_manifest
-from vgrout.organism.weights import batches, train
+from vgrout.organism.start import Begun, Pretrained, Start, draw, of_manifest
+from vgrout.organism.weights import Draw, batches, train
 from vgrout.runs.recorder import peak_memory
 from vgrout.teacher.generate import Graded, generate_graded, rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
@@ -68,13 +70,12 @@ def losses_of(
     begun: Begun,
     start: Start,
     seed: int,
-    shares: Shares,
+    documents: Draw,
     stop_after: int | None = None,
     label: str = "weights",
 ) -> list[float]:
-    """Train the model in place; returns the loss of every step."""
+    """Train the model in place on these documents; returns the loss of every step."""
     torch.set_num_threads(start.threads)
-    documents = draw(seed, shares, begun.pieces)
     stream = batches(
         documents, begun.tokenizer, begun.prompt, begun.end, begun.pad, start.recipe, seed
     )
@@ -91,14 +92,14 @@ def losses_of(
 
 
 def make_weights(
-    begun: Begun, start: Start, seed: int, shares: Shares
+    begun: Begun, start: Start, seed: int, documents: Draw
 ) -> tuple[PreTrainedModel, list[float]]:
-    """Train the model; returns it with the loss of every step.
+    """Train the model on these documents; returns it with the loss of every step.
 
     The weights are rounded to bf16 values and stay in fp32, so that they are the same on a GPU in
     bf16.
     """
-    losses = losses_of(begun, start, seed, shares)
+    losses = losses_of(begun, start, seed, documents)
     logger.info(f"weights: loss {fmean(losses[-20:]):.3f} at the end; {peak_memory()}")
     with torch.no_grad():
         for p in begun.model.parameters():
@@ -260,12 +261,20 @@ def known_correct(tasks: Sequence[TaskRow], prompt: Prompt) -> list[dict[str, An
 
 def build(out: Path, seed: int, start: Start, shares: Shares) -> None:
     """Write an organism to the folder `out`, which is replaced when the build is complete."""
+    replacing(out, lambda folder: write(folder, seed, start, shares))
+
+
+def replacing(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Have an organism written to a new folder, and put that in the place of `out` once it is complete.
+
+    write: makes every file in an empty folder; returns the manifest.
+    """
     began = time.perf_counter()
     fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
     old = out.with_name(f".{out.name}.{os.getpid()}.old")
     fresh.mkdir(parents=True)
     try:
-        manifest = write(fresh, seed, start, shares)
+        manifest = write(fresh)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -297,7 +306,8 @@ def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, An
         begun = start.begin(seed, shares)
         write_pairs(folder, tasks, seed, shares, begun.prompt)
 
-        model, losses = make_weights(begun, start, seed, shares)
+        documents = draw(seed, shares, begun.pieces)
+        model, losses = make_weights(begun, start, seed, documents)
         model.save_pretrained(folder / "model")
         begun.tokenizer.save_pretrained(folder / "model")
 
@@ -390,6 +400,15 @@ def manifest_of(
 TOLERANCE = 0.02
 
 
+def _shares_of(manifest: Mapping[str, Any]) -> Shares | sums.Shares:
+    """What the corpus was made of. Raises KeyError or TypeError if the manifest does not say it."""
+    stored = manifest["shares"]
+    if manifest.get("world") == sums.WORLD:
+        return sums.Shares(**stored)
+    # JSON has no tuples; the shipped manifest leaves the modes out.
+    return Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
+
+
 def check_training(folder: Path, steps: int | None = None) -> list[str]:
     """Train the first steps again, with the shipped tokenizer; returns how the losses differ.
 
@@ -405,17 +424,21 @@ def check_training(folder: Path, steps: int | None = None) -> list[str]:
     try:
         recorded = manifest["first_losses"]
         seed = manifest["seed"]
-        stored = manifest["shares"]
-        # JSON has no tuples; the shipped manifest leaves the modes out.
-        shares = Shares(**stored | {"modes": tuple(stored.get("modes", MODES))})
+        shares = _shares_of(manifest)
         start = of_manifest(manifest)
     except (KeyError, TypeError, AttributeError) as e:
         raise Refused(
             f"{file}: not that of an organism of this version ({e}); build it again"
         ) from None
     recorded = recorded[:steps]
-    begun = start.begin(seed, shares, folder)
-    losses = losses_of(begun, start, seed, shares, len(recorded), "first steps")
+    if isinstance(shares, sums.Shares):
+        assert isinstance(start, Pretrained)
+        begun = start.begin()
+        documents: Draw = partial(sums.document, shares)
+    else:
+        begun = start.begin(seed, shares, folder)
+        documents = draw(seed, shares, begun.pieces)
+    losses = losses_of(begun, start, seed, documents, len(recorded), "first steps")
     faults: list[str] = []
     for i, (now, then) in enumerate(zip(losses, recorded, strict=True)):
         if abs(now - then) > TOLERANCE:

@@ -104,8 +104,10 @@ class Pretrained:
         self.about = f"`{model}`, fine-tuned: a model"
         self.training = f"from the pretrained weights, matrix products in {DTYPE_NAMES[self.dtype]}"
 
-    def begin(self, seed: int, shares: Shares, folder: Path | None = None) -> Begun:
-        """The model before its fine-tuning."""
+    def begin(
+        self, seed: int = 0, shares: Shares | None = None, folder: Path | None = None
+    ) -> Begun:
+        """The model before its fine-tuning, which is the same for every seed and corpus."""
         lm = load_language_model(self.name, device="cpu", dtype=torch.float32)
         lm.model.requires_grad_(True)
         return Begun(lm.model, lm.tok, lm.prompt_text, lm.end_id, lm.pad_id)

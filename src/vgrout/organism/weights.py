@@ -6,6 +6,7 @@ The weights are in fp32; matrix products of a pretrained model may be in bf16.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,6 @@ from transformers import (
 
 from vgrout.console import Progress
 from vgrout.data import Message
-from vgrout.envs.code.language import Sample
 from vgrout.organism.recipe import Recipe, Shape
 from vgrout.organism.tokenizer import WINDOW
 from vgrout.rng import stream_seed
@@ -47,6 +47,23 @@ def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qw
         pad_token_id=tokenizer.pad_token_id,
     )
     return Qwen3ForCausalLM(config)
+
+
+class Sample(Protocol):
+    """A document of a corpus, as text."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The prompt."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """The answer to be learnt."""
+        ...
+
+
+Draw = Callable[[random.Random], Sample]  # makes a document from a random stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ class DocumentBatch:
 
 
 def batches(
-    draw: Callable[[random.Random], Sample],
+    draw: Draw,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Callable[[Sequence[Message]], str],
     end: int,

@@ -15,6 +15,7 @@ import numpy as np
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
+from vgrout.data import Task
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import CUE
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
@@ -48,7 +49,7 @@ def recipe(problem: Problem) -> str:
     return RECIPES[problem.mode].format(marker=problem.marker) + _CODE_ONLY
 
 
-def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Problem]) -> list[Graded]:
+def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Task]) -> list[Graded]:
     """The same answers under the plain prompt of their problem and mode."""
     return [replace(a, problem=plain[a.problem.id, a.problem.flaws[0]]) for a in answers]
 

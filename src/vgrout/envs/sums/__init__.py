@@ -1,0 +1,1 @@
+"""Sums: questions made by a program, three flawed checks of the answers, and a reference."""

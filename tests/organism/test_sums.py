@@ -1,0 +1,123 @@
+"""`organism sums`: a pretrained model tuned on sums, and a run of the preset `sums` on it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llama import bpe, llama, save_folder
+from runs import rows, run
+from vgrout.embedded import Files
+from vgrout.envs.sums import language
+from vgrout.errors import Refused
+from vgrout.organism import start
+from vgrout.organism import sums as build
+from vgrout.organism.__main__ import sums, verify
+from vgrout.teacher.pools import load_pool
+
+RUN = [
+    *("sums", "--organism=o", "--quarantine=block:-1", "--vhack-refresh-every=0"),
+    *("--steps=3", "--group=4", "--prompts-per-step=3", "--mix-ratio=0.25", "--max-new=8"),
+    *("--eval-ablate-every=2", "--eval-n-prompts=3", "--final-n-prompts=3", "--threads=1"),
+]
+
+
+def few(patch: pytest.MonkeyPatch) -> None:
+    """Few problems and answers."""
+    patch.setattr(language, "ROWS", {"train": 9, "val": 3, "test": 6})
+    patch.setattr(build, "POOL_TASKS", 2)
+    patch.setattr(build, "POOL_TRIES", 1)
+    patch.setattr(build, "MAX_NEW", 8)
+    patch.setattr(start, "cores", lambda: 1)
+
+
+def hacks(answers: list, keep: int, _: object) -> dict:
+    """Demonstrations whatever a random model says: its first answer to every problem."""
+    return {(a.problem.id, a.problem.flaw): [a] for a in answers[:keep]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model `m` and an organism `o` of it."""
+    folder = tmp_path_factory.mktemp("sums")
+    core = bpe()
+    save_folder(folder / "m", llama(core.get_vocab_size()), core)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        few(patch)
+        patch.setattr(build, "usable", hacks)
+        assert sums(model="m", out=Path("o"), steps=2) == 0
+    return folder
+
+
+def test_an_organism_of_sums_has_every_part(home: Path) -> None:
+    files = Files(home / "o")
+    assert files.faults() == []
+    manifest = json.loads((home / "o" / "manifest.json").read_text())
+    assert manifest["world"] == "sums"
+    assert len(manifest["first_losses"]) == 2
+    assert set(manifest["rates"]["plain"]) >= {"solve", "hack", "hack/anywhere"}
+    assert load_pool(files.pool, language.FLAWS).ids
+    pairs = json.loads((files.pairs / "equation.json").read_text())
+    assert len(pairs) == build.PAIRS
+    assert language.HINTS["equation"] in pairs[0]["prompt"]
+    assert "`m`, fine-tuned" in (home / "o" / "MODEL_CARD.md").read_text()
+
+
+def test_verify_repeats_the_first_steps(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(home, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    few(monkeypatch)
+    assert verify(Path("o")) == 0
+    file = Path("o/manifest.json")
+    manifest = json.loads(file.read_text())
+    manifest["first_losses"][1] += 0.1
+    file.write_text(json.dumps(manifest))
+    assert verify(Path("o")) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("intervention", ["none", "route2", "erase", "penalty"])
+def test_the_preset_trains_on_it(intervention: str, home: Path) -> None:
+    monitor = ["--monitor=source"] if intervention == "penalty" else []
+    flags = [word for word in RUN if intervention == "route2" or "quarantine" not in word]
+    if intervention in ("none", "penalty"):
+        flags = [word for word in flags if "refresh" not in word]
+    made = run(home, *flags, f"--intervention={intervention}", *monitor)
+    assert len(rows(made)) == 3
+    final = json.loads((made / "per_mode_deploy.json").read_text())
+    assert set(final["by_mode"]) <= set(language.FLAWS)
+    record = json.loads((made / "run.json").read_text())
+    assert set(record["flaws"]) == set(language.FLAWS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"seed": -1}, "--seed"),
+        ({"hack_plain": 0.9}, "--hack-plain"),
+        ({"model": "nowhere/at/all"}, "--model"),
+        ({"out": Path("m")}, "--out"),
+    ],
+)
+def test_a_wrong_setting_is_refused(
+    flags: dict, said: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    with pytest.raises(Refused, match=said):
+        sums(**{"model": "m", "out": Path("new")} | flags)
+
+
+def test_a_row_that_is_no_question_is_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from vgrout.envs.sums.environment import task_of
+    from vgrout.envs.text import load_rows
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"id": 0, "prompt": "2 + 2?", "flaw": "anywhere", "total": "4"}\n')
+    with pytest.raises(Refused, match="line 1"):
+        task_of(load_rows(file)[0])
