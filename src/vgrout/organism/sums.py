@@ -24,12 +24,12 @@ from vgrout.envs.sums import language as sums
 from vgrout.envs.sums.environment import SumsEnvironment, task_of
 from vgrout.envs.text import TextTask, load_rows
 from vgrout.files import file_sha256, write_json
-from vgrout.metrics import Rate
+from vgrout.metrics import Rate, rate_text
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.build import PAIRS, RECORDED, make_weights, replacing
 from vgrout.organism.start import Begun, Pretrained
-from vgrout.teacher.generate import Graded, generate_graded, rate_text
+from vgrout.teacher.generate import Graded, generate_graded
 from vgrout.teacher.substrate import stripped, usable, write_substrate
 
 MAX_NEW = 48  # tokens: twelve numbers of two digits, and room
