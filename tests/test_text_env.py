@@ -569,7 +569,7 @@ CHECKED = {  # functions → exit code, what is printed
     "--reward {m}:proxy --reference {m}:even": (0, "rewarded alone: a hack"),
     "--reward {m}:proxy=0.5 {m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
     "--reward {m}:raises --reference {m}:gold": (1, "asked about the row at rows.jsonl, line 1"),
-    "--reward {m}:proxy --reference {m}:nan": (1, "returned nan, not a finite number"),
+    "--reward {m}:proxy --reference {m}:nan": (1, "not a finite number (own_text_"),
     "--reward {m}:many --reference {m}:gold": (1, "no list with one number for one completion"),
     "--reward {m}:proxy": (2, "the one is not read without the other"),
     "--reward {m}:proxy --reference {m}:absent": (2, "cannot be imported"),

@@ -141,7 +141,8 @@ def _failed(e: RewardFailed, row: TextTask) -> int:
     """Say which function failed, and where it was asked: its traceback, then a line."""
     if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
         faults.show(e.__cause__)
-    print(f"E {printable(str(e))}, asked about the row at {row.where}", file=sys.stderr)
+    said = printable(f"{e} ({e.where}), asked about the row at {row.where}")
+    print(f"E {said}", file=sys.stderr)
     return 1
 
 

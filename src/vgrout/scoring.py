@@ -41,6 +41,8 @@ BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
 class RewardFailed(Exception):
     """The function gave no score for an answer: it raised, took too long, or returned no number that it may."""
 
+    where = ""  # FILE, line N of the function, where that is known
+
 
 def weights_of(named: str, flag: str) -> dict[str, float]:
     """The functions of a list `module:function=weight …`, each with its weight; 1 where it names none.

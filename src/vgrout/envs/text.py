@@ -243,7 +243,9 @@ class TextGrader:
         try:
             return function.scores_of(asked, self.retries, lambda: self._closed)
         except RewardFailed as e:
-            raise RewardFailed(f"{function.flag} {function.name} {e}") from e.__cause__
+            failed = RewardFailed(f"{function.flag} {function.name} {e}")
+            failed.where = function.where
+            raise failed from e.__cause__
 
     def close(self) -> None:
         """Let running gradings finish. Idempotent."""
