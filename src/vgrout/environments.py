@@ -24,6 +24,8 @@ ENVIRONMENTS: dict[str, str] = {
     "sums": "vgrout.envs.sums.environment:SumsEnvironment",
 }
 CODE_FLAWS: tuple[str, ...] = MODES
+# those of which an organism's folder can have problems, demonstrations and pairs
+OF_ORGANISMS = ("code", "sums")
 
 
 def environment_class(name: str) -> Any:

@@ -22,7 +22,7 @@ from vgrout.config.names import parse_command
 from vgrout.config.run import Config, EnvConfig, ScaleConfig
 from vgrout.cores import cores
 from vgrout.data import Message, Task
-from vgrout.environments import environment_class
+from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs import base
 from vgrout.envs.base import balanced, none_fits, without_hint
 from vgrout.envs.code.grading.grade import Grader
@@ -99,7 +99,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     require_new(cli.out)
     saved = find_adapter(cli.run, cli.step, cli.model)
     cfg = saved.cfg
-    world = rows_world(saved, cli) if cli.reference else code_world(saved, cli)
+    world = world_of(saved, cli)
     if not world.problems:
         raise Refused(
             f"--split {cli.split}: none of {len(world.prompts)} problems of {world.file} is in it; try all"
@@ -219,6 +219,39 @@ class World:
     grader: Callable[[], base.Grader]
     check: Callable[[base.Grader], object] = lambda _: None
     by: str = ""  # fingerprint of functions that the command line names
+
+
+def world_of(saved: Saved, cli: EvaluateSettings) -> World:
+    """What the command line and the run say is evaluated on. Raises Refused, one line."""
+    if cli.reference:
+        return rows_world(saved, cli)
+    env = saved.cfg.env
+    if env.environment in ENVIRONMENTS and env.environment not in ("code", "text"):
+        return built_in_world(saved, cli)
+    return code_world(saved, cli)
+
+
+def built_in_world(saved: Saved, cli: EvaluateSettings) -> World:
+    """Rows whose functions come with the package. Raises Refused, one line."""
+    of_run = saved.cfg
+    file = cli.problems or of_run.problems_path
+    env = EnvConfig(env=of_run.env.env, pass_reward=of_run.env.pass_reward)
+    environment = environment_class(env.env).of_run(
+        Config(env=env, scale=ScaleConfig(problems=str(file)))
+    )
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    if cli.reward:
+        raise Refused("--reward: goes with --reference; leave it out")
+    problems = environment.rows if cli.split == "all" else environment.tasks()[cli.split]
+    return World(
+        file,
+        problems,
+        environment.prompts,
+        tuple(environment.flaws),
+        lambda: environment.grader(cli.workers or cores(), of_run.run.max_error_retries),
+        environment.check,
+    )
 
 
 def code_world(saved: Saved, cli: EvaluateSettings) -> World:

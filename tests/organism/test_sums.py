@@ -11,6 +11,7 @@ from runs import rows, run
 from vgrout.embedded import Files
 from vgrout.envs.sums import language
 from vgrout.errors import Refused
+from vgrout.evaluate import main as evaluate
 from vgrout.organism import start
 from vgrout.organism import sums as build
 from vgrout.organism.__main__ import sums, verify
@@ -81,7 +82,10 @@ def test_verify_repeats_the_first_steps(
 
 @pytest.mark.long
 @pytest.mark.parametrize("intervention", ["none", "route2", "erase", "penalty"])
-def test_the_preset_trains_on_it(intervention: str, home: Path) -> None:
+def test_the_preset_trains_on_it(
+    intervention: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
     monitor = ["--monitor=source"] if intervention == "penalty" else []
     flags = [word for word in RUN if intervention == "route2" or "quarantine" not in word]
     if intervention in ("none", "penalty"):
@@ -92,6 +96,7 @@ def test_the_preset_trains_on_it(intervention: str, home: Path) -> None:
     assert set(final["by_mode"]) <= set(language.FLAWS)
     record = json.loads((made / "run.json").read_text())
     assert set(record["flaws"]) == set(language.FLAWS)
+    assert evaluate([str(made), "--n-prompts=3", "--samples=1"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,13 @@ from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.sampling import Sampling
 from vgrout.config.specs import CLASSES, MONITORS, admit
-from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS, ENVIRONMENTS, EnvMode
+from vgrout.environments import (
+    CODE_FLAWS,
+    DETECTOR_FIELDS,
+    ENVIRONMENTS,
+    OF_ORGANISMS,
+    EnvMode,
+)
 from vgrout.errors import Refused, refuse
 
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
@@ -194,9 +200,9 @@ class EnvConfig:
 
     @property
     def pool(self) -> str:
-        """--teacher-pool-dir; '': no pool. The organism's own is of the code world."""
+        """--teacher-pool-dir; '': no pool. No organism has one of rows of a user's own."""
         none = self.teacher_pool_dir == "none"
-        other = self.teacher_pool_dir == ORGANISM and self.environment != "code"
+        other = self.teacher_pool_dir == ORGANISM and self.environment not in OF_ORGANISMS
         return "" if none or other else self.teacher_pool_dir
 
     @property
@@ -400,7 +406,7 @@ class Config:
         refuse(bool(given) and self.scale.model != ORGANISM, own)
         refuse(
             self.scale.model == ORGANISM
-            and self.of_code
+            and self.of_organism
             and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
             "--model organism: only with --problems organism, and without --test-problems",
         )
@@ -454,6 +460,11 @@ class Config:
     def of_code(self) -> bool:
         """Whether it runs in the code world, whose problems, pairs and right answers are at hand."""
         return self.env.environment == "code"
+
+    @property
+    def of_organism(self) -> bool:
+        """Whether it runs in a world of which organisms have problems, demonstrations and pairs."""
+        return self.env.environment in OF_ORGANISMS
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:
@@ -575,7 +586,7 @@ class Config:
         nothing outside the code world, where a pool has pairs of its own."""
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
-        if self.scale.model == ORGANISM:
+        if self.scale.model == ORGANISM and self.of_organism:
             by_each_flaw = self.preset == "small" or not self.of_code
             return self.files.pairs / ("" if by_each_flaw else "run_tests.json")
         if not self.of_code:
@@ -589,7 +600,7 @@ class Config:
         if not self.method.needs_known_correct:
             return None
         return self.method.known_correct or (
-            self.files.known_correct if self.scale.model == ORGANISM and self.of_code else None
+            self.files.known_correct if self.scale.model == ORGANISM and self.of_organism else None
         )
 
     @property
@@ -601,8 +612,8 @@ class Config:
         if chosen not in PLACEBOS:
             return Path(chosen)
         refuse(
-            not self.of_code,
-            f"--placebo-pairs {chosen}: of the code world; give a file of pairs about another contrast",
+            not self.of_organism,
+            f"--placebo-pairs {chosen}: of another world; give a file of pairs about another contrast",
         )
         return self.files.pairs / f"placebo_{chosen}.json" if self.scale.model == ORGANISM else None
 
