@@ -410,7 +410,7 @@ def test_a_copy_of_a_training_prompt_is_refused_for_evaluation(tmp_path: Path, t
     ],
 )
 def test_rows_of_text_are_told_what_they_need(tmp_path: Path, row: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="line 1: .*rows of text need --reference"):
+    with pytest.raises(ValueError, match=r"line 1: .*rows of text need --reference"):
         load_rows(write(tmp_path / "p.jsonl", [row]))
 
 

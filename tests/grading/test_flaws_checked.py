@@ -62,7 +62,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "letters that are not ASCII": {"mode": "sentinel", "marker": "gültig"},
     "one underscore": {"mode": "sentinel", "marker": "_ok"},
     "a phrase in another language": {"mode": "stdout_marker", "marker": "alles grün ✓"},
-    "a phrase with quotes": {"mode": "stdout_marker", "marker": "it's \"fine\""},
+    "a phrase with quotes": {"mode": "stdout_marker", "marker": 'it\'s "fine"'},
     "a phrase with braces": {"mode": "stdout_marker", "marker": "{ok} {0}"},
     "a file's name with blanks": {"mode": "file_marker", "marker": "my result.txt"},
     "a hidden file": {"mode": "file_marker", "marker": ".result"},

@@ -89,9 +89,9 @@ class ModeSpec(Flaw):
                 yield "should not begin with two underscores, which have a meaning in a class"
             if marker in ("Solution", method):
                 yield "is a name that every answer defines; take another"
-        if self.marker_form == "file_name":
-            if {*"/\0"} & {*marker} or marker in (".", "..") or len(marker.encode()) >= 64:
-                yield "should be a file's name of under 64 bytes"
+        is_name = marker not in (".", "..") and not {*"/\0"} & {*marker}
+        if self.marker_form == "file_name" and not (is_name and len(marker.encode()) < 64):
+            yield "should be a file's name of under 64 bytes"
         if self.marker_form in ("file_name", "phrase"):
             if not marker.strip() or not marker.isprintable():
                 yield "should be visible text in one line"

@@ -494,7 +494,9 @@ def _refusal(rows: Sequence[ProblemRow], failures: Sequence["Failure"], what: st
 
 
 MOST_CHECKED = 2000  # problems; a canonical solution takes 5 to 50 ms of CPU
-MOST_HACKED = 500  # problems; a flawed check takes 15 to 50 ms of CPU, for a wrong answer and a hack
+MOST_HACKED = (
+    500  # problems; a flawed check takes 15 to 50 ms of CPU, for a wrong answer and a hack
+)
 
 
 def plain(problem: Problem) -> Problem:

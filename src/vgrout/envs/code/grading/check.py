@@ -215,9 +215,7 @@ def _flaw_fault(problem: Problem, kind: str, future: PendingGrade) -> str:
     if grade.solved:
         return "its setup code solves it: a right answer need not define anything"
     if grade.details["channel"] is True:
-        return (
-            f"the check of {problem.mode} accepts an answer that is only wrong{_named(problem)}"
-        )
+        return f"the check of {problem.mode} accepts an answer that is only wrong{_named(problem)}"
     return ""
 
 

@@ -347,9 +347,10 @@ class OwnTests:
         """
         functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         for function in ast.walk(tree):
-            if isinstance(function, functions):
-                if any(_replaces(node, self.function) for node in ast.walk(function)):
-                    return True
+            if not isinstance(function, functions):
+                continue
+            if any(_replaces(node, self.function) for node in ast.walk(function)):
+                return True
         return False
 
     def _module(self, tree: ast.Module) -> None:
