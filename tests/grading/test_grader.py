@@ -694,7 +694,7 @@ def test_protections_are_reported(grader):
     assert all(layer in p.line() for layer in (*p.active, *p.missing))
 
 
-BARE = ("landlock", "seccomp", "namespaces")
+BARE = ("landlock", "seccomp", "namespaces", "chroot")
 UNKEPT = {"send over UDP", "share memory with others", "leave shared memory behind"}
 
 

@@ -176,6 +176,7 @@ def run_one(server: ForkServerHandle, expression: str) -> str:
         "called": (),
         "setup": b"",
         "test_function": "",
+        "builders": [],
         "calls": [call],
     }
     server.run(job | {"kinds": ["plain"]}, 2.0, reply)

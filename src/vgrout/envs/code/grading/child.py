@@ -86,8 +86,8 @@ def prepare() -> None:
     atexit._clear()
     _prepared["_shutdown"] = vars(sys.modules["threading"])["_shutdown"]
     objects = _living_objects()
-    _without_finalizer.update(map(id, map(type, objects)))
-    _without_finalizer.difference_update(_finalizers(objects))
+    kinds = {id(kind) for kind in map(type, objects)}
+    _without_finalizer.update(kinds - _finalizers(objects).keys())
 
 
 def _unbuffered(fd: int) -> io.TextIOWrapper:
