@@ -1,6 +1,7 @@
 """The command line: every command runs, typing errors get a suggestion, help is wrapped once."""
 
 import re
+import sys
 
 import pytest
 
@@ -94,6 +95,9 @@ def test_a_wrapped_docstring_is_one_line_of_help(
         resolve(["mini", "--help-all"])
     help_text = capsys.readouterr().out
     assert "as many by each; none: the preset's. (default" in help_text
+    monkeypatch.delitem(
+        sys.modules, "vgrout.organism.__main__", raising=False
+    )  # as in a new process
     with pytest.raises(SystemExit):
         vgrout(["organism", "build", "--help"])
     assert "no attempt at the problem; the rest carry one" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+import sys
 import runpy
 import shlex
 from collections.abc import Iterator
@@ -131,6 +132,7 @@ def test_every_command_line_of_train_is_one(
         r"`(\w+\.py)`[^\n]*:\n\n```python\n(.*?)```", text(page), re.DOTALL
     ):
         (tmp_path / name).write_text(code, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     rows = [
         f"vgrout train mini {s}" for s in code_spans(page) if s.startswith("--organism out/warm ")
     ]

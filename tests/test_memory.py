@@ -258,7 +258,11 @@ SAID = "out of memory on the GPU: 2.50 GiB more were needed"
 @pytest.mark.parametrize(
     ("command", "error", "said"),
     [
-        ("train smoke --intervention none", ON_A_GPU, f"{SAID}; the last .* a lower --memory-gib"),
+        (
+            "train smoke --intervention none",
+            ON_A_GPU,
+            f"{SAID}; there is no .* a lower --memory-gib",
+        ),
         (
             "distill --teacher teacher.safetensors",
             ON_THE_HOST,

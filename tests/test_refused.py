@@ -159,7 +159,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write("key.jsonl", [problem(0, canonical_solutoin="")])
     phrase = f"{'a word or 7 ' * 1000}{PLAIN_PHRASE}"
     write(
-        "long.jsonl", (problem(i, prompt=[{"role": "user", "content": phrase}]) for i in range(20))
+        "long.jsonl",
+        (problem(i, prompt=[{"role": "user", "content": f"{i}: {phrase}"}]) for i in range(20)),
     )
     write("answers.jsonl", [{"problem_id": 0, "text": "x"}])
     (tmp_path / "empty.jsonl").touch()
@@ -283,7 +284,7 @@ REFUSED = {
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",
     "train smoke --step 3": "--step: no such flag; did you mean --steps?",
-    "train smok": "smok: name a preset first: smoke, mini, small, fast, full; then flags, or --help",
+    "train smok": "smok: name a preset first: smoke, mini, small, sums, fast, full; then flags, or --help",
     "teacher --nope 3": "--nope: no such flag",
     "evaluate": "missing: ",
     "download nothing": "nothing: should be one of ",

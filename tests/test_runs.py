@@ -173,7 +173,7 @@ def test_unfinished_and_superseded_runs_are_named(tmp_path: Path) -> None:
     assert [r.path for r in runs] == [newer, halted], (
         "a halted run has a final evaluation, and counts"
     )
-    assert left_out == [
+    assert sorted(left_out) == [
         "000_mini_none_seed41 (older than 001_mini_none_seed41, the same settings and seed)",
         "004_mini_none_seed3 (finished, no per_mode_deploy.json)",
         "dead (unknown)",

@@ -253,7 +253,7 @@ FLAGS = {
     "--monitor source --intervention penalty": "no demonstration is mixed in; give a --teacher-pool-dir",
     "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
     "--monitor labels --intervention screen --shadow detector": "--shadow detector: could flag nothing",
-    "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of the code world; give a file of pairs",
+    "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of another world; give a file of pairs",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
     "--report-detectors C": "--report-detectors: not read with --env text; leave it out",
     "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",

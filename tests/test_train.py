@@ -245,7 +245,7 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
         line.startswith("run           mini_route2_seed41: 60 steps of 4 problems × 8 answers")
         for line in lines
     )
-    assert len(lines) <= 17
+    assert len(lines) <= 18
     heads = {line.split()[0] for line in lines}
     assert {"answers", "memory", "disk", "problems", "pool", "pairs", "guard", "sandbox"} <= heads
     assert not heads & {"missing", "device"}

@@ -37,6 +37,8 @@ BUILT_WITH = {"Monitor": (), "Intervention": ("spans", "cfg", "device")}
 TEXTS, GRADIENTS = ("flag",), ("flag_gradients", "known_hacks", "make", "__init__")
 REWARDS, GRADIENT = ("reward",), ("route", "advantages")
 CHOICES = {"reads": ("texts", "gradients"), "acts_on": ("nothing", "rewards", "gradient")}
+# what a monitor may need, as `specs` explains it
+NEEDS = ("seed", "known correct", "detector", "demonstrations")
 SWITCHES = ("sees_labels", "signs_random", "reads_flags", "by_rollout", "routes", "has_direction")
 # A helper is no misspelt method unless it is as close as one letter is in a word of four.
 CLOSE = 0.85
@@ -75,8 +77,8 @@ def _require_attributes(own: type, facts: Mapping[str, Any], title: str) -> None
             expected = "one line of text"
         if name in ("settings", "needs") and not _is_words(value):
             expected = 'a tuple of names, as ("penalty",): a comma makes the tuple'
-        if name == "needs" and _is_words(value) and not {*value} <= {"seed", "known correct"}:
-            expected = 'a tuple of "seed" and "known correct"'
+        if name == "needs" and _is_words(value) and not {*value} <= {*NEEDS}:
+            expected = f"a tuple of {', '.join(map(repr, NEEDS))}"
         if name in CHOICES and value not in CHOICES[name]:
             expected = f"one of {', '.join(CHOICES[name])}"
         if name in SWITCHES and not isinstance(value, bool):
