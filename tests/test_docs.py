@@ -3,9 +3,9 @@
 import ast
 import importlib.util
 import re
-import sys
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
