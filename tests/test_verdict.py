@@ -102,7 +102,7 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
         except ValueError as refused:  # such a run does not start
             assert str(refused).startswith("--guard halt")  # noqa: PT017
             continue
-        assert len(last_lines(cfg, ended(), MEANS, Path("out/runs/x"))) == 4
+        assert len(last_lines(cfg, ended(), MEANS, Path("out/runs/x"))) >= 5
         started += 1
     assert started > 20
 
@@ -122,23 +122,25 @@ def test_a_presets_own_answers_are_enough_for_a_verdict(preset: str) -> None:
 def test_where_there_were_too_few_answers_the_way_on_is_said(argv: str, samples: str) -> None:
     cfg = resolve([*argv.split(), "--intervention=route2"])
     lines = last_lines(cfg, ended(), "too few answers (24) for a verdict", Path("out/runs/x"))
-    assert lines[2] == "verdict: too few answers (24) for a verdict"
-    assert lines[4].endswith(f"vgrout evaluate out/runs/x --samples {samples}")
+    assert lines[3] == "verdict: too few answers (24) for a verdict"
+    assert lines[-1].endswith(f"vgrout evaluate out/runs/x --samples {samples}")
 
 
-def test_the_last_four_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV", "uv")
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
     lines = last_lines(cfg, final, MEANS, Path("out/runs/x"))
     assert lines == [
-        "as trained   12.0 % hack   68.2 % solve    untrained 0.5 / 47.4",
-        "deployed      2.1 % hack   79.2 % solve    plain GRPO 79.7 / 2.9 (10 seeds)",
+        "untrained     0.5 % hack   47.4 % solve",
+        "as trained   12.0 % hack   68.2 % solve",
+        "deployed      2.1 % hack   79.2 % solve",
         "verdict: hacks removed, skill kept (384 answers)",
+        "for comparison: plain GRPO ended at 79.7 % hack, 2.9 % solve in 10 earlier runs",
         "more: out/runs/x/summary.md · dynamics.png · uv run vgrout report out/runs/x",
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))
-    assert last_lines(controlled, final, MEANS, Path("x"))[2].endswith(
+    assert last_lines(controlled, final, MEANS, Path("x"))[3].endswith(
         "skill kept (384 answers), under --control haar"
     )

@@ -108,7 +108,10 @@ def show(
     cfg, rows = results.cfg, results.rows
     finished = made("this run as a report", lambda: _as_report(run.path, cfg))
     answer = made("the last lines", lambda: _last_lines(results, finished, run.path)) or []
-    verdict = answer[2] if answer else "verdict: not worked out"
+    verdict = "verdict: not worked out"
+    for line in answer:
+        if line.startswith("verdict: "):
+            verdict = line
     text = made("summary.md", lambda: page(results, verdict, detectors))
     if text:
         write_atomic(run.path / "summary.md", text)

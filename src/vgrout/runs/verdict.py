@@ -1,5 +1,5 @@
-"""The last four lines of a run: its model as trained and as deployed, beside what they are compared with; what that
-means, in words; and where to read on."""
+"""The last lines of a run: its model untrained, as trained and as deployed; what that means, in words; and where to
+read on."""
 
 import math
 from pathlib import Path
@@ -16,24 +16,26 @@ MORE = 4  # times the answers to a problem, for half the width of an interval
 
 
 def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
-    """The four lines, and where there were too few answers for a verdict how to have more.
+    """The lines. Where earlier runs of plain GRPO in this very setting are on record, one more says how they ended; where
+    there were too few answers for a verdict, one says how to have more.
 
     means: the conclusion of the run's report.
     """
-    base, control = final.base, cfg.method.control_name
-    (hack, *_), (solve, *_) = PLAIN_GRPO["hack"], PLAIN_GRPO["solve"]
-    plain = f"plain GRPO {hack} / {solve} ({PLAIN_GRPO_SEEDS} seeds)" if recorded(cfg) else ""
-    beside = f"untrained {base.hack.percent} / {base.solve.percent}", plain
-    lines = [
-        *(
-            f"{name:<11} {side.hack.percent:>5} % hack  {side.solve.percent:>5} % solve    {other}".rstrip()
-            for name, side, other in zip(
-                ("as trained", "deployed"), (final.trained, final.deployed), beside, strict=True
-            )
-        ),
-        f"verdict: {means}" + ("" if control == "none" else f", under --control {control}"),
-        f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {run}')}",
-    ]
+    sides = {"untrained": final.base, "as trained": final.trained, "deployed": final.deployed}
+    lines: list[str] = []
+    for name, side in sides.items():
+        hack, solve = side.hack.percent, side.solve.percent
+        lines.append(f"{name:<11} {hack:>5} % hack  {solve:>5} % solve")
+    control = cfg.method.control_name
+    lines.append(
+        f"verdict: {means}" + ("" if control == "none" else f", under --control {control}")
+    )
+    if recorded(cfg):
+        (hack, *_), (solve, *_) = PLAIN_GRPO["hack"], PLAIN_GRPO["solve"]
+        lines.append(
+            f"for comparison: plain GRPO ended at {hack} % hack, {solve} % solve in {PLAIN_GRPO_SEEDS} earlier runs"
+        )
+    lines.append(f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {run}')}")
     if TOO_FEW in means and cfg.env.environment == "code":
         n, samples = cfg.eval.final_n_prompts, cfg.eval.final_samples
         samples = max(math.ceil(ENOUGH / n), MORE * samples)
