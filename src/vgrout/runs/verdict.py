@@ -16,8 +16,10 @@ MORE = 4  # times the answers to a problem, for half the width of an interval
 
 
 def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
-    """The lines. Where earlier runs of plain GRPO in this very setting are on record, one more says how they ended; where
-    there were too few answers for a verdict, one says how to have more.
+    """The lines.
+
+    Where earlier runs of plain GRPO in this very setting are on record, one more says how they ended;
+    where there were too few answers for a verdict, one says how to have more.
 
     means: the conclusion of the run's report.
     """
