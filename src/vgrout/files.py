@@ -125,7 +125,7 @@ def regular(path: str, flags: int) -> int:
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return fd
     os.close(fd)
-    raise OSError(errno.EINVAL, "not a regular file", path)
+    raise OSError(errno.EINVAL, "not a regular file; save it as one first", path)
 
 
 def hold(folder: Path, what: str = "run") -> BinaryIO:

@@ -38,7 +38,7 @@ class GradeSettings:
     """Grade a file of answers."""
 
     answers: Annotated[Path, tyro.conf.Positional]
-    """JSONL with problem_id, text and (optionally) env_mode and marker."""
+    """JSONL with problem_id, text and (optionally) env_mode and marker; a file, or a pipe as /dev/stdin."""
     problems: Path
     """The problems of the answers."""
     out: Path
@@ -51,7 +51,8 @@ class GradeSettings:
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
     def __post_init__(self) -> None:
-        refuse(not self.answers.is_file(), f"{self.answers}: no such file; give a JSONL file")
+        there = self.answers.exists() and not self.answers.is_dir()
+        refuse(not there, f"{self.answers}: no such file; give a JSONL file")
         require_new(self.out)
         check(self)
 
@@ -124,12 +125,12 @@ def _finished(record: Record, outcome: Future[Grade | Ungraded] | str) -> Record
 def run(config: GradeSettings) -> int:
     """Grade the file. Returns the number of lines that have an error instead of a grade."""
     problems = {p.id: p for p in load_problems(config.problems)}
-    with open(config.answers, "rb") as f:
-        n = sum(1 for line in f if line.strip())
-    if not n:
-        raise Refused(f"{config.answers}: no answers in it")
+    expected = None  # a pipe can be read only once, so its lines are not counted beforehand
+    if config.answers.is_file():
+        with open(config.answers, "rb") as f:
+            expected = sum(1 for line in f if line.strip())
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    errors = 0
+    n = errors = 0
     with (
         Grader(
             config.workers,
@@ -139,13 +140,15 @@ def run(config: GradeSettings) -> int:
         ) as grader,
         open(config.answers, "rb") as source,
         atomic_open(config.out) as target,
-        tqdm(total=n, desc="grading", disable=None) as bar,
+        tqdm(total=expected, desc="grading", disable=None) as bar,
     ):
         lines = (line.rstrip(b"\n") for line in source if line.strip())
         for record in grade_lines(lines, problems, grader):
+            n += 1
             errors += "error" in record
             target.write((json.dumps(record) + "\n").encode())
             bar.update()
+        refuse(not n, f"{config.answers}: no answers in it")
         print(grader.protections.line())
         if grader.tests_unread:
             print(

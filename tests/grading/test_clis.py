@@ -1,6 +1,7 @@
 """The programs around the grader: offline grading, the doctor, the benchmark's peers."""
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -97,6 +98,21 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     answers.write_text(texts[0] + "\n")
     out.unlink()
     assert run_offline(monkeypatch, *flags) == 0, "no bad line"
+
+
+@pytest.mark.parametrize(("text", "code"), [('{"problem_id": 1, "text": "x"}\n' * 3, 0), ("", 2)])
+def test_answers_may_come_through_a_pipe(problems, tmp_path, text, code):
+    out = tmp_path / "grades.jsonl"
+    words = f"/dev/stdin --problems {problems} --out {out} --workers 1".split()
+    ended = subprocess.run(
+        [sys.executable, "-m", "vgrout.grade", *words], input=text, text=True, capture_output=True
+    )
+    assert ended.returncode == code, ended.stderr
+    if code:
+        assert ended.stderr == "E /dev/stdin: no answers in it\n"
+        assert not out.exists()
+    else:
+        assert len(out.read_text().splitlines()) == 3
 
 
 def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(
