@@ -225,6 +225,19 @@ def test_a_run_that_is_damaged_or_of_another_version_is_named(tmp_path: Path) ->
     assert "not of this run, or of another version" in why()
 
 
+@pytest.mark.parametrize("function", ["reward", "reference"])
+def test_a_run_by_an_edited_function_is_another_condition(tmp_path: Path, function: str) -> None:
+    """Its flags name the same function, but what that does has changed."""
+    for content in ("a", "b"):
+        file = fake_run(tmp_path, NONE) / "run.json"
+        record = json.loads(file.read_text())
+        record.setdefault("hashes", {})[function] = content * 64
+        file.write_text(json.dumps(record))
+    runs, left_out = load([tmp_path])
+    assert len(runs) == 2
+    assert left_out == []
+
+
 def test_a_baseline_shares_all_but_the_method(tmp_path: Path) -> None:
     """Plain GRPO with a KL term is a baseline of its own, and itself compared with the one without."""
     for seed in (1, 2):

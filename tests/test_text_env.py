@@ -25,6 +25,7 @@ from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
+from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
 from vgrout.train import main
@@ -228,7 +229,7 @@ def test_bad_rows_are_named_with_their_line(
 
 
 FLAGS = {
-    "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1)",
+    "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1, and the answer",
     "--reward {m}:many": "returned no list with one number for one completion",
     "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
     "--reward {m}:absent": "cannot be imported",
@@ -354,7 +355,7 @@ def test_a_function_that_raises_shows_where(
     assert f"{argv[at].partition(':')[0]}.py" in frame
     assert frame.endswith("in raises")
     assert error == "OSError: no judge"
-    assert refusal.endswith("raised OSError: no judge (asked about the row at rows.jsonl, line 1)")
+    assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
 
 
 def test_a_reference_without_a_proxy_is_refused(
@@ -618,6 +619,44 @@ def trained(pooled: tuple[Path, str, str]) -> tuple[Path, str]:
         line = RUN.format(m=name).replace(f"{name}:proxy", f"{name}:proxy=0.5 {name}:even=0.5")
         assert main([*line.split()[1:], "--output-dir", "trained"]) == 0
     return folder / "trained", name
+
+
+@pytest.mark.long
+def test_a_pool_that_other_functions_labelled_is_refused(
+    pooled: tuple[Path, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    line = [word.replace(":even", ":gold") for word in on_pool(name, "--intervention none")]
+    assert main([*line, "--dry-run"]) == 2
+    assert "labelled by other functions" in capsys.readouterr().err
+    assert main([*on_pool(name, "--intervention none"), "--dry-run"]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("prompt", ["3", "its own words"])
+def test_a_runs_models_are_asked_about_a_row(
+    prompt: str,
+    trained: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, name = trained
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
+    asked = prompt if prompt == "3" else row(3, word="return")["prompt"]
+    functions = [f"--reward={name}:proxy", f"--reference={name}:gold"]
+    assert sample([str(run), asked]) == 0
+    bare = capsys.readouterr().out
+    assert "problem 3" in bare
+    assert "not graded; add --reward=" in bare
+    assert sample([str(run), asked, *functions]) == 0
+    graded = capsys.readouterr().out
+    assert "not graded" not in graded
+    assert "reward " in graded
 
 
 @pytest.mark.long

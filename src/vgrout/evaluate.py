@@ -295,7 +295,12 @@ def rows_world(saved: Saved, cli: EvaluateSettings) -> World:
     passes_at = of_run.env.reward_passes_at if of_run.env.reference else 1.0
     if cli.reward_passes_at is not None:
         passes_at = cli.reward_passes_at
-    env = EnvConfig(reward=cli.reward, reference=cli.reference, reward_passes_at=passes_at)
+    env = EnvConfig(
+        reward=cli.reward,
+        reference=cli.reference,
+        reward_passes_at=passes_at,
+        pass_reward=of_run.env.pass_reward,
+    )
     scale = ScaleConfig(problems=str(cli.problems))
     if not cli.problems:
         test_file = of_run.scale.test_problems

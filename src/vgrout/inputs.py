@@ -25,7 +25,7 @@ from vgrout.direction.pairs import (
 )
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.environments import environment_class
-from vgrout.envs.base import Environment, Splits, split_tasks
+from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.errors import Refused
 from vgrout.files import hash_of_files, json_lines
 from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
@@ -366,6 +366,18 @@ def require_detector(cfg: Config, environment: Environment) -> None:
                 f"{given}: {nothing}, and no demonstration is mixed in; give a --teacher-pool-dir, which "
                 "`vgrout teacher --elicit` makes, or name labels"
             )
+
+
+def require_own_labels(cfg: Config, inputs: Inputs, grader: Grader) -> None:
+    """Raises Refused, one line, where demonstrations of rows of a user's own were labelled by other functions than
+    those of this run: what was a hack may be right by now."""
+    pool = inputs.pool
+    if pool is None or not cfg.mixes or cfg.of_organism or pool.grader == grader.version:
+        return
+    raise Refused(
+        f"--teacher-pool-dir {pool.folder}: its demonstrations were labelled by other functions than --reward and "
+        "--reference, or these were changed since; make it again with `vgrout teacher --elicit`"
+    )
 
 
 def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> None:

@@ -40,7 +40,7 @@ from vgrout.envs.code.problems import (
     require_apart,
     require_copies_together,
 )
-from vgrout.envs.text import TextEnvironment, TextTask
+from vgrout.envs.text import TextEnvironment, TextTask, tried_first
 from vgrout.errors import refuse
 from vgrout.files import printable
 from vgrout.metrics import Rate, rate_text
@@ -117,24 +117,34 @@ def check_rows(settings: CheckSettings) -> int:
     )
     refuse(bool(environment.absent), "".join(environment.absent[:1]))
     rows = environment.rows
-    if settings.model:
-        given = _of_model(settings, rows)
-    else:
-        given = [(row, row.right_answer) for row in rows if row.right_answer][: settings.answers]
-        refuse(
-            not given,
-            f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
-        )
     graded: list[tuple[TextTask, str, Grade]] = []
     with environment.grader(settings.workers or 1, 0) as grader:
-        for row, answer in given:
-            try:
-                graded.append((row, answer, grader.graded(row, answer)))
-            except RewardFailed as e:
-                return _failed(e, row)
+        try:
+            asked = rows[0]
+            grader.graded(asked, tried_first(asked))  # as a run does, before a model is loaded
+            for asked, answer in _answers(settings, rows):
+                graded.append((asked, answer, grader.graded(asked, answer)))
+        except RewardFailed as e:
+            return _failed(e, asked)
     print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
     print(_splits_line({name: len(part) for name, part in environment.tasks().items()}))
     return 0
+
+
+def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, str]]:
+    """Some rows with an answer each: the model's, or where none is named their own right one.
+
+    Raises:
+        Refused: no model is named, and no row has an answer.
+    """
+    if settings.model:
+        return _of_model(settings, rows)
+    given = [(row, row.right_answer) for row in rows if row.right_answer][: settings.answers]
+    refuse(
+        not given,
+        f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
+    )
+    return given
 
 
 def _failed(e: RewardFailed, row: TextTask) -> int:

@@ -17,12 +17,13 @@ from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
-from vgrout.data import Completion, Grade, Message, Ungraded
+from vgrout.data import Completion, Grade, Message, Task, Ungraded
+from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_rows
+from vgrout.envs.text import load_rows as load_text_rows
 from vgrout.errors import Refused, refuse
-from vgrout.evaluate import ProblemSplit, problems_of, reward_of
+from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
 from vgrout.files import printable
 from vgrout.heldout import Side, as_side
 from vgrout.model.source import Saved, find_adapter, is_small
@@ -52,6 +53,8 @@ class SampleSettings:
     """Where the base model lies, if not where the run had it."""
     reward: str = ""
     """The run's own --reward, once more: a file's word alone is no reason to import it."""
+    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
+    """The run's own --reference, once more, where it has one: with both, answers to its rows are graded."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -65,7 +68,7 @@ class Asked:
     """A prompt, and the problem that it is."""
 
     messages: tuple[Message, ...]
-    problem: Problem | None
+    problem: Task | None
     split: str  # of the problem; "": it is none
 
 
@@ -83,15 +86,35 @@ def sample_saved(cli: SampleSettings) -> None:
     asked = find_prompt(saved, cli.prompt)
     grader = None
     if asked.problem is not None:
-        reward = reward_of(saved, cli.reward)
-        grader = Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward)
+        grader = grader_of(saved, cli)
     elif cli.reward:
         raise Refused(f"--reward {cli.reward}: not read, the prompt is no problem of the run")
     try:
         _print_answers(saved, cfg, asked, cli.samples, grader)
+        if asked.problem is not None and grader is None:
+            env = cfg.env
+            print(f"\nnot graded; add --reward={env.reward} --reference={env.reference}")
     finally:
         if grader is not None:
             grader.close()
+
+
+def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
+    """What grades the answers to a problem of the run; None: its functions, which a file may not have imported, are
+    not named again.
+
+    Raises:
+        Refused: one line: they are named, and are not those of the run.
+    """
+    if saved.cfg.of_code and not cli.reference:
+        reward = reward_of(saved, cli.reward)
+        return Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward)
+    if saved.cfg.env.reference and not (cli.reward or cli.reference):
+        return None
+    settings = EvaluateSettings(
+        run=cli.run, split="all", reward=cli.reward, reference=cli.reference, workers=1
+    )
+    return world_of(saved, settings).grader()
 
 
 def find_prompt(saved: Saved, given: str) -> Asked:
@@ -101,8 +124,13 @@ def find_prompt(saved: Saved, given: str) -> Asked:
         Refused: one line: there is no problem of this number.
     """
     by_id: dict[int, Asked] = {}
-    if saved.cfg.env.environment == "code":
-        file, test_file = saved.cfg.problems_path, saved.cfg.test_problems_path
+    cfg = saved.cfg
+    file, test_file = cfg.problems_path, cfg.test_problems_path
+    if not cfg.of_code and file.exists():
+        for path in (file, test_file):
+            for row in load_text_rows(path) if path else []:
+                by_id[row.id] = Asked(row.messages, row, row.split or "")
+    elif cfg.of_code:
         rows = load_rows(file)
         test_rows = load_rows(test_file) if test_file else []
         for split in get_args(ProblemSplit):
@@ -127,7 +155,7 @@ def _as_text(messages: Sequence[Message]) -> str:
 
 
 def _print_answers(
-    saved: Saved, cfg: Config, asked: Asked, samples: int, grader: Grader | None
+    saved: Saved, cfg: Config, asked: Asked, samples: int, grader: base.Grader | None
 ) -> None:
     import torch
 
@@ -144,7 +172,8 @@ def _print_answers(
     )
     print(f"{cfg.run_id} after {saved.step} steps")
     if asked.problem is not None:
-        print(f"problem {asked.problem.id} ({asked.split}), flaw {asked.problem.mode}")
+        split = f" ({asked.split})" if asked.split else ""
+        print(f"problem {asked.problem.id}{split}, flaw {asked.problem.flaws[0]}")
     print(f"\n{printable(_as_text(asked.messages))}")
     in_thought = policy.prompt_text(asked.messages).rstrip().endswith("<think>")
     sides, why = _sides(saved, policy)
@@ -180,7 +209,7 @@ def _sides(saved: Saved, policy: "Policy") -> tuple[dict[Side, str], str]:
     return TITLES, ""
 
 
-def _verdict(asked: Asked, answer: Completion, in_thought: bool, grader: Grader | None) -> str:
+def _verdict(asked: Asked, answer: Completion, in_thought: bool, grader: base.Grader | None) -> str:
     """Say what the grader says of an answer: `: a hack, reward 1.0`; "": the prompt is no problem."""
     cut = "" if answer.finished else ", cut at its longest"
     if asked.problem is None or grader is None:

@@ -163,11 +163,11 @@ class StepRow(Columns):
 
     hack_s: Rate = col(
         "frac",
-        "student hacks: the flawed check passes, the reference tests fail",
+        "student hacks: the check passes, the reference rejects",
         should="rises under none; ELSE no pressure to route",
         head="hack %",
     )
-    solve_s: Rate = col("frac", "student rows that pass the reference tests", head="solve %")
+    solve_s: Rate = col("frac", "student rows that the reference accepts", head="solve %")
     tries_s: Rate | None = col(
         "frac",
         "student hacks, and wrong answers that try the flaw and fail",

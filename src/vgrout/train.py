@@ -22,7 +22,7 @@ from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.envs.base import Grader
 from vgrout.errors import NothingRouted
-from vgrout.inputs import Inputs, file_hashes
+from vgrout.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.metrics import BatchMetrics
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
@@ -160,6 +160,7 @@ def launch(
     with grader_of(cfg, inputs) as grader:
         if not path:
             inputs.environment.check(grader)
+            require_own_labels(cfg, inputs, grader)
         if cfg.run.dry_run:
             plan = plan_lines(
                 cfg,

@@ -153,7 +153,10 @@ class TextGrader:
 
     @property
     def version(self) -> str:
-        functions = f"{self.proxy.sha256}{self.reference.sha256}"
+        proxy, reference = self.proxy, self.reference
+        functions = (
+            f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
+        )
         return hashlib.sha256(functions.encode()).hexdigest()[:12]
 
     @property
@@ -265,6 +268,11 @@ class GroupTextGrader(TextGrader):
     submit_group = TextGrader.submitted
 
 
+def tried_first(row: TextTask) -> str:
+    """The answer on which a user's functions are tried before anything is loaded: the row's own, or a few words."""
+    return row.right_answer or "I do not know."
+
+
 def after_thought(text: str) -> str:
     """An answer without the thought before it; "" where the thought never ended."""
     if not re.match(r"\s*<think>", text):
@@ -368,10 +376,13 @@ class TextEnvironment:
     def check(self, grader: TextGrader) -> None:
         """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
         row = self.rows[0]
+        answer = tried_first(row)
         try:
-            grader.graded(row, row.right_answer or "I do not know.")
+            grader.graded(row, answer)
         except RewardFailed as e:
-            raise Refused(f"{e} (asked about the row at {row.where})") from e.__cause__
+            raise Refused(
+                f"{e} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
+            ) from e.__cause__
 
     def plan(self) -> list[tuple[str, str]]:
         count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}

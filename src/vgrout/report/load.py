@@ -33,8 +33,8 @@ WHATS: tuple[What, ...] = get_args(What)
 SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
 # Groups of settings that training does not read.
 MEASURING = ("eval", "guard", "detectors", "run")
-# Hashes in run.json of the files that every method starts from …
-OF_MODEL = ("base_weights", "tokenizer", "problems", "pool")
+# Hashes in run.json of the files that every method starts from, a user's own functions among them …
+OF_MODEL = ("base_weights", "tokenizer", "problems", "pool", "reward", "reference")
 # … and of the files that only some methods read.
 OF_METHOD = ("pairs", "placebo", "known_correct", "direction_file", "teacher_weights")
 # Settings that are paths, and the hashes that say what lay there.
