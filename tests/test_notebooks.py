@@ -84,8 +84,9 @@ def test_a_bar_is_in_place_of_the_rows(
     printed = capsys.readouterr()
     last = run.steps.iloc[-1]
     shares = f"hack {100 * last['hack_s']:.1f} %, solve {100 * last['solve_s']:.1f} %"
-    (bar,) = (line for line in printed.out.splitlines() if shares in line)
-    assert "2 of 2 steps" in bar
+    bars = [line for line in printed.out.splitlines() if " steps |" in line]
+    assert "2 of 2 steps" in bars[-1]
+    assert shares in bars[-1]
     assert "seconds" not in printed.out  # the last of the columns
     for line in ("as trained ", "deployed ", "verdict: "):
         assert f"\n{line}" in printed.out
