@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 import vgrout
 from notebooks import NOTEBOOKS, code_cells, executed
 from runs import SMALL, SharedRuns
 from vgrout import console
+from vgrout.runs.recorder import Recorder
 
 LIMIT = 150_000  # bytes of a stored notebook
 
@@ -99,6 +101,17 @@ def test_a_bar_is_in_place_of_the_rows(
 
     vgrout.train_run("smoke", **flags, quiet=True)
     assert capsys.readouterr() == ("", "")
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    # a bar that outlived its run would be drawn again below every later line
+    monkeypatch.setattr(Recorder, "keep", fails)
+    with pytest.raises(vgrout.RunFailed):
+        vgrout.train_run("smoke", **flags)
+    assert "1 of 2 steps" in capsys.readouterr().out
+    tqdm.write("later", file=sys.stdout)
+    assert capsys.readouterr().out == "later\n"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
