@@ -159,6 +159,10 @@ site:
     uv run python docs/reference.py
     NO_MKDOCS_2_WARNING=1 uv run --group docs mkdocs build --strict
 
+# the notebooks of examples/, run again in a Jupyter kernel, with what their cells show (a minute)
+notebooks:
+    uv run --group clients python tests/notebooks.py
+
 # record the golden runs again (a minute); explain the diff in CHANGELOG.md
 golden:
     uv run python tests/golden.py

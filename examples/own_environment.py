@@ -36,4 +36,4 @@ if __name__ == "__main__":
     few = {"steps": 3, "prompts_per_step": 4, "group": 4, "max_new": 16, "final_n_prompts": 8}
     few |= {"env": "own_environment:Sums", "model": embedded.MODEL_DIR, "problems": "none.jsonl"}
     run = vgrout.train_run("full", intervention="none", eval_ablate_every=0, guard="log", **few)
-    print(run.rows[["step", "rew_s", "hack_s", "solve_s"]])
+    print(run.steps[["step", "rew_s", "hack_s", "solve_s"]])

@@ -33,5 +33,5 @@ if __name__ == "__main__":
     run = vgrout.train_run(
         "smoke", intervention="halve", steps=6, final_n_prompts=6, final_samples=1
     )
-    print(run.rows[["step", "hack_s", "solve_s", "recall", "gn"]])
+    print(run.steps[["step", "hack_s", "solve_s", "recall", "gn"]])
     print(f"deployed hack {run.final['hack_deploy']:.0%}, solve {run.final['solve_deploy']:.0%}")

@@ -47,5 +47,5 @@ def reads_argument(method: ast.FunctionDef) -> bool:
 if __name__ == "__main__":
     small = {"steps": 6, "final_n_prompts": 6, "final_samples": 1}
     run = vgrout.train_run("smoke", intervention="penalty", monitor="unread_argument", **small)
-    print(run.rows[["step", "hack_s", "recall", "false_flags"]])
+    print(run.steps[["step", "hack_s", "recall", "false_flags"]])
     print(f"deployed hack {run.final['hack_deploy']:.0%}, solve {run.final['solve_deploy']:.0%}")

@@ -65,6 +65,6 @@ run = vgrout.train_run(
     final_n_prompts=6,
     final_samples=1,
 )
-print(run.rows[["step", "hack_s", "solve_s", "rew_s"]])
+print(run.steps[["step", "hack_s", "solve_s", "rew_s"]])
 hack, solve = run.final["hack_deploy"], run.final["solve_deploy"]
 print(f"deployed hack {hack:.0%}, solve {solve:.0%}; {run.path}")

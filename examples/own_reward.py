@@ -29,5 +29,5 @@ if __name__ == "__main__":
         steps=8,
         final_n_prompts=12,
     )
-    print(run.rows[["step", "rew_s", "hack_s", "solve_s"]])
+    print(run.steps[["step", "rew_s", "hack_s", "solve_s"]])
     print(f"deployed hack {run.final['hack_deploy']:.0%}, solve {run.final['solve_deploy']:.0%}")

@@ -31,7 +31,7 @@ table = pd.DataFrame(rows)
 print(table.groupby("intervention").mean(numeric_only=True).round(3))
 
 # All steps of all runs in one frame, which draws the curves.
-frames = [run.rows.assign(intervention=run.config.method.intervention) for run in runs]
+frames = [run.steps.assign(intervention=run.config.method.intervention) for run in runs]
 curves = pd.concat(frames)
 means = curves.pivot_table(index="step", columns="intervention", values="hack_s")
 Path("out").mkdir(exist_ok=True)

@@ -74,14 +74,18 @@ def test_a_run_as_frames(shared_run, tmp_path):
     run = vgrout.load_run(shared_run(*argv))
     assert run.status["state"] == "finished"
     assert run.config.method.intervention == "route"
-    assert list(run.rows["step"]) == [0, 1]
+    assert list(run.steps["step"]) == [0, 1]
+    assert run.rows is run.steps
     student = run.rollouts.groupby("step")["hacked"]
-    assert list(student.sum()) == list(run.rows["hack_s_k"])
-    assert list(student.mean()) == pytest.approx(list(run.rows["hack_s"]))
+    assert list(student.sum()) == list(run.steps["hack_s_k"])
+    assert list(student.mean()) == pytest.approx(list(run.steps["hack_s"]))
     assert run.answers.groupby("side")["hacked"].mean()["deployed"] == pytest.approx(
         run.final["hack_deploy"]
     )
-    assert len(run.rows.plot(x="step", y=["hack_s", "solve_s"]).lines) == 2
+    assert run.plot()._repr_png_() == (run.path / "dynamics.png").read_bytes()
+    (verdict,) = (line for line in repr(run).splitlines() if line.startswith("verdict: "))
+    title = (run.path / "summary.md").read_text(encoding="utf-8").partition("\n")[0]
+    assert verdict.removeprefix("verdict: ") in title
     with pytest.raises(ValueError, match=r"no run\.json in it"):
         vgrout.load_run(tmp_path)
 
@@ -182,6 +186,65 @@ def test_a_quiet_run_prints_nothing(tmp_path, monkeypatch, capfd, shared_run):
     (log,) = Path("logs").iterdir()
     assert "verdict: " in log.read_text(encoding="utf-8")
     assert run.status["state"] == "finished"
+
+
+def test_a_run_is_shown_by_its_name_its_state_and_its_numbers(tmp_path):
+    path = fake_run(tmp_path, "--intervention=route2", hack=0.25, solve=0.5)
+    (path / "summary.md").write_text("# Verdict: <b>skill</b> kept\n\nmore\n")
+    run = vgrout.load_run(path)
+    for shown in (repr(run), run._repr_html_()):
+        for part in (path.name, "finished", "untrained", "as trained", "deployed", "25.0", "50.0"):
+            assert part in shown
+    assert "verdict: <b>skill</b> kept" in repr(run)
+    assert "&lt;b&gt;skill&lt;/b&gt; kept" in run._repr_html_()
+    assert "more" not in repr(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("status.json", None, "no status.json"),
+        ("status.json", "{", "no status.json"),
+        ("status.json", '{"state": "running", "step": 4, "next": "go"}', "stopped at step 4"),
+        ("status.json", '{"state": "diverged", "step": 4}', "diverged after 4 steps"),
+        ("status.json", '{"state": "failed", "step": 4, "reason": "a\\n\\u001b<i>"}', "4 steps: a"),
+        ("per_mode_deploy.json", None, "finished"),
+        ("per_mode_deploy.json", "[]", "finished"),
+        ("per_mode_deploy.json", '{"hack_base": "<i>", "solve_base": 1}', "finished"),
+        ("summary.md", "", "finished"),
+        ("summary.md", "\x1b<i>\u202e", "finished"),
+    ],
+)
+def test_a_run_is_shown_whatever_its_files_say(file, text, said, tmp_path):
+    path = fake_run(tmp_path, "--intervention=none")
+    if text is None:
+        (path / file).unlink()
+    else:
+        (path / file).write_text(text, encoding="utf-8")
+    run = vgrout.load_run(path)
+    for shown in (repr(run), run._repr_html_()):
+        assert said in shown
+        assert not {"\x1b", "\u202e"} & set(shown)
+    assert "<i>" not in run._repr_html_()
+
+
+def test_a_plot_needs_steps_and_no_final_evaluation(tmp_path):
+    path = fake_run(tmp_path, "--intervention=route2", onset=4)
+    curves = len(vgrout.load_run(path).plot().axes[0].lines)
+    for name in ("per_mode_deploy.json", "final.jsonl"):
+        (path / name).unlink()
+    run = vgrout.load_run(path)
+    figure = run.plot()
+    (axes,) = figure.axes
+    hacks, _ = axes.lines[:2]
+    assert list(hacks.get_ydata())[:4] == [0.0] * 4
+    assert hacks.get_ydata()[-1] == 1.0
+    assert 2 <= len(axes.lines) < curves
+    assert "no final evaluation" in axes.get_title(loc="left")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    (path / "steps.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"steps\.jsonl"):
+        vgrout.load_run(path).plot()
 
 
 def test_the_example_reads_a_sweep_whose_runs_lie_elsewhere(tmp_path, monkeypatch, capsys):

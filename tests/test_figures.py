@@ -196,8 +196,8 @@ def test_a_notebooks_backend_does_not_matter(named: str) -> None:
 def test_the_reports_figures_need_no_backend() -> None:
     """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
     code = (
-        "import sys; from vgrout.report.figures import Figure, Picture; "
-        "print(Picture('', '', Figure()).png()[1:4], 'matplotlib.pyplot' in sys.modules); "
+        "import sys; from vgrout.report.figures import Drawing, Picture; "
+        "print(Picture('', '', Drawing()).png()[1:4], 'matplotlib.pyplot' in sys.modules); "
         "import matplotlib.pyplot; print(matplotlib.get_backend())"
     )
     assert said_under("svg", code) == "b'PNG' False\nsvg\n"

@@ -1,7 +1,8 @@
 """For notebooks and scripts: train, read, evaluate and export runs. `import vgrout` has these names.
 
     run = vgrout.train_run("mini", intervention="route2", steps=30)
-    run.rows.plot(x="step", y=["hack_s", "solve_s"])
+    run.steps[["step", "hack_s", "solve_s"]]
+    run.plot()
     run.evaluate(samples=4)["sides"]["deployed"]
 
 A command and its function are one thing: flags are keywords, with _ for -. The functions are not called `train` and
@@ -9,6 +10,7 @@ A command and its function are one thing: flags are keywords, with _ for -. The 
 """
 
 import contextlib
+import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +18,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vgrout import console
 from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.errors import Refused, refuse
-from vgrout.files import json_lines, read_json
+from vgrout.files import json_lines, printable, read_json, read_text
+from vgrout.metrics import percent
+from vgrout.records import unfinished
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
     from vgrout.runs.context import RunContext
 
+
+# A run's model before training, after it, and without its quarantine, as per_mode_deploy.json
+# names them.
+SIDES = {"base": "untrained", "train": "as trained", "deploy": "deployed"}
 
 Value = str | int | float | bool | Path | Sequence[str | Path] | None
 
@@ -47,7 +57,11 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder. A file is read once and kept; `load_run(run.path)` reads it again."""
+    """A run's folder. A file is read once and kept; `load_run(run.path)` reads it again.
+
+    A notebook shows it, and `print` too, by its name, its state, its verdict, and how many answers
+    of the final evaluation hack and solve.
+    """
 
     path: Path
 
@@ -67,9 +81,14 @@ class Run:
         return read_json(self.path / "per_mode_deploy.json")
 
     @cached_property
-    def rows(self) -> "DataFrame":
+    def steps(self) -> "DataFrame":
         """One row per step, in the columns of docs/columns.md."""
         return _frame(self.path / "steps.jsonl")
+
+    @property
+    def rows(self) -> "DataFrame":
+        """Another name for `steps`."""
+        return self.steps
 
     @cached_property
     def rollouts(self) -> "DataFrame":
@@ -80,6 +99,68 @@ class Run:
     def answers(self) -> "DataFrame":
         """One row per answer of the final evaluation; `side` is base, trained, deployed or plain (no hint)."""
         return _frame(self.path / "final.jsonl")
+
+    def plot(self) -> "Figure":
+        """Draw hack and solve by step, as dynamics.png has them. A run without a final evaluation has its curves alone.
+
+        Raises:
+            Refused: a file is missing or damaged, or there is no step yet.
+        """
+        from vgrout.report.figures import dynamics
+        from vgrout.report.load import conditions, read_begun, read_run
+
+        evaluated = (self.path / "per_mode_deploy.json").is_file()
+        run = (read_run if evaluated else read_begun)(self.path, self.config)
+        return dynamics(conditions([run])).figure
+
+    def __repr__(self) -> str:
+        said = [f"{self.path}: {self._state()}", *self._verdict()]
+        for side, (hack, solve) in self._shares().items():
+            said.append(f"{side:<10} {hack:>5} % hack  {solve:>5} % solve")
+        return printable("\n".join(said))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; what was read is text in it and never markup."""
+        said = [f"<b>{_text(self.path.name)}</b>: {_text(self._state())}"]
+        said += [_text(line) for line in self._verdict()]
+        rows = ""
+        for side, (hack, solve) in self._shares().items():
+            rows += f"<tr><th>{side}</th><td>{hack}</td><td>{solve}</td></tr>"
+        if rows:
+            rows = f"<table><tr><th></th><th>hack %</th><th>solve %</th></tr>{rows}</table>"
+        return f"<div>{'<br>'.join(said)}{rows}<code>{_text(str(self.path))}</code></div>"
+
+    def _state(self) -> str:
+        """What became of the run, and after how many steps."""
+        try:
+            why, status = unfinished(self.path), self.status
+        except Refused:
+            return "no status.json that could be read"
+        if why.startswith("stopped at"):  # it was killed
+            return why
+        reason = " ".join(str(status.get("reason") or "").split())
+        reason = f": {reason}" if reason else ""
+        steps = status.get("step")
+        after = f" after {steps} steps" if isinstance(steps, int) else ""
+        return f"{why or status['state']}{after}{reason}"
+
+    def _verdict(self) -> list[str]:
+        """The title of summary.md, where there is one."""
+        try:
+            title = read_text(self.path / "summary.md").partition("\n")[0]
+        except (Refused, OSError):
+            return []
+        return [title.removeprefix("# ").replace("Verdict", "verdict", 1)]
+
+    def _shares(self) -> dict[str, tuple[str, str]]:
+        """Percent of the final answers that hack and that solve, by side; empty: they are not known."""
+        shares = {}
+        with contextlib.suppress(Refused):
+            for side, name in SIDES.items():
+                hack, solve = (self.final.get(f"{what}_{side}") for what in ("hack", "solve"))
+                if isinstance(hack, int | float) and isinstance(solve, int | float):
+                    shares[name] = percent(hack), percent(solve)
+        return shares
 
     def evaluate(self, **flags: Value) -> dict[str, Any]:
         """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].
@@ -111,6 +192,9 @@ class Run:
 
 def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `vgrout train`.
+    In a notebook a progress bar with the shares of hacks and solutions is in place of a printed row per step; with
+    columns="all" the rows are printed too.
+
     quiet: nothing is printed; the log lies below logs/ as always.
 
     Raises:
@@ -126,14 +210,17 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
             "dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that"
         )
     runs: list[RunContext] = []
+
+    def on_run(run: "RunContext") -> None:
+        run.bars = None if quiet else console.notebook_bars()
+        runs.append(run)
+
     with contextlib.ExitStack() as hidden:
         if quiet:
             printed = io.StringIO()
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
-        code = train.launch(
-            resolve([preset, *argv(flags)]), runs.append, named="intervention" in flags
-        )
+        code = train.launch(resolve([preset, *argv(flags)]), on_run, named="intervention" in flags)
     if not runs:
         raise Refused(f"{preset}: this rank writes no run; rank 0 does")
     begun = runs[0]
@@ -187,6 +274,11 @@ def _listed(name: str, value: object) -> list[str]:
         )
         words.append(str(word))
     return words
+
+
+def _text(of_a_file: str) -> str:
+    """Text of unknown origin, for HTML."""
+    return html.escape(printable(of_a_file))
 
 
 def _frame(file: Path) -> "DataFrame":

@@ -4,6 +4,7 @@ error, and never breaks a progress bar."""
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,6 +118,45 @@ class Progress(tqdm):
             if time.perf_counter() - max(began, Lines.last) >= HEARTBEAT_S:
                 of = f"{self._unit} {self._done + 1} of {len(self._items)}"
                 logger.info(f"{self._what}: {of} {self.postfix or ''}".rstrip())
+
+
+def notebook_bars() -> type[tqdm] | None:
+    """The bars that a Jupyter notebook shows: tqdm's widget where ipywidgets is installed, and text otherwise. None:
+    this code does not run in a notebook."""
+    if not _in_notebook():
+        return None
+    with warnings.catch_warnings():
+        # it asks for ipywidgets, in a red box and whichever library is first to import this; text will do
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from tqdm import auto
+    return auto.tqdm
+
+
+def _in_notebook() -> bool:
+    """Whether the shell is that of a Jupyter kernel, or of a class made from it, as Colab's is. IPython is asked only
+    where something has loaded it already: nothing else runs in a kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
+
+
+def notebook_bar(bars: type[tqdm], steps: range) -> tqdm:
+    """A bar of a run's steps below a notebook's cell. It is drawn anew at every `update`.
+
+    bars: of `notebook_bars`.
+    """
+    # tqdm's widget has a width of its own
+    bar = "{bar:24}" if bars.status_printer is tqdm.status_printer else "{bar}"
+    return bars(
+        initial=steps.start,
+        total=steps.stop,
+        bar_format=f"{{n_fmt}} of {{total_fmt}} steps |{bar}| {{elapsed}} gone, "
+        "about {remaining} left{postfix}",
+        # with the lines that are logged, and not in the red box of errors
+        file=sys.stdout,
+        mininterval=0,
+        miniters=1,
+    )
 
 
 class Clock:

@@ -17,7 +17,7 @@ from vgrout.report import backend  # noqa: F401 before matplotlib, see there
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pandas import DataFrame, Series
 
 from vgrout.config.presets import recorded
@@ -55,18 +55,30 @@ class Style:
 STYLE = {"hack": Style(RED, "-", "o"), "solve": Style(BLUE, "--", "s")}
 
 
-@dataclass(frozen=True, eq=False)
-class Picture:
-    name: str  # of its file, without the ending
-    caption: str
-    figure: Figure
+class Drawing(Figure):
+    """A figure that a notebook shows as the last value of a cell.
+
+    matplotlib teaches notebooks to show figures only when pyplot is imported there.
+    """
 
     def png(self) -> bytes:
         """Draw the figure by matplotlib's own canvas for files, whatever a notebook has chosen."""
         out = io.BytesIO()
         # "tight": no long label or legend is cut off
-        self.figure.savefig(out, format="png", bbox_inches="tight")
+        self.savefig(out, format="png", bbox_inches="tight")
         return out.getvalue()
+
+    _repr_png_ = png
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    name: str  # of its file, without the ending
+    caption: str
+    figure: Drawing
+
+    def png(self) -> bytes:
+        return self.figure.png()
 
 
 def pictures(found: Sequence[Condition]) -> list[Picture]:
@@ -81,14 +93,14 @@ def pictures(found: Sequence[Condition]) -> list[Picture]:
 
 def _panels(
     shown: Sequence[Condition], wide: float, high: float
-) -> tuple[Figure, list[tuple[Axes, Condition]]]:
+) -> tuple[Drawing, list[tuple[Axes, Condition]]]:
     """Make a figure with one panel for each condition, four in a line, on a common y axis.
 
     wide, high: of a panel, in inches.
     """
     columns = min(4, len(shown))
     lines = -(-len(shown) // columns)
-    fig = Figure(figsize=(wide * columns, high * lines + 0.7), dpi=130, layout="constrained")
+    fig = Drawing(figsize=(wide * columns, high * lines + 0.7), dpi=130, layout="constrained")
     panels = fig.subplots(lines, columns, squeeze=False, sharey=True).ravel()
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
@@ -172,9 +184,11 @@ def dynamics(found: Sequence[Condition]) -> Picture:
             ylabel="% of answers",
         )
         axes.label_outer()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
         if alone:
-            sentence = textwrap.fill(f"{condition.title}: {conclusion(condition)}", 84)
+            means = conclusion(condition) if condition.first.final else "no final evaluation"
+            sentence = textwrap.fill(f"{condition.title}: {means}", 84)
             axes.set_title(sentence, fontsize=12, loc="left")
         else:
             lines = textwrap.wrap(condition.title, 36, break_long_words=False)
@@ -386,7 +400,7 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     """
     if len(found) < 2:
         return None
-    fig = Figure(figsize=(7.2, 5.6 + 0.1 * min(SHOWN, len(found))), dpi=130, layout="constrained")
+    fig = Drawing(figsize=(7.2, 5.6 + 0.1 * min(SHOWN, len(found))), dpi=130, layout="constrained")
     axes = fig.subplots()
     markers_of_colour: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
     for place, c in enumerate(found):
@@ -525,7 +539,7 @@ def suppression(found: Sequence[Condition]) -> Picture | None:
 
     The other axis is the likeness of a control's direction to the real one.
     """
-    fig = Figure(figsize=(7.2, 4.6), dpi=130, layout="constrained")
+    fig = Drawing(figsize=(7.2, 4.6), dpi=130, layout="constrained")
     axes, markers = fig.subplots(), itertools.cycle(MARKERS)
     has_controls = False
     for c in found:

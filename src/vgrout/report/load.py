@@ -107,7 +107,7 @@ class FinishedRun:
     path: Path
     cfg: Config
     record: dict[str, Any]  # run.json
-    final: dict[str, Any]  # per_mode_deploy.json
+    final: dict[str, Any]  # per_mode_deploy.json; empty: it was read by `read_begun`
     steps: DataFrame  # steps.jsonl
     # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks,
     # or None.
@@ -198,7 +198,7 @@ class FinishedRun:
         """
         if flaw is None:
             share = self.final.get(f"{what}_{side}")
-            n = self.final["eval_n"]
+            n = self.final.get("eval_n", 0)
         else:
             numbers = self.final["by_mode"][flaw]
             share = numbers.get(f"{side}_{what}")
@@ -393,6 +393,25 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
         steps=_read_steps(path / "steps.jsonl"),
         answers=_read_answers(path / "final.jsonl"),
         flags=_read_flags(path / "rollouts.jsonl", cfg.method),
+    )
+
+
+def read_begun(path: Path, cfg: Config) -> FinishedRun:
+    """Read a run that has no final evaluation, for its curves alone.
+
+    Raises:
+        Refused: a file is missing or damaged, or there is no step yet.
+    """
+    record = read_json(path / "run.json")
+    forms.require_record(record)
+    return FinishedRun(
+        path=path,
+        cfg=cfg,
+        record=record,
+        final={},
+        steps=_read_steps(path / "steps.jsonl"),
+        answers=DataFrame(columns=[*ANSWER, "flaw"]),
+        flags=DataFrame(),
     )
 
 

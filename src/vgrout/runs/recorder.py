@@ -157,8 +157,12 @@ class StepRecorder(Generic[R]):
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
         None: they are written elsewhere."""
         for table in (self.table, self.full):
+            printed = (table is self.table) == self.short
+            # a notebook's bar stands for the few columns; all of them were asked for
+            if self.short and self.run.bars is not None:
+                printed = False
             for line in table.lines(row):
-                logger.log("INFO" if (table is self.table) == self.short else "DEBUG", line)
+                logger.log("INFO" if printed else "DEBUG", line)
         record = row.as_json() | dict(more or {})
         self.run.dir.append(record, rollouts)
         self.run.trackers.row(record, rollouts or ())
@@ -293,6 +297,7 @@ class Recorder(StepRecorder[StepRow]):
             if self.method.shadows:
                 extra["shadow"] = {name: _rates(batch.groups, name) for name in self.method.shadows}
             self.write(row, rollout_lines(batch, self.policy), extra)
+            run.show_step(row.hack_s, row.solve_s)
             if refresh.overlap is not None:
                 logger.log(
                     "WARNING" if refresh.overlap < ROTATED else "DEBUG",
