@@ -809,6 +809,30 @@ def test_a_fault_while_loading_is_gone_on_from(
     assert rows(path) == rows(shared_run(*argv))
 
 
+@pytest.mark.long
+def test_a_run_that_was_killed_while_it_loaded_is_gone_on_from(
+    tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a record, and no status yet."""
+    argv = bare("none", steps=3)
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    with monkeypatch.context() as m:
+        m.setattr(weights, "run_policy", lambda _: raising(RuntimeError("killed"))())
+        assert main(argv) == 1
+    path = only_run(tmp_path)
+    again = printed_command(status(path)["next"])
+    (path / "status.json").unlink()
+    assert main(again) == 0
+    assert rows(path) == rows(shared_run(*argv))
+
+
+def test_a_run_without_status_that_has_steps_does_not_begin_again(stopped, capsys) -> None:
+    (stopped / "status.json").unlink()
+    before = (stopped / "steps.jsonl").read_bytes()
+    assert "status.json: not there" in refused(capsys, "smoke", "--resume", str(stopped))
+    assert (stopped / "steps.jsonl").read_bytes() == before
+
+
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(stopped, capsys) -> None:
     """It has more steps than are done between two checkpoints: they are not cut away."""
     shutil.rmtree(stopped / "resume")
