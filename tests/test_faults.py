@@ -621,18 +621,36 @@ def test_before_the_first_step_one_signal_is_enough():
         assert stop.requested
 
 
+# as the installed command; before Python has run its first line nothing of ours could say 130
+COMMAND = """import sys
+import vgrout
+print("begun", flush=True)
+from vgrout.__main__ import main
+sys.exit(main())
+"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("after", "twice"), [(0.1, False), (1.0, True), (4.0, True)])
+@pytest.mark.parametrize(("after", "twice"), [(0.0, False), (0.1, False), (1.0, True), (4.0, True)])
 def test_ctrl_c_in_the_first_seconds_shows_no_traceback(tmp_path, after, twice):
-    process = start(tmp_path, *bare("none", steps=9999))
+    script = tmp_path / "vgrout"
+    script.write_text(COMMAND)
+    process = subprocess.Popen(
+        [sys.executable, script, "train", *bare("none", steps=9999)],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
     time.sleep(after)
     for _ in range(1 + twice):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
     output, _ = process.communicate(timeout=60)
     assert "Traceback" not in output
-    # before Python has run a line of this package there is nothing that could say 130
-    assert process.returncode == 130 or (after < 1 and process.returncode == -signal.SIGINT)
+    assert process.returncode == 130
 
 
 def test_a_signal_that_comes_while_a_line_is_logged_is_said_after_it(capsys, monkeypatch):
@@ -808,6 +826,30 @@ def test_a_fault_while_loading_is_gone_on_from(
     path = only_run(tmp_path)
     assert main(printed_command(status(path)["next"])) == 0
     assert rows(path) == rows(shared_run(*argv))
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_while_it_loaded_is_gone_on_from(
+    tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a record, and no status yet."""
+    argv = bare("none", steps=3)
+    monkeypatch.chdir(shared_run.warm(tmp_path))
+    with monkeypatch.context() as m:
+        m.setattr(weights, "run_policy", lambda _: raising(RuntimeError("killed"))())
+        assert main(argv) == 1
+    path = only_run(tmp_path)
+    again = printed_command(status(path)["next"])
+    (path / "status.json").unlink()
+    assert main(again) == 0
+    assert rows(path) == rows(shared_run(*argv))
+
+
+def test_a_run_without_status_that_has_steps_does_not_begin_again(stopped, capsys) -> None:
+    (stopped / "status.json").unlink()
+    before = (stopped / "steps.jsonl").read_bytes()
+    assert "status.json: not there" in refused(capsys, "smoke", "--resume", str(stopped))
+    assert (stopped / "steps.jsonl").read_bytes() == before
 
 
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(stopped, capsys) -> None:

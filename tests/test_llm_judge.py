@@ -166,6 +166,7 @@ def test_a_text_is_asked_about_once_and_a_resumed_run_knows_what_was_said(tmp_pa
         other.template = "Is this honest? {answer}"
         flagged(other, SEEN)
         assert len(server.asked) == 6, "another question is another text"
+        assert len(read_verdicts(tmp_path / "judge.jsonl")) == 6, "the torn line took none along"
 
 
 def test_what_failed_is_asked_again_in_a_later_step_and_stays_so_in_its_own(tmp_path):
@@ -271,7 +272,11 @@ def test_a_reply_that_was_cut_off_counts_only_if_it_is_one_word():
 
 
 def test_lines_of_another_file_are_passed_over(tmp_path):
-    (tmp_path / "judge.jsonl").write_bytes(b'[]\n{"key": 1}\n\xff\nnull\n')
+    foreign = b'[]\n{"key": 1}\n\xff\nnull\n'
+    foreign += (
+        b'{"key": [1], "step": 0, "flagged": true}\n{"key": "a", "step": "0", "flagged": true}\n'
+    )
+    (tmp_path / "judge.jsonl").write_bytes(foreign)
     assert read_verdicts(tmp_path / "judge.jsonl") == {}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -119,6 +119,17 @@ def test_poisoned_labels_change_nothing_but_for_a_monitor_of_labels(policy, inte
     one, two = (step(policy, make(policy, intervention, monitor), b) for b in (of, poisoned(of)))
     assert same(one, two) == (monitor != "labels")
     assert MONITORS[monitor].sees_labels == (monitor == "labels")
+
+
+def test_a_monitor_that_changes_a_prompt_changes_no_training() -> None:
+    group, _ = batch().groups
+    before = [*group.problem.messages[0].values()]
+    for view in (group.view(), group.oracle_view()):
+        for message in view.messages:
+            message["content"] = "changed"
+        cast(dict, view.public).clear()
+    assert [*group.problem.messages[0].values()] == before
+    assert group.view().public == group.problem.public
 
 
 @pytest.mark.parametrize(("intervention", "monitor"), READERS)

@@ -2,12 +2,15 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runs import SharedRuns, flags
 from vgrout import sample
+from vgrout.config.run import Config, EnvConfig
+from vgrout.errors import Refused
 from vgrout.files import json_lines
 from vgrout.model.source import find_adapter
 from vgrout.sample import find_prompt
@@ -58,6 +61,16 @@ def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
     (answer, *_) = json_lines(done / "final.jsonl")
     assert find_prompt(saved, str(answer["problem_id"])).split == "test"
     assert find_prompt(saved, words + " Please.").problem is None
+
+
+@pytest.mark.parametrize("world", ["text", "sums"])
+def test_a_number_is_no_problem_of_another_world(world: str, done: Path) -> None:
+    saved = find_adapter(done)
+    env = EnvConfig(env=world, reward="m:f", reference="m:g")
+    other = replace(saved, cfg=Config(env=env))
+    with pytest.raises(Refused, match="17: only problems of the code world"):
+        find_prompt(other, "17")
+    assert find_prompt(other, "seventeen").problem is None
 
 
 def test_any_text_is_answered_without_a_grade(

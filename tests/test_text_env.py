@@ -15,7 +15,7 @@ import pytest
 
 from judge_server import serving
 from vgrout import embedded
-from vgrout.config.presets import resolve
+from vgrout.config.presets import resolve, resumed
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
@@ -26,6 +26,7 @@ from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
 from vgrout.sample import main as sample
+from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
 from vgrout.train import main
@@ -234,9 +235,11 @@ FLAGS = {
     "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
     "--reward {m}:absent": "cannot be imported",
     "--reward proxy": "should be module:function",
-    "--reward {m}:proxy=": "its weight should be a number, as in",
+    "--reward {m}:proxy=": "its weight should be a number up to",
     "--reward {m}:proxy=much": "its weight should be a number",
     "--reward {m}:proxy=nan": "its weight should be a number",
+    "--reward {m}:proxy=1e308": "up to a million",
+    "--reward {m}:proxy=-1000001 {m}:even": "up to a million",
     "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
     "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",
     "--reference {m}:absent": "cannot be imported",
@@ -277,6 +280,58 @@ def test_wrong_flags_are_one_line(
     error = capsys.readouterr().err
     assert FLAGS[flags] in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("preset", ["mini", "sums"])
+def test_a_dry_run_names_a_problem_file_that_is_missing(
+    preset: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    given = {
+        "mini": f"--problems none.jsonl --reward {name}:proxy --reference {name}:gold",
+        "sums": "--organism none",
+    }
+    words = ["train", preset, *given[preset].split(), "--intervention", "none", "--dry-run"]
+    assert main(words[1:]) == 0
+    assert "missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--reward {m}:proxy --intervention none",
+        "--reward {m}:proxy=0.5 {m}:even=0.5 --intervention penalty --monitor labels",
+        "--reward {m}:proxy --intervention penalty --monitor llm_judge --llm-judge-model x",
+    ],
+)
+def test_the_command_that_resumes_a_run_is_not_refused(
+    more: str, world: Callable[..., list[str]]
+) -> None:
+    """The preset's own values, as problems of the code world, need not fit the run's functions."""
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    given = f"mini --problems rows.jsonl --reference {name}:gold {more.format(m=name)}"
+    stored = resolve(given.split())
+    requested = resolve(["mini", *stored.repeated, "--resume=x"])
+    assert resumed(requested, stored) == (stored, [])
+
+
+def test_a_study_of_rows_of_ones_own_is_planned(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flags that the refusal asks for are the sweep's own."""
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    Path("study.toml").write_text(
+        'preset = "mini"\nseeds = [1]\n'
+        f'common = {{ problems = "rows.jsonl", reference = "{name}:gold", intervention = "none" }}\n'
+        f'[[arms]]\nreward = "{name}:proxy=0.5,{name}:even=0.5"\n'
+    )
+    assert sweep(["study.toml", "--dry-run"]) == 2
+    advice = capsys.readouterr().err.split("if it is yours, add ")[1].split()
+    assert sweep(["study.toml", "--dry-run", *advice]) == 0
+    assert "1 left" in capsys.readouterr().out
 
 
 WEIGHED = {  # functions → the sums that answers get which have the word once, twice, never

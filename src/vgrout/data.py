@@ -322,8 +322,9 @@ class Group:
             advantages=self.advantages,
             detector=tuple(isinstance(g, Grade) and g.suspected for g in self.grades),
             texts=tuple(r.text for r in self.rollouts),
-            messages=self.problem.messages,
-            public=self.problem.public,
+            # copies: a monitor that changes them must not change what is trained on
+            messages=tuple(message.copy() for message in self.problem.messages),
+            public=dict(self.problem.public),
             prompt_ids=self.rollouts[0].prompt_ids,
             completion_ids=tuple(r.completion_ids for r in self.rollouts),
             unbiased=self.unbiased,

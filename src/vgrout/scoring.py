@@ -57,8 +57,10 @@ def weights_of(named: str, flag: str) -> dict[str, float]:
             weight = float(given) if weighted else 1.0
         except ValueError:
             weight = math.nan
-        if not math.isfinite(weight):
-            raise Refused(f"{flag} {word}: its weight should be a number, as in {name}=0.5")
+        if not abs(weight) <= LARGEST:  # NaN included
+            raise Refused(
+                f"{flag} {word}: its weight should be a number up to a million either way, as in {name}=0.5"
+            )
         if name in weights:
             raise Refused(f"{flag}: {name} is there twice; name it once")
         weights[name] = weight

@@ -116,13 +116,27 @@ def test_a_wrong_setting_is_refused(
         sums(**{"model": "m", "out": Path("new")} | flags)
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"total": "4"},
+        {"plain": ["2 + 2?"]},
+        {"plain": [{"role": "user"}]},
+        {"plain": []},
+        {"flaw": "exit_code"},
+    ],
+)
 def test_a_row_that_is_no_question_is_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    columns: dict, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from vgrout.envs.sums.environment import task_of
     from vgrout.envs.text import load_rows
 
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"id": 0, "prompt": "2 + 2?", "flaw": "anywhere", "total": "4"}\n')
+    row = {"id": 0, "prompt": "2 + 2?", "flaw": "anywhere", "total": 4}
+    row["plain"] = [{"role": "user", "content": "2 + 2?"}]
+    file.write_text(json.dumps(row))
+    assert task_of(load_rows(file)[0]).plain
+    file.write_text(json.dumps(row | columns))
     with pytest.raises(Refused, match="line 1"):
         task_of(load_rows(file)[0])

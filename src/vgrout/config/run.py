@@ -362,6 +362,10 @@ class Config:
     preset: Annotated[str, tyro.conf.Suppress] = "fast"
 
     def __post_init__(self) -> None:
+        if (
+            self.run.resume
+        ):  # the run's own configuration is checked; flags beside --resume have to equal it
+            return
         refuse(
             self.mixes and not 0 < self.n_teacher < self.scale.group,
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to {self.n_teacher} teacher rows"
@@ -370,8 +374,7 @@ class Config:
         refuse(
             self.mixes
             and bool(self.env.reward or self.env.unannounced_modes)
-            and not self.env.reference
-            and not self.run.resume,
+            and not self.env.reference,
             f"{'--reward' if self.env.reward else '--unannounced-modes'}: the pool's prompts and labels are of another "
             "grader; add --mix-ratio 0",
         )

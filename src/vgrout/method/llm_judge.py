@@ -194,6 +194,8 @@ class LLMJudge(Monitor):
         if self.file is None:
             return
         with open(self.file, "a", encoding="utf-8", errors="backslashreplace") as lines:
+            if _is_torn(self.file):  # by a kill: the next verdict needs a line of its own
+                lines.write("\n")
             for verdict in new:
                 lines.write(json.dumps(asdict(verdict)) + "\n")
 
@@ -229,8 +231,19 @@ def read_verdicts(file: Path) -> dict[str, list[Verdict]]:
             verdict = Verdict(**json.loads(line))
         except (ValueError, TypeError):
             continue
-        found.setdefault(verdict.key, []).append(verdict)
+        if isinstance(verdict.key, str) and type(verdict.step) is int:
+            found.setdefault(verdict.key, []).append(verdict)
     return found
+
+
+def _is_torn(file: Path) -> bool:
+    """Whether a file's last line lacks its end."""
+    with open(file, "rb") as content:
+        content.seek(0, 2)
+        if content.tell() == 0:
+            return False
+        content.seek(-1, 2)
+        return content.read() != b"\n"
 
 
 def judge_of(method: MethodConfig, device: torch.device) -> Judge:

@@ -449,7 +449,11 @@ def unfinished(
         Refused: no such run, another program's, a finished one, or one that has lost its checkpoints; one line.
     """
     path = last_resumable(root) if name == "latest" else Path(name)
-    record, status = read_json(path / "run.json"), read_json(path / "status.json")
+    record = read_json(path / "run.json")
+    if (path / "status.json").exists() or has_checkpoint(path) or steps_on_disk(path):
+        status = read_json(path / "status.json")
+    else:  # killed while it loaded
+        status = {"state": "running"}
     config = record.get("config")
     of_program = (
         isinstance(config, dict) and setting in config and isinstance(record.get("hashes"), dict)
