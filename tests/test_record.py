@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,6 +203,18 @@ def test_a_silent_phase_is_named_again_and_again(monkeypatch, capsys):
     assert 2 <= len(said["importing"]) <= 3, lines
     assert 1 <= len(said["gen"]) <= 3, lines
     assert 1 <= len(said["final"]) <= 2, lines
+
+
+def test_a_long_phase_has_a_line_on_a_terminal_that_is_rewritten(monkeypatch, capsys):
+    monkeypatch.setattr(console, "HEARTBEAT_S", 6.0)  # a look every 0.05 s, a line from 0.4 s on
+    console.setup(None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with console.Clock() as clock:
+        clock.begin("importing")
+        time.sleep(1.7)
+    shown = capsys.readouterr().err
+    assert "importing: 0 s" in shown
+    assert "importing: 1 s" in shown or "importing: 2 s" in shown
 
 
 def test_the_keys_that_the_documents_name_otherwise_are_in_a_runs_files(shared_run):

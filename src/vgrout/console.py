@@ -241,7 +241,8 @@ class Clock:
         """Show the text in the terminal's last line, below what is logged meanwhile, unless the phase has ended."""
         with self._showing:
             if self._phase is phase:
-                self._line = self._line or tqdm(bar_format="{desc}", leave=False)
+                if self._line is None:  # a bar without a total has no truth value
+                    self._line = tqdm(bar_format="{desc}", leave=False)
                 self._line.set_description_str(text)
 
     def _clear(self) -> None:
