@@ -63,10 +63,11 @@ def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
     assert find_prompt(saved, words + " Please.").problem is None
 
 
-@pytest.mark.parametrize("world", ["text", "sums"])
-def test_a_number_is_no_problem_of_another_world(world: str, done: Path) -> None:
+@pytest.mark.parametrize(
+    "env", [EnvConfig(reward="m:f", reference="m:g"), EnvConfig(env="sums")], ids=["text", "sums"]
+)
+def test_a_number_is_no_problem_of_another_world(env: EnvConfig, done: Path) -> None:
     saved = find_adapter(done)
-    env = EnvConfig(env=world, reward="m:f", reference="m:g")
     other = replace(saved, cfg=Config(env=env))
     with pytest.raises(Refused, match="17: only problems of the code world"):
         find_prompt(other, "17")

@@ -139,10 +139,6 @@ def find_prompt(saved: Saved, given: str) -> Asked:
                     by_id[problem.id] = Asked(problem.messages, problem, split)
     given = given.strip()
     if given.isdecimal():
-        refuse(
-            saved.cfg.env.environment != "code",
-            f"{given}: only problems of the code world are asked by number; give the prompt's own words",
-        )
         found = by_id.get(int(given))
         if found is None:
             there = f"{min(by_id)} to {max(by_id)}" if by_id else "none"
