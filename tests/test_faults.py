@@ -603,6 +603,8 @@ def test_watching_never_changes_training(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_every_signal_that_asks_for_an_end_is_heard_once(number):
+    # the tests may themselves run under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with stop_on_signals() as stop:
         signal.raise_signal(number)
         assert stop.requested
