@@ -644,6 +644,8 @@ def test_ctrl_c_in_the_first_seconds_shows_no_traceback(tmp_path, after, twice):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        # the tests may themselves run in the background of a script, which ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
