@@ -9,7 +9,7 @@ import pytest
 
 from runs import SharedRuns, flags
 from vgrout import sample
-from vgrout.config.run import Config, EnvConfig
+from vgrout.config.run import Config, EnvConfig, ScaleConfig
 from vgrout.errors import Refused
 from vgrout.files import json_lines
 from vgrout.model.source import find_adapter
@@ -66,11 +66,19 @@ def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
 @pytest.mark.parametrize(
     "env", [EnvConfig(reward="m:f", reference="m:g"), EnvConfig(env="sums")], ids=["text", "sums"]
 )
-def test_a_number_is_no_problem_of_another_world(env: EnvConfig, done: Path) -> None:
+def test_a_number_is_a_row_of_the_runs_own_world(
+    env: EnvConfig, done: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": 17, "prompt": "Sing of rain."}\n', encoding="utf-8")
     saved = find_adapter(done)
-    other = replace(saved, cfg=Config(env=env))
-    with pytest.raises(Refused, match="17: only problems of the code world"):
-        find_prompt(other, "17")
+    other = replace(saved, cfg=Config(env=env, scale=ScaleConfig(problems=str(rows))))
+    asked = find_prompt(other, "17")
+    assert asked.problem is not None
+    assert asked.messages[-1]["content"] == "Sing of rain."
+    assert find_prompt(other, "Sing of rain.") == asked
+    with pytest.raises(Refused, match="18: no problem"):
+        find_prompt(other, "18")
     assert find_prompt(other, "seventeen").problem is None
 
 
