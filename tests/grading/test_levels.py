@@ -102,7 +102,7 @@ def test_a_root_made_by_chroot_is_removed_without_a_word(tmp_path, monkeypatch, 
     for _ in range(3):
         with Grader(1, without=("namespaces", "landlock")) as grader:
             assert graded(grader, sum_problem(), SUM_RIGHT).solved
-            assert list(tmp_path.glob("*/root/dev/null"))
+            assert list(tmp_path.glob("*/*/dev/null"))
         assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
