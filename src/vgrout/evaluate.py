@@ -4,12 +4,11 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 final evaluation.
 """
 
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tabulate import tabulate
@@ -37,6 +36,7 @@ from vgrout.envs.code.problems import (
     with_modes,
     without_hints,
 )
+from vgrout.envs.text import TextEnvironment, fingerprint
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.heldout import Side, answers, as_side
@@ -217,7 +217,7 @@ class World:
     prompts: Sequence[tuple[Message, ...]]  # of all of them
     flaws: Sequence[str]  # all that there are, in the usual order
     grader: Callable[[], base.Grader]
-    check: Callable[[base.Grader], object] = lambda _: None
+    check: Callable[[Any], object] = lambda _: None
     by: str = ""  # fingerprint of functions that the command line names
 
 
@@ -239,18 +239,33 @@ def built_in_world(saved: Saved, cli: EvaluateSettings) -> World:
     environment = environment_class(env.env).of_run(
         Config(env=env, scale=ScaleConfig(problems=str(file)))
     )
-    if environment.absent:
-        raise Refused(environment.absent[0])
     if cli.reward:
         raise Refused("--reward: goes with --reference; leave it out")
-    problems = environment.rows if cli.split == "all" else environment.tasks()[cli.split]
+    return _world(environment, file, saved, cli)
+
+
+def _world(
+    environment: TextEnvironment, file: Path, saved: Saved, cli: EvaluateSettings, by: str = ""
+) -> World:
+    """The world of an environment of rows. by: as in `World`.
+
+    Raises:
+        Refused: one line: a file of it is missing.
+    """
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    problems = [*environment.rows, *environment.test_rows]
+    if cli.split != "all":
+        problems = environment.tasks()[cli.split]
+    retries = saved.cfg.run.max_error_retries
     return World(
         file,
         problems,
         environment.prompts,
         tuple(environment.flaws),
-        lambda: environment.grader(cli.workers or cores(), of_run.run.max_error_retries),
+        lambda: environment.grader(cli.workers or cores(), retries),
         environment.check,
+        by,
     )
 
 
@@ -306,22 +321,8 @@ def rows_world(saved: Saved, cli: EvaluateSettings) -> World:
         test_file = of_run.scale.test_problems
         scale = ScaleConfig(problems=of_run.scale.problems, test_problems=test_file)
     environment = environment_class("text").of_run(Config(env=env, scale=scale))
-    if environment.absent:
-        raise Refused(environment.absent[0])
-    proxy, reference = environment.proxy, environment.reference
-    functions = f"{proxy.name} {passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
-    problems = [*environment.rows, *environment.test_rows]
-    if cli.split != "all":
-        problems = environment.tasks()[cli.split]
-    return World(
-        Path(scale.problems),
-        problems,
-        environment.prompts,
-        tuple(environment.flaws),
-        lambda: environment.grader(cli.workers or cores(), of_run.run.max_error_retries),
-        environment.check,
-        by=hashlib.sha256(functions.encode()).hexdigest()[:8],
-    )
+    by = fingerprint(environment.proxy, environment.reference)[:8]
+    return _world(environment, Path(scale.problems), saved, cli, by)
 
 
 def problems_of(

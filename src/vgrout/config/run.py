@@ -362,9 +362,8 @@ class Config:
     preset: Annotated[str, tyro.conf.Suppress] = "fast"
 
     def __post_init__(self) -> None:
-        if (
-            self.run.resume
-        ):  # the run's own configuration is checked; flags beside --resume have to equal it
+        # the run's own configuration is checked; flags beside --resume have to equal it
+        if self.run.resume:
             return
         refuse(
             self.mixes and not 0 < self.n_teacher < self.scale.group,
@@ -735,11 +734,8 @@ def _kinds(annotation: Any) -> set[Any]:
 _PROCESS = {"dry_run", "threads", "memory_gib", "track", "columns"}
 _PROCESS |= {"checkpoint_every", "checkpoint_keep", "max_error_retries"}
 _SERVED = {"llm_judge_url", "llm_judge_device", "llm_judge_timeout", "llm_judge_concurrency"}
-FREE = {
-    *_PROCESS,
-    *_SERVED,
-    "guard",
-}  # taken from the new command line where given there; else the run's own
+# taken from the new command line where given there; else the run's own
+FREE = {*_PROCESS, *_SERVED, "guard"}
 _REQUESTS = {"resume"}  # no part of the run
 
 

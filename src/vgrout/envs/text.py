@@ -153,11 +153,7 @@ class TextGrader:
 
     @property
     def version(self) -> str:
-        proxy, reference = self.proxy, self.reference
-        functions = (
-            f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
-        )
-        return hashlib.sha256(functions.encode()).hexdigest()[:12]
+        return fingerprint(self.proxy, self.reference)
 
     @property
     def description(self) -> str:
@@ -266,6 +262,12 @@ class GroupTextGrader(TextGrader):
     """One with a function that takes lists: it is called for all answers to a prompt at once."""
 
     submit_group = TextGrader.submitted
+
+
+def fingerprint(proxy: Proxy, reference: ScoringFunction) -> str:
+    """Of two functions by their names, their files, and where the proxy passes: 12 hexadecimal digits."""
+    words = f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
+    return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
 def tried_first(row: TextTask) -> str:
