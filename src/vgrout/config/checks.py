@@ -93,7 +93,7 @@ def check(group: Any) -> None:
             require_words(f.name, listed(value, rule.words), rule.words, rule.word)
     for name, rule in changed(group):
         if rule.needs and not getattr(group, rule.needs):
-            raise Refused(f"{flag(name)}: not read without {flag(rule.needs)}; leave it out")
+            refuse_unread([name], f"without {flag(rule.needs)}; leave it out")
 
 
 def require_words(name: str, words: Sequence[str], legal: Iterable[str], word: str) -> None:
@@ -132,6 +132,20 @@ def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:
 
 def flags(names: Iterable[str]) -> str:
     return ", ".join(map(flag, names))
+
+
+class NotRead(Refused):
+    """Settings were given that nothing in this configuration reads."""
+
+    names: tuple[str, ...] = ()  # of their fields
+
+
+def refuse_unread(names: Sequence[str], why: str) -> None:
+    """Raises NotRead, one line, if there are any of these settings. why: goes on behind "not read"."""
+    if names:
+        refusal = NotRead(f"{flags(names)}: not read {why}")
+        refusal.names = tuple(names)
+        raise refusal
 
 
 def summary(what: Mapping[str, str]) -> str:

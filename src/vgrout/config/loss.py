@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vgrout.config.checks import changed, check, flags, setting, summary
+from vgrout.config.checks import changed, check, refuse_unread, setting, summary
 from vgrout.errors import refuse
 
 
@@ -112,8 +112,10 @@ class LossConfig:
             "dppo_diff_high": self.loss != "dppo_tv",
         }
         unread = [name for name, _ in changed(self) if idle.get(name)]
-        why = f"not read by --loss {self.loss} with --updates-per-batch {self.updates_per_batch}; leave it out"
-        refuse(bool(unread), f"{flags(unread)}: {why}")
+        refuse_unread(
+            unread,
+            f"by --loss {self.loss} with --updates-per-batch {self.updates_per_batch}; leave it out",
+        )
         top = self.high if spec.of_sampler else 1.0
         refuse(
             spec.low > 0 and self.low >= top, f"--clip-low {self.low}: should be less than {top}"

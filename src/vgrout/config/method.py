@@ -16,9 +16,9 @@ from vgrout.config.checks import (
     changed,
     check,
     flag,
-    flags,
     in_usual_order,
     listed,
+    refuse_unread,
     require_words,
     setting,
     summary,
@@ -283,9 +283,7 @@ class MethodConfig:
         if unread[0] in CONTROLS["placebo"].settings:
             readers.append("--control placebo")
         chosen = f"--intervention {self.intervention} --monitor {self.monitor_name}"
-        raise Refused(
-            f"{flags(unread)}: not read by {chosen}, goes with {' or '.join(readers)}; leave it out"
-        )
+        refuse_unread(unread, f"by {chosen}, goes with {' or '.join(readers)}; leave it out")
 
     @property
     def ignored(self) -> list[str]:

@@ -12,7 +12,7 @@ import tyro
 
 from vgrout import embedded as organism
 from vgrout.cli import as_typed, command, join_help, parsed, with_lists
-from vgrout.config.checks import changed, flag, flags, legal_values, listed, rule_of
+from vgrout.config.checks import changed, flag, legal_values, listed, refuse_unread, rule_of
 from vgrout.config.loss import LossConfig
 from vgrout.config.names import translated
 from vgrout.config.run import (
@@ -194,7 +194,7 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     _require_read(cfg)
     if cfg.guard_mode == "off":
         idle = [name for name, _ in changed(cfg.guard) if name != "guard"]
-        refuse(bool(idle), f"{flags(idle)}: not read with --guard off; leave it out")
+        refuse_unread(idle, "with --guard off; leave it out")
     if configuration:
         print(to_json(cfg.as_dict()))
         raise SystemExit(0)
@@ -212,7 +212,7 @@ def _require_read(cfg: Config) -> None:
         return
     preset = PRESETS[cfg.preset][1]
     idle = [n for n in OF_CODE if getattr(cfg.env, n) != getattr(preset.env, n)]
-    refuse(bool(idle), f"{flags(idle)}: not read with --env {cfg.env.environment}; leave it out")
+    refuse_unread(idle, f"with --env {cfg.env.environment}; leave it out")
 
 
 def register_named(argv: Sequence[str]) -> None:

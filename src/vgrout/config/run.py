@@ -22,9 +22,9 @@ from vgrout.config.checks import (
     changed,
     check,
     flag,
-    flags,
     in_usual_order,
     listed,
+    refuse_unread,
     require_words,
     setting,
 )
@@ -169,10 +169,8 @@ class EnvConfig:
     def __post_init__(self) -> None:
         check(self)
         mixed = [name for name, rule in changed(self) if rule.needs == "teacher_pool_dir"]
-        refuse(
-            bool(mixed) and not (self.pool and self.mix_ratio),
-            f"{flags(mixed)}: not read without --teacher-pool-dir and a --mix-ratio above 0",
-        )
+        if not (self.pool and self.mix_ratio):
+            refuse_unread(mixed, "without --teacher-pool-dir and a --mix-ratio above 0")
         refuse(
             self.env == "text" and not self.reference,
             "--env text: needs --reward and --reference, each a module:function",
@@ -193,10 +191,8 @@ class EnvConfig:
             self.environment == "code" and not 0 < self.reward_passes_at <= 1,
             f"--reward-passes-at {self.reward_passes_at}: should lie in (0, 1]",
         )
-        refuse(
-            bool(self.unannounced_modes) and bool(self.reward),
-            "--unannounced-modes: not read with --reward, which replaces the flawed checks",
-        )
+        if self.unannounced_modes and self.reward:
+            refuse_unread(["unannounced_modes"], "with --reward, which replaces the flawed checks")
 
     @property
     def pool(self) -> str:
@@ -456,7 +452,7 @@ class Config:
         idle = ("llm_judge_name", "llm_judge_concurrency") if model else ("llm_judge_device",)
         unread = [n for n in idle if getattr(method, n) != getattr(usual, n)]
         other = "model" if model else "url"
-        refuse(bool(unread), f"{flags(unread)}: not read with --llm-judge-{other}; leave it out")
+        refuse_unread(unread, f"with --llm-judge-{other}; leave it out")
 
     @property
     def of_code(self) -> bool:

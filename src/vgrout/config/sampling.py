@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from vgrout.config.checks import changed, check, flags, setting
+from vgrout.config.checks import changed, check, refuse_unread, setting
 from vgrout.errors import refuse
 
 
@@ -20,10 +20,8 @@ class Sampling:
     def __post_init__(self) -> None:
         check(self)
         unread = [name for name, _ in changed(self) if name != "temperature"]
-        refuse(
-            not self.temperature and bool(unread),
-            f"{flags(unread)}: not read at --temperature 0; leave it out",
-        )
+        if not self.temperature:
+            refuse_unread(unread, "at --temperature 0; leave it out")
 
     def require_draws(self, flag: str, n: int) -> None:
         """Raises Refused, one line, where the n > 1 answers to a prompt that `flag` asks for would all be the same

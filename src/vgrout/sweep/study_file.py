@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.checks import flag, rule_of
+from vgrout.config.checks import NotRead, flag, rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config, identity
@@ -267,17 +267,11 @@ def _resolved(
         kept = {name: value for name, value in flags.items() if name not in dropped}
         try:
             return *_settings(preset, kept), dropped
-        except Refused as e:
-            unread = _named_unread(str(e))
-            if not unread or not unread <= {*of_all} - dropped:
+        except NotRead as e:
+            unread = {name.replace("_", "-") for name in e.names}
+            if not unread <= {*of_all} - dropped:
                 raise
             dropped |= unread
-
-
-def _named_unread(message: str) -> set[str]:
-    """The flags that a refusal names because the run does not read them."""
-    named = re.match(r"((?:--[\w-]+(?:, )?)+): not read", message)
-    return {name.removeprefix("--") for name in named[1].split(", ")} if named else set()
 
 
 def _settings(preset: str, flags: FlagTable) -> Settings:
