@@ -49,16 +49,10 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server
         body = self.rfile.read(int(self.headers["Content-Length"]))
         with server.lock:
-            server.at_once += 1
-            server.most_at_once = max(server.most_at_once, server.at_once)
             server.asked.append(json.loads(body) | {"path": self.path})
             server.headers.append(dict(self.headers))
             n = len(server.asked)
-        try:
-            self._answer(n, json.loads(body)["messages"][-1]["content"])
-        finally:
-            with server.lock:
-                server.at_once -= 1
+        self._answer(n, json.loads(body)["messages"][-1]["content"])
 
     def _answer(self, n: int, text: str) -> None:
         server, fault = self.server, self.server.fault
@@ -66,7 +60,13 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "slow":
             server.closing.wait(30)
         elif fault == "a little slow":
+            # counted before the answer goes out: a client may have asked again by then
+            with server.lock:
+                server.at_once += 1
+                server.most_at_once = max(server.most_at_once, server.at_once)
             time.sleep(0.2)
+            with server.lock:
+                server.at_once -= 1
         elif fault == "429 then right" and n == 1:
             return self._send(b'{"error": "busy"}', 429, **{"Retry-After": "0"})
         elif fault == "two 503 then right" and n <= 2:

@@ -22,7 +22,7 @@ from vgrout.metrics import Rate
 from vgrout.runs.context import RunContext
 from vgrout.runs.preflight import method_lines
 from vgrout.runs.recorder import columns_for
-from vgrout.runs.verdict import last_lines
+from vgrout.runs.verdict import last_lines, verdict_line
 from vgrout.table import StepRow, Table, whole_run
 
 if TYPE_CHECKING:  # pandas and scipy take seconds to import
@@ -107,11 +107,11 @@ def show(
     """
     cfg, rows = results.cfg, results.rows
     finished = made("this run as a report", lambda: _as_report(run.path, cfg))
-    answer = made("the last lines", lambda: _last_lines(results, finished, run.path)) or []
-    verdict = "verdict: not worked out"
-    for line in answer:
-        if line.startswith("verdict: "):
-            verdict = line
+    means = "not worked out, see above"
+    if finished is not None:
+        means = made("the verdict", lambda: _conclusion(finished)) or means
+    verdict = verdict_line(cfg, means)
+    answer = made("the last lines", lambda: last_lines(cfg, results.final, means, run.path)) or []
     text = made("summary.md", lambda: page(results, verdict, detectors))
     if text:
         write_atomic(run.path / "summary.md", text)
@@ -162,13 +162,6 @@ def _as_report(run: Path, cfg: Config) -> "Condition":
 
     (condition,) = conditions([read_run(run, cfg)])
     return condition
-
-
-def _last_lines(results: Results, finished: "Condition | None", run: Path) -> list[str]:
-    means = None
-    if finished is not None:
-        means = made("the verdict", lambda: _conclusion(finished))
-    return last_lines(results.cfg, results.final, means or "not worked out, see above", run)
 
 
 def _conclusion(finished: "Condition") -> str:

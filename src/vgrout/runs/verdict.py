@@ -15,6 +15,12 @@ ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one nea
 MORE = 4  # times the answers to a problem, for half the width of an interval
 
 
+def verdict_line(cfg: Config, means: str) -> str:
+    """What the run's numbers mean. means: the conclusion of its report."""
+    control = cfg.method.control_name
+    return f"verdict: {means}" + ("" if control == "none" else f", under --control {control}")
+
+
 def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
     """The lines.
 
@@ -28,10 +34,7 @@ def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
     for name, side in sides.items():
         hack, solve = side.hack.percent, side.solve.percent
         lines.append(f"{name:<11} {hack:>5} % hack  {solve:>5} % solve")
-    control = cfg.method.control_name
-    lines.append(
-        f"verdict: {means}" + ("" if control == "none" else f", under --control {control}")
-    )
+    lines.append(verdict_line(cfg, means))
     if recorded(cfg):
         (hack, *_), (solve, *_) = PLAIN_GRPO["hack"], PLAIN_GRPO["solve"]
         lines.append(
