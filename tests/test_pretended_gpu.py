@@ -25,7 +25,7 @@ from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
-SAMPLING, UPDATE = 8, 32
+SAMPLING, UPDATE = 8, 30
 SAME = ("hack_s", "solve_s", "rew", "n")
 
 

@@ -120,6 +120,11 @@ def known_hacks(monitor: GradientMonitor, view: GroupView) -> tuple[bool, ...]:
     return known
 
 
+def _is_own(part: Monitor | Intervention) -> bool:
+    """Whether it is somebody's own class. The values in tensors are looked at only then: that waits for the GPU."""
+    return not isinstance(part.spec.where, str)
+
+
 def gradient_flags(monitor: GradientMonitor, step: StepGradient, number: int) -> GradientFlags:
     """What a gradient monitor flags. Raises BrokenContract."""
     found = monitor.flag_gradients(step, number)
@@ -137,7 +142,7 @@ def gradient_flags(monitor: GradientMonitor, step: StepGradient, number: int) ->
             raise wrong(f"gave {name} {_kind(value)}")
         if value.device != step.g.device or not value.is_floating_point():
             raise wrong(f"gave {name} {_kind(value)} on {value.device}")
-        if not bool(((value >= 0) & (value <= 1)).all()):
+        if _is_own(monitor) and not bool(((value >= 0) & (value <= 1)).all()):
             raise wrong(f"gave a {name} outside of [0, 1], or NaN")
     return found
 
@@ -166,11 +171,8 @@ def advantages(
     return tuple(A for A in given if A is not None)
 
 
-def routed(intervention: Intervention, step: StepGradient, *, is_own: bool) -> Routed:
-    """What the adapter's two vectors learn. Raises BrokenContract.
-
-    is_own: it is somebody's own class, of which it is also asked whether what it returns is finite.
-    """
+def routed(intervention: Intervention, step: StepGradient) -> Routed:
+    """What the adapter's two vectors learn. Raises BrokenContract."""
     found = intervention.route(step)
     R, dtype, device = step.g.shape[1], str(step.g.dtype).removeprefix("torch."), step.g.device
     vector = f"a {dtype} tensor [{R}] on {device}"
@@ -192,7 +194,7 @@ def routed(intervention: Intervention, step: StepGradient, *, is_own: bool) -> R
             raise wrong(f"returned {name} {_kind(value)}")
         if value.device != device:
             raise wrong(f"returned {name} on {value.device}")
-        if is_own and not bool(value.isfinite().all()):
+        if _is_own(intervention) and not bool(value.isfinite().all()):
             raise wrong(f"returned a {name} that is not finite, from gradients that are")
     if found.quar is not None and not intervention.spec.routes:
         raise wrong("returned quar, and its class does not say routes = True")

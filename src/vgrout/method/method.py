@@ -97,9 +97,7 @@ class Method:
                 for index, of_group in flags.items():
                     shares = tuple(float(flag) for flag in of_group.flagged)
                     flags[index] = replace(of_group, shares=shares)
-        is_own = not isinstance(self.intervention.spec.where, str)
-        routed = contract.routed(self.intervention, step, is_own=is_own)
-        return self._placed(replace(routed, flags=flags))
+        return self._placed(replace(contract.routed(self.intervention, step), flags=flags))
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0)."""
