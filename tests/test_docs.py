@@ -182,6 +182,12 @@ def runs_of(rows: list[Any], intervention: str, *named: str, control: str = "non
     ]
 
 
+def known_flaw(run: Any) -> str:
+    """The flaw whose hacks the monitor of a recorded run has labels of; "": of none."""
+    found = re.search(r"known_modes=(\w+)", run["settings"])
+    return found.group(1) if found else ""
+
+
 def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
     make = recall()
     shown = make.read("containment-start", "containment-probe", "containment-twin")
@@ -204,22 +210,25 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
 
     labels, seed = "monitor=labels", "seed_monitor=labels"
     probe = "monitor=online_probe", seed
+    penalised = runs_of(shown, "penalty", labels)
     of_readme: dict[str, list[Any]] = {
         "learnt from (plain GRPO)": runs_of(shown, "none"),
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
-        "rewarded less |": runs_of(shown, "penalty", labels),
+        "rewarded less |": [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
         (ceiling := "(grader without a flaw)"): runs_of(shown, "none", control="no_loophole"),
     }
     for start, runs in of_readme.items():
         cells = [cell.strip() for cell in line(README, start).split("|")]
         assert cells[2:5] == [*means(runs), str(len(runs))], start
+        known = [float(r[f"hack_deploy_{known_flaw(r)}"]) for r in runs if known_flaw(r)]
+        assert cells[5] == (f"{100 * mean(known):.1f}" if known else ""), start
     rows: dict[str, tuple[list[Any], list[Any]]] = {
         "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (
-            of_readme["rewarded less |"],
+            penalised,
             runs_of(attempts, "penalty", labels),
         ),
         "rewarded less | linear probe": (
