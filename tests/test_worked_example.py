@@ -112,13 +112,13 @@ def test_what_the_two_vectors_of_the_example_learn(
     page: str, quarantine_in: str, flags: dict[str, str]
 ) -> None:
     _, after = one_step(quarantine_in, **flags)
-    assert after.keep is not None and after.quar is not None
+    assert after.keep is not None
+    assert after.quar is not None
     assert f"| {learnt(after.keep)} |" in page
     assert f"| {learnt(after.quar)} |" in page
 
 
 def test_the_columns_of_the_example(page: str) -> None:
     diagnostics = one_step(quarantine_in="layer 2")[1].diag
-    assert diagnostics.hkgap and diagnostics.tau and diagnostics.routed
     for name in ("hkgap", "tau", "routed"):
         assert f"`{name}` {number(getattr(diagnostics, name))}" in page

@@ -201,7 +201,9 @@ class StepRow(Columns):
     )
     drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
     n: int = col("d", "rollouts in the step")
-    pass_t: Rate | None = col("frac", "teacher rows that their pool's reference tests accepted", when="teacher")
+    pass_t: Rate | None = col(
+        "frac", "teacher rows that their pool's reference tests accepted", when="teacher"
+    )
     hack_s_E: Rate = col(
         "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"
     )
@@ -220,7 +222,9 @@ class StepRow(Columns):
     hack_abl: Rate | None = col(
         "frac", "student rows sampled from the deployed model that hack", when="ablated"
     )
-    solve_abl: Rate | None = col("frac", "student rows sampled from the deployed model that the reference tests accept", when="ablated")
+    solve_abl: Rate | None = col(
+        "frac", "student rows sampled from the deployed model that are right", when="ablated"
+    )
     lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
     lp_t: float | None = col(
         ".2f",
@@ -267,7 +271,9 @@ class StepRow(Columns):
         when="gate",
         should="0.2 or more at step 9; ELSE the direction hardly separates",
     )
-    resid: float | None = col("+.2f", "gate, band: cosine with the direction of what δS learns", when="resid")
+    resid: float | None = col(
+        "+.2f", "gate, band: cosine with the direction of what δS learns", when="resid"
+    )
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
@@ -283,12 +289,16 @@ class StepRow(Columns):
     cos_upd: float | None = col(
         "+.2f", "hack-ward cosine of the change AdamW applied", when="direction"
     )
-    fired: float | None = col(".2f", "share of modules in which something was flagged or taken", when="direction")
+    fired: float | None = col(
+        ".2f", "share of modules in which something was flagged or taken", when="direction"
+    )
     capped: int | None = col(
         "d", "modules whose rescaling hit its bound of ×10", when="erase", should="0"
     )
     routed: float | None = col(
-        ".2f", "share of rollouts sent to the quarantine; if modules decide for themselves, of rollouts × modules", when="whole"
+        ".2f",
+        "share of rollouts sent to the quarantine (of rollouts × modules, if each module decides)",
+        when="whole",
     )
     recall: Rate | None = col(
         "frac",
@@ -330,7 +340,9 @@ class StepRow(Columns):
         default=None,
     )
     refr: int | None = col("d", "steps since the direction was extracted", when="direction")
-    skipped: int = col("d", "1: loss or gradient not finite, so the optimiser made no step", should="0")
+    skipped: int = col(
+        "d", "1: loss or gradient not finite, so the optimiser made no step", should="0"
+    )
     lr: float | None = col(".0e", "learning rate")
     gen: float = col(".2f", "seconds sampling")
     grade: float = col(".2f", "seconds waiting for grades after sampling ended")
