@@ -158,7 +158,14 @@ The file has one JSON object for each answer of the final evaluation, with a par
 prompts without a hint) |
 | `sample` | which of the problem's answers, from 0 |
 
-A side that has the same model and prompts as `deployed` is left out: without a quarantine that is `trained`."""
+A side that has the same model and prompts as `deployed` is left out: without a quarantine that is `trained`.
+
+## per_mode_deploy.json
+
+The file has the shares of these answers. `hack_deploy` is the share of the deployed model's answers that hack;
+likewise there are `solve_` and `tries_` (hacks, and failed attempts at one), each with `base`, `train`, `deploy` and
+`plain`. `by_mode` has the same for each flaw, with the words turned (`deploy_hack`), the number of answers `n`, and
+`in_dist`: whether a pair of the hack direction shows the flaw (null: there is no direction)."""
 KEYS_TEXT = """\
 vgrout was built from [documents](guide.md#route2-as-in-the-documents) that are not part of this repository. If you have
 files made by their programs: these keys have another name there, and all others have the same. In their
