@@ -55,7 +55,7 @@ ProblemSplit = Literal["test", "val", "train", "all"]
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Score a saved adapter on held-out problems: the base model, the deployed one, and the latter
+    """Score a saved adapter on held-out problems: the untrained model, the deployed one, and the deployed one
     without a hint."""
 
     run: Annotated[Path, tyro.conf.Positional]
