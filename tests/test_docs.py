@@ -7,21 +7,27 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
+from methods import batch
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
+from vgrout.data import Flags
+from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
+from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
+from vgrout.runs.recorder import rollout_lines
 from vgrout.sweep.study_file import load_study_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,6 +169,20 @@ REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
 def test_generated_pages_are_current(page: str) -> None:
     made = REFERENCE["HEAD"] + REFERENCE["PAGES"][page]()
     assert text(ROOT / "docs" / page) == made, "run: uv run python docs/reference.py"
+
+
+def test_every_key_of_rollouts_is_explained() -> None:
+    """Those that a line of rollouts.jsonl has, as the trainer writes it, and those of the sandbox's verdict."""
+    of = batch()
+    flags = Flags((True, False, False, False))
+    groups = tuple(replace(group, flags=flags, shadows={"short": flags}) for group in of.groups)
+    written: set[str] = set()
+    for line in rollout_lines(replace(of, groups=groups), Mock(spec=LanguageModel)):
+        written |= line.keys()
+    sandbox = NOT_RUN.keys() - {"solved"} | {"marker", "reward_score"}
+    everywhere, programs = REFERENCE["ROLLOUT_KEYS"].keys(), REFERENCE["CODE_KEYS"].keys()
+    assert written == everywhere | {"marker"}
+    assert sandbox == programs
 
 
 @cache

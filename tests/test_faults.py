@@ -522,7 +522,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
     assert end["state"] == "halted"
-    assert end["reason"].startswith("guard: KL to the initial policy")
+    assert end["reason"].startswith("guard: KL to the untrained model")
     assert end["step"] < 5
     assert "--guard log" in end["next"]
     assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"

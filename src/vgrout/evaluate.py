@@ -48,12 +48,14 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
     from vgrout.model.policy import Policy
 
 SCHEMA = "evaluation_v1"
+# sides as the printed table names them
+TITLES = {"base": "untrained", "deployed": "deployed", "plain": "no hint"}
 ProblemSplit = Literal["test", "val", "train", "all"]
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Score a saved adapter on held-out problems: the base model, the deployed one, and the latter
+    """Score a saved adapter on held-out problems: the untrained model, the deployed one, and the deployed one
     without a hint."""
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -182,7 +184,7 @@ def _score(
     samples: int,
     flaws: Sequence[str],
 ) -> dict[str, Eval]:
-    """Rates of the base model, of the deployed one, and of the latter without hints, if there are any.
+    """Rates of the untrained model, of the deployed one, and of the deployed one without hints, if there are any.
 
     Answers are drawn from the same streams as in the run's final evaluation.
     """
@@ -377,14 +379,15 @@ def _trained_with(saved: Saved) -> str | None:
 
 
 def table(sides: dict[str, Eval]) -> str:
-    """A row per mode and one for all: hack and solve of every side, as k/n."""
+    """A row per flaw and one for all: hack and solve of every side, as k/n."""
     rows: list[dict[str, str]] = []
-    for mode in (*sides["deployed"].by_mode, "all"):
-        row = {"mode": mode}
+    for flaw in (*sides["deployed"].by_mode, "all"):
+        row = {"flaw": flaw}
         for side, scored in sides.items():
-            rates = scored if mode == "all" else scored.by_mode[mode]
-            row[f"{side} hack"] = f"{rates.hack.k}/{rates.hack.n}"
-            row[f"{side} solve"] = f"{rates.solve.k}/{rates.solve.n}"
+            title = TITLES[side]
+            rates = scored if flaw == "all" else scored.by_mode[flaw]
+            row[f"{title} hack"] = f"{rates.hack.k}/{rates.hack.n}"
+            row[f"{title} solve"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 

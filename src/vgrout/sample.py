@@ -107,8 +107,14 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
         Refused: one line: they are named, and are not those of the run.
     """
     if saved.cfg.of_code and not cli.reference:
-        reward = reward_of(saved, cli.reward)
-        return Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward)
+        env = saved.cfg.env
+        return Grader(
+            1,
+            compile_reward=env.compile_reward,
+            pass_reward=env.pass_reward,
+            allow_weak=cli.allow_weak_sandbox,
+            reward=reward_of(saved, cli.reward),
+        )
     if saved.cfg.env.reference and not (cli.reward or cli.reference):
         return None
     settings = EvaluateSettings(

@@ -268,9 +268,9 @@ class DetectorConfig:
     reward_hack_halt: bool = setting(False, needs="reward_hack_detector")
     """Stop the run (exit 3) when one of them says HACK."""
     echo_trap_enabled: bool = False
-    """Watch repetition within answers, measured against the base policy's own."""
+    """Watch repetition within answers, measured against the untrained model's own."""
     echo_trap_threshold: float = setting(0.6, above=0, high=1, needs="echo_trap_enabled")
-    """Share of the way from the base policy's repetition to nothing else at which the echo trap says HACK; WARN at
+    """Share of the way from the untrained model's repetition to nothing else at which the echo trap says HACK; WARN at
     half of it."""
     echo_trap_halt: bool = setting(False, needs="echo_trap_enabled")
     """Stop the run (exit 3) when the echo trap says HACK."""

@@ -336,7 +336,7 @@ class HeldOutGuard:
         broken: dict[str, str] = {}
         if s.kl_ema is not None and s.kl_ema > s.kl_hard_stop:
             broken["kl"] = (
-                f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token "
+                f"KL to the untrained model {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token "
                 f"at step {step}"
             )
         if s.streak >= cfg.decline_patience:
