@@ -18,6 +18,7 @@ from vgrout.data import Grade, Rollout, Task, Ungraded
 from vgrout.envs.base import without_hint
 from vgrout.errors import Diverged, NothingAligned
 from vgrout.files import read_json, to_json
+from vgrout.generation import graded, sample_and_submit
 from vgrout.guard.detectors import diverged
 from vgrout.heldout import answers
 from vgrout.imitation.distill_methods import METHODS, StepLosses
@@ -35,7 +36,6 @@ from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.optim import Update
 from vgrout.rng import torch_stream
-from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from vgrout.data import Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
+from vgrout.generation import BATCH, Graded, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256
@@ -35,7 +36,7 @@ from vgrout.rng import py_stream
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
-from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
+from vgrout.teacher.generate import by_mode
 
 Scored = tuple[Graded, float]  # an answer and its score
 # A round's row as JSON, with the rates on the held-out problems as [k, n], overall and by mode.

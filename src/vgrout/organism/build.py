@@ -46,6 +46,7 @@ from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
+from vgrout.generation import Graded, generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
@@ -53,7 +54,7 @@ from vgrout.organism.card import Measured, card
 from vgrout.organism.start import Begun, Pretrained, Start, draw, of_manifest
 from vgrout.organism.weights import Draw, batches, train
 from vgrout.runs.recorder import peak_memory
-from vgrout.teacher.generate import Graded, generate_graded, rates
+from vgrout.teacher.generate import rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
 
 POOL_PROBLEMS = 32  # per mode
