@@ -12,12 +12,12 @@ and no sandbox.
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
@@ -87,6 +87,7 @@ def arguments(task: TextTask, completion: str) -> dict[str, Any]:
     return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
 
 
+T = TypeVar("T")
 # the scores that one call gives several answers, and the place of one of them
 ListScore = tuple[Future[list[float]], int]
 
@@ -175,17 +176,27 @@ class TextGrader:
     ) -> list[Future[Grade | Ungraded]]:
         """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
         thought = "<think>\n" if in_thought else ""
-        answers = [after_thought(thought + text) for text in texts]
+        return self._begun(self._graded_or_not, task, [thought + text for text in texts])
+
+    def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
+        """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
+        return [grade.result() for grade in self._begun(self._graded, task, texts)]
+
+    def _begun(
+        self, grade: Callable[..., T], task: TextTask, texts: Sequence[str]
+    ) -> list[Future[T]]:
+        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`."""
+        answers = [after_thought(text) for text in texts]
         # Before the gradings that wait for them: those cannot take every thread.
         lists: dict[ScoringFunction, Future[list[float]]] = {}
         for function in self.functions:
             if function.batched:
                 lists[function] = self._pool.submit(self._scores, function, task, answers)
-        verdicts: list[Future[Grade | Ungraded]] = []
+        grades: list[Future[T]] = []
         for i, answer in enumerate(answers):
             of_answer = {function: (scores, i) for function, scores in lists.items()}
-            verdicts.append(self._pool.submit(self._graded_or_not, task, answer, of_answer))
-        return verdicts
+            grades.append(self._pool.submit(grade, task, answer, of_answer))
+        return grades
 
     def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
         """Grade now. Ungraded where a function fails for good."""
