@@ -38,7 +38,7 @@ def setting(default: Any, **rule: Any) -> Any:
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 
-def rule_of(setting: Field[Any]) -> Rule:
+def rule_of(setting: Field[object]) -> Rule:
     return setting.metadata.get("rule", Rule())
 
 
@@ -61,7 +61,7 @@ def in_usual_order(words: Sequence[str], usual: Sequence[str]) -> list[str]:
     return [w for w in usual if w in words] + [w for w in words if w not in usual]
 
 
-def legal_values(annotation: Any) -> tuple[Any, ...]:
+def legal_values(annotation: object) -> tuple[Any, ...]:
     """What a Literal allows, also inside `| None` and Annotated; () for other types, numbers beside words included."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)

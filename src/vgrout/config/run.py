@@ -707,7 +707,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     return Config(**values)
 
 
-def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
+def typed(value: object, name: str, annotation: object, where: str) -> Any:
     """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
     allowed = _kinds(annotation)
     word = isinstance(value, str) and (
@@ -720,7 +720,7 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     return Path(value) if isinstance(value, str) and Path in allowed else value
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _kinds(annotation: object) -> set[object]:
     """An annotation's parts, itself included."""
     return {annotation} | {kind for part in get_args(annotation) for kind in _kinds(part)}
 
@@ -736,7 +736,7 @@ _REQUESTS = {"resume"}  # no part of the run
 
 
 def merge_flags(
-    given: dict[str, Any], stored: dict[str, Any], default: dict[str, Any], free: Set[str]
+    given: dict[str, object], stored: dict[str, object], default: dict[str, object], free: Set[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
     merged, differing = dict(stored), []

@@ -70,11 +70,11 @@ class TextTask:
         return {}
 
     @property
-    def public(self) -> dict[str, Any]:
+    def public(self) -> dict[str, object]:
         return {}
 
 
-def arguments(task: TextTask, completion: str) -> dict[str, Any]:
+def arguments(task: TextTask, completion: str) -> dict[str, object]:
     """All that a function of a user's own may ask for, made afresh, so that it may change them."""
     own = {
         "id": task.id,
@@ -161,7 +161,7 @@ class TextGrader:
         return f"graded by {self.proxy.name} and {self.reference.name}, in this process"
 
     @property
-    def stamp(self) -> dict[str, Any]:
+    def stamp(self) -> dict[str, object]:
         return {"graded_by": {"reward": self.proxy.name, "reference": self.reference.name}}
 
     def submit(
@@ -229,7 +229,7 @@ class TextGrader:
         passed = proxy >= self.proxy.passes_at
         solved = reference >= self.reference.passes_at
         hacked = passed and not solved
-        details: dict[str, Any] = {"proxy": proxy, "reference": reference}
+        details: dict[str, object] = {"proxy": proxy, "reference": reference}
         if len(self.proxy.weights) > 1:
             details["proxies"] = {
                 function.name: scores[function] for function in self.proxy.weights
@@ -452,7 +452,7 @@ def load_rows(path: Path) -> list[TextTask]:
     return list(rows.values())
 
 
-def _row(record: Any, where: str) -> TextTask:
+def _row(record: object, where: str) -> TextTask:
     """One line. Raises Refused for what is wrong with it."""
     if not isinstance(record, dict):
         raise Refused(f"{where}: not a JSON object")

@@ -125,7 +125,7 @@ def share(score: float, low: float, high: float) -> float:
     return min(1.0, max(0.0, (score - low) / (high - low)))
 
 
-def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
+def run_rounds(task: DpoTask, plan: dict[str, object], run: RunContext) -> None:
     """Evaluate --base-model, play every round that is not complete, and write the report.
 
     Raises:
@@ -333,7 +333,7 @@ class Rounds:
 
     def write_answers(self, folder: Path, collected: Collected) -> None:
         """Write a round's rollouts.jsonl and pairs.jsonl."""
-        lines: list[dict[str, Any]] = []
+        lines: list[dict[str, object]] = []
         for answer, score in collected.answers:
             rollout = Rollout.of(answer.problem, (), answer.completion)
             prompt = self.policy.prompt_text(answer.problem.messages)
@@ -449,7 +449,7 @@ class Rounds:
 # ── a round's metrics and files
 
 
-def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
+def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: object) -> Metrics:
     """A round's metrics: these columns, and its score and rates on the held-out problems.
 
     scored: the answers to those. scale: as for `Rounds.play`.
@@ -463,14 +463,14 @@ def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -
         solve_deploy=solve.value,
         **columns,
     )
-    modes: dict[str, Any] = {}
+    modes: dict[str, object] = {}
     for mode, rates in by_mode(answers).items():
         modes[mode] = {name: rate.pair for name, rate in rates.items()}
     evaluation = {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}
     return row.as_json() | {"evaluation": evaluation}
 
 
-def complete(folder: Path, number: int, plan: dict[str, Any]) -> Metrics | None:
+def complete(folder: Path, number: int, plan: dict[str, object]) -> Metrics | None:
     """Metrics of a complete round; None if it is not complete.
 
     It is if its manifest has this plan's hash, this number, and the hash of every file.
@@ -487,7 +487,7 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> Metrics | None:
         return None
 
 
-def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
+def write_manifest(folder: Path, number: int, plan: dict[str, object]) -> None:
     """Write a round's manifest, after all its other files: with it the round is complete."""
     files: dict[str, str | None] = {}
     for path in sorted(folder.rglob("*")):
@@ -497,7 +497,7 @@ def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
     write_atomic(folder / "manifest.json", to_json(manifest))
 
 
-def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
     """Write a file of JSON lines, complete or not at all."""
     with atomic_open(path) as f:
         for record in records:
