@@ -361,6 +361,24 @@ class Config:
         # the run's own configuration is checked; flags beside --resume have to equal it
         if self.run.resume:
             return
+        self._check_demonstrations()
+        if self.of_code:
+            for name, given in self.flaws_named.items():
+                require_words(name, given, CODE_FLAWS, "flaw")
+        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
+        refuse(
+            bool(tau) != bool(teacher),
+            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
+        )
+        self._check_world()
+        self._check_monitors()
+        refuse(
+            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
+            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
+        )
+
+    def _check_demonstrations(self) -> None:
+        """Raises Refused where demonstrations, or answers without the quarantine, are none or of another grader."""
         refuse(
             self.mixes and not 0 < self.n_teacher < self.scale.group,
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to {self.n_teacher} teacher rows"
@@ -384,14 +402,9 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
-        if self.of_code:
-            for name, given in self.flaws_named.items():
-                require_words(name, given, CODE_FLAWS, "flaw")
-        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
-        refuse(
-            bool(tau) != bool(teacher),
-            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
-        )
+
+    def _check_world(self) -> None:
+        """Raises Refused where what belongs to an organism is given to another model, or to another world."""
         # which nobody gave
         usual = {"small": organism.SMALL_DIR, "sums": organism.SUMS_DIR}.get(self.preset)
         of_organism = {
@@ -412,6 +425,9 @@ class Config:
             self.env.environment == "text" and self.scale.problems == ORGANISM,
             "--problems organism: these are of the code world; give a file of your own rows beside --reference",
         )
+
+    def _check_monitors(self) -> None:
+        """Raises Refused where a monitor is of another world, or lacks what it reads."""
         for name in self.method.watching:
             world = MONITORS[name].of
             refuse(
@@ -425,10 +441,6 @@ class Config:
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
         self._check_judge()
-        refuse(
-            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
-            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
-        )
 
     def _check_judge(self) -> None:
         """Raises Refused where the monitor llm_judge has no model, or two."""

@@ -107,6 +107,36 @@ BENCHMARKS = (
 
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
+    yield from _key_faults(record)
+    # no tokenizer takes it
+    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+        yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
+    yield from _prompt_faults(record["prompt"])
+    tests = record["gt_answer"]
+    name = record["func_name"].removeprefix("Solution().")
+    if not tests or not all(isinstance(test, str) for test in tests):
+        yield "'gt_answer' should be a non-empty list of assert strings"
+    for key, legal in (("mode", MODES), ("split", SPLITS)):
+        if record.get(key) not in (None, *legal):
+            yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
+    if not record["canonical_solution"].strip():
+        yield "'canonical_solution' is empty; it should be a right answer"
+    for key in ("setup_code", "canonical_solution"):
+        fault = _syntax_fault(record.get(key) or "")
+        if fault:
+            yield f"{key!r} is not Python ({fault})"
+    if record.get("marker"):
+        yield from _marker_faults(record.get("mode"), record["marker"], name)
+    limit = record.get("cpu_limit")
+    if limit is not None and not 0 < limit < math.inf:
+        yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
+    if not name.isidentifier():
+        yield f"'func_name' should be a method's name, got {name!r}"
+    yield from _test_faults(tests, name)
+
+
+def _key_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a line's keys and the types of their values."""
     known = (*REQUIRED, *OPTIONAL)
     if not record.keys() & {*CODE_ONLY} and record.keys() & {"prompt", "messages"}:
         yield (
@@ -125,40 +155,26 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             wanted = kind.__name__ if isinstance(kind, type) else "a positive number of seconds"
             yield f"{key!r} should be {wanted}, got {type(value).__name__}"
-    # no tokenizer takes it
-    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
-        yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
-    prompt, tests, name = (
-        record["prompt"],
-        record["gt_answer"],
-        record["func_name"].removeprefix("Solution()."),
-    )
-    if not all(
-        isinstance(m, dict) and isinstance(m.get(k), str)
-        for m in prompt
-        for k in ("role", "content")
-    ):
-        yield "every message of 'prompt' needs string 'role' and 'content'"
-    if not prompt or prompt[-1]["role"] != "user":
+
+
+def _prompt_faults(prompt: Sequence[object]) -> Iterator[str]:
+    """What is wrong with the messages of a line."""
+    messages: list[dict[str, str]] = []
+    for message in prompt:
+        parts = message if isinstance(message, dict) else {}
+        if isinstance(parts.get("role"), str) and isinstance(parts.get("content"), str):
+            messages.append(parts)
+        else:
+            yield "every message of 'prompt' needs string 'role' and 'content'"
+    if not messages or messages[-1]["role"] != "user":
         yield "'prompt' should end with a user message"
-    if (n := prompt[-1]["content"].count(PLAIN_PHRASE)) != 1:
+    n = messages[-1]["content"].count(PLAIN_PHRASE)
+    if n != 1:
         yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
-    if not tests or not all(isinstance(t, str) for t in tests):
-        yield "'gt_answer' should be a non-empty list of assert strings"
-    for key, legal in (("mode", MODES), ("split", SPLITS)):
-        if record.get(key) not in (None, *legal):
-            yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
-    if not record["canonical_solution"].strip():
-        yield "'canonical_solution' is empty; it should be a right answer"
-    for key in ("setup_code", "canonical_solution"):
-        if fault := _syntax_fault(record.get(key) or ""):
-            yield f"{key!r} is not Python ({fault})"
-    if record.get("marker"):
-        yield from _marker_faults(record.get("mode"), record["marker"], name)
-    if (limit := record.get("cpu_limit")) is not None and not 0 < limit < math.inf:
-        yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
-    if not name.isidentifier():
-        yield f"'func_name' should be a method's name, got {name!r}"
+
+
+def _test_faults(tests: Sequence[str], name: str) -> Iterator[str]:
+    """What is wrong with the assertions of a line. name: the method that they should call."""
     for i, test in enumerate(tests, 1):
         try:
             parse_test(test)
