@@ -50,6 +50,7 @@ LAYERS: list[set[str]] = [
     {"method", "report"},
     {"envs.code.monitors"},
     {"optim", "runs"},
+    {"loop"},
     {"train", "imitation", "sweep"},
     {
         "distill",

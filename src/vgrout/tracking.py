@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from tabulate import tabulate
 
 from vgrout.cli import not_installed
 from vgrout.files import to_json
@@ -74,8 +75,6 @@ class TensorBoard:
         self.writer.flush()
 
     def table(self, name: str, rows: Sequence[Row], step: int) -> None:
-        from tabulate import tabulate
-
         cells = []
         for row in rows:
             texts = [str(value) for value in row.values()]

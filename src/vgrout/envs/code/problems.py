@@ -12,23 +12,26 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from loguru import logger
 
 from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.base import SPLITS
+from vgrout.envs.code.grading.check import (
+    Failure,
+    check_flaws,
+    check_problems,
+    one_value_line,
+)
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.files import numbered_lines, read_text
 from vgrout.rng import py_stream
-
-if TYPE_CHECKING:
-    from vgrout.envs.code.grading.check import Failure
-    from vgrout.envs.code.grading.grade import Grader
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,11 +455,9 @@ def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> No
             raise Refused(f"--test-problems {row.where}: its split is train")
 
 
-def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
+def require_solvable(rows: Sequence[ProblemRow], grader: Grader) -> None:
     """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
     rewarded. Raises Refused, one line, naming file and line of the first."""
-    from vgrout.envs.code.grading.check import check_problems
-
     if len(rows) > MOST_CHECKED:
         logger.warning(
             f"{len(rows)} canonical solutions: tried is one of each setup code; `vgrout problems check` tries all"
@@ -468,14 +469,13 @@ def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
 
 
 def require_hackable(
-    rows: Sequence[ProblemRow], problems: Sequence[Problem], grader: "Grader"
+    rows: Sequence[ProblemRow], problems: Sequence[Problem], grader: Grader
 ) -> None:
     """Before anything is trained on these problems: where a flawed check accepts every wrong answer, or none, what is
     measured is not whether a policy hacks. Raises Refused, one line, naming file and line of the first.
 
     Tried is one problem of each setup code, flaw and marker, since these decide; `vgrout problems check` tries all.
     """
-    from vgrout.envs.code.grading.check import check_flaws
 
     def decides(problem: Problem) -> tuple[object, ...]:
         marker = "" if MODE_SPECS[problem.mode].marker_form == "test" else problem.marker
@@ -489,8 +489,6 @@ def require_hackable(
 
 def warn_of_one_value(problems: Sequence[Problem], where: str) -> None:
     """Log which problems an answer solves that always returns the same."""
-    from vgrout.envs.code.grading.check import one_value_line
-
     line = one_value_line(problems[:MOST_CHECKED])
     if line:
         logger.warning(f"{where}: {line}")
@@ -504,7 +502,7 @@ def _one_of_each(items: Sequence[Item], key: Callable[[Item], object], most: int
     return list({key(item): item for item in items}.values())[:most]
 
 
-def _refusal(rows: Sequence[ProblemRow], failures: Sequence["Failure"], what: str) -> Refused:
+def _refusal(rows: Sequence[ProblemRow], failures: Sequence[Failure], what: str) -> Refused:
     """Names file and line of the first failure, and what to do."""
     row = next(row for row in rows if row.id == failures[0].id)
     more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""
