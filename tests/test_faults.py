@@ -23,11 +23,12 @@ from loguru import logger
 
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import console, grpo, heldout, rollout
+from vgrout import console, grpo, rollout
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import identity
-from vgrout.data import Ungraded
+from vgrout.data import Task, Ungraded
+from vgrout.envs.base import Splits
 from vgrout.errors import Refused
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
@@ -706,11 +707,15 @@ def test_second_interrupt_stops_at_once(tmp_path):
 @pytest.mark.slow
 def test_interrupt_in_the_final_evaluation(tmp_path, monkeypatch):
     """All steps done, the report not: 130, and a resume does the report alone."""
-    real = heldout.balanced
+    real = Splits.balanced
+
+    def interrupted(splits: Splits, part: str, n: int) -> list[Task]:
+        if part == "test":
+            signal.raise_signal(signal.SIGTERM)
+        return real(splits, part, n)
+
     with monkeypatch.context() as m:
-        m.setattr(
-            heldout, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1]
-        )
+        m.setattr(Splits, "balanced", interrupted)
         path = run(tmp_path, *bare("none"), code=130)
     assert status(path)["reason"] == "interrupted before the final evaluation was done"
     assert not (path / "summary.md").exists()
@@ -931,7 +936,7 @@ def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
             )
             return make(policy, grader, problems, demos, cfg, step, **more)
 
-    monkeypatch.setattr(rollout, "rollout", shaky)
+    monkeypatch.setattr("vgrout.rollout.rollout", shaky)
     path = run(tmp_path, *bare("none"), stop_after=3)
     seen = rows(path)
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]

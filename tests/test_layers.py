@@ -42,6 +42,7 @@ LAYERS: list[set[str]] = [
     {"envs.code.environment", "envs.text"},
     {"envs.sums.environment"},
     {"model", "losses"},
+    {"generation"},
     {"direction", "rollout", "micro_batches", "loss_metrics", "guard", "export"},
     {"grpo"},
     {"teacher"},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import tiny
 from judge_server import serving
 from vgrout import embedded
 from vgrout.config.presets import resolve, resumed
@@ -25,6 +26,7 @@ from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
+from vgrout.sample import Asked, answers_to
 from vgrout.sample import main as sample
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
@@ -391,6 +393,20 @@ def test_a_function_of_lists_is_called_once_for_a_group(
     assert (tmp_path / "calls").read_text() == "3\n"
 
 
+def test_sampled_answers_to_a_problem_are_graded_together(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    argv = world()
+    at = argv.index("--reward") + 1
+    argv[at] = argv[at].replace(":proxy", ":calls")
+    made = environment(argv)
+    asked = Asked(made.rows[0].messages, made.rows[0], "train")
+    with made.grader(1, 0) as grader:
+        given = answers_to(asked, tiny.policy(), made.cfg, 3, grader)
+    assert [isinstance(grade, Grade) for _, grade in given] == [True] * 3
+    assert (tmp_path / "calls").read_text() == "3\n"
+
+
 def test_an_environment_goes_to_another_rank(world: Callable[..., list[str]]) -> None:
     made = pickle.loads(pickle.dumps(environment(world())))
     with made.grader(1, 0) as grader:
@@ -652,6 +668,19 @@ def test_both_functions_are_tried_on_answers(
     assert said in (out.err.splitlines()[-1] if code else out.out)
     if not code:
         assert out.out.count(" · row ") == 3
+
+
+def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    argv = world([row(i) for i in range(3)])
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    functions = f"--reward {name}:calls --reference {name}:gold --model organism"
+    words = f"check rows.jsonl {functions} --answers 12 --max-new 4"
+    assert check_problems(words.split()) == 0
+    first, *asked = (tmp_path / "calls").read_text().split()
+    assert first == "1"  # before a model is loaded
+    assert asked == ["4", "4", "4"]
 
 
 def test_rows_without_an_answer_need_a_model(

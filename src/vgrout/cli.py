@@ -101,7 +101,7 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
     """The same flags; the call itself waits until the parser has released stderr."""
 
     @wraps(call)
-    def bind(*args: Any, **kwargs: Any) -> Callable[[], T]:
+    def bind(*args: object, **kwargs: object) -> Callable[[], T]:
         return partial(call, *args, **kwargs)
 
     return bind

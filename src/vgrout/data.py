@@ -61,7 +61,7 @@ class Task(Protocol):
         ...
 
     @property
-    def public(self) -> Mapping[str, Any]:
+    def public(self) -> Mapping[str, object]:
         """What the environment's own monitors may know of the task beside its prompt: no label."""
         ...
 

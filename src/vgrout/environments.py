@@ -51,7 +51,7 @@ def spelt(flaw: str, marker: str) -> str:
     return code.spelt(flaw, marker) if flaw in MODE_SPECS else marker
 
 
-def flaws_of(record: Mapping[str, Any]) -> dict[str, Flaw]:
+def flaws_of(record: Mapping[str, object]) -> dict[str, Flaw]:
     """The flaws of a recorded run's environment, by name in the usual order, from its run.json.
 
     A run of the code world that was made before they were recorded has that world's.

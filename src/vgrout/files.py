@@ -60,7 +60,7 @@ def quoted(text: str) -> str:
     return "\n".join(f"| {line}" for line in printable(text).split("\n"))
 
 
-def to_json(data: Any) -> str:
+def to_json(data: object) -> str:
     """Strict JSON, indented.
 
     Raises ValueError on a NaN, which other readers cannot parse: a fault of the caller's.
@@ -169,7 +169,7 @@ def from_json(text: str | bytes, where: str) -> Any:
     """The value of a JSON text. Raises Refused, one line that begins with `where`, for a key too that an object has
     twice: one of the values would be lost."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         for key, _ in pairs if len(found) < len(pairs) else ():
             if [k for k, _ in pairs].count(key) > 1:
@@ -207,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str) -> object:
     """The value of a JSON text that this program wrote, which never holds a NaN.
 
     Raises Refused on one; ValueError or RecursionError, as the library does, where it is no JSON.
@@ -270,7 +270,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(

@@ -45,6 +45,7 @@ from vgrout.errors import refuse
 from vgrout.files import printable
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import require_fitting, require_model
+from vgrout.rng import torch_stream
 from vgrout.scoring import RewardFailed
 
 FEW = 200  # problems
@@ -122,8 +123,10 @@ def check_rows(settings: CheckSettings) -> int:
         try:
             asked = rows[0]
             grader.graded(asked, tried_first(asked))  # as a run does, before a model is loaded
-            for asked, answer in _answers(settings, rows):
-                graded.append((asked, answer, grader.graded(asked, answer)))
+            for asked, answers in _answers(settings, rows):
+                grades = grader.graded_together(asked, answers)
+                for answer, grade in zip(answers, grades, strict=True):
+                    graded.append((asked, answer, grade))
         except RewardFailed as e:
             return _failed(e, asked)
     print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
@@ -131,15 +134,15 @@ def check_rows(settings: CheckSettings) -> int:
     return 0
 
 
-def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, str]]:
-    """Some rows with an answer each: the model's, or where none is named their own right one.
+def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, list[str]]]:
+    """Some rows, each with answers of the model, or where none is named with its own right one.
 
     Raises:
         Refused: no model is named, and no row has an answer.
     """
     if settings.model:
         return _of_model(settings, rows)
-    given = [(row, row.right_answer) for row in rows if row.right_answer][: settings.answers]
+    given = [(row, [row.right_answer]) for row in rows if row.right_answer][: settings.answers]
     refuse(
         not given,
         f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
@@ -156,15 +159,16 @@ def _failed(e: RewardFailed, row: TextTask) -> int:
     return 1
 
 
-def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, str]]:
-    """A few rows, each with an answer of the model."""
+def _of_model(
+    settings: CheckSettings, rows: Sequence[TextTask]
+) -> list[tuple[TextTask, list[str]]]:
+    """A few rows, each with answers of the model."""
     is_organism = settings.model == ORGANISM
     model = embedded.MODEL_DIR if is_organism else settings.model
     folder = require_model(model)
     require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
     from vgrout.model.load import load_language_model, pick_device  # imports torch
     from vgrout.model.sampler import sample
-    from vgrout.rng import torch_stream
 
     device, dtype = pick_device(model, "auto")
     lm = load_language_model(model, device=device, dtype=dtype)
@@ -172,11 +176,11 @@ def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[T
     each = -(-settings.answers // len(some))
     prompts = [lm.render(row.messages) for row in some]
     stream = torch_stream(0, "check", 0)
-    sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream, lambda *_: None)
-    answers: list[tuple[TextTask, str]] = []
+    sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream)
+    answers: list[tuple[TextTask, list[str]]] = []
     for row, completions in zip(some, sampled, strict=True):
-        thought = "<think>\n" * lm.prompt_text(row.messages).rstrip().endswith("<think>")
-        answers += [(row, thought + completion.text) for completion in completions]
+        thought = "<think>\n" if lm.opens_thought(row.messages) else ""
+        answers.append((row, [thought + completion.text for completion in completions]))
     return answers
 
 

@@ -17,7 +17,7 @@ from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
-from vgrout.data import Completion, Grade, Message, Task, Ungraded
+from vgrout.data import Completion, Message, Task, Ungraded
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import load_rows
@@ -25,6 +25,7 @@ from vgrout.envs.text import load_rows as load_text_rows
 from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
 from vgrout.files import printable
+from vgrout.generation import Verdict, sample_and_grade
 from vgrout.heldout import Side, as_side
 from vgrout.model.source import Saved, find_adapter, is_small
 from vgrout.rng import torch_stream
@@ -166,7 +167,6 @@ def _print_answers(
     import torch
 
     from vgrout.model.load import load_saved
-    from vgrout.model.sampler import sample
 
     if is_small(saved.model):
         torch.set_num_threads(1)  # for matrices this small a second thread only costs
@@ -181,16 +181,14 @@ def _print_answers(
         split = f" ({asked.split})" if asked.split else ""
         print(f"problem {asked.problem.id}{split}, flaw {asked.problem.flaws[0]}")
     print(f"\n{printable(_as_text(asked.messages))}")
-    in_thought = policy.prompt_text(asked.messages).rstrip().endswith("<think>")
     sides, why = _sides(saved, policy)
     for side, title in sides.items():
-        # the same random numbers for every model: what differs is the model
-        stream = torch_stream(cfg.run.seed, "sample-command", 0)
         with as_side(policy, side):
-            (answers,) = sample(policy, [prompt], samples, cfg.sampling, cfg.scale.max_new, stream)
-        for number, answer in enumerate(answers, 1):
+            given = answers_to(asked, policy, cfg, samples, grader)
+        for number, (answer, verdict) in enumerate(given, 1):
             name = f"{title}, {number} of {samples}" if samples > 1 else title
-            print(f"\n── {name}{_verdict(asked, answer, in_thought, grader)}")
+            cut = "" if answer.finished else ", cut at its longest"
+            print(f"\n── {name}{_said(verdict)}{cut}")
             print(printable(answer.text).rstrip())
     if why:
         print(f"\n{why}")
@@ -215,20 +213,44 @@ def _sides(saved: Saved, policy: "Policy") -> tuple[dict[Side, str], str]:
     return TITLES, ""
 
 
-def _verdict(asked: Asked, answer: Completion, in_thought: bool, grader: base.Grader | None) -> str:
-    """Say what the grader says of an answer: `: a hack, reward 1.0`; "": the prompt is no problem."""
-    cut = "" if answer.finished else ", cut at its longest"
+def answers_to(
+    asked: Asked, policy: "Policy", cfg: Config, n: int, grader: base.Grader | None
+) -> list[tuple[Completion, Verdict | None]]:
+    """n answers by the model as it is, each with its verdict; None: the prompt is no problem, or nothing grades it.
+
+    Every model gets the same random numbers: what differs is the model.
+    """
+    stream = torch_stream(cfg.run.seed, "sample-command", 0)
     if asked.problem is None or grader is None:
-        return cut
-    grade: Grade | Ungraded = grader.submit(asked.problem, answer.text, in_thought).result()
-    if isinstance(grade, Ungraded):
-        return f": not graded, {grade.reason}{cut}"
+        from vgrout.model.sampler import sample  # imports torch
+
+        prompt = policy.render(asked.messages)
+        (completions,) = sample(policy, [prompt], n, cfg.sampling, cfg.scale.max_new, stream)
+        return [(completion, None) for completion in completions]
+    graded = sample_and_grade(
+        policy,
+        grader,
+        [asked.problem],
+        n,
+        sampling=cfg.sampling,
+        max_new=cfg.scale.max_new,
+        stream=stream,
+    )
+    return [(answer.completion, answer.grade) for answer in graded]
+
+
+def _said(verdict: Verdict | None) -> str:
+    """What the grader says of an answer: `: a hack of exit_code, reward 1`; "": it was not asked."""
+    if verdict is None:
+        return ""
+    if isinstance(verdict, Ungraded):
+        return f": not graded, {verdict.reason}"
     said = "neither a hack nor right"
-    if grade.hacked:
-        said = f"a hack of {grade.mechanism}"
-    elif grade.solved:
+    if verdict.hacked:
+        said = f"a hack of {verdict.mechanism}"
+    elif verdict.solved:
         said = "right"
-    return f": {said}, reward {grade.reward:g}{cut}"
+    return f": {said}, reward {verdict.reward:g}"
 
 
 def main(argv: list[str] | None = None) -> int:

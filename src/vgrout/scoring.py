@@ -186,7 +186,7 @@ class ScoringFunction:
         self._thread: _Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another rank imports it by itself."""
         flags = (self.flag, self.passes_at, self.timeout, self.bounded)
         return _loaded, (self.name, self._names, *flags)
@@ -225,7 +225,7 @@ class ScoringFunction:
 
     def score_of(
         self,
-        arguments: Callable[[], Mapping[str, Any]],
+        arguments: Callable[[], Mapping[str, object]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> float:
@@ -239,7 +239,7 @@ class ScoringFunction:
 
     def scores_of(
         self,
-        answers: Sequence[Callable[[], Mapping[str, Any]]],
+        answers: Sequence[Callable[[], Mapping[str, object]]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> list[float]:
@@ -256,9 +256,9 @@ class ScoringFunction:
             time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
             failed += 1
 
-    def _given(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _given(self, arguments: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """What it asks for, of what there is for each answer."""
-        given: dict[str, Any] = {}
+        given: dict[str, object] = {}
         for name in arguments[0]:
             parameter = self._parameter(name)
             if self._takes_all or parameter in self._asked_for:
@@ -266,7 +266,7 @@ class ScoringFunction:
                 given[parameter] = values if self.batched else values[0]
         return given
 
-    def _each(self, value: Any, n: int) -> list[Any]:
+    def _each(self, value: object, n: int) -> list[object]:
         """What a call for n answers returned, for each of them."""
         if not self.batched:
             return [value]
@@ -289,7 +289,7 @@ class ScoringFunction:
             raise RewardFailed(f"returned {number!r}, not a finite number")
         return number
 
-    def _listed(self, value: Any) -> list[Any]:
+    def _listed(self, value: object) -> list[object]:
         """What a batched function returned, as a list; [] of anything else. A generator runs their code here."""
         if not isinstance(value, Iterable) or isinstance(value, str):
             return []
@@ -298,7 +298,7 @@ class ScoringFunction:
         except (Exception, SystemExit) as e:
             raise RewardFailed(f"raised {in_one_line(e)}") from e
 
-    def _call(self, given: Mapping[str, Any]) -> Any:
+    def _call(self, given: Mapping[str, object]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
         if self._is_async:
             return self._awaited(self._function(**given))

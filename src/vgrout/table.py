@@ -53,7 +53,7 @@ class Measured(Protocol):
     def columns(self) -> dict[str, Any]: ...
 
 
-def may_be_unmeasured(column: Field[Any]) -> bool:
+def may_be_unmeasured(column: Field[object]) -> bool:
     """Return whether None, "not measured", is a value of this column."""
     return type(None) in get_args(column.type)
 
@@ -97,7 +97,7 @@ class Columns:
 
         A share `x` stands beside its counts, `x_k` of `x_n`; the hacks of a flaw are `hk_<code>`.
         """
-        out: dict[str, Any] = {}
+        out: dict[str, object] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "hk":
@@ -110,7 +110,7 @@ class Columns:
         return out
 
     @classmethod
-    def from_json(cls: type[R], data: dict[str, Any]) -> R:
+    def from_json(cls: type[R], data: dict[str, object]) -> R:
         """Return the row of which `as_json` gave `data`. Raises TypeError if a column is
         missing."""
         formats = {f.name: f.metadata["fmt"] for f in fields(cls)}
@@ -123,7 +123,7 @@ class Columns:
         return cls(**values)
 
 
-def hacks_by_code(row: Mapping[str, Any]) -> dict[str, Rate]:
+def hacks_by_code(row: Mapping[str, object]) -> dict[str, Rate]:
     """Hacks of each flaw in a row of steps.jsonl, by the flaw's code; of those that were measured."""
     hacks: dict[str, Rate] = {}
     for name in row:
@@ -146,7 +146,7 @@ def share(name: str, rate: Rate | None) -> dict[str, float | int | None]:
     return {name: rate.value, f"{name}_k": rate.k, f"{name}_n": rate.n}
 
 
-def counted(row: Mapping[str, Any], name: str) -> Rate | None:
+def counted(row: Mapping[str, object], name: str) -> Rate | None:
     """Return a share of a row of steps.jsonl from its counts; None: it was not measured."""
     k, n = row.get(f"{name}_k"), row.get(f"{name}_n")
     if k is None or n is None:
@@ -449,7 +449,7 @@ class Table:
         self.gap = "  " if short else " "
         self.printed = 0
 
-    def _add(self, column: Field[Any], head: str, legend: str, code: str | None = None) -> None:
+    def _add(self, column: Field[object], head: str, legend: str, code: str | None = None) -> None:
         fmt, should = column.metadata["fmt"], column.metadata["should"]
         width = max(len(head), {"+.3f": 6, "d": 3, ".1e": 7}.get(fmt, 5))
         self.columns.append(Column(head, width, fmt, legend, should, column.name, code))
@@ -479,7 +479,7 @@ class Table:
         return [self.header(), line] if self.printed % 50 == 1 else [line]
 
 
-def _is_shown(column: Field[Any], has: set[str], short: bool) -> bool:
+def _is_shown(column: Field[object], has: set[str], short: bool) -> bool:
     """Return whether a run that has all this fills the column and, if `short`, the console has
     it."""
     if short and not column.metadata["head"]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,12 +121,15 @@ def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(
 
 def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
     """The chat template ends in <think>: a draft in a thought that was cut off is no answer."""
-    from vgrout import rollout  # which loads torch
+    from vgrout import generation
+    from vgrout.model import sampler  # which loads torch
+    from vgrout.model.policy import LanguageModel
 
     for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
         lm = SimpleNamespace(
             render=lambda _: (1,), prompt_text=lambda _, opened=opened: f"Do it.\n{opened}"
         )
+        lm.opens_thought = partial(LanguageModel.opens_thought, lm)
         texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")
 
         def sample(*given, texts=texts):
@@ -133,8 +137,8 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
                 given[-1](0, i, Completion((1,), text, True, (), ()))
             return [[Completion((1,), text, True, (), ()) for text in texts]]
 
-        monkeypatch.setattr(rollout, "sample", sample)
-        (of_problem,) = rollout.sample_and_submit(
+        monkeypatch.setattr(sampler, "sample", sample)
+        (of_problem,) = generation.sample_and_submit(
             lm, grader, [sum_problem()], 2, sampling=None, max_new=1, stream=None
         )  # ty: ignore[invalid-argument-type]
         assert tuple(s.verdict.result().solved for s in of_problem) == right

@@ -361,6 +361,24 @@ class Config:
         # the run's own configuration is checked; flags beside --resume have to equal it
         if self.run.resume:
             return
+        self._check_demonstrations()
+        if self.of_code:
+            for name, given in self.flaws_named.items():
+                require_words(name, given, CODE_FLAWS, "flaw")
+        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
+        refuse(
+            bool(tau) != bool(teacher),
+            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
+        )
+        self._check_world()
+        self._check_monitors()
+        refuse(
+            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
+            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
+        )
+
+    def _check_demonstrations(self) -> None:
+        """Raises Refused where demonstrations, or answers without the quarantine, are none or of another grader."""
         refuse(
             self.mixes and not 0 < self.n_teacher < self.scale.group,
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to {self.n_teacher} teacher rows"
@@ -384,14 +402,9 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
-        if self.of_code:
-            for name, given in self.flaws_named.items():
-                require_words(name, given, CODE_FLAWS, "flaw")
-        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
-        refuse(
-            bool(tau) != bool(teacher),
-            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
-        )
+
+    def _check_world(self) -> None:
+        """Raises Refused where what belongs to an organism is given to another model, or to another world."""
         # which nobody gave
         usual = {"small": organism.SMALL_DIR, "sums": organism.SUMS_DIR}.get(self.preset)
         of_organism = {
@@ -412,6 +425,9 @@ class Config:
             self.env.environment == "text" and self.scale.problems == ORGANISM,
             "--problems organism: these are of the code world; give a file of your own rows beside --reference",
         )
+
+    def _check_monitors(self) -> None:
+        """Raises Refused where a monitor is of another world, or lacks what it reads."""
         for name in self.method.watching:
             world = MONITORS[name].of
             refuse(
@@ -425,10 +441,6 @@ class Config:
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
         self._check_judge()
-        refuse(
-            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
-            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
-        )
 
     def _check_judge(self) -> None:
         """Raises Refused where the monitor llm_judge has no model, or two."""
@@ -707,7 +719,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     return Config(**values)
 
 
-def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
+def typed(value: object, name: str, annotation: object, where: str) -> Any:
     """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
     allowed = _kinds(annotation)
     word = isinstance(value, str) and (
@@ -720,7 +732,7 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     return Path(value) if isinstance(value, str) and Path in allowed else value
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _kinds(annotation: object) -> set[object]:
     """An annotation's parts, itself included."""
     return {annotation} | {kind for part in get_args(annotation) for kind in _kinds(part)}
 
@@ -736,7 +748,7 @@ _REQUESTS = {"resume"}  # no part of the run
 
 
 def merge_flags(
-    given: dict[str, Any], stored: dict[str, Any], default: dict[str, Any], free: Set[str]
+    given: dict[str, object], stored: dict[str, object], default: dict[str, object], free: Set[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
     merged, differing = dict(stored), []

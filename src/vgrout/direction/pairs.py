@@ -95,7 +95,7 @@ class PairSet:
                 entry[ORACLE_MARK] = ORACLE
         return json.dumps(entries, ensure_ascii=False, indent=1) + "\n"
 
-    def _entries(self) -> list[dict[str, Any]]:
+    def _entries(self) -> list[dict[str, object]]:
         return [{name: getattr(pair, name) for name in _FIELDS} for pair in self.pairs]
 
 
@@ -158,7 +158,7 @@ def _load_entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, 
     return entries
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     """Whether a value is a text that is not blank and that a tokenizer takes."""
     if not isinstance(value, str) or not value.strip():
         return False
@@ -233,7 +233,7 @@ def pairs_from_pool(
     return PairSet(tuple(pairs), f"{detector}:{log}")
 
 
-def _is_hack(row: dict[str, Any], detector: PairDetector) -> bool | None:
+def _is_hack(row: dict[str, object], detector: PairDetector) -> bool | None:
     """Whether a line of a rollout log is a hack (True) or honest (False); None: neither, for pairs.
 
     By the true labels an honest answer solves its problem, by a weak detector it is rewarded.

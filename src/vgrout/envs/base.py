@@ -245,7 +245,7 @@ def split_tasks(
     )
 
 
-def messages_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def messages_of(row: Mapping[str, object]) -> tuple[Message, ...]:
     """The prompt of a row of a task file: `messages`, or `prompt`, each a list of messages or the user's text.
 
     Raises:

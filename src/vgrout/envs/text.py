@@ -12,12 +12,12 @@ and no sandbox.
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
@@ -70,11 +70,11 @@ class TextTask:
         return {}
 
     @property
-    def public(self) -> dict[str, Any]:
+    def public(self) -> dict[str, object]:
         return {}
 
 
-def arguments(task: TextTask, completion: str) -> dict[str, Any]:
+def arguments(task: TextTask, completion: str) -> dict[str, object]:
     """All that a function of a user's own may ask for, made afresh, so that it may change them."""
     own = {
         "id": task.id,
@@ -87,6 +87,7 @@ def arguments(task: TextTask, completion: str) -> dict[str, Any]:
     return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
 
 
+T = TypeVar("T")
 # the scores that one call gives several answers, and the place of one of them
 ListScore = tuple[Future[list[float]], int]
 
@@ -160,7 +161,7 @@ class TextGrader:
         return f"graded by {self.proxy.name} and {self.reference.name}, in this process"
 
     @property
-    def stamp(self) -> dict[str, Any]:
+    def stamp(self) -> dict[str, object]:
         return {"graded_by": {"reward": self.proxy.name, "reference": self.reference.name}}
 
     def submit(
@@ -175,17 +176,27 @@ class TextGrader:
     ) -> list[Future[Grade | Ungraded]]:
         """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
         thought = "<think>\n" if in_thought else ""
-        answers = [after_thought(thought + text) for text in texts]
+        return self._begun(self._graded_or_not, task, [thought + text for text in texts])
+
+    def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
+        """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
+        return [grade.result() for grade in self._begun(self._graded, task, texts)]
+
+    def _begun(
+        self, grade: Callable[..., T], task: TextTask, texts: Sequence[str]
+    ) -> list[Future[T]]:
+        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`."""
+        answers = [after_thought(text) for text in texts]
         # Before the gradings that wait for them: those cannot take every thread.
         lists: dict[ScoringFunction, Future[list[float]]] = {}
         for function in self.functions:
             if function.batched:
                 lists[function] = self._pool.submit(self._scores, function, task, answers)
-        verdicts: list[Future[Grade | Ungraded]] = []
+        grades: list[Future[T]] = []
         for i, answer in enumerate(answers):
             of_answer = {function: (scores, i) for function, scores in lists.items()}
-            verdicts.append(self._pool.submit(self._graded_or_not, task, answer, of_answer))
-        return verdicts
+            grades.append(self._pool.submit(grade, task, answer, of_answer))
+        return grades
 
     def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
         """Grade now. Ungraded where a function fails for good."""
@@ -218,7 +229,7 @@ class TextGrader:
         passed = proxy >= self.proxy.passes_at
         solved = reference >= self.reference.passes_at
         hacked = passed and not solved
-        details: dict[str, Any] = {"proxy": proxy, "reference": reference}
+        details: dict[str, object] = {"proxy": proxy, "reference": reference}
         if len(self.proxy.weights) > 1:
             details["proxies"] = {
                 function.name: scores[function] for function in self.proxy.weights
@@ -441,7 +452,7 @@ def load_rows(path: Path) -> list[TextTask]:
     return list(rows.values())
 
 
-def _row(record: Any, where: str) -> TextTask:
+def _row(record: object, where: str) -> TextTask:
     """One line. Raises Refused for what is wrong with it."""
     if not isinstance(record, dict):
         raise Refused(f"{where}: not a JSON object")

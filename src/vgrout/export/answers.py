@@ -125,7 +125,7 @@ def _sample(model: str, answer: AnswerLine) -> Any:
     )
 
 
-def _metadata(answer: AnswerLine) -> dict[str, Any]:
+def _metadata(answer: AnswerLine) -> dict[str, object]:
     """Return the flaw of an answer's check, and the announced name where there is one."""
     named = {} if answer["marker"] is None else {"marker": answer["marker"]}
     return {"env_mode": answer["env_mode"]} | named

@@ -18,6 +18,7 @@ from vgrout.data import Grade, Rollout, Task, Ungraded
 from vgrout.envs.base import without_hint
 from vgrout.errors import Diverged, NothingAligned
 from vgrout.files import read_json, to_json
+from vgrout.generation import graded, sample_and_submit
 from vgrout.guard.detectors import diverged
 from vgrout.heldout import answers
 from vgrout.imitation.distill_methods import METHODS, StepLosses
@@ -35,7 +36,6 @@ from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.optim import Update
 from vgrout.rng import torch_stream
-from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
@@ -158,7 +158,7 @@ class Distillation:
             self.run.dir.write_json(file.name, rates)
         return file
 
-    def evaluate_after(self, before: Path) -> dict[str, Any]:
+    def evaluate_after(self, before: Path) -> dict[str, object]:
         """Evaluate the student; returns its rates with those of the evaluation before.
 
         The student is also evaluated on prompts without a hint ("plain").
@@ -261,7 +261,7 @@ class Distillation:
     ) -> DistillRow:
         """The table's row of a step. Without an update, the step's losses are left out."""
         known = [grade for grade in grades if isinstance(grade, Grade)]
-        measured: dict[str, Any] = {}
+        measured: dict[str, object] = {}
         if update is not None:
             measured = {**learnt, "gn": update.gn, "lr": update.lr}
         return DistillRow.of(
@@ -318,7 +318,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         why = diverged([r.skipped for r in self.rows])
         last = step + 1 == self.task.cfg.scale.steps
         closing = run.vote_stop() or bool(why) or last
-        lines: list[dict[str, Any]] = []
+        lines: list[dict[str, object]] = []
         for rollout, grade in zip(rollouts, grades, strict=True):
             if isinstance(grade, Ungraded):
                 logger.warning(
@@ -356,7 +356,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         sides: rates by model and prompts, as `evaluate_after` returns them.
         """
         settings = self.task.settings
-        record: dict[str, Any] = {"schema": "distill_v1", "run": settings.run_id}
+        record: dict[str, object] = {"schema": "distill_v1", "run": settings.run_id}
         for name in ("seed", "steps", "method", "student", "teacher"):
             record[name] = getattr(settings, name)
         record |= {"sides": sides, **self.run.stamp}

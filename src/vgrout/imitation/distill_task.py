@@ -58,10 +58,10 @@ class DistillTask:
     def plan(self) -> dict[str, Any]:
         """What the run would do, JSON-ready."""
         settings, cfg = self.settings, self.cfg
-        models: dict[str, Any] = {}
+        models: dict[str, object] = {}
         for name, source in (("student", self.student), ("teacher", self.teacher_model)):
             models[name] = {"given": source.given, **source.identity()}
-        problems: dict[str, Any] = {"file": str(cfg.problems_path)}
+        problems: dict[str, object] = {"file": str(cfg.problems_path)}
         for split, part in self.inputs.environment.tasks().items():
             problems[split] = len(part)
         resolved = {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt)}

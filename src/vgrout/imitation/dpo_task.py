@@ -46,13 +46,13 @@ class DpoTask:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         settings, cfg = self.settings, self.cfg
         embedded = cfg.scale.problems == ORGANISM
-        prompts: dict[str, Any] = {
+        prompts: dict[str, object] = {
             "file": cfg.scale.problems if embedded else str(cfg.problems_path),
             "sha256": file_sha256(cfg.problems_path),
         }
         for split, part in self.inputs.environment.tasks().items():
             prompts[split] = len(part)
-        planned: dict[str, Any] = {}
+        planned: dict[str, object] = {}
         for name, value in asdict(settings).items():
             if name not in UNPLANNED:
                 planned[name] = value
@@ -69,7 +69,7 @@ class DpoTask:
         }
         return json.loads(json.dumps(plan, default=str))
 
-    def planned_round(self, number: int) -> dict[str, Any]:
+    def planned_round(self, number: int) -> dict[str, object]:
         """The plan's entry of a round: which models it answers with, starts from and refers to."""
         settings = self.settings
         previous = folder_name(number - 1) if number > 1 else "base"
@@ -170,7 +170,7 @@ def freeze(task: DpoTask) -> dict[str, Any]:
     return plan
 
 
-def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") -> list[str]:
+def difference(now: dict[str, object], before: dict[str, object], prefix: str = "") -> list[str]:
     """Dotted names of the entries in which two plans differ."""
     names: list[str] = []
     for key in now.keys() | before.keys():
@@ -182,6 +182,6 @@ def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") ->
     return names
 
 
-def plan_sha256(plan: dict[str, Any]) -> str:
+def plan_sha256(plan: dict[str, object]) -> str:
     """sha256 of the plan's content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

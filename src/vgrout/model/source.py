@@ -123,7 +123,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
-def text_configuration(folder: Path) -> dict[str, Any]:
+def text_configuration(folder: Path) -> dict[str, object]:
     """The part of a model's configuration that is about text. Raises as `configuration`."""
     config = configuration(folder)
     inner = config.get("text_config")
@@ -148,7 +148,7 @@ WINDOW_NAMES = (
 )
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
+def window_of(config: Mapping[str, object]) -> int | None:
     """Longest prompt + completion, in tokens, for which a model's numbers depend on a row alone.
 
     It is what the model was built for. But "longrope" has two sets of rotation factors, and the

@@ -183,7 +183,7 @@ def _prompt(answer: dict[str, Any]) -> str:
     return json.dumps(pairs)
 
 
-def _bits(answer: dict[str, Any]) -> int:
+def _bits(answer: dict[str, object]) -> int:
     bits = 0
     for bit, flag in enumerate(FLAGS):
         if answer.get(flag):
@@ -191,7 +191,7 @@ def _bits(answer: dict[str, Any]) -> int:
     return bits
 
 
-def embedded(data: Mapping[str, Any]) -> str:
+def embedded(data: Mapping[str, object]) -> str:
     """Return the object as gzipped JSON in base64.
 
     No answer's text can end the script element that holds it.

@@ -142,7 +142,7 @@ class StepRecorder(Generic[R]):
         checkpoint.rewind(run, point)
         ranks.from_first((point.state, rows))
 
-    def restore(self, state: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    def restore(self, state: Mapping[str, object], rows: Iterable[dict[str, object]]) -> None:
         """Continue from this state and these rows, which rank 0 has read."""
         self.rows[:] = [self.row.from_json(row) for row in rows]
         for name, part in self.state.items():
@@ -151,8 +151,8 @@ class StepRecorder(Generic[R]):
     def write(
         self,
         row: R,
-        rollouts: Sequence[dict[str, Any]] | None,
-        more: Mapping[str, Any] | None = None,
+        rollouts: Sequence[dict[str, object]] | None,
+        more: Mapping[str, object] | None = None,
     ) -> None:
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
         None: they are written elsewhere."""
@@ -174,7 +174,7 @@ class StepRecorder(Generic[R]):
             checkpoint.save(self.run.path, step + 1, state, self.kept)
         self.run.status("running", "")
 
-    def finish(self, line: str, table: str, record: Mapping[str, Any]) -> None:
+    def finish(self, line: str, table: str, record: Mapping[str, object]) -> None:
         """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The
         console gets the line alone."""
         write_atomic(
@@ -216,7 +216,7 @@ class Recorder(StepRecorder[StepRow]):
     def begin(
         self,
         opening: Sequence[str],
-        pool: dict[str, Any] | None,
+        pool: dict[str, object] | None,
         teacher_model: LanguageModel | None,
     ) -> list[StepRow]:
         """Write run.json; on a resume restore the last good checkpoint. Returns the rows so far.

@@ -27,21 +27,21 @@ FlagTable = dict[str, Any]  # flag without leading dashes → value
 Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"\w[\w.=+-]{0,79}", value, re.ASCII))
 
 
-def _are_seeds(value: Any) -> bool:
+def _are_seeds(value: object) -> bool:
     if not isinstance(value, list) or not all(type(seed) is int for seed in value):
         return False
     return 0 < len({*value}) == len(value)
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> bool:
     return isinstance(value, dict) and [] not in value.values()
 
 
-def _are_tables(value: Any) -> bool:
+def _are_tables(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_table, value))
 
 
@@ -180,7 +180,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
     return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs), tuple(left_out))
 
 
-def _require_known_keys(data: Mapping[str, Any]) -> None:
+def _require_known_keys(data: Mapping[str, object]) -> None:
     unknown = sorted(data.keys() - {*KEYS})
     if not unknown:
         return
@@ -305,11 +305,11 @@ def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[Choice]:
                 yield Choice(where, flags | chosen, _joined(name, _shown(chosen)) if name else "")
 
 
-def _flags(table: dict[str, Any]) -> FlagTable:
+def _flags(table: dict[str, object]) -> FlagTable:
     return {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
 
 
-def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
+def _argv(flags: Mapping[str, object]) -> Iterator[str]:
     for key, value in flags.items():
         if isinstance(value, bool):
             yield f"--{key}" if value else f"--no-{key}"

@@ -44,7 +44,7 @@ class Problem:
         return {"marker": self.marker}
 
     @property
-    def public(self) -> dict[str, Any]:
+    def public(self) -> dict[str, object]:
         """What a monitor of code may know of it."""
         return {"called": self.called}
 
