@@ -19,6 +19,7 @@ LAYERS: list[set[str]] = [
     {
         "errors",
         "faults",
+        "failures",
         "data",
         "metrics",
         "tensor_types",

@@ -24,6 +24,7 @@ from vgrout.envs.code.problems import load_rows
 from vgrout.envs.text import load_rows as load_text_rows
 from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
+from vgrout.failures import LoggedFailures
 from vgrout.files import printable
 from vgrout.heldout import Side, as_side
 from vgrout.model.source import Saved, find_adapter, is_small
@@ -108,7 +109,8 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
     """
     if saved.cfg.of_code and not cli.reference:
         reward = reward_of(saved, cli.reward)
-        return Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward)
+        watch = LoggedFailures()
+        return Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward, watch=watch)
     if saved.cfg.env.reference and not (cli.reward or cli.reference):
         return None
     settings = EvaluateSettings(

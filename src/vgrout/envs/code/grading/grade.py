@@ -44,7 +44,7 @@ from vgrout.envs.code.grading.watch import (
 from vgrout.envs.code.modes import Mode, tries
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import RewardFailed
+from vgrout.scoring import UNWATCHED, RewardFailed, Watch
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 
@@ -247,6 +247,7 @@ class Grader:
     answer on which it fails for good is Ungraded.
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
+    watch: is told of each failure of `reward`.
 
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
@@ -263,6 +264,7 @@ class Grader:
         reward: RewardFunction | None = None,
         without: tuple[str, ...] = (),
         retries: int | None = 3,
+        watch: Watch = UNWATCHED,
     ) -> None:
         self.workers = workers or cores()
         self.compile_reward, self.pass_reward, self.detectors = (
@@ -271,7 +273,7 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
-        self.retries, self.reward = retries, reward
+        self.retries, self.reward, self._watch = retries, reward, watch
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -450,7 +452,9 @@ class Grader:
                 if status.startswith("lost:"):
                     score = 0.0
                 else:
-                    score = reward.score(problem, text, self.retries, lambda: self._closed)
+                    score = reward.score(
+                        problem, text, self.retries, lambda: self._closed, self._watch
+                    )
             except RewardFailed as e:
                 return Ungraded(f"{reward.name} {e}")
             details["channel"] = score >= reward.passes_at
@@ -513,6 +517,7 @@ class Grader:
         for worker in alive:
             worker.close()
         self._starter.shutdown()
+        self._watch.ended()
 
     def __enter__(self) -> "Grader":
         return self

@@ -10,7 +10,7 @@ from typing import Any
 
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import TIMEOUT, RewardFailed, ScoringFunction
+from vgrout.scoring import TIMEOUT, UNWATCHED, RewardFailed, ScoringFunction, Watch
 
 
 def arguments(problem: Problem, text: str) -> dict[str, Any]:
@@ -53,12 +53,13 @@ class RewardFunction(ScoringFunction):
         text: str,
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
+        watch: Watch = UNWATCHED,
     ) -> float:
         """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line.
 
-        retries: how often it is asked again after a failure; None: until `gives_up`.
+        retries: how often it is asked again after a failure; None: until `gives_up`. watch: is told of each failure.
         """
-        return self.score_of(lambda: arguments(problem, text), retries, gives_up)
+        return self.score_of(lambda: arguments(problem, text), retries, gives_up, watch)
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
         """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from
