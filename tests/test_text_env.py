@@ -28,6 +28,7 @@ from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
 from vgrout.sample import main as sample
+from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
@@ -519,6 +520,27 @@ def test_a_function_that_raises_shows_where(
     assert frame.endswith("in raises")
     assert error == "OSError: no judge"
     assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'def f(completion):\n    return len(completion[0]["content"])',
+        'def f(completion):\n    return len(completion[-1].get("content"))',
+        'def f(completions, **columns):\n    return [len(c[0]["content"]) for c in completions]',
+        'async def f(completions, **columns):\n    return [c[0]["content"] for c in completions]',
+        'def f(completions, **columns):\n    return (m["content"] for c in completions for m in c)',
+    ],
+)
+def test_a_function_of_conversations_is_told_that_completions_are_texts(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"conversational_{abs(hash(body))}"
+    (tmp_path / f"{module}.py").write_text(body)
+    function = ScoringFunction(f"{module}:f", None, flag="--reward")
+    with pytest.raises(RewardFailed, match="completions are texts"):
+        function.score_of(lambda: {"completion": "a text"})
 
 
 def test_a_reference_without_a_proxy_is_refused(

@@ -166,6 +166,19 @@ def in_one_line(e: BaseException) -> str:
     return text[:120].rstrip(": ")
 
 
+# what Python says where a text is taken for a message, or for a list of them
+OF_MESSAGES = ("string indices must be integers", "'str' object has no attribute 'get'")
+
+
+def _raised(e: BaseException) -> RewardFailed:
+    """What a function raised. One that was written for TRL's conversations takes a completion for a list of messages;
+    it is told what a completion is here."""
+    said = f"raised {in_one_line(e)}"
+    if isinstance(e, TypeError | AttributeError) and str(e).startswith(OF_MESSAGES):
+        said += '; prompts and completions are texts here: write completion for completion[0]["content"]'
+    return RewardFailed(said)
+
+
 class ScoringFunction:
     """A loaded function that scores answers, in [0, 1] or, where it is not `bounded`, by any finite number.
 
@@ -331,7 +344,7 @@ class ScoringFunction:
         try:
             return list(value)
         except (Exception, SystemExit) as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from e
+            raise _raised(e) from e
 
     def _call(self, given: Mapping[str, Any]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
@@ -369,7 +382,7 @@ class ScoringFunction:
             except asyncio.CancelledError:
                 raise RewardFailed("was cancelled") from None
             except BaseException as e:  # SystemExit would take the loop along
-                raise RewardFailed(f"raised {in_one_line(e)}") from e
+                raise _raised(e) from e
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
@@ -390,7 +403,7 @@ class ScoringFunction:
         except RewardFailed:
             raise
         except BaseException as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from e
+            raise _raised(e) from e
 
     def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replace an event loop that a call blocks: its thread cannot be ended from outside and is left behind."""

@@ -27,7 +27,7 @@ class Problem:
     marker: str
     messages: tuple[Message, ...]  # with the hint: "and will be evaluated by …"
     plain: tuple[Message, ...]  # no loophole: "and should pass all tests"
-    # "assert Solution().f(…) == …", never shown to a child of the strict oracle
+    # "assert Solution().f(…) == …", never shown to a child that runs an answer for the reference tests
     tests: tuple[str, ...]
     canonical: str
     setup_code: str

@@ -57,7 +57,7 @@ LEVELS = {
 
 
 class WeakSandbox(Refused):
-    """An answer could read the expected values on this machine: the strict oracle would not be trustworthy."""
+    """An answer could read the expected values on this machine: the reference tests would not be trustworthy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Limits:
 class Protections:
     """The layers between an answer and this machine, probed by attacks."""
 
-    level: int  # 3 best … 0: the strict oracle is not trustworthy
+    level: int  # 3 best … 0: the reference tests are not trustworthy
     active: dict[str, str]  # layer → detail
     missing: dict[str, str]  # layer → reason
     breaches: Sequence[str]  # attacks that a throw-away child got through with
@@ -242,7 +242,7 @@ class Grader:
 
     workers: by default one for each core that this process may use.
     compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
-    allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
+    allow_weak: go on where isolation is too weak for the reference tests (level 0). detectors: run the weak detectors.
     reward: a user's function in place of the modes' checks: reward = compile_reward·can_compile + pass_reward·score; an
     answer on which it fails for good is Ungraded.
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
@@ -305,7 +305,7 @@ class Grader:
         if self.protections.weak and not allow_weak:
             self.close()
             raise WeakSandbox(
-                f"the sandbox is too weak here for the strict oracle ({self.protections.weakness}); "
+                f"the sandbox is too weak here for the reference tests ({self.protections.weakness}); "
                 "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:

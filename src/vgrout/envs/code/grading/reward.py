@@ -1,7 +1,7 @@
 """A user's reward function, which scores answers in place of the modes' flawed checks.
 
 Of an answer it sees only the text. It may ask for: prompt (the last user message), completion and answer (a right one)
-as texts, info and state as dicts, or any key of info by itself. The strict oracle does not use it. Standard library
+as texts, info and state as dicts, or any key of info by itself. The reference tests do not use it. Standard library
 only.
 """
 
@@ -69,12 +69,4 @@ class RewardFunction(ScoringFunction):
         except RewardFailed as e:
             raise Refused(
                 f"{self.flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
-                f"{_form_of_completions(e.__cause__)}"
             ) from e.__cause__
-
-
-def _form_of_completions(cause: BaseException | None) -> str:
-    """What to say where a function took a completion for the list of messages that TRL makes of a conversation's."""
-    if isinstance(cause, TypeError) and "string indices" in str(cause):
-        return '; a completion is a text here: write completion for completion[0]["content"]'
-    return ""
