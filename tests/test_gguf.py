@@ -164,8 +164,32 @@ def test_a_plan_reads_the_head_and_writes_nothing(made, plan, tmp_path, monkeypa
 
 
 PLANS = {
-    "distill": [*["distill", "--method", "uld", "--steps", "2", "--student", "{file}", "--teacher", "organism"]],
-    "a teacher": [*["distill", "--method", "uld", "--steps", "2", "--student", "organism", "--teacher", "{file}"]],
+    "distill": [
+        *[
+            "distill",
+            "--method",
+            "uld",
+            "--steps",
+            "2",
+            "--student",
+            "{file}",
+            "--teacher",
+            "organism",
+        ]
+    ],
+    "a teacher": [
+        *[
+            "distill",
+            "--method",
+            "uld",
+            "--steps",
+            "2",
+            "--student",
+            "organism",
+            "--teacher",
+            "{file}",
+        ]
+    ],
     "iterative_dpo": [*["iterative_dpo", "--base-model", "{file}", "--output-dir", "rounds"]],
 }
 

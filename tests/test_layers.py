@@ -26,6 +26,7 @@ LAYERS: list[set[str]] = [
         "ranks",
         "rng",
         "files",
+        "interrupts",
         "cli",
         "console",
         "cores",

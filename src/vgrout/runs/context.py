@@ -56,6 +56,7 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
+from vgrout.interrupts import Interrupts
 from vgrout.metrics import Rate
 from vgrout.ranks import RankLost
 from vgrout.records import began
@@ -663,7 +664,8 @@ def _not_yet() -> bool:
 @contextmanager
 def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
     """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
-    process. at_once: whether nothing would be lost, so that the first one raises already."""
+    process. at_once: whether nothing would be lost, so that the first one raises already, once libraries that are being
+    imported are there."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
@@ -671,16 +673,19 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
         while line := said.get():
             logger.warning(line)
 
-    raised = False
+    raised, interrupts = False, Interrupts()
 
-    def handler(number: int, _frame: FrameType | None) -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         nonlocal raised
         if raised:  # it is cleaning up, and somebody has no time
             os._exit(INTERRUPTED)
-        raised = stop.requested or at_once()
+        now = stop.requested or at_once()
         stop.requested = True
-        if raised:
-            raise KeyboardInterrupt
+        if now:
+            raised = not interrupts.wait(number, frame)
+            if raised:
+                raise KeyboardInterrupt
+            return
         said.put(
             f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
         )
