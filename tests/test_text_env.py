@@ -183,7 +183,7 @@ def test_a_function_that_fails_is_named_once_and_counted(
     line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
     first, tenth, total = warnings
     assert "raised KeyError: 'return'" in first
-    assert f"{Path(str(file)).name}, line {line}" in first
+    assert f"{Path(str(file)).name}:{line}" in first
     assert "10 times" in tenth
     assert "14 times in all" in total
 

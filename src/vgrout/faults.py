@@ -49,13 +49,13 @@ def raised_by_own(e: BaseException | None) -> bool:
 
 
 def place_of(e: BaseException | None) -> str:
-    """Where somebody's own code raised it, as "FILE, line N"; "": it has come through none."""
+    """Where somebody's own code raised it, as "FILE:LINE"; "": it has come through none."""
     if e is None:
         return ""
     place = ""
     for frame, line in traceback.walk_tb(e.__traceback__):
         if is_own(frame.f_code.co_filename):
-            place = f"{Path(frame.f_code.co_filename).name}, line {line}"
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
     return place
 
 
