@@ -625,6 +625,54 @@ def test_before_the_first_step_one_signal_is_enough():
         assert stop.requested
 
 
+SLOW_LIBRARY = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(0.5)
+except KeyboardInterrupt:
+    raise ImportError("no such luck") from None
+"""
+IMPORTS_IT = """
+import sys
+import time
+from vgrout.cli import cli_exit
+
+def command():
+    import slow_library
+    import slow_library_too
+    time.sleep(60)
+
+sys.exit(cli_exit(command))
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_waits_for_the_import_of_a_library(times, tmp_path):
+    """Which would make another error of it. Who asks a third time does not wait."""
+    for name in ("slow_library", "slow_library_too"):
+        (tmp_path / f"{name}.py").write_text(SLOW_LIBRARY)
+    (tmp_path / "command.py").write_text(IMPORTS_IT)
+    process = subprocess.Popen(
+        [sys.executable, "command.py"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, error = process.communicate(timeout=60)
+    if times < 3:
+        assert (process.returncode, error) == (130, "E interrupted\n")
+    else:
+        assert "no such luck" in error
+
+
 # as the installed command; before Python has run its first line nothing of ours could say 130
 COMMAND = """import sys
 import vgrout

@@ -38,6 +38,7 @@ from vgrout.envs.code.problems import (
 )
 from vgrout.envs.text import TextEnvironment, fingerprint
 from vgrout.errors import Refused
+from vgrout.failures import LoggedFailures
 from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.heldout import Side, answers, as_side
 from vgrout.metrics import Eval
@@ -296,7 +297,12 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
         problems,
         [row.prompt for row in (*rows, *test_rows)],
         MODES,
-        lambda: Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward),
+        lambda: Grader(
+            cli.workers,
+            allow_weak=cli.allow_weak_sandbox,
+            reward=reward,
+            watch=LoggedFailures(),
+        ),
     )
 
 

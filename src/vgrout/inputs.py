@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,9 +25,9 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
-from vgrout.environments import environment_class
+from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
-from vgrout.errors import Refused
+from vgrout.errors import Refused, refuse
 from vgrout.files import hash_of_files, json_lines
 from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
 from vgrout.model.source import (
@@ -187,7 +188,8 @@ def read_pairs(
     pairs = placebo = None
     if cfg.method.has_direction:
         if cfg.pairs_path:
-            pairs = files.read(lambda path: load_pairs(path, flaws=flaws), cfg.pairs_path)
+            load = partial(load_pairs, flaws=flaws, **_pairs_named(cfg))
+            pairs = files.read(load, cfg.pairs_path)
         elif cfg.of_code:
             pairs = handwritten()
         elif cfg.method.v_hack_path is None:
@@ -199,12 +201,27 @@ def read_pairs(
     if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
         named = cfg.method.placebo_pairs
-        placebo = files.read(load_pairs, path) if path else handwritten_placebo(named)
+        load = partial(load_pairs, flag="--placebo-pairs", flaws=flaws)
+        placebo = files.read(load, path) if path else handwritten_placebo(named)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise Refused(
                 f"--placebo-pairs {path}: these are the true pairs; give another contrast"
             )
     return pairs, placebo
+
+
+def _pairs_named(cfg: Config) -> dict[str, str]:
+    """By which flag the pairs of a direction are named, and how a missing file of them is made; {}: as usual."""
+    if cfg.of_code:
+        return {}
+    if cfg.env.environment not in ENVIRONMENTS:
+        how = "give a file of pairs of your own"
+    elif cfg.of_organism:
+        how = "`vgrout organism sums` makes them"
+    else:
+        how = "`vgrout teacher --elicit` makes them beside its pool"
+    of_pool = cfg.method.vhack_pairs_path is None and not cfg.of_organism
+    return {"flag": "--teacher-pool-dir" if of_pool else "--vhack-pairs-path", "how": how}
 
 
 def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
@@ -324,9 +341,15 @@ def check_judge(cfg: Config, files: _Reader) -> None:
     files.read(judge_prompt, method.llm_judge_prompt)
     if method.llm_judge_model:
         folder = method.llm_judge_model
-        if not cfg.run.dry_run and not Path(folder).is_dir():
-            raise Refused(f"--llm-judge-model {folder}: no such folder; give a model's folder")
-        files.read(lambda _: require_model(folder, "--llm-judge-model"), Path(folder))
+        if not Path(folder).is_dir():
+            absent = f"--llm-judge-model {folder}: no such folder; give a model's folder"
+            refuse(not cfg.run.dry_run, absent)
+            files.absent.append(absent)
+            return
+        convert = not cfg.run.dry_run
+        files.read(
+            lambda _: require_model(folder, "--llm-judge-model", convert=convert), Path(folder)
+        )
         return
     endpoint = judge_endpoint(method)
     if cfg.run.dry_run or files.absent:  # a plan asks nobody, nor does a run that is refused anyway

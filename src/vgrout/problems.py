@@ -16,7 +16,7 @@ import tyro
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout import embedded, faults
+from vgrout import console, embedded, faults
 from vgrout.cli import OWN_REWARD, cli_exit
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
@@ -287,6 +287,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         return check(parse_command({"check": CheckSettings}, argv, "vgrout problems"))
 
+    console.setup(None)
     return cli_exit(run)
 
 

@@ -24,6 +24,7 @@ from vgrout.envs.code.problems import load_rows
 from vgrout.envs.text import load_rows as load_text_rows
 from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
+from vgrout.failures import LoggedFailures
 from vgrout.files import printable
 from vgrout.generation import Verdict, sample_and_grade
 from vgrout.heldout import Side, as_side
@@ -115,6 +116,7 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
             pass_reward=env.pass_reward,
             allow_weak=cli.allow_weak_sandbox,
             reward=reward_of(saved, cli.reward),
+            watch=LoggedFailures(),
         )
     if saved.cfg.env.reference and not (cli.reward or cli.reference):
         return None

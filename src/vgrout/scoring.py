@@ -44,6 +44,19 @@ class RewardFailed(Exception):
     where = ""  # FILE, line N of the function, where that is known
 
 
+class Watch:
+    """Is told of every failure of a function, also where it is asked again and answers. This one does nothing."""
+
+    def failed(self, function: "ScoringFunction", e: RewardFailed) -> None:
+        """A call has failed."""
+
+    def ended(self) -> None:
+        """The function is not called any more."""
+
+
+UNWATCHED = Watch()
+
+
 def weights_of(named: str, flag: str) -> dict[str, float]:
     """The functions of a list `module:function=weight …`, each with its weight; 1 where it names none.
 
@@ -114,26 +127,56 @@ def scorer(name: str, flag: str) -> Callable[[Task, str], float]:
     function = import_function(name, flag)
 
     def score(task: Task, text: str) -> float:
-        cause: BaseException | None = None
+        failed: RewardFailed
         try:
-            number = float(function(task.messages[-1]["content"], text))
+            number = as_float(function(task.messages[-1]["content"], text))
+        except RewardFailed as e:
+            failed = e
         except (Exception, SystemExit) as e:  # one's own function may raise anything
-            cause, why = e, f"raised {in_one_line(e)}"
+            failed = RewardFailed(f"raised {in_one_line(e)}")
+            failed.__cause__ = e
         else:
             if math.isfinite(number):
                 return number
-            why = f"returned {number}"
+            failed = RewardFailed(f"returned {number}")
         raise Refused(
-            f"{flag} {name}: asked about problem {task.id}, it {why}; it should return a number"
-        ) from cause
+            f"{flag} {name}: asked about problem {task.id}, it {failed}; it should return a number"
+        ) from failed.__cause__
 
     return score
+
+
+def as_float(value: object) -> float:
+    """What a function returned, as a number: a text is none, even if it reads like one.
+
+    Raises:
+        RewardFailed: it is no number, or a whole one too large for a float.
+    """
+    try:
+        return float("" if isinstance(value, str | bytes) else value)  # ty: ignore[invalid-argument-type]
+    except OverflowError as e:
+        raise RewardFailed("returned a number too large for a float") from e
+    except Exception as e:  # of a class's own __float__
+        raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
 
 
 def in_one_line(e: BaseException) -> str:
     """An exception as a message may quote it."""
     text = "".join(c if c.isprintable() else " " for c in f"{type(e).__name__}: {e}")
     return text[:120].rstrip(": ")
+
+
+# what Python says where a text is taken for a message, or for a list of them
+OF_MESSAGES = ("string indices must be integers", "'str' object has no attribute 'get'")
+
+
+def _raised(e: BaseException) -> RewardFailed:
+    """What a function raised. One that was written for TRL's conversations takes a completion for a list of messages;
+    it is told what a completion is here."""
+    said = f"raised {in_one_line(e)}"
+    if isinstance(e, TypeError | AttributeError) and str(e).startswith(OF_MESSAGES):
+        said += '; prompts and completions are texts here: write completion for completion[0]["content"]'
+    return RewardFailed(said)
 
 
 class ScoringFunction:
@@ -198,6 +241,12 @@ class ScoringFunction:
         return frozenset(p.name for p in parameters if p.default is p.empty) & self._asked_for
 
     @property
+    def asked_for(self) -> frozenset[str]:
+        """The arguments that it names, by the names of columns."""
+        columns = {batched: name for name, batched in BATCHED.items()}
+        return frozenset(columns.get(name, name) for name in self._asked_for)
+
+    @property
     def where(self) -> str:
         """FILE, line N of the function."""
         code = getattr(inspect.unwrap(self._function), "__code__", None)
@@ -228,13 +277,14 @@ class ScoringFunction:
         arguments: Callable[[], Mapping[str, object]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
+        watch: Watch = UNWATCHED,
     ) -> float:
         """The score of an answer. Raises RewardFailed with the reason, one line.
 
         arguments: makes all that the function may ask for, afresh for each call, so that it may change them.
-        retries: how often it is asked again after a failure; None: until `gives_up`.
+        retries: how often it is asked again after a failure; None: until `gives_up`. watch: is told of each failure.
         """
-        (score,) = self.scores_of([arguments], retries, gives_up)
+        (score,) = self.scores_of([arguments], retries, gives_up, watch)
         return score
 
     def scores_of(
@@ -242,6 +292,7 @@ class ScoringFunction:
         answers: Sequence[Callable[[], Mapping[str, object]]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
+        watch: Watch = UNWATCHED,
     ) -> list[float]:
         """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
         assert self.batched or len(answers) == 1, "one call for each answer"
@@ -250,7 +301,8 @@ class ScoringFunction:
             try:
                 value = self._call(self._given([arguments() for arguments in answers]))
                 return [self._number(one) for one in self._each(value, len(answers))]
-            except RewardFailed:
+            except RewardFailed as e:
+                watch.failed(self, e)
                 if failed == retries or gives_up():
                     raise
             time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
@@ -278,11 +330,7 @@ class ScoringFunction:
 
     def _number(self, value: Any) -> float:
         """A returned value as a score. Raises RewardFailed where it is none."""
-        try:
-            number = float("" if isinstance(value, str | bytes) else value)
-        except Exception as e:
-            raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
-        number = rounded_to(number, (self.passes_at, 0.0, 1.0))
+        number = rounded_to(as_float(value), (self.passes_at, 0.0, 1.0))
         if self.bounded and not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
         if not abs(number) <= LARGEST:
@@ -296,7 +344,7 @@ class ScoringFunction:
         try:
             return list(value)
         except (Exception, SystemExit) as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from e
+            raise _raised(e) from e
 
     def _call(self, given: Mapping[str, object]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
@@ -334,7 +382,7 @@ class ScoringFunction:
             except asyncio.CancelledError:
                 raise RewardFailed("was cancelled") from None
             except BaseException as e:  # SystemExit would take the loop along
-                raise RewardFailed(f"raised {in_one_line(e)}") from e
+                raise _raised(e) from e
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
@@ -355,7 +403,7 @@ class ScoringFunction:
         except RewardFailed:
             raise
         except BaseException as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from e
+            raise _raised(e) from e
 
     def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replace an event loop that a call blocks: its thread cannot be ended from outside and is left behind."""

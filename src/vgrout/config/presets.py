@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -27,6 +28,7 @@ from vgrout.config.run import (
     merge_flags,
 )
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
+from vgrout.environments import holds_text
 from vgrout.errors import Refused, did_you_mean, refuse
 from vgrout.files import to_json
 from vgrout.scoring import import_function
@@ -179,6 +181,7 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
         refuse(bool(equals) and name in switches, f"{name}={value}: say {name}, or {other}")
     if own_code:
         register_named(argv)
+    _require_world(argv)
     if (given := argv[0] if argv else "") not in PRESETS:
         names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help"
         names += did_you_mean(given, PRESETS)
@@ -229,6 +232,30 @@ def register_named(argv: Sequence[str]) -> None:
             own = import_function(given, name)
             if kind is not None:
                 register(kind, own, given, name)
+
+
+def _require_world(argv: Sequence[str]) -> None:
+    """Raises Refused where the code world is chosen beside --reference, and where rows of text are given without it:
+    else the first refusal would be about some flag that does not fit the code world, which is the usual one."""
+    given: dict[str, str] = {}
+    for word, following in pairwise([*argv, ""]):
+        name, equals, value = word.partition("=")
+        given[name] = value if equals else following
+    reference = given.get("--reference", "")
+    refuse(
+        bool(reference) and given.get("--env") == "code",
+        f"--env code with --reference {reference}: the problems' own tests say what is right there; leave one out",
+    )
+    preset = argv[0] if argv else ""
+    usual = PRESETS[preset][1].env.env if preset in PRESETS else "code"
+    if reference or "--resume" in given or given.get("--env", usual) != "code":
+        return
+    for name in ("--problems", "--test-problems"):
+        file = given.get(name, "")
+        refuse(
+            bool(file) and holds_text(Path(file)),
+            f"{name} {file}: rows of text, which need --reference module:function, what is right, beside --reward",
+        )
 
 
 def show_help(preset: str, everything: bool) -> None:

@@ -100,13 +100,18 @@ class PairSet:
 
 
 def load_pairs(
-    path: Path, flag: str = "--vhack-pairs-path", flaws: Sequence[str] = CODE_FLAWS
+    path: Path,
+    flag: str = "--vhack-pairs-path",
+    flaws: Sequence[str] = CODE_FLAWS,
+    how: str = "`just pairs-file` makes out/pairsets/prog_wide.json",
 ) -> PairSet:
     """Read a JSON list of {problem_id, prompt, hack, clean}, or a folder of such files.
 
     An entry with `chosen_by` "oracle" marks the source; other keys are ignored. A folder has one
     file for each of these flaws, FLAW.json: the first pairs of each file are taken in turns, at
     most OF_FOLDER in all.
+
+    how: to get a file that is missing.
 
     Raises:
         Refused: one line with the file and, where it applies, the line or the pair's index.
@@ -118,10 +123,7 @@ def load_pairs(
     elif path.exists():
         files = [path]
     if not files:
-        raise Refused(
-            f"{flag} {path}: no such file of pairs; "
-            "`just pairs-file` makes out/pairsets/prog_wide.json"
-        )
+        raise Refused(f"{flag} {path}: no such file of pairs; {how}")
     by_file = [_load_entries(file, flag, _FIELDS) for file in files]
     if path.is_dir():
         each = OF_FOLDER // len(files)

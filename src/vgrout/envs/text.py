@@ -12,6 +12,7 @@ and no sandbox.
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,13 +20,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from loguru import logger
+
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.base import SPLITS, Demonstrations, messages_of
-from vgrout.errors import Refused
+from vgrout.errors import Refused, misspelt
+from vgrout.failures import LoggedFailures
 from vgrout.files import hash_of_files, numbered_lines
 from vgrout.rng import py_stream
-from vgrout.scoring import RewardFailed, ScoringFunction, rounded_to, weights_of
+from vgrout.scoring import (
+    UNWATCHED,
+    RewardFailed,
+    ScoringFunction,
+    Watch,
+    rounded_to,
+    weights_of,
+)
 
 FLAW = "reward"  # of a row that names none: the proxy itself
 SHARES = {"train": 0.7, "val": 0.1}  # of a file that names no splits; the rest is its test split
@@ -36,6 +47,8 @@ OWN = (
     "split",
     "flaw",
 )  # keys of a row that are not passed on as they are
+# keys that need not be there and are read where they are
+READ = ("split", "flaw", "answer")
 RESERVED = frozenset({"completion", "completions", "prompts", "info"})
 MEANT = "true: the proxy passes an answer that the reference rejects"
 
@@ -50,6 +63,7 @@ class TextTask:
     split: str | None
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row's further keys
     where: str = ""  # "FILE, line N"
+    keys: tuple[str, ...] = ()  # all that the row has
 
     @property
     def plain(self) -> tuple[Message, ...]:
@@ -143,12 +157,14 @@ class TextGrader:
         *,
         pass_reward: float,
         retries: int | None,
+        watch: Watch = UNWATCHED,
     ) -> None:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
-        without end."""
+        without end. watch: is told of each failure of a function."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
         self.functions = (*proxy.weights, reference)
         self.pass_reward, self.retries = pass_reward, retries
+        self._watch = watch
         self._closed = False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
 
@@ -176,22 +192,25 @@ class TextGrader:
     ) -> list[Future[Grade | Ungraded]]:
         """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
         thought = "<think>\n" if in_thought else ""
-        return self._begun(self._graded_or_not, task, [thought + text for text in texts])
+        answers = [thought + text for text in texts]
+        return self._begun(self._graded_or_not, task, answers, self._watch)
 
     def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
         """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
-        return [grade.result() for grade in self._begun(self._graded, task, texts)]
+        grade = partial(self._graded, watch=UNWATCHED)
+        return [graded.result() for graded in self._begun(grade, task, texts, UNWATCHED)]
 
     def _begun(
-        self, grade: Callable[..., T], task: TextTask, texts: Sequence[str]
+        self, grade: Callable[..., T], task: TextTask, texts: Sequence[str], watch: Watch
     ) -> list[Future[T]]:
-        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`."""
+        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`. watch: is told
+        of each failure of a function that takes lists."""
         answers = [after_thought(text) for text in texts]
         # Before the gradings that wait for them: those cannot take every thread.
         lists: dict[ScoringFunction, Future[list[float]]] = {}
         for function in self.functions:
             if function.batched:
-                lists[function] = self._pool.submit(self._scores, function, task, answers)
+                lists[function] = self._pool.submit(self._scores, function, task, answers, watch)
         grades: list[Future[T]] = []
         for i, answer in enumerate(answers):
             of_answer = {function: (scores, i) for function, scores in lists.items()}
@@ -204,18 +223,22 @@ class TextGrader:
 
     def graded(self, task: TextTask, text: str) -> Grade:
         """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
-        return self._graded(task, after_thought(text), {})
+        return self._graded(task, after_thought(text), {}, UNWATCHED)
 
     def _graded_or_not(
         self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
     ) -> Grade | Ungraded:
         try:
-            return self._graded(task, answer, lists)
+            return self._graded(task, answer, lists, self._watch)
         except RewardFailed as e:
             return Ungraded(str(e))
 
     def _graded(
-        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+        self,
+        task: TextTask,
+        answer: str,
+        lists: Mapping[ScoringFunction, ListScore],
+        watch: Watch,
     ) -> Grade:
         """lists: of functions that are called for several answers at once, their scores and this answer's place."""
         scores: dict[ScoringFunction, float] = {}
@@ -224,7 +247,7 @@ class TextGrader:
                 of_all, place = lists[function]
                 scores[function] = of_all.result()[place]
             else:
-                (scores[function],) = self._scores(function, task, [answer])
+                (scores[function],) = self._scores(function, task, [answer], watch)
         proxy, reference = self.proxy.total(scores), scores[self.reference]
         passed = proxy >= self.proxy.passes_at
         solved = reference >= self.reference.passes_at
@@ -246,12 +269,16 @@ class TextGrader:
         )
 
     def _scores(
-        self, function: ScoringFunction, task: TextTask, answers: Sequence[str]
+        self,
+        function: ScoringFunction,
+        task: TextTask,
+        answers: Sequence[str],
+        watch: Watch,
     ) -> list[float]:
         """What a function scores these answers to one prompt. Raises RewardFailed."""
         asked = [partial(arguments, task, answer) for answer in answers]
         try:
-            return function.scores_of(asked, self.retries, lambda: self._closed)
+            return function.scores_of(asked, self.retries, lambda: self._closed, watch)
         except RewardFailed as e:
             failed = RewardFailed(f"{function.flag} {function.name} {e}")
             failed.where = function.where
@@ -261,6 +288,7 @@ class TextGrader:
         """Let running gradings finish. Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
+        self._watch.ended()
 
     def __enter__(self) -> "TextGrader":
         return self
@@ -324,6 +352,23 @@ class TextEnvironment:
         for function in (*self.proxy.weights, self.reference):
             self._require_columns(function, columns)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
+        self._warn_of_misspelt()
+
+    def _warn_of_misspelt(self) -> None:
+        """Name each column that no function asks for by name and that is nearly a key of a row: any column is allowed,
+        so a misspelt `split` or `flaw` would change nothing."""
+        asked = {name for f in (*self.proxy.weights, self.reference) for name in f.asked_for}
+        first: dict[tuple[str, str], str] = {}
+        times: Counter[tuple[str, str]] = Counter()
+        for row in (*self.rows, *self.test_rows):
+            for column, meant in misspelt(row.keys, READ).items():
+                if column not in asked:
+                    first.setdefault((column, meant), row.where)
+                    times[column, meant] += 1
+        for (column, meant), where in first.items():
+            others = times[column, meant] - 1
+            more = f" (and in {others:,} more rows)" if others else ""
+            logger.warning(f"{where}: {column!r} is read by nobody; did you mean {meant!r}?{more}")
 
     def _require_columns(self, function: ScoringFunction, columns: Collection[str]) -> None:
         """Raises Refused, one line, for the first row without a column that the function asks for."""
@@ -384,7 +429,14 @@ class TextEnvironment:
         pass_reward = self.cfg.env.pass_reward
         functions = (*self.proxy.weights, self.reference)
         kind = GroupTextGrader if any(f.batched for f in functions) else TextGrader
-        return kind(workers, self.proxy, self.reference, pass_reward=pass_reward, retries=retries)
+        return kind(
+            workers,
+            self.proxy,
+            self.reference,
+            pass_reward=pass_reward,
+            retries=retries,
+            watch=LoggedFailures(),
+        )
 
     def check(self, grader: TextGrader) -> None:
         """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
@@ -484,7 +536,7 @@ def _row(record: object, where: str) -> TextTask:
     for name, value in columns.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")
-    return TextTask(number, messages, flaw, split, columns, where)
+    return TextTask(number, messages, flaw, split, columns, where, tuple(record))
 
 
 def require_apart(train: Sequence[TextTask], test: Sequence[TextTask]) -> None:

@@ -32,7 +32,7 @@ AnswerLine = Mapping[str, Any]
 def to_inspect(run: Path, folder: Path) -> str:
     """Write one `SIDE.eval` per side of the final evaluation, by inspect_ai.
 
-    It has a sample per answer, scored by the strict oracle (solved) and by whether it hacked the
+    It has a sample per answer, scored by the reference tests (solved) and by whether it hacked the
     flaw. Returns a sentence about what was written.
 
     Raises:

@@ -1,7 +1,7 @@
 """What watches one run: the held-out kill switch and the detectors.
 
 `Guard.observe` asks them once a step and keeps what they remember. Nothing here feeds back into
-training. No detector sees a label of the strict oracle; only the kill switch sees its rate, on
+training. No detector sees a label of the reference tests; only the kill switch sees their rate, on
 held-out problems.
 
 A run ends early in one of two ways:

@@ -124,6 +124,7 @@ class ImitationSettings:
             "lr": usual_lr if self.lr is None else self.lr,
             "mix_ratio": 0.0,
             "resume": "",
+            "dry_run": self.plan_only,
             **others,
         }
         return Config(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, MonitorSpec
-from vgrout.data import Flags, GroupView, UpdateRow
+from vgrout.data import Flags, GroupView, RowView, UpdateRow
 from vgrout.method.live_direction import LiveDirection
 from vgrout.method.setup import Refresh as Refresh
 from vgrout.method.setup import Setup as Setup
@@ -29,6 +29,7 @@ from vgrout.tensor_types import Routed, Spans
 Views = Sequence[GroupView]  # one a group
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
+Row = RowView | UpdateRow  # the latter for a monitor that sees labels
 
 
 class BrokenContract(TypeError):
@@ -110,24 +111,25 @@ class GradientFlags:
 class StepGradient:
     """A step's gradients g [N, R] with the rows that they are of, and their sums.
 
-    A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike.
+    A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike. Of a rollout there is
+    what it says and who wrote it, and no label: its problem is there for a monitor that declares `sees_labels` alone.
     """
 
     g: Float[Tensor, "N R"]
-    rows: Sequence[UpdateRow]
+    rows: Sequence[Row]
     spans: Spans
     direction: LiveDirection | None = None  # the intervention's, or the gradient monitor's
     flags: GradientFlags | None = None  # None: the monitor reads texts, and its flags are the rows'
 
     @cached_property
-    def firsts(self) -> list[UpdateRow]:
+    def firsts(self) -> list[Row]:
         """For each row of g, a rollout that is in it."""
-        first: dict[int, UpdateRow] = {}
+        first: dict[int, Row] = {}
         for row in self.rows:
             first.setdefault(row.at, row)
         return [first[n] for n in range(len(self.g))]
 
-    def _column(self, of: Callable[[UpdateRow], bool]) -> Bool[Tensor, "N 1"]:
+    def _column(self, of: Callable[[Row], bool]) -> Bool[Tensor, "N 1"]:
         return torch.tensor([[of(row)] for row in self.firsts], device=self.g.device)
 
     @cached_property

@@ -92,9 +92,11 @@ class Method:
             return Routed(finite=False)
         if not batch.rows:
             return Routed()
-        step = StepGradient(g, batch.rows, self.spans, self.direction)
+        rows = [row.view() for row in batch.rows]
+        step = StepGradient(g, rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
-            gradient_flags = contract.gradient_flags(self.monitor, step, batch.step)
+            seen = replace(step, rows=batch.rows) if self.monitor.sees_labels else step
+            gradient_flags = contract.gradient_flags(self.monitor, seen, batch.step)
             step = replace(step, flags=gradient_flags)
             flags = _flags_of_groups(batch.rows, gradient_flags)
         else:

@@ -616,23 +616,35 @@ class Saved:
 
 
 def find_adapter(
-    run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter"
+    run: Path,
+    step: int | None = None,
+    model: str | None = None,
+    flag: str = "adapter",
+    *,
+    convert: bool = True,
 ) -> Saved:
     """Find the adapter of a run directory, or an adapter's file itself.
 
     step: take the adapter that was saved after so many steps. None: train.safetensors.
     model: base model to use in place of the run's own.
     flag: the flag that named the run or file.
+    convert: as for `require_model`.
 
     Raises:
         Refused: one line: no such file or step, not an adapter of this program, or its base model
             is not here.
     """
+    if not run.exists():
+        raise Refused(f"{flag} {run}: no such run; give a run's folder, or an adapter's file")
     path = run
     if step is not None:
         path = _checkpoint(run, step)
     elif run.is_dir():
         path = run / "train.safetensors"
+        if not path.exists():
+            raise Refused(
+                f"{flag} {run}: no train.safetensors in it; give the folder of a run that has trained"
+            )
     where = f"{flag} {path}"
     _, metadata = safetensors_head(path, flag)
     if "cfg" not in metadata or not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
@@ -641,7 +653,7 @@ def find_adapter(
     base: str | Path = model or cfg.model_path
     if model == ORGANISM:
         base = organism.MODEL_DIR
-    folder = require_model(base)
+    folder = require_model(base, convert=convert)
     # other programs load a GGUF file's converted folder
     loadable = base if gguf_file(base) is None else folder
     return Saved(path, metadata, cfg, loadable, folder)
@@ -672,12 +684,13 @@ class FoundModel:
     @property
     def shapes(self) -> Shapes | None:
         """None where its configuration does not name the usual sizes."""
-        return find_shapes(self.folder)
+        # of a GGUF file that a plan leaves as it is, there is no folder yet
+        return find_shapes(self.folder) or find_shapes(self.name)
 
     @property
     def small(self) -> bool:
         """Whether it is a miniature; False where its shapes are not known."""
-        return is_small(self.folder)
+        return self.shapes is not None and self.shapes.parameters < SMALL
 
     @property
     def numbers(self) -> int:
@@ -702,8 +715,10 @@ class FoundModel:
         return {"base": self.name, "adapter": file_sha256(self.adapter) if self.adapter else None}
 
 
-def find_source(given: str, flag: str) -> FoundModel:
+def find_source(given: str, flag: str, *, convert: bool = True) -> FoundModel:
     """Find the model that `given`, the value of `flag`, names.
+
+    convert: as for `require_model`.
 
     Raises:
         Refused: one line: nothing of that name here, or not a model or an adapter of this program.
@@ -714,8 +729,8 @@ def find_source(given: str, flag: str) -> FoundModel:
         return FoundModel(given, name=given, folder=folder, adapter=None)
     path = Path(given)
     if path.suffix == ".safetensors" or (path / "train.safetensors").is_file():
-        saved = find_adapter(path, flag=flag)
+        saved = find_adapter(path, flag=flag, convert=convert)
         name = saved.cfg.scale.model if saved.cfg.scale.organism is None else str(saved.model)
         return FoundModel(given, name, saved.folder, saved.path)
-    folder = require_model(given, flag)
+    folder = require_model(given, flag, convert=convert)
     return FoundModel(given, name=given, folder=folder, adapter=None)

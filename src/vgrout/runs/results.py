@@ -111,7 +111,9 @@ def show(
     if finished is not None:
         means = made("the verdict", lambda: _conclusion(finished)) or means
     verdict = verdict_line(cfg, means)
-    answer = made("the last lines", lambda: last_lines(cfg, results.final, means, run.path)) or []
+    answer = (
+        made("the last lines", lambda: last_lines(cfg, rows, results.final, means, run.path)) or []
+    )
     text = made("summary.md", lambda: page(results, verdict, detectors))
     if text:
         write_atomic(run.path / "summary.md", text)

@@ -26,6 +26,7 @@ from vgrout.envs.code.problems import (
     without_hints,
 )
 from vgrout.errors import Refused
+from vgrout.failures import LoggedFailures
 from vgrout.files import hash_of_files
 
 T = TypeVar("T")
@@ -131,6 +132,7 @@ class CodeEnvironment:
             allow_weak=env.allow_weak_sandbox,
             reward=self.reward,
             retries=retries,
+            watch=LoggedFailures(),
         )
 
     def check(self, grader: Grader) -> None:

@@ -28,7 +28,7 @@ from vgrout.envs.code.grading.check import (
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problem import CODE_ONLY, Problem, is_row_of_text
 from vgrout.errors import Refused
 from vgrout.files import numbered_lines, read_text
 from vgrout.rng import py_stream
@@ -94,8 +94,6 @@ REQUIRED = {
     "func_name": str,
 }
 OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
-# what a row of text has none of
-CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
 BENCHMARKS = (
     "answer",
@@ -141,13 +139,13 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
 def _key_faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line's keys and the types of their values."""
     known = (*REQUIRED, *OPTIONAL)
-    if not record.keys() & {*CODE_ONLY} and record.keys() & {"prompt", "messages"}:
+    if is_row_of_text(record):
         yield (
             f"no problem of Python functions: {', '.join(map(repr, CODE_ONLY))} are missing; rows of text need "
             "--reference module:function beside --reward"
         )
     # a misspelt one would be a setting that nobody reads
-    for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:
+    for key in sorted(record.keys() - {*known, *ORGANISMS, *BENCHMARKS}):
         near = difflib.get_close_matches(key, known, 1)
         how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
         yield f"unknown key {key!r}; {how}"
