@@ -11,10 +11,15 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from vgrout.errors import Refused
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What a program leaves in a folder of its own: its lock, and what it was writing when it was
 # killed.
@@ -219,6 +224,50 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=no_constant)
 
 
+# what functions marked `once` have returned within the `reading_once` that is open
+_READ: ContextVar[dict[object, Any] | None] = ContextVar("_READ", default=None)
+
+
+@contextlib.contextmanager
+def reading_once() -> Generator[None]:
+    """Within the block each function marked `once` is called once for the same arguments: a study of a thousand runs
+    reads its problem file once. Outside, and after the block, nothing is kept."""
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def once(read: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function whose result depends on its arguments and on files alone, and is never changed by those who get
+    it. What it raises is not kept. Arguments are compared by value where they are words, numbers, paths or tuples of
+    these, and are the same objects otherwise."""
+
+    @wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        kept = _READ.get()
+        if kept is None:
+            return read(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        key = (read, tuple(kwargs), *map(_compared, given))
+        if key not in kept:
+            # with the arguments, so that none of their identities is given to another object
+            kept[key] = read(*args, **kwargs), given
+        return kept[key][0]
+
+    return reading
+
+
+def _compared(argument: object) -> object:
+    """What two arguments have in common if they count as the same."""
+    if isinstance(argument, tuple) and all(isinstance(part, (str, Path)) for part in argument):
+        return argument
+    if argument is None or isinstance(argument, (str, int, float, Path)):
+        return type(argument), argument
+    return id(argument)
+
+
 def drop_stdout() -> None:
     """Send what is still buffered to /dev/null, where stdout takes no more: the interpreter's last flush would fail."""
     with contextlib.suppress(OSError, ValueError):
@@ -284,3 +333,15 @@ def hash_of_files(paths: Iterable[Path]) -> str:
     for path in sorted(paths):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+@once
+def hash_of_file(path: Path) -> str:
+    """The same of one file."""
+    return hash_of_files([path])
+
+
+@once
+def hash_of_folder(folder: Path) -> str:
+    """The same of all files that lie in a folder, those in its folders left out."""
+    return hash_of_files([path for path in folder.iterdir() if path.is_file()])

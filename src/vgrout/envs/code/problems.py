@@ -23,7 +23,7 @@ from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.files import numbered_lines, read_text
+from vgrout.files import numbered_lines, once, read_text
 from vgrout.rng import py_stream
 
 if TYPE_CHECKING:
@@ -196,7 +196,8 @@ def _syntax_fault(code: str) -> str:
     return ""
 
 
-def load_rows(path: Path) -> list[ProblemRow]:
+@once
+def load_rows(path: Path) -> tuple[ProblemRow, ...]:
     """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     if not path.exists():
         how = "`vgrout download data` fetches the benchmark's"
@@ -221,7 +222,7 @@ def load_rows(path: Path) -> list[ProblemRow]:
         rows[record["id"]] = ProblemRow.of(record, where)
     if not rows:
         raise Refused(f"{path}: no problems in it")
-    return list(rows.values())
+    return tuple(rows.values())
 
 
 def with_modes(
@@ -424,6 +425,8 @@ def require_copies_together(rows: Sequence[ProblemRow]) -> None:
 def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
     """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its prompt, or is marked
     as a training problem."""
+    if not test:
+        return
     ids = {row.id: row for row in train}
     prompts = {prompt_key(row): row for row in train}
     for row in test:
