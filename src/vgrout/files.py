@@ -167,7 +167,23 @@ def read_text(path: Path) -> str:
         with open(path, encoding="utf-8-sig", opener=regular) as f:
             return f.read()
     except (OSError, ValueError) as e:
-        raise Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
+        raise _unreadable(path, e) from None
+
+
+def beginning(path: Path, n: int) -> str:
+    """The first n characters of a UTF-8 file, or somewhat less, blanks before them left out. Raises as `read_text`."""
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as f:
+            while text := f.read(2**16):
+                if text.strip():
+                    return text.lstrip()[:n]
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+    return ""
+
+
+def _unreadable(path: Path, e: Exception) -> Refused:
+    return Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})")
 
 
 def from_json(text: str | bytes, where: str) -> Any:
@@ -191,11 +207,18 @@ def from_json(text: str | bytes, where: str) -> Any:
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
-    and its like may stand in a string. Raises as `read_text` and `from_json` do."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, from_json(line, where)
+    and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, from_json(line, where)
+    except Refused:
+        raise
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -331,7 +354,10 @@ def hash_of_files(paths: Iterable[Path]) -> str:
     """sha256 of these files' names and bytes, without their folders."""
     digest = hashlib.sha256()
     for path in sorted(paths):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(path.name.encode() + b"\0")
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
     return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,7 @@ from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.files import numbered_lines, once, read_text
+from vgrout.files import beginning, numbered_lines, once
 from vgrout.rng import py_stream
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ BENCHMARKS = (
 )
 
 
+_CALLED = re.compile(r"\b(\w+)\s*\(")  # the names that a test calls
+
+
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
     known = (*REQUIRED, *OPTIONAL)
@@ -165,7 +169,7 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
             yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
-    if not any(re.search(r"\b" + name + r"\s*\(", test) for test in tests):
+    if not any(name in _CALLED.findall(test) for test in tests):
         yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
 
 
@@ -183,6 +187,7 @@ def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]
         yield str(e)
 
 
+@lru_cache(maxsize=64)  # as a rule problems share their setup code
 def _syntax_fault(code: str) -> str:
     """The reason why this is not Python; "" if it is."""
     try:
@@ -207,7 +212,7 @@ def load_rows(path: Path) -> tuple[ProblemRow, ...]:
         ):
             how = f"if it is a data set of the hub, `vgrout download dataset {path} --out FILE` makes one"
         raise Refused(f"{path}: no such problem file; {how}")
-    if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
+    if (start := beginning(path, 30)) and start[0] != "{":
         what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
         raise Refused(
             f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
