@@ -274,10 +274,12 @@ def once(read: Callable[P, T]) -> Callable[P, T]:
             return read(*args, **kwargs)
         given = (*args, *kwargs.values())
         key = (read, tuple(kwargs), *map(_compared, given))
-        if key not in kept:
-            # with the arguments, so that none of their identities is given to another object
-            kept[key] = read(*args, **kwargs), given
-        return kept[key][0]
+        if key in kept:
+            return kept[key][0]
+        result = read(*args, **kwargs)
+        # with the arguments, so that none of their identities is given to another object
+        kept[key] = result, given
+        return result
 
     return reading
 
