@@ -98,6 +98,7 @@ def test_bounds_on_a_tiny_shape() -> None:
     assert generate() is None
 
 
+@pytest.mark.long
 def test_the_bench_of_a_gpu_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], warnings: list[str]
 ) -> None:

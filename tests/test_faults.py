@@ -21,6 +21,7 @@ import pytest
 import torch
 from loguru import logger
 
+from quick import first_quick
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
 from vgrout import console, grpo, rollout
@@ -828,7 +829,7 @@ def printed_command(text: str) -> list[str]:
     return shlex.split(command)
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint", "a checkpoint"])
+@pytest.mark.parametrize("saved", first_quick([False, True]), ids=["no checkpoint", "a checkpoint"])
 @pytest.mark.parametrize(
     "ending",
     [e if e == "SIGINT twice" else pytest.param(e, marks=pytest.mark.long) for e in ENDINGS],

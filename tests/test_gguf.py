@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama import TEXTS, bpe, llama, write_gguf
+from quick import first_quick
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.distill import main as distill
@@ -164,33 +165,9 @@ def test_a_plan_reads_the_head_and_writes_nothing(made, plan, tmp_path, monkeypa
 
 
 PLANS = {
-    "distill": [
-        *[
-            "distill",
-            "--method",
-            "uld",
-            "--steps",
-            "2",
-            "--student",
-            "{file}",
-            "--teacher",
-            "organism",
-        ]
-    ],
-    "a teacher": [
-        *[
-            "distill",
-            "--method",
-            "uld",
-            "--steps",
-            "2",
-            "--student",
-            "organism",
-            "--teacher",
-            "{file}",
-        ]
-    ],
-    "iterative_dpo": [*["iterative_dpo", "--base-model", "{file}", "--output-dir", "rounds"]],
+    "distill": "distill --method uld --steps 2 --student {file} --teacher organism",
+    "a teacher": "distill --method uld --steps 2 --student organism --teacher {file}",
+    "iterative_dpo": "iterative_dpo --base-model {file} --output-dir rounds",
 }
 
 
@@ -198,7 +175,7 @@ PLANS = {
 def test_a_plan_of_an_imitation_converts_nothing(command, made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gguf, "unpack", lambda *_: pytest.fail("converted"))
-    program, *words = PLANS[command]
+    program, *words = PLANS[command].split()
     argv = [word.format(file=made[0]) for word in words]
     more = [f"--{'prompts' if program == 'iterative_dpo' else 'problems'}={organism.PROBLEMS}"]
     main = {"distill": distill, "iterative_dpo": iterative_dpo}[program]
@@ -217,7 +194,7 @@ def test_a_plan_of_tuning_converts_nothing(made, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out" / "models").exists()
 
 
-@pytest.mark.parametrize("damage", ["half a head", "mute", "text"])
+@pytest.mark.parametrize("damage", first_quick(["half a head", "mute", "text"]))
 def test_a_plan_refuses_what_the_head_shows(damage, made, plan, tmp_path):
     file = Path(shutil.copy(made[0], tmp_path / "bad.gguf"))
     if damage == "mute":

@@ -28,7 +28,7 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.errors import Refused, refuse
-from vgrout.files import hash_of_files, json_lines
+from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines, once
 from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
 from vgrout.model.source import (
     find_shapes,
@@ -267,6 +267,8 @@ def try_ensemble(cfg: Config, environment: Environment, pool: Pool | None) -> No
     Raises:
         Refused: it cannot be imported, or does not answer with a number.
     """
+    if not cfg.detectors.members:
+        return
     train = environment.tasks(pool)["train"] if environment.prompts else []
     for name in cfg.detectors.members:
         score = scorer(name, "--rm-ensemble-members")
@@ -424,8 +426,10 @@ def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> 
                     f"--teacher-modes {flaw}: {pool.folder} demonstrates no training problem of it"
                 )
     known = set(cfg.method.modes_known)
+    if not known:
+        return
     there = {flaw for task in parts["train"] for flaw in task.flaws}
-    if known and not known & there:
+    if not known & there:
         raise Refused(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
             "have), so nothing could be flagged; name one that is there"
@@ -452,21 +456,24 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
     return found
 
 
+@once
+def _hash_of_model(given: str) -> str | None:
+    """Of a small model folder or of a GGUF file; None of another."""
+    if (file := gguf_file(given)) is not None:
+        return gguf_sha256(file)
+    parts: list[Path] = []
+    for name in ("config.json", "tokenizer.json", "*.safetensors"):
+        parts += Path(given).glob(name)
+    is_small = sum(part.stat().st_size for part in parts) <= MODEL_BYTES
+    return hash_of_files(parts) if parts and is_small else None
+
+
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
     small folder or a GGUF file; the weights of any other are hashed once they are loaded."""
 
-    def of_model(given: str) -> str | None:
-        if (file := gguf_file(given)) is not None:
-            return gguf_sha256(file)
-        parts: list[Path] = []
-        for name in ("config.json", "tokenizer.json", "*.safetensors"):
-            parts += Path(given).glob(name)
-        is_small = sum(part.stat().st_size for part in parts) <= MODEL_BYTES
-        return hash_of_files(parts) if parts and is_small else None
-
     def of_file(path: Path | None) -> str | None:
-        return hash_of_files([path]) if path is not None and path.exists() else None
+        return hash_of_file(path) if path is not None and path.exists() else None
 
     pool = inputs.pool
     judge = cfg.method if "llm_judge" in cfg.method.watching else None
@@ -475,13 +482,13 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     if judge is not None:
         of_judge["judge_prompt"] = of_file(judge.llm_judge_prompt)
         if judge.llm_judge_model:
-            of_judge["judge_model"] = of_model(judge.llm_judge_model)
+            of_judge["judge_model"] = _hash_of_model(judge.llm_judge_model)
     return {
         **of_judge,
-        "model": of_model(cfg.model_path),
-        "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
+        "model": _hash_of_model(cfg.model_path),
+        "teacher_model": _hash_of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         **inputs.environment.hashes(),
-        "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
+        "pool": hash_of_folder(pool.folder) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "known_correct": of_file(cfg.known_correct_path),

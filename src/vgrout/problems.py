@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from loguru import logger
 from tabulate import tabulate
-from tqdm import tqdm
 
 from vgrout import console, embedded, faults
 from vgrout.cli import OWN_REWARD, cli_exit
@@ -23,6 +23,7 @@ from vgrout.config.checks import setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import ORGANISM, Config, EnvConfig, ScaleConfig
 from vgrout.config.sampling import Sampling
+from vgrout.console import Progress
 from vgrout.data import Grade
 from vgrout.envs.code.grading.check import (
     Failure,
@@ -48,7 +49,7 @@ from vgrout.model.source import require_fitting, require_model
 from vgrout.rng import torch_stream
 from vgrout.scoring import RewardFailed
 
-FEW = 200  # problems
+FEW, MANY = 200, 2000  # problems
 # split → what a run needs where it is empty
 _WITHOUT = {
     "train": "a run is refused",
@@ -213,18 +214,22 @@ def check_code(file: Path, test_problems: Path | None, workers: int | None) -> i
     Problems without a flaw of their own are dealt theirs as by --env-mode own.
     """
     rows = load_rows(file)
-    test_rows = load_rows(test_problems) if test_problems else []
+    test_rows = load_rows(test_problems) if test_problems else ()
     require_apart(rows, test_rows)
     both = [*rows, *test_rows]
+    if len(both) > MANY:
+        logger.info(
+            f"{len(both)} problems read; the solution of each is tried, then its flawed check …"
+        )
     require_copies_together(both)
     parts = assigned(rows, "own", test_rows=test_rows, published=True)
     problems = [problem for part in parts.values() for problem in part]
     varied = assigned(rows, "own", test_rows=test_rows)
     with Grader(workers=workers) as grader:
-        solutions = partial(tqdm, desc="solutions", total=len(problems), disable=None)
+        solutions = partial(Progress, desc="solutions", unit="problem")
         report = check_problems(problems, grader, track=solutions)
         tried = [*problems, *_named_otherwise(problems, varied)]
-        flaws = check_flaws(tried, grader, track=partial(tqdm, desc="flaws", disable=None))
+        flaws = check_flaws(tried, grader, track=partial(Progress, desc="flaws", unit="problem"))
     print(report)
     print(_flaws_lines(problems, flaws))
     lengths = sorted(sum(len(m["content"]) for m in p.messages) for p in problems)
@@ -232,8 +237,8 @@ def check_code(file: Path, test_problems: Path | None, workers: int | None) -> i
     sizes = {name: len(part) for name, part in parts.items()}
     print(_splits_line(sizes))
     shadowed: Counter[str] = Counter()
-    for row in both:
-        shadowed.update(shadowed_builtins(row.setup_code))
+    for setup_code, n in Counter(row.setup_code for row in both).items():
+        shadowed.update(dict.fromkeys(shadowed_builtins(setup_code), n))
     for name, n in shadowed.items():
         print(
             f"setup code replaces the builtin {name} in {n} problems; "

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Set
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -683,9 +683,9 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group; a method's settings as they are meant."""
-        return json.loads(
-            json.dumps(asdict(self) | {"method": self.method.resolved_settings}, default=str)
-        )
+        settings = {group: vars(getattr(self, group)) for group in GROUPS}
+        settings["method"] = self.method.resolved_settings
+        return json.loads(json.dumps({**settings, "preset": self.preset}, default=str))
 
 
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from vgrout.data import Message
 from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.errors import Refused
-from vgrout.files import from_json, numbered_lines, read_text
+from vgrout.files import from_json, numbered_lines, once, read_text
 from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
@@ -99,6 +99,7 @@ class PairSet:
         return [{name: getattr(pair, name) for name in _FIELDS} for pair in self.pairs]
 
 
+@once
 def load_pairs(
     path: Path,
     flag: str = "--vhack-pairs-path",
@@ -176,6 +177,7 @@ class KnownCorrect:
     completion: str
 
 
+@once
 def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     """Read a JSON list of {prompt, completion}; other keys are ignored.
 

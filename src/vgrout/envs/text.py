@@ -27,7 +27,7 @@ from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.base import SPLITS, Demonstrations, messages_of
 from vgrout.errors import Refused, misspelt
 from vgrout.failures import LoggedFailures
-from vgrout.files import hash_of_files, numbered_lines
+from vgrout.files import hash_of_file, numbered_lines, once
 from vgrout.rng import py_stream
 from vgrout.scoring import (
     UNWATCHED,
@@ -339,7 +339,7 @@ class TextEnvironment:
     ) -> None:
         """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing.
         proxy, reference: module:function, what training rewards and what is right; "": as the flags say."""
-        self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
+        self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
         self.absent = tuple(absent)
         columns = {name for row in (*self.rows, *self.test_rows) for name in row.columns}
         probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
@@ -385,9 +385,9 @@ class TextEnvironment:
     def of_run(cls, cfg: Config) -> "TextEnvironment":
         """The environment of a run, its files read and checked. Raises Refused, one line."""
         absent: list[str] = []
-        parts: list[list[TextTask]] = []
+        parts: list[tuple[TextTask, ...]] = []
         for path in (cfg.problems_path, cfg.test_problems_path):
-            rows: list[TextTask] = []
+            rows: tuple[TextTask, ...] = ()
             if path is not None and not path.exists():
                 absent.append(f"{path}: no such problem file; give one with --problems")
             elif path is not None:
@@ -413,7 +413,7 @@ class TextEnvironment:
         hashes: dict[str, str | None] = {}
         for name, path in paths.items():
             there = path is not None and path.exists()
-            hashes[name] = hash_of_files([path]) if path is not None and there else None
+            hashes[name] = hash_of_file(path) if path is not None and there else None
         return hashes | {"reward": self.proxy.sha256, "reference": self.reference.sha256}
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
@@ -486,7 +486,8 @@ def _flaws(named: Sequence[str]) -> dict[str, Flaw]:
 # ── the file
 
 
-def load_rows(path: Path) -> list[TextTask]:
+@once
+def load_rows(path: Path) -> tuple[TextTask, ...]:
     """The rows of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     rows: dict[int, TextTask] = {}
     prompts: dict[tuple[str, ...], TextTask] = {}
@@ -501,7 +502,7 @@ def load_rows(path: Path) -> list[TextTask]:
         rows[row.id] = prompts[texts] = row
     if not rows:
         raise Refused(f"{path}: no rows in it")
-    return list(rows.values())
+    return tuple(rows.values())
 
 
 def _row(record: object, where: str) -> TextTask:
@@ -541,6 +542,8 @@ def _row(record: object, where: str) -> TextTask:
 
 def require_apart(train: Sequence[TextTask], test: Sequence[TextTask]) -> None:
     """Raises Refused, one line, if a row for evaluation is also trained on, by its id or its prompt."""
+    if not test:
+        return
     ids = {row.id: row for row in train}
     prompts = {row.messages[-1]["content"]: row for row in train}
     for row in test:

@@ -22,7 +22,7 @@ from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, read_text, regular
+from vgrout.files import file_sha256, from_json, once, read_text, regular
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import USER, syntax_error
 
@@ -58,6 +58,7 @@ def model_folder(model: str | Path) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+@once
 def require_model(model: str | Path, flag: str = "--model", *, convert: bool = True) -> Path:
     """The same folder, after a check of its files. A GGUF file is converted if it was not.
 
@@ -217,7 +218,7 @@ def require_embedded(texts: Iterable[str], folder: Path, source: str) -> None:
     tokenizer = read_tokenizer(folder)
     if rows is None or tokenizer is None:
         return
-    if max(tokenizer.get_vocab().values(), default=0) < rows:
+    if _largest_token(folder) < rows:
         return
     with tokenizing(folder / "tokenizer.json"):
         for text in texts:
@@ -257,6 +258,18 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     Raises:
         Refused: as `tokenizing`.
     """
+    found = _read_tokenizer(folder)
+    return found and found[0]
+
+
+def _largest_token(folder: Path) -> int:
+    """The largest id of a token of the same tokenizer; 0: it has no such file."""
+    found = _read_tokenizer(folder)
+    return found[1] if found else 0
+
+
+def _read_tokenizer(folder: Path) -> tuple[Tokenizer, int] | None:
+    """Both of these."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -265,12 +278,12 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 @lru_cache(maxsize=2)  # reading takes up to half a second, and checks ask for it several times
-def _tokenizer(file: Path, size: int, mtime_ns: int) -> Tokenizer:
+def _tokenizer(file: Path, size: int, mtime_ns: int) -> tuple[Tokenizer, int]:
     with tokenizing(file):
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        return tokenizer
+        return tokenizer, max(tokenizer.get_vocab().values(), default=0)
 
 
 @contextmanager
@@ -531,6 +544,7 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
     )
 
 
+@once
 def find_shapes(model: str | Path) -> Shapes | None:
     """Shapes of a local folder, a downloaded hub id, or a model known by name. None: of another."""
     folder, file = model_folder(model), gguf_file(model)

@@ -217,7 +217,7 @@ class PoolSettings:
             return None
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
-    def check(self) -> list[ProblemRow]:
+    def check(self) -> tuple[ProblemRow, ...]:
         """Check problem file and model without loading the model; returns the file's rows.
 
         Raises:

@@ -25,7 +25,7 @@ from vgrout.config.run import POOL_PAIRS
 from vgrout.data import CachedGrade
 from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, read_text, regular, require_new, write_json
+from vgrout.files import file_sha256, from_json, once, read_text, regular, require_new, write_json
 
 _FILE_NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
 _PROBLEM_ID = re.compile(r"\d{1,18}")
@@ -75,6 +75,7 @@ class Pool:
 # ── reading
 
 
+@once
 def load_pool(
     folder: Path, flaws: Sequence[str] = CODE_FLAWS, flag: str = "--teacher-pool-dir"
 ) -> Pool:

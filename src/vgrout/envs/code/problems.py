@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import CODE_ONLY, Problem, is_row_of_text
 from vgrout.errors import Refused
-from vgrout.files import numbered_lines, read_text
+from vgrout.files import beginning, numbered_lines, once
 from vgrout.rng import py_stream
 
 
@@ -104,6 +105,9 @@ BENCHMARKS = (
     "prompt_metadata",
     "question",
 )
+
+
+_CALLED = re.compile(r"\b(\w+)\s*\(")  # the names that a test calls
 
 
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
@@ -182,7 +186,7 @@ def _test_faults(tests: Sequence[str], name: str) -> Iterator[str]:
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
             yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
-    if not any(re.search(r"\b" + name + r"\s*\(", test) for test in tests):
+    if not any(name in _CALLED.findall(test) for test in tests):
         yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
 
 
@@ -200,6 +204,7 @@ def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]
         yield str(e)
 
 
+@lru_cache(maxsize=64)  # as a rule problems share their setup code
 def _syntax_fault(code: str) -> str:
     """The reason why this is not Python; "" if it is."""
     try:
@@ -213,7 +218,8 @@ def _syntax_fault(code: str) -> str:
     return ""
 
 
-def load_rows(path: Path) -> list[ProblemRow]:
+@once
+def load_rows(path: Path) -> tuple[ProblemRow, ...]:
     """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     if not path.exists():
         how = "`vgrout download data` fetches the benchmark's"
@@ -223,7 +229,7 @@ def load_rows(path: Path) -> list[ProblemRow]:
         ):
             how = f"if it is a data set of the hub, `vgrout download dataset {path} --out FILE` makes one"
         raise Refused(f"{path}: no such problem file; {how}")
-    if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
+    if (start := beginning(path, 30)) and start[0] != "{":
         what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
         raise Refused(
             f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
@@ -238,7 +244,7 @@ def load_rows(path: Path) -> list[ProblemRow]:
         rows[record["id"]] = ProblemRow.of(record, where)
     if not rows:
         raise Refused(f"{path}: no problems in it")
-    return list(rows.values())
+    return tuple(rows.values())
 
 
 def with_modes(
@@ -441,6 +447,8 @@ def require_copies_together(rows: Sequence[ProblemRow]) -> None:
 def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
     """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its prompt, or is marked
     as a training problem."""
+    if not test:
+        return
     ids = {row.id: row for row in train}
     prompts = {prompt_key(row): row for row in train}
     for row in test:
