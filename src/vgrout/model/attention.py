@@ -29,6 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from vgrout.model.fused import fused_blocks
+
 ATTENTION = "vgrout_packed"  # our name in transformers' list of attention functions
 
 # Attention of a packed sequence: (q [N, H, D], k [M, K, D], v [M, K, D], scale) → [N, H, D]
@@ -497,8 +499,9 @@ def _attention(
         "the model does not hand its keyword arguments on to attention"
     )
     assert attention_mask is None, "a packed sequence has no attention mask"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attend(q, k, v, scaling)[None], None
+    # squeeze, not [0]: the gradient of an index fills a tensor of zeros
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed_attend(q, k, v, scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -519,8 +522,9 @@ def packed_forward(
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     try:
-        return core(
-            input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
-        ).last_hidden_state
+        with fused_blocks(model, core):
+            return core(
+                input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
+            ).last_hidden_state
     finally:
         config._attn_implementation = before

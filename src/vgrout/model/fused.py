@@ -1,0 +1,232 @@
+"""What a Llama-like block does element by element, as one GPU kernel each, forward and backward.
+
+Transformers computes an RMS norm in eight operations and a rotary embedding in ten, each of which
+reads and writes all activations once more. Here they are three functions with their gradients in
+closed form, which torch.compile makes a kernel each: the norm; a head's norm with its rotary
+embedding; and silu(gate) · up. Gradients go to activations alone: the weights of norms are frozen.
+
+On a CPU the products are what takes the time, and transformers' own operations stay.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from vgrout.model.source import LLAMAS
+
+Rows = Float[Tensor, "*n D"]
+Heads = Float[Tensor, "N H D"]
+Table = Float[Tensor, "N D"]  # cos or sin at each token's position
+
+# Models whose packed forwards use these kernels.
+_fused: WeakSet[nn.Module] = WeakSet()
+
+
+# ── the functions, as formulas
+
+
+def norm(x: Rows, weight: Float[Tensor, " D"], ε: float) -> Rows:
+    """RMS norm of the last dimension."""
+    wide = _wide(x)
+    return (wide * _inverse_rms(wide, ε) * _wide(weight)).to(x.dtype)
+
+
+def norm_backward(dy: Rows, x: Rows, weight: Float[Tensor, " D"], ε: float) -> Rows:
+    """The gradient of `norm` on x."""
+    wide = _wide(x)
+    return _norm_gradient(_wide(dy), wide, _wide(weight), _inverse_rms(wide, ε)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in at least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _inverse_rms(x: Rows, ε: float) -> Float[Tensor, "*n 1"]:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + ε)
+
+
+def _norm_gradient(dy: Rows, x: Rows, weight: Float[Tensor, " D"], inverse: Tensor) -> Rows:
+    normed = x * inverse
+    dnormed = dy * weight
+    along = (dnormed * normed).mean(-1, keepdim=True)
+    return inverse * (dnormed - normed * along)
+
+
+def rotate(x: Heads, cos: Table, sin: Table, weight: Tensor | None, ε: float) -> Heads:
+    """The rotary embedding of x, or of its norm where there is a weight."""
+    y = _wide(x)
+    if weight is not None:
+        y = y * _inverse_rms(y, ε) * _wide(weight)
+    first, second = y.chunk(2, -1)
+    cos_first, cos_second = _wide(cos).unsqueeze(1).chunk(2, -1)
+    sin_first, sin_second = _wide(sin).unsqueeze(1).chunk(2, -1)
+    rotated = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
+    return torch.cat(rotated, -1).to(x.dtype)
+
+
+def rotate_backward(
+    dy: Heads, x: Heads, cos: Table, sin: Table, weight: Tensor | None, ε: float
+) -> Heads:
+    """The gradient of `rotate` on x."""
+    first, second = _wide(dy).chunk(2, -1)
+    cos_first, cos_second = _wide(cos).unsqueeze(1).chunk(2, -1)
+    sin_first, sin_second = _wide(sin).unsqueeze(1).chunk(2, -1)
+    turned = (first * cos_first + second * sin_second, second * cos_second - first * sin_first)
+    dx = torch.cat(turned, -1)
+    if weight is not None:
+        wide = _wide(x)
+        dx = _norm_gradient(dx, wide, _wide(weight), _inverse_rms(wide, ε))
+    return dx.to(x.dtype)
+
+
+def gated(gate: Rows, up: Rows) -> Rows:
+    """silu(gate) · up."""
+    wide = _wide(gate)
+    return (wide * wide.sigmoid() * _wide(up)).to(gate.dtype)
+
+
+def gated_backward(dy: Rows, gate: Rows, up: Rows) -> tuple[Rows, Rows]:
+    """The gradients of `gated` on both."""
+    wide, dy = _wide(gate), _wide(dy)
+    share = wide.sigmoid()
+    dgate = dy * _wide(up) * share * (1 + wide * (1 - share))
+    dup = dy * wide * share
+    return dgate.to(gate.dtype), dup.to(up.dtype)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one kernel, which is made when it is first called, for any number of rows."""
+    return torch.compile(function)
+
+
+# ── with their gradients
+
+
+class _Norm(torch.autograd.Function):
+    """`norm`; its weight is frozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Rows, weight: Tensor, ε: float) -> Rows:
+        ctx.save_for_backward(x, weight)
+        ctx.ε = ε
+        return compiled(norm)(x, weight, ε)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return compiled(norm_backward)(dys[0], x, weight, ctx.ε), None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """`rotate`; its weight is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Heads, cos: Table, sin: Table, weight: Tensor | None, ε: float
+    ) -> Heads:
+        # Without a norm the gradient does not depend on x.
+        ctx.save_for_backward(*(() if weight is None else (x, weight)), cos, sin)
+        ctx.ε = ε
+        return compiled(rotate)(x, cos, sin, weight, ε)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        *of_norm, cos, sin = ctx.saved_tensors
+        x, weight = of_norm or (dys[0], None)
+        dx = compiled(rotate_backward)(dys[0], x, cos, sin, weight, ctx.ε)
+        return dx, None, None, None, None
+
+
+class _Gated(torch.autograd.Function):
+    """`gated`."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Rows, up: Rows) -> Rows:
+        ctx.save_for_backward(gate, up)
+        return compiled(gated)(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, Tensor]:
+        return compiled(gated_backward)(dys[0], *ctx.saved_tensors)
+
+
+# ── in a model's blocks
+
+
+def _norm_forward(module: Any, x: Rows) -> Rows:
+    return _Norm.apply(x, module.weight, module.variance_epsilon)
+
+
+def _mlp_forward(mlp: Any, x: Rows) -> Rows:
+    return mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _attention_forward(
+    attention: Any,
+    hidden_states: Float[Tensor, "1 N d"],
+    position_embeddings: tuple[Float[Tensor, "1 N D"], Float[Tensor, "1 N D"]],
+    packed_attend: Callable[..., Heads],
+    **_: object,
+) -> tuple[Float[Tensor, "1 N d"], None]:
+    """As transformers calls it in a packed forward."""
+    cos, sin = (table.squeeze(0) for table in position_embeddings)
+
+    def heads(linear: nn.Module) -> Heads:
+        return linear(hidden_states).view(len(cos), -1, attention.head_dim)
+
+    def rotated(x: Heads, norm: Any) -> Heads:
+        if norm is None:
+            return _Rotate.apply(x, cos, sin, None, 0.0)
+        return _Rotate.apply(x, cos, sin, norm.weight, norm.variance_epsilon)
+
+    q = rotated(heads(attention.q_proj), getattr(attention, "q_norm", None))
+    k = rotated(heads(attention.k_proj), getattr(attention, "k_norm", None))
+    y = packed_attend(q, k, heads(attention.v_proj), attention.scaling)
+    return attention.o_proj(y.flatten(1).unsqueeze(0)), None
+
+
+@contextmanager
+def fused_blocks(model: PreTrainedModel, core: Any) -> Generator[None]:
+    """Within the context the blocks of a model that `fuse` was called with use these kernels.
+
+    Not where the weights of norms are trained. core: the model without its head.
+    """
+    if model not in _fused or core.norm.weight.requires_grad:
+        yield
+        return
+    forwards: dict[nn.Module, Callable[..., Any]] = {core.norm: _norm_forward}
+    for block in core.layers:
+        forwards[block.input_layernorm] = forwards[block.post_attention_layernorm] = _norm_forward
+        forwards[block.self_attn] = _attention_forward
+        forwards[block.mlp] = _mlp_forward
+    for module, forward in forwards.items():
+        vars(module)["forward"] = partial(forward, module)
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del vars(module)["forward"]
+
+
+def has_fusible_blocks(model: PreTrainedModel) -> bool:
+    """Whether the model is of a kind whose blocks these are, on a device where they pay."""
+    if model.device.type != "cuda" or type(model).__name__ not in LLAMAS:
+        return False
+    return model.config.hidden_act == "silu"
+
+
+def fuse(model: PreTrainedModel, on: bool = True) -> None:
+    """Let the model's packed forwards use these kernels, or no longer."""
+    if on:
+        _fused.add(model)
+    else:
+        _fused.discard(model)
