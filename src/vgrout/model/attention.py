@@ -475,13 +475,16 @@ class PackedAttention:
         scale: float | None,
     ) -> Float[Tensor, "N H D"]:
         """Attention in one layer. k and v may begin with copies that have no query here."""
+        # The gradient of a slice is a tensor of zeros and a copy, of one that is all of it too.
+        if self.roots is None:
+            assert self.branches is not None, "an empty sequence"
+            return self.branches.attend(q, k, v, scale)
+        if self.branches is None:
+            return self.roots.attend(q, k, v, scale)
         n = self.root_tokens
-        parts: list[Tensor] = []
-        if self.roots is not None:
-            parts.append(self.roots.attend(q[:n], k[:n], v[:n], scale))
-        if self.branches is not None:
-            parts.append(self.branches.attend(q[n:], k, v, scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        of_roots = self.roots.attend(q[:n], k[:n], v[:n], scale)
+        of_branches = self.branches.attend(q[n:], k, v, scale)
+        return torch.cat([of_roots, of_branches])
 
 
 def _attention(

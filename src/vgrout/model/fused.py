@@ -5,12 +5,15 @@ reads and writes all activations once more. Here they are three functions with t
 closed form, which torch.compile makes a kernel each: the norm; a head's norm with its rotary
 embedding; and silu(gate) · up. Gradients go to activations alone: the weights of norms are frozen.
 
-On a CPU the products are what takes the time, and transformers' own operations stay.
+`vgrout.model.trials` tries the kernels on a model before its packed forwards use them. On a CPU the
+products are what takes the time, and transformers' own operations stay.
 """
 
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +27,8 @@ from vgrout.model.source import LLAMAS
 Rows = Float[Tensor, "*n D"]
 Heads = Float[Tensor, "N H D"]
 Table = Float[Tensor, "N D"]  # cos or sin at each token's position
+
+KERNEL_CACHE = Path("out/kernels")  # compiled: half a minute a process without it
 
 # Models whose packed forwards use these kernels.
 _fused: WeakSet[nn.Module] = WeakSet()
@@ -217,11 +222,60 @@ def fused_blocks(model: PreTrainedModel, core: Any) -> Generator[None]:
             del vars(module)["forward"]
 
 
-def has_fusible_blocks(model: PreTrainedModel) -> bool:
+def fusible(model: PreTrainedModel) -> bool:
     """Whether the model is of a kind whose blocks these are, on a device where they pay."""
     if model.device.type != "cuda" or type(model).__name__ not in LLAMAS:
         return False
     return model.config.hidden_act == "silu"
+
+
+@torch.no_grad()
+def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
+    """Make the kernels for this model's shapes; whether they compute what the formulas say.
+
+    Two lengths, the head counts of queries and of keys: torch then makes kernels for any length.
+
+    Raises:
+        Exception: whatever the compiler raises, where it is missing for example.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(KERNEL_CACHE.resolve()))
+    config: Any = model.config
+    D: int = core.layers[0].self_attn.head_dim
+    has_norm = hasattr(core.layers[0].self_attn, "q_norm")
+    draw = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(model.device, model.dtype)
+
+    agree = True
+    for n, heads in ((3, config.num_attention_heads), (5, config.num_key_value_heads)):
+        x, dx = noise(1, n, config.hidden_size), noise(1, n, config.hidden_size)
+        weight = noise(config.hidden_size)
+        q, dq, cos, sin = noise(n, heads, D), noise(n, heads, D), noise(n, D), noise(n, D)
+        of_head = (cos, sin, noise(D) if has_norm else None, 1e-6)
+        gate, up, dy = noise(3, 1, n, config.intermediate_size)
+        calls: list[tuple[Callable[..., Any], tuple[object, ...]]] = [
+            (norm, (x, weight, 1e-6)),
+            (norm_backward, (dx, x, weight, 1e-6)),
+            (rotate, (q, *of_head)),
+            (rotate_backward, (dq, q if has_norm else dq, *of_head)),
+            (gated, (gate, up)),
+            (gated_backward, (dy, gate, up)),
+        ]
+        for function, given in calls:
+            agree = agree and _close(compiled(function)(*given), function(*given))
+    return agree
+
+
+def _close(got: Tensor | tuple[Tensor, ...], want: Tensor | tuple[Tensor, ...]) -> bool:
+    """Whether both differ by rounding alone."""
+    a, b = _flat(got), _flat(want)
+    allowed = 1e-5 if a.dtype.itemsize >= 4 else 2e-2
+    return bool((a - b).float().norm() <= allowed * b.float().norm())
+
+
+def _flat(x: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return x.flatten() if isinstance(x, Tensor) else torch.cat([part.flatten() for part in x])
 
 
 def fuse(model: PreTrainedModel, on: bool = True) -> None:
