@@ -151,6 +151,8 @@ class _Norm:
 
     def __call__(self, x: Float[Tensor, "n *h D"]) -> Float[Tensor, "n *h D"]:
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+            if self.weight.ndim == 1:
+                return rms_norm(x, x.shape[-1:], self.weight, self.eps)
             return rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         # On a CPU torch's rms_norm is six operations without a kernel of its own; these take half
         # the time.
