@@ -78,10 +78,8 @@ class Counting(TorchDispatchMode):
         self.seen = Count()
         self._in_kernel = False
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator, kwargs = func, kwargs or {}
         out = operator(*args, **kwargs)
         name: str = operator._schema.name
         if not (self._in_kernel or name in NOTHING or _is_view(operator)):
@@ -197,8 +195,7 @@ def of_update(policy: Policy, load: Load, by_rollout: bool, counting: Counting) 
     """An update's. by_rollout: a gradient for each rollout, as `route2` needs."""
     config: Any = policy.model.config
     sizes = (load.group, load.prompts, load.prompt, load.answer)
-    made = rig.update(policy, rig.noise_groups(config.vocab_size, *sizes), by_rollout)
-    _, batch, cfg = made.args
+    batch, cfg = rig.learnt(rig.noise_groups(config.vocab_size, *sizes), by_rollout)
     rows, _ = grpo.merge_twins(batch.rows)
     update = grpo._Update(policy, cfg, grpo._norm(batch, cfg), None, True, iter(()))
     counting.seen = Count()
@@ -211,7 +208,8 @@ def of_decoding(policy: Policy, load: Load, counting: Counting) -> Count:
     """One decoding step's, of all rows: what a CUDA graph holds."""
     lean = LeanDecoder(policy.model, static=True)
     rows = load.prompts * load.group
-    like = policy.model.get_input_embeddings().weight  # ty: ignore
+    embeddings: Any = policy.model.get_input_embeddings()
+    like: Tensor = embeddings.weight
     config: Any = policy.model.config
     shape = (load.prompts, config.num_key_value_heads, load.prompt, config.head_dim)
     past = [LayerPast(like.new_empty(shape), like.new_empty(shape)) for _ in lean.layers]

@@ -148,7 +148,7 @@ def missing(_: object) -> Any:
     raise RuntimeError("Failed to find C compiler.\nPlease specify one")
 
 
-def half_of_it(function: Any) -> Any:
+def wrong(function: Any) -> Any:
     """A kernel that is wrong in its last element."""
 
     def kernel(*given: Any) -> Any:
@@ -161,7 +161,7 @@ def half_of_it(function: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("compiler", "why"), [(missing, "find C compiler. Please"), (half_of_it, "something else")]
+    ("compiler", "why"), [(missing, "find C compiler. Please"), (wrong, "something else")]
 )
 def test_without_a_compiler_that_works_transformers_blocks_stay(
     compiler, why, warnings, monkeypatch

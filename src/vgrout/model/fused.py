@@ -10,9 +10,10 @@ products are what takes the time, and transformers' own operations stay.
 """
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -188,13 +189,10 @@ def _attention_forward(
     def heads(linear: nn.Module) -> Heads:
         return linear(hidden_states).view(len(cos), -1, attention.head_dim)
 
-    def rotated(x: Heads, norm: Any) -> Heads:
-        if norm is None:
-            return _Rotate.apply(x, cos, sin, None, 0.0)
-        return _Rotate.apply(x, cos, sin, norm.weight, norm.variance_epsilon)
-
-    q = rotated(heads(attention.q_proj), getattr(attention, "q_norm", None))
-    k = rotated(heads(attention.k_proj), getattr(attention, "k_norm", None))
+    of_q = _weight_and_ε(getattr(attention, "q_norm", None))
+    of_k = _weight_and_ε(getattr(attention, "k_norm", None))
+    q = _Rotate.apply(heads(attention.q_proj), cos, sin, *of_q)
+    k = _Rotate.apply(heads(attention.k_proj), cos, sin, *of_k)
     y = packed_attend(q, k, heads(attention.v_proj), attention.scaling)
     return attention.o_proj(y.flatten(1).unsqueeze(0)), None
 
@@ -229,19 +227,21 @@ def fusible(model: PreTrainedModel) -> bool:
     return model.config.hidden_act == "silu"
 
 
-@torch.no_grad()
 def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
     """Make the kernels for this model's shapes; whether they compute what the formulas say.
 
-    Two lengths, the head counts of queries and of keys: torch then makes kernels for any length.
+    Two lengths, and the head counts of queries and of keys: torch then makes kernels for any. They
+    are called as an update does, the gradients' by autograd's own thread on a GPU. core: the model
+    without its head.
 
     Raises:
         Exception: whatever the compiler raises, where it is missing for example.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(KERNEL_CACHE.resolve()))
     config: Any = model.config
-    D: int = core.layers[0].self_attn.head_dim
-    has_norm = hasattr(core.layers[0].self_attn, "q_norm")
+    block = core.layers[0]
+    D: int = block.self_attn.head_dim
+    of_head = _weight_and_ε(getattr(block.self_attn, "q_norm", None))
     draw = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -249,33 +249,39 @@ def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
 
     agree = True
     for n, heads in ((3, config.num_attention_heads), (5, config.num_key_value_heads)):
-        x, dx = noise(1, n, config.hidden_size), noise(1, n, config.hidden_size)
-        weight = noise(config.hidden_size)
-        q, dq, cos, sin = noise(n, heads, D), noise(n, heads, D), noise(n, D), noise(n, D)
-        of_head = (cos, sin, noise(D) if has_norm else None, 1e-6)
-        gate, up, dy = noise(3, 1, n, config.intermediate_size)
-        calls: list[tuple[Callable[..., Any], tuple[object, ...]]] = [
-            (norm, (x, weight, 1e-6)),
-            (norm_backward, (dx, x, weight, 1e-6)),
-            (rotate, (q, *of_head)),
-            (rotate_backward, (dq, q if has_norm else dq, *of_head)),
-            (gated, (gate, up)),
-            (gated_backward, (dy, gate, up)),
-        ]
-        for function, given in calls:
-            agree = agree and _close(compiled(function)(*given), function(*given))
+        hidden, q = noise(1, n, config.hidden_size), noise(n, heads, D)
+        gate, up = noise(2, 1, n, config.intermediate_size)
+        tables = noise(2, n, D)
+        for apply, formula, inputs, others in (
+            (_Norm.apply, norm, [hidden], _weight_and_ε(block.input_layernorm)),
+            (_Rotate.apply, rotate, [q], (*tables, *of_head)),
+            (_Gated.apply, gated, [gate, up], ()),
+        ):
+            got = _with_gradients(apply, inputs, others)
+            want = _with_gradients(formula, inputs, others)
+            agree = agree and all(starmap(_close, zip(got, want, strict=True)))
     return agree
 
 
-def _close(got: Tensor | tuple[Tensor, ...], want: Tensor | tuple[Tensor, ...]) -> bool:
+def _weight_and_ε(module: Any) -> tuple[Tensor | None, float]:
+    """Of a norm; without one, those of no norm."""
+    return (None, 0.0) if module is None else (module.weight, module.variance_epsilon)
+
+
+@torch.enable_grad()
+def _with_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], others: Sequence[object]
+) -> list[Tensor]:
+    """The function's value, then its gradients on the inputs from one that is not constant."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves, *others)
+    return [y.detach(), *torch.autograd.grad(y, leaves, inputs[0].flip(-1))]
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
     """Whether both differ by rounding alone."""
-    a, b = _flat(got), _flat(want)
-    allowed = 1e-5 if a.dtype.itemsize >= 4 else 2e-2
-    return bool((a - b).float().norm() <= allowed * b.float().norm())
-
-
-def _flat(x: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return x.flatten() if isinstance(x, Tensor) else torch.cat([part.flatten() for part in x])
+    allowed = 1e-5 if got.dtype.itemsize >= 4 else 2e-2
+    return bool((got - want).float().norm() <= allowed * want.float().norm())
 
 
 def fuse(model: PreTrainedModel, on: bool = True) -> None:
