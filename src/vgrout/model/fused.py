@@ -114,6 +114,15 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+def _kernel(function: Callable[..., Any], *given: Any) -> Any:
+    """Call the function as a kernel.
+
+    Inputs are detached: whether one wants a gradient would be a reason to make another kernel.
+    """
+    plain = [x.detach() if isinstance(x, Tensor) else x for x in given]
+    return compiled(function)(*plain)
+
+
 # ── with their gradients
 
 
@@ -124,12 +133,12 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Rows, weight: Tensor, ε: float) -> Rows:
         ctx.save_for_backward(x, weight)
         ctx.ε = ε
-        return compiled(norm)(x, weight, ε)
+        return _kernel(norm, x, weight, ε)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return compiled(norm_backward)(dys[0], x, weight, ctx.ε), None, None
+        return _kernel(norm_backward, dys[0], x, weight, ctx.ε), None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -142,13 +151,13 @@ class _Rotate(torch.autograd.Function):
         # Without a norm the gradient does not depend on x.
         ctx.save_for_backward(*(() if weight is None else (x, weight)), cos, sin)
         ctx.ε = ε
-        return compiled(rotate)(x, cos, sin, weight, ε)
+        return _kernel(rotate, x, cos, sin, weight, ε)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         *of_norm, cos, sin = ctx.saved_tensors
         x, weight = of_norm or (dys[0], None)
-        dx = compiled(rotate_backward)(dys[0], x, cos, sin, weight, ctx.ε)
+        dx = _kernel(rotate_backward, dys[0], x, cos, sin, weight, ctx.ε)
         return dx, None, None, None, None
 
 
@@ -158,11 +167,11 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Rows, up: Rows) -> Rows:
         ctx.save_for_backward(gate, up)
-        return compiled(gated)(gate, up)
+        return _kernel(gated, gate, up)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, Tensor]:
-        return compiled(gated_backward)(dys[0], *ctx.saved_tensors)
+        return _kernel(gated_backward, dys[0], *ctx.saved_tensors)
 
 
 # ── in a model's blocks
