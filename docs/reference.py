@@ -21,7 +21,7 @@ from vgrout.config.loss import LOSSES
 from vgrout.config.names import KEYS, NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
-from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
+from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS, line_of
 from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.table import StepRow
 
@@ -56,6 +56,7 @@ WHEN = {
     "blind": "`--known-modes`",
     "halves": "`--report-detectors`",
     "beta": "`--beta` > 0",
+    "thinking": "`--thinking`",
     "drops": "a loss that drops tokens",
     "file": "the file alone",
     "always": "",
@@ -242,7 +243,7 @@ def _names() -> list[str]:
     presets = {name: what for name, (what, _) in PRESETS.items()}
     refused = "A flag that the chosen method never reads is refused."
     interventions = {name: spec.what for name, spec in INTERVENTIONS.items()}
-    monitors = {name: spec.what for name, spec in MONITORS.items()}
+    monitors = {name: line_of(spec) for name, spec in MONITORS.items()}
     controls = {name: spec.what for name, spec in CONTROLS.items()}
     losses = {name: spec.what for name, spec in LOSSES.items()}
     flaws = {name: spec.should for name, spec in MODE_SPECS.items()}

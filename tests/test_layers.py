@@ -33,6 +33,7 @@ LAYERS: list[set[str]] = [
         "embedded",
         "scoring",
         "chat",
+        "thoughts",
         "envs",
         "environments",
         "__main__",

@@ -133,6 +133,8 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         f"{len(chosen)} problems of {file}"
     )
     print(table(sides))
+    if cfg.env.thinking:
+        print(thoughts_line(sides))
     content = {
         "schema": SCHEMA,
         "run": cfg.run_id,
@@ -387,6 +389,14 @@ def table(sides: dict[str, Eval]) -> str:
             row[f"{side} solve"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def thoughts_line(sides: dict[str, Eval]) -> str:
+    """How long every side's thoughts are, and how many of its answers ended."""
+    of_sides: list[str] = []
+    for side, scored in sides.items():
+        of_sides.append(f"{side} {scored.thought:.0f} ({scored.finished.percent} % ended)")
+    return f"tokens of thought, mean per answer: {' · '.join(of_sides)}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,6 +46,7 @@ from vgrout.files import printable
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import require_fitting, require_model
 from vgrout.scoring import RewardFailed
+from vgrout.thoughts import opens, to_grade
 
 FEW = 200  # problems
 # split → what a run needs where it is empty
@@ -175,8 +176,8 @@ def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[T
     sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream, lambda *_: None)
     answers: list[tuple[TextTask, str]] = []
     for row, completions in zip(some, sampled, strict=True):
-        thought = "<think>\n" * lm.prompt_text(row.messages).rstrip().endswith("<think>")
-        answers += [(row, thought + completion.text) for completion in completions]
+        in_thought = opens(lm.prompt_text(row.messages))
+        answers += [(row, to_grade(completion.text, in_thought)) for completion in completions]
     return answers
 
 

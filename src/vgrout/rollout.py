@@ -1,6 +1,6 @@
 """Sample and grade: the one place where completions are sampled, for training, evaluation, distillation and pools.
 
-Each completion is graded while the others are still being sampled.
+Each completion is graded, without its thought, while the others are still being sampled.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +30,7 @@ from vgrout.envs.base import Grader, GroupGrader
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampler import sample
 from vgrout.rng import torch_stream
+from vgrout.thoughts import opens, thought_of, to_grade
 
 # of one problem: each with the label that came with it
 Demonstrations = Sequence[tuple[Rollout, CachedGrade]]
@@ -68,16 +69,16 @@ def sample_and_submit(
     prompts = [lm.render(problem.messages) for problem in problems]
     in_thought: list[bool] = []
     for problem in problems:
-        prompt = lm.prompt_text(problem.messages)
-        in_thought.append(prompt.rstrip().endswith("<think>"))
+        in_thought.append(opens(lm.prompt_text(problem.messages)))
 
     held: dict[int, dict[int, str]] = {}  # answers of whole groups, by problem and place
 
     def submit(p: int, i: int, completion: Completion) -> None:
+        text = to_grade(completion.text, in_thought[p])
         if isinstance(grader, GroupGrader):
-            held.setdefault(p, {})[i] = completion.text
+            held.setdefault(p, {})[i] = text
         else:
-            verdicts[p, i] = grader.submit(problems[p], completion.text, in_thought[p])
+            verdicts[p, i] = grader.submit(problems[p], text)
         if on_completion is not None:
             on_completion()
 
@@ -86,12 +87,14 @@ def sample_and_submit(
         for p, texts in sorted(held.items()):
             places = sorted(texts)  # not in the order in which they ended
             group = [texts[i] for i in places]
-            of_group = grader.submit_group(problems[p], group, in_thought[p])
+            of_group = grader.submit_group(problems[p], group)
             verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):
         of_problem: list[Submitted] = []
-        for i, completion in enumerate(completions):
+        for i, sampled_one in enumerate(completions):
+            thought = thought_of(lm, sampled_one.ids, sampled_one.text, in_thought[p])
+            completion = replace(sampled_one, thought=thought)
             verdict = verdicts.get((p, i))
             of_problem.append(Submitted(problems[p], prompts[p], i, completion, deployed, verdict))
         submitted.append(of_problem)
@@ -173,6 +176,7 @@ def rollout(
         step=step,
         half_a=tuple(cfg.env.report_detector_codes),
         known=cfg.method.modes_acted_on,
+        thinking=cfg.env.thinking,
     )
 
 

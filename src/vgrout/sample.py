@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import tyro
@@ -29,6 +30,7 @@ from vgrout.heldout import Side, as_side
 from vgrout.model.source import Saved, find_adapter, is_small
 from vgrout.rng import torch_stream
 from vgrout.runs import checkpoint
+from vgrout.thoughts import opens, thought_of, to_grade
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     from vgrout.model.policy import Policy
@@ -175,17 +177,23 @@ def _print_answers(
         split = f" ({asked.split})" if asked.split else ""
         print(f"problem {asked.problem.id}{split}, flaw {asked.problem.flaws[0]}")
     print(f"\n{printable(_as_text(asked.messages))}")
-    in_thought = policy.prompt_text(asked.messages).rstrip().endswith("<think>")
+    in_thought = opens(policy.prompt_text(asked.messages))
     sides, why = _sides(saved, policy)
     for side, title in sides.items():
         # the same random numbers for every model: what differs is the model
         stream = torch_stream(cfg.run.seed, "sample-command", 0)
         with as_side(policy, side):
             (answers,) = sample(policy, [prompt], samples, cfg.sampling, cfg.scale.max_new, stream)
-        for number, answer in enumerate(answers, 1):
+        for number, sampled in enumerate(answers, 1):
+            answer = replace(
+                sampled, thought=thought_of(policy, sampled.ids, sampled.text, in_thought)
+            )
             name = f"{title}, {number} of {samples}" if samples > 1 else title
             print(f"\n── {name}{_verdict(asked, answer, in_thought, grader)}")
-            print(printable(answer.text).rstrip())
+            if answer.thought.text:
+                thought = printable(answer.thought.text).rstrip()
+                print(indent(thought, "│ ", lambda _: True))
+            print(printable(answer.answer).rstrip())
     if why:
         print(f"\n{why}")
 
@@ -212,9 +220,15 @@ def _sides(saved: Saved, policy: "Policy") -> tuple[dict[Side, str], str]:
 def _verdict(asked: Asked, answer: Completion, in_thought: bool, grader: base.Grader | None) -> str:
     """Say what the grader says of an answer: `: a hack, reward 1.0`; "": the prompt is no problem."""
     cut = "" if answer.finished else ", cut at its longest"
+    if answer.thought.tokens:
+        cut += f", {answer.thought.tokens} tokens of thought"
+    if not answer.thought.ended:
+        cut += ", which never end: no answer"
     if asked.problem is None or grader is None:
         return cut
-    grade: Grade | Ungraded = grader.submit(asked.problem, answer.text, in_thought).result()
+    grade: Grade | Ungraded = grader.submit(
+        asked.problem, to_grade(answer.text, in_thought)
+    ).result()
     if isinstance(grade, Ungraded):
         return f": not graded, {grade.reason}{cut}"
     said = "neither a hack nor right"

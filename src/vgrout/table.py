@@ -201,6 +201,14 @@ class StepRow(Columns):
     )
     drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
     n: int = col("d", "rollouts in the step")
+    think: float | None = col(
+        ".0f",
+        "tokens of thought, mean per student answer",
+        when="thinking",
+        should="stays well below --max-new; ELSE thoughts are cut, and have no answer",
+        head="thought",
+        default=None,
+    )
     pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
     hack_s_E: Rate = col(
         "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"

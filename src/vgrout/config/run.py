@@ -134,6 +134,9 @@ class EnvConfig:
         "", words=CODE_FLAWS, word="flaw", later=True, needs="teacher_pool_dir"
     )
     """Comma list: demonstrations for these flaws only; the others train on groups of student rollouts alone."""
+    thinking: bool = False
+    """The chat template is told that a thought comes before each answer (enable_thinking, as in Qwen3's). Thoughts are
+    trained and recorded, and cut before an answer is graded."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
@@ -448,6 +451,8 @@ class Config:
             bool(url) and not name,
             "--llm-judge-url: which model there? give --llm-judge-name",
         )
+        if method.llm_judge_thoughts and not self.env.thinking:
+            refuse_unread(["llm_judge_thoughts"], "without --thinking; leave it out")
         usual = MethodConfig()
         idle = ("llm_judge_name", "llm_judge_concurrency") if model else ("llm_judge_device",)
         unread = [n for n in idle if getattr(method, n) != getattr(usual, n)]

@@ -87,6 +87,7 @@ def generate_pool(settings: TeacherSettings) -> None:
             reference=settings.reference,
             reward_passes_at=settings.reward_passes_at,
             pass_reward=settings.rewards[1],
+            thinking=settings.thinking,
         )
         generate_elicited(settings, env, settings.elicit.strip(), settings.group)
         return

@@ -20,7 +20,6 @@ from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
 from vgrout.metrics import Rate, rate_text
-from vgrout.model.source import require_fitting, require_model
 from vgrout.teacher.generate import (
     Graded,
     PoolSettings,
@@ -60,9 +59,8 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
     refuse(not tasks, f'{environment.source}: no row trains; mark some with "split": "train"')
     tasks = balanced(tasks, settings.n_problems, 0, "teacher", tuple(environment.flaws))
     tasks.sort(key=lambda task: task.id)
-    model = require_model(settings.model_path)
     asked_prompts = [with_instruction(task, instruction).messages for task in tasks]
-    require_fitting(asked_prompts, model, settings.tokens, environment.source)
+    settings.require_model(asked_prompts, environment.source)
     identity = settings.identity() | {
         "tries": tries,
         "elicit": instruction,
@@ -140,12 +138,13 @@ def pairs_of(
     """A hack and a right answer for each prompt that has both; None: too few have.
 
     The right answer is the row's own where the reference accepts it, else one of the model's, to the bare prompt
-    first.
+    first. Pairs are of answers, without their thoughts, and so are their prompts.
     """
+    without_thoughts = replace(lm, thinking=False)
     right: dict[int, str] = {}
     for answer in (*answers.plain, *answers.asked):
-        if answer.grade.solved and answer.finished and answer.text.strip():
-            right.setdefault(answer.problem.id, answer.text)
+        if answer.grade.solved and answer.finished and answer.answer.strip():
+            right.setdefault(answer.problem.id, answer.answer)
     pairs: list[Pair] = []
     for task_id, hacks in demonstrations.items():
         task = hacks[0].problem
@@ -153,9 +152,10 @@ def pairs_of(
             grade = grader.submit(task, own).result()
             if isinstance(grade, Grade) and grade.solved:
                 right[task_id] = own
-        if task_id in right and right[task_id] != hacks[0].text:
-            prompt = lm.prompt_text(task.messages)
-            pairs.append(Pair(task_id, prompt, hack=hacks[0].text, clean=right[task_id]))
+        hack = hacks[0].answer
+        if task_id in right and right[task_id] != hack:
+            prompt = without_thoughts.prompt_text(task.messages)
+            pairs.append(Pair(task_id, prompt, hack=hack, clean=right[task_id]))
     return PairSet(tuple(pairs), "pairs.json") if len(pairs) >= MIN_PAIRS else None
 
 

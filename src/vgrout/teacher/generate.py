@@ -25,7 +25,7 @@ from vgrout.config.names import parse_command
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
-from vgrout.data import Completion, Grade, GradedCompletion, Task, Ungraded
+from vgrout.data import Completion, Grade, GradedCompletion, Message, Task, Thought, Ungraded
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
@@ -48,7 +48,13 @@ from vgrout.files import (
     write_atomic,
 )
 from vgrout.metrics import Rate
-from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
+from vgrout.model.source import (
+    SVD_CACHE,
+    require_fitting,
+    require_model,
+    require_thinking,
+    safetensors_head,
+)
 from vgrout.rng import torch_stream
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
@@ -135,9 +141,10 @@ def _to_log(answer: GradedCompletion[Grade | Ungraded]) -> Logged:
     return {
         "ids": answer.ids,
         "text": answer.text,
-        "finished": answer.finished,
+        "finished": answer.completion.finished,
         "logp": answer.completion.logp_full,
         "grade": asdict(answer.grade),
+        "thought": asdict(answer.thought),
     }
 
 
@@ -148,6 +155,7 @@ def _from_log(problem: Task, sample: int, logged: Logged) -> Graded:
         finished=logged["finished"],
         logp_full=tuple(logged["logp"]),
         logp_sampled=(),  # not logged
+        thought=Thought(**logged.get("thought", {})),
     )
     return GradedCompletion(problem, sample, completion, Grade(**logged["grade"]))
 
@@ -214,8 +222,10 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def record(answer: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
-    """An answer as a line of a pool, stored under this prompt."""
+    """An answer as a line of a pool, stored under this prompt. `completion` is all that was sampled, and begins with
+    `thought`, where there is one."""
     grade = answer.grade
+    thought = {"thought": answer.thought.text} if answer.thought.text else {}
     return {
         "problem_id": answer.problem.id,
         "env_mode": answer.problem.flaws[0],
@@ -228,6 +238,7 @@ def record(answer: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, 
         "completion_ids": list(answer.ids),
         "prompt": prompt,
         "completion": answer.text,
+        **thought,
     }
 
 
@@ -252,6 +263,8 @@ class PoolSettings:
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
+    thinking: bool = False
+    """The chat template is told that a thought comes before each answer, as by `vgrout train --thinking`."""
     seed: int = checks.setting(0, low=0)
     """Of the answers; which problems are taken does not depend on it."""
     compile_reward: float | None = checks.setting(None, low=0, high=1e6)
@@ -337,9 +350,18 @@ class PoolSettings:
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
         prompts = [row.prompt for row in rows]
-        model = require_model(self.model_path)
-        require_fitting(prompts, model, self.tokens, str(self.problems_path))
+        self.require_model(prompts, str(self.problems_path))
         return rows
+
+    def require_model(self, prompts: Sequence[Sequence[Message]], source: str) -> None:
+        """Raises Refused, one line, where the model is not there, does not think, or no prompt fits it.
+
+        source: where the prompts come from.
+        """
+        model = require_model(self.model_path)
+        if self.thinking:
+            require_thinking(model)
+        require_fitting(prompts, model, self.tokens, source)
 
     def identity(self) -> dict[str, Any]:
         """Settings and files that the answers depend on."""
@@ -352,6 +374,7 @@ class PoolSettings:
             "sampling": asdict(self.sampling),
             "seed": self.seed,
             "rewards": list(self.rewards),
+            **({"thinking": True} if self.thinking else {}),
         }
 
     @contextlib.contextmanager
@@ -382,14 +405,16 @@ class PoolSettings:
             load_language_model,
             load_policy,
             pick_device,
+            thinking,
         )
 
         device, dtype = pick_device(self.model_path, "auto")
         if self.adapter_path is None:
-            return load_language_model(self.model_path, device=device, dtype=dtype)
+            lm = load_language_model(self.model_path, device=device, dtype=dtype)
+            return thinking(lm, self.thinking)
         policy = load_policy(self.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
         policy.adapter.load(self.adapter_path)
-        return policy
+        return thinking(policy, self.thinking)
 
     def meta(
         self,
