@@ -177,7 +177,9 @@ def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[T
     answers: list[tuple[TextTask, str]] = []
     for row, completions in zip(some, sampled, strict=True):
         in_thought = opens(lm.prompt_text(row.messages))
-        answers += [(row, to_grade(completion.text, in_thought)) for completion in completions]
+        for completion in completions:
+            text, _ = to_grade(None, completion.text, in_thought)
+            answers.append((row, text))
     return answers
 
 

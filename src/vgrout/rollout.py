@@ -71,23 +71,24 @@ def sample_and_submit(
     for problem in problems:
         in_thought.append(opens(lm.prompt_text(problem.messages)))
 
-    held: dict[int, dict[int, str]] = {}  # answers of whole groups, by problem and place
+    # what is graded of whole groups, by problem and place; and whether it goes on with a thought
+    held: dict[int, dict[int, tuple[str, bool]]] = {}
 
     def submit(p: int, i: int, completion: Completion) -> None:
-        text = to_grade(completion.text, in_thought[p])
+        given = to_grade(grader, completion.text, in_thought[p])
         if isinstance(grader, GroupGrader):
-            held.setdefault(p, {})[i] = text
+            held.setdefault(p, {})[i] = given
         else:
-            verdicts[p, i] = grader.submit(problems[p], text)
+            verdicts[p, i] = grader.submit(problems[p], *given)
         if on_completion is not None:
             on_completion()
 
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
     if isinstance(grader, GroupGrader):
-        for p, texts in sorted(held.items()):
-            places = sorted(texts)  # not in the order in which they ended
-            group = [texts[i] for i in places]
-            of_group = grader.submit_group(problems[p], group)
+        for p, given in sorted(held.items()):
+            places = sorted(given)  # not in the order in which they ended
+            group = [given[i][0] for i in places]
+            of_group = grader.submit_group(problems[p], group, given[places[0]][1])
             verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):

@@ -227,7 +227,7 @@ def _verdict(asked: Asked, answer: Completion, in_thought: bool, grader: base.Gr
     if asked.problem is None or grader is None:
         return cut
     grade: Grade | Ungraded = grader.submit(
-        asked.problem, to_grade(answer.text, in_thought)
+        asked.problem, *to_grade(grader, answer.text, in_thought)
     ).result()
     if isinstance(grade, Ungraded):
         return f": not graded, {grade.reason}{cut}"

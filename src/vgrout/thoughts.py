@@ -1,6 +1,6 @@
 """A thought: how an answer begins, up to `</think>`. It is trained and recorded as it was sampled, and never graded.
 
-The rule is the same for every environment: the first `</think>` ends a thought, as it does for servers of such models.
+The first `</think>` ends a thought, as it does for servers of such models.
 """
 
 import re
@@ -44,10 +44,16 @@ def parts_of(text: str, in_thought: bool = False) -> Parts:
     return Parts(text[:end], text[end:], ended=True)
 
 
-def to_grade(text: str, in_thought: bool = False) -> str:
-    """What a grader is given of a text: the answer, or an opened thought alone where there is none."""
+def to_grade(grader: object, text: str, in_thought: bool) -> tuple[str, bool]:
+    """What a grader is given of a text, and whether that goes on with an opened thought.
+
+    The answer alone, or an opened thought where there is none. A grader that says `cuts_thoughts` is given all of it:
+    the code world knows tags that are only named, in code or in quotes.
+    """
+    if getattr(grader, "cuts_thoughts", False):
+        return text, in_thought
     parts = parts_of(text, in_thought)
-    return parts.answer if parts.ended else OPEN
+    return (parts.answer if parts.ended else OPEN), False
 
 
 class Decodes(Protocol):
