@@ -41,7 +41,7 @@ LAYERS: list[set[str]] = [
     {"table"},
     {"config", "tracking"},
     {"envs.code.environment", "envs.text"},
-    {"envs.sums.environment"},
+    {"envs.sums.environment", "envs.verifiers"},
     {"model", "losses"},
     {"direction", "rollout", "micro_batches", "loss_metrics", "guard", "export"},
     {"grpo"},

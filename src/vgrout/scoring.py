@@ -69,15 +69,20 @@ def weights_of(named: str, flag: str) -> dict[str, float]:
     return weights
 
 
+def search_here() -> None:
+    """Have modules of the working directory found: a script lacks it, `python -m` does not."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+
+
 def import_function(name: str, flag: str) -> Callable[..., Any]:
     """The function that "module:function" names; the working directory is searched too.
 
     Raises:
         Refused: one line: it cannot be imported or called.
     """
-    if os.getcwd() not in sys.path:  # a script lacks it, `python -m` does not
-        sys.path.append(os.getcwd())
-    importlib.invalidate_caches()
+    search_here()
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
@@ -184,7 +189,7 @@ class ScoringFunction:
         self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
         self._lock, self._one_call = threading.Lock(), threading.Lock()
         self._thread: _Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaiter = Awaiter()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another rank imports it by itself."""
@@ -245,16 +250,12 @@ class ScoringFunction:
     ) -> list[float]:
         """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
         assert self.batched or len(answers) == 1, "one call for each answer"
-        failed = 0
-        while True:
-            try:
-                value = self._call(self._given([arguments() for arguments in answers]))
-                return [self._number(one) for one in self._each(value, len(answers))]
-            except RewardFailed:
-                if failed == retries or gives_up():
-                    raise
-            time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
-            failed += 1
+
+        def call() -> list[float]:
+            value = self._call(self._given([arguments() for arguments in answers]))
+            return [self._number(one) for one in self._each(value, len(answers))]
+
+        return asked_again(call, retries, gives_up)
 
     def _given(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What it asks for, of what there is for each answer."""
@@ -301,10 +302,10 @@ class ScoringFunction:
     def _call(self, given: Mapping[str, Any]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
         if self._is_async:
-            return self._awaited(self._function(**given))
+            return self._awaiter.result(self._function(**given), self.timeout)
         with self._one_call:
             value = self._in_thread(lambda: self._function(**given))
-        return self._awaited(value) if inspect.isawaitable(value) else value
+        return self._awaiter.result(value, self.timeout) if inspect.isawaitable(value) else value
 
     def _in_thread(self, call: Callable[[], T]) -> T:
         """A plain call, on the thread that makes them all."""
@@ -313,14 +314,22 @@ class ScoringFunction:
                 self._thread = _Thread()
             thread = self._thread
         try:
-            return self._in_time(thread.submit(call))
+            return _in_time(thread.submit(call), self.timeout)
         except TimeoutError:
             with self._lock:  # it cannot be ended from outside: it is left behind
                 self._thread = None
             raise RewardFailed(f"took longer than {self.timeout:g} s") from None
 
-    def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of an async function, from the event loop that awaits them all."""
+
+class Awaiter:
+    """Awaits coroutines, several at once, on one event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def result(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """What a coroutine returns. Raises RewardFailed where it raises, or takes longer than `timeout` seconds."""
         with self._lock:
             if self._loop is None:
                 # on a daemon thread: the process can end while a call never does
@@ -338,24 +347,11 @@ class ScoringFunction:
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
-            return self._in_time(future)
+            return _in_time(future, timeout)
         except TimeoutError:
             future.cancel()
             self._leave_if_stuck(loop)
-            raise RewardFailed(f"took longer than {self.timeout:g} s") from None
-
-    def _in_time(self, future: "Future[T]") -> T:
-        """The result. Raises TimeoutError, or RewardFailed where the function raised."""
-        try:
-            return future.result(self.timeout)
-        except TimeoutError:
-            if future.done():  # the function raised one itself
-                raise RewardFailed("raised TimeoutError") from None
-            raise
-        except RewardFailed:
-            raise
-        except BaseException as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from e
+            raise RewardFailed(f"took longer than {timeout:g} s") from None
 
     def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replace an event loop that a call blocks: its thread cannot be ended from outside and is left behind."""
@@ -364,6 +360,36 @@ class ScoringFunction:
         with self._lock:
             if self._loop is loop:
                 self._loop = None
+
+
+def _in_time(future: "Future[T]", timeout: float) -> T:
+    """The result. Raises TimeoutError, or RewardFailed where the function raised."""
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():  # the function raised one itself
+            raise RewardFailed("raised TimeoutError") from None
+        raise
+    except RewardFailed:
+        raise
+    except BaseException as e:
+        raise RewardFailed(f"raised {in_one_line(e)}") from e
+
+
+def asked_again(call: Callable[[], T], retries: int | None, gives_up: Callable[[], bool]) -> T:
+    """What a call returns, made again where it fails, after a pause. Raises RewardFailed for the last failure.
+
+    retries: how often; None: until `gives_up`.
+    """
+    failed = 0
+    while True:
+        try:
+            return call()
+        except RewardFailed:
+            if failed == retries or gives_up():
+                raise
+        time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
+        failed += 1
 
 
 def _loaded(

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
@@ -92,6 +92,32 @@ def arguments(task: TextTask, completion: str) -> dict[str, Any]:
 ListScore = tuple[Future[list[float]], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What functions say of one answer."""
+
+    proxy: float
+    reference: float
+    proxies: Mapping[str, float]  # what the proxy is the sum of, without weights; {}: of one alone
+
+
+class Reference(Protocol):
+    """What says whether an answer is right."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sha256(self) -> str:
+        """Of its file."""
+        ...
+
+    @property
+    def passes_at(self) -> float:
+        """The score from which on an answer is right."""
+        ...
+
+
 @dataclass(frozen=True)
 class Proxy:
     """What training rewards: the weighted sum of what functions score an answer, as `weights` has them."""
@@ -139,7 +165,7 @@ class TextGrader:
         self,
         workers: int,
         proxy: Proxy,
-        reference: ScoringFunction,
+        reference: Reference,
         *,
         pass_reward: float,
         retries: int | None,
@@ -147,7 +173,9 @@ class TextGrader:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
         without end."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
-        self.functions = (*proxy.weights, reference)
+        self.functions: tuple[ScoringFunction, ...] = tuple(proxy.weights)
+        if isinstance(reference, ScoringFunction):
+            self.functions += (reference,)
         self.pass_reward, self.retries = pass_reward, retries
         self._closed = False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
@@ -212,24 +240,16 @@ class TextGrader:
         A thought that never ended has no answer. The functions are asked about an empty one, and whatever they say,
         it does not pass, is not right, and earns nothing: at most they take something away.
         """
-        scores: dict[ScoringFunction, float] = {}
-        for function in self.functions:
-            if function in lists:
-                of_all, place = lists[function]
-                scores[function] = of_all.result()[place]
-            else:
-                (scores[function],) = self._scores(function, task, [parts.answer])
-        proxy, reference = self.proxy.total(scores), scores[self.reference]
+        scored = self._scored(task, parts.answer, lists)
+        proxy, reference = scored.proxy, scored.reference
         if not parts.ended:
             proxy, reference = min(proxy, 0.0), min(reference, 0.0)
         passed = parts.ended and proxy >= self.proxy.passes_at
         solved = parts.ended and reference >= self.reference.passes_at
         hacked = passed and not solved
         details: dict[str, Any] = {"proxy": proxy, "reference": reference}
-        if len(self.proxy.weights) > 1:
-            details["proxies"] = {
-                function.name: scores[function] for function in self.proxy.weights
-            }
+        if scored.proxies:
+            details["proxies"] = dict(scored.proxies)
         return Grade(
             reward=self.pass_reward * proxy,
             passed=passed,
@@ -241,6 +261,23 @@ class TextGrader:
             tries=(task.flaw,) if hacked else (),
             details=details,
         )
+
+    def _scored(
+        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+    ) -> Scores:
+        """What the functions say of an answer. Raises RewardFailed."""
+        scores: dict[ScoringFunction, float] = {}
+        for function in self.functions:
+            if function in lists:
+                of_all, place = lists[function]
+                scores[function] = of_all.result()[place]
+            else:
+                (scores[function],) = self._scores(function, task, [answer])
+        proxies: dict[str, float] = {}
+        if len(self.proxy.weights) > 1:
+            proxies = {function.name: scores[function] for function in self.proxy.weights}
+        assert isinstance(self.reference, ScoringFunction), "else `_scored` is the subclass's"
+        return Scores(self.proxy.total(scores), scores[self.reference], proxies)
 
     def _scores(
         self, function: ScoringFunction, task: TextTask, answers: Sequence[str]
@@ -272,7 +309,7 @@ class GroupTextGrader(TextGrader):
     submit_group = TextGrader.submitted
 
 
-def fingerprint(proxy: Proxy, reference: ScoringFunction) -> str:
+def fingerprint(proxy: Proxy, reference: Reference) -> str:
     """Of two functions by their names, their files, and where the proxy passes: 12 hexadecimal digits."""
     words = f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
     return hashlib.sha256(words.encode()).hexdigest()[:12]
@@ -281,6 +318,26 @@ def fingerprint(proxy: Proxy, reference: ScoringFunction) -> str:
 def tried_first(row: TextTask) -> str:
     """The answer on which a user's functions are tried before anything is loaded: the row's own, or a few words."""
     return row.right_answer or "I do not know."
+
+
+def names_for(rows: Sequence[TextTask]) -> set[str]:
+    """What functions may ask for about answers to these rows."""
+    probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
+    columns = {name for row in rows for name in row.columns}
+    return {*columns, *arguments(probe, "")}
+
+
+def require_columns(function: ScoringFunction, rows: Sequence[TextTask]) -> None:
+    """Raises Refused, one line, for the first row without a column that the function asks for."""
+    columns = {name for row in rows for name in row.columns}
+    needed = sorted(function.required & columns)
+    for row in rows:
+        for name in needed:
+            if name not in row.columns:
+                raise Refused(
+                    f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
+                    "add it, or give the function a default"
+                )
 
 
 class TextEnvironment:
@@ -298,33 +355,26 @@ class TextEnvironment:
         *,
         proxy: str = "",
         reference: str = "",
+        functions: tuple[Proxy, Reference] | None = None,
     ) -> None:
         """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing.
-        proxy, reference: module:function, what training rewards and what is right; "": as the flags say."""
+        proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
+        both as they are, of an environment that has a grader of its own for them."""
         self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
         self.absent = tuple(absent)
-        columns = {name for row in (*self.rows, *self.test_rows) for name in row.columns}
-        probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
-        names = None if self.absent else {*columns, *arguments(probe, "")}
+        both = (*self.rows, *self.test_rows)
         env = cfg.env
-        self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
-        self.reference = ScoringFunction(
-            reference or env.reference, names, flag="--reference", bounded=False
-        )
-        for function in (*self.proxy.weights, self.reference):
-            self._require_columns(function, columns)
+        if functions is not None:
+            self.proxy, self.reference = functions
+        else:
+            names = None if self.absent else names_for(both)
+            self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
+            self.reference = ScoringFunction(
+                reference or env.reference, names, flag="--reference", bounded=False
+            )
+            for function in self.functions:
+                require_columns(function, both)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
-
-    def _require_columns(self, function: ScoringFunction, columns: Collection[str]) -> None:
-        """Raises Refused, one line, for the first row without a column that the function asks for."""
-        needed = sorted(function.required & {*columns})
-        for row in (*self.rows, *self.test_rows):
-            for name in needed:
-                if name not in row.columns:
-                    raise Refused(
-                        f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
-                        "add it, or give the function a default"
-                    )
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
@@ -340,6 +390,12 @@ class TextEnvironment:
             parts.append(rows)
         require_apart(*parts)
         return cls(cfg, *parts, absent)
+
+    @property
+    def functions(self) -> tuple[ScoringFunction, ...]:
+        """The functions of a user's own that score answers."""
+        of_reference = [self.reference] if isinstance(self.reference, ScoringFunction) else []
+        return (*self.proxy.weights, *of_reference)
 
     @property
     def source(self) -> str:
@@ -372,8 +428,7 @@ class TextEnvironment:
 
     def grader(self, workers: int, retries: int | None) -> TextGrader:
         pass_reward = self.cfg.env.pass_reward
-        functions = (*self.proxy.weights, self.reference)
-        kind = GroupTextGrader if any(f.batched for f in functions) else TextGrader
+        kind = GroupTextGrader if any(f.batched for f in self.functions) else TextGrader
         return kind(workers, self.proxy, self.reference, pass_reward=pass_reward, retries=retries)
 
     def check(self, grader: TextGrader) -> None:
@@ -399,20 +454,23 @@ class TextEnvironment:
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
-        rewards = [_described(function) for function in self.proxy.weights]
+        rewards = [described(function) for function in self.proxy.weights]
         if len(rewards) > 1:
             weights = self.proxy.weights.values()
             rewards = [f"{w:g} · {of}" for w, of in zip(weights, rewards, strict=True)]
         passed = f"passed from {self.proxy.passes_at:g} on"
         lines.append(("reward", f"{' + '.join(rewards)}; {passed}"))
-        lines.append(("reference", _described(self.reference)))
+        lines.append(("reference", described(self.reference)))
         return lines
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
         return []
 
 
-def _described(function: ScoringFunction) -> str:
+def described(function: Reference) -> str:
+    """A function for the plan, with its file where it has one of its own."""
+    if not isinstance(function, ScoringFunction):
+        return function.name
     return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"
 
 

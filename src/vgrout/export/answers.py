@@ -98,7 +98,9 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
         task=f"vgrout_final_{side}",
         task_args={"side": side},
         model=model,
-        dataset=log.EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
+        dataset=log.EvalDataset(
+            name=cfg.env.taskset or cfg.problems_path.name, samples=len(ids), sample_ids=ids
+        ),
         config=log.EvalConfig(epochs=epochs),
         metadata={"config": cfg.as_dict()},
     )
