@@ -15,7 +15,7 @@ import tyro
 
 from vgrout import console
 from vgrout.cli import cli_exit
-from vgrout.config.checks import check, setting
+from vgrout.config.checks import check, flag, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
 from vgrout.data import Completion, Grade, Message, Task, Ungraded
@@ -57,6 +57,8 @@ class SampleSettings:
     """The run's own --reward, once more: a file's word alone is no reason to import it."""
     reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
     """The run's own --reference, once more, where it has one: with both, answers to its rows are graded."""
+    env: str = ""
+    """The run's own --env verifiers:NAME, once more, where it has one: its problems are that code's."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -85,7 +87,7 @@ def sample_saved(cli: SampleSettings) -> None:
     cfg = saved.cfg
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
-    asked = find_prompt(saved, cli.prompt)
+    asked = find_prompt(saved, cli.prompt, cli.env, cli.reference)
     grader = None
     if asked.problem is not None:
         grader = grader_of(saved, cli)
@@ -95,7 +97,9 @@ def sample_saved(cli: SampleSettings) -> None:
         _print_answers(saved, cfg, asked, cli.samples, grader)
         if asked.problem is not None and grader is None:
             env = cfg.env
-            print(f"\nnot graded; add --reward={env.reward} --reference={env.reference}")
+            named = {"reward": env.reward, "reference": env.reference, "env": env.env}
+            again = [f"{flag(name)}={code}" for name, code in named.items() if ":" in code]
+            print(f"\nnot graded; add {' '.join(again)}")
     finally:
         if grader is not None:
             grader.close()
@@ -111,16 +115,23 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
     if saved.cfg.of_code and not cli.reference:
         reward = reward_of(saved, cli.reward)
         return Grader(1, allow_weak=cli.allow_weak_sandbox, reward=reward)
-    if saved.cfg.env.reference and not (cli.reward or cli.reference):
+    if saved.cfg.env.reference and not (cli.reward or cli.reference or cli.env):
         return None
     settings = EvaluateSettings(
-        run=cli.run, split="all", reward=cli.reward, reference=cli.reference, workers=1
+        run=cli.run,
+        split="all",
+        reward=cli.reward,
+        reference=cli.reference,
+        env=cli.env,
+        workers=1,
     )
     return world_of(saved, settings).grader()
 
 
-def find_prompt(saved: Saved, given: str) -> Asked:
+def find_prompt(saved: Saved, given: str, env: str = "", reference: str = "") -> Asked:
     """Find the problem of a run that is meant by a number or by its own words; a text is taken as it is.
+
+    env, reference: as the command line names them again; without them a taskset's code is not run.
 
     Raises:
         Refused: one line: there is no problem of this number.
@@ -128,7 +139,15 @@ def find_prompt(saved: Saved, given: str) -> Asked:
     by_id: dict[int, Asked] = {}
     cfg = saved.cfg
     file, test_file = cfg.problems_path, cfg.test_problems_path
-    if not cfg.of_code and file.exists():
+    if cfg.env.taskset and env:
+        named = EvaluateSettings(run=saved.path, split="all", env=env, reference=reference)
+        for task in world_of(saved, named).problems:
+            by_id[task.id] = Asked(task.messages, task, "")
+    elif cfg.env.taskset and given.strip().isdecimal():
+        raise Refused(f"{given}: a task of --env {cfg.env.env}; add --env={cfg.env.env}")
+    elif cfg.env.taskset:
+        pass  # a text
+    elif not cfg.of_code and file.exists():
         for path in (file, test_file):
             for row in load_text_rows(path) if path else []:
                 by_id[row.id] = Asked(row.messages, row, row.split or "")

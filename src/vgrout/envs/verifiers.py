@@ -80,7 +80,7 @@ class NamedReward:
     """One of a taskset's rewards as the reference."""
 
     name: str
-    sha256: str  # of the taskset's file
+    sha256: str  # the rubric's
     passes_at: float = 1.0
 
 
@@ -92,7 +92,7 @@ class Rubric(Proxy):
     passes_at: float = 1.0
     flag: str = ""  # --env verifiers:NAME
     file: Path = Path()  # of the taskset
-    file_sha256: str = ""
+    made_by: str = ""  # sha256 of that file and the taskset's settings
     tasks: Sequence[Any] = ()  # verifiers' own, by the numbers of our tasks
     awaiter: Awaiter = field(default_factory=Awaiter)
 
@@ -102,7 +102,7 @@ class Rubric(Proxy):
 
     @property
     def sha256(self) -> str:
-        return self.file_sha256
+        return self.made_by
 
     def rewards_of(self, number: int, answer: str) -> dict[str, tuple[float, float]]:
         """Each reward that the task gives an answer, with its weight. Raises RewardFailed."""
@@ -205,7 +205,7 @@ class VerifiersEnvironment(TextEnvironment):
             passes_at=cfg.env.reward_passes_at,
             flag=flag,
             file=file,
-            file_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+            made_by=hashlib.sha256(file.read_bytes() + _canonical(cfg)).hexdigest(),
             tasks=tasks,
         )
         rows: list[TextTask] = []
@@ -252,10 +252,15 @@ class VerifiersEnvironment(TextEnvironment):
             ("problems", f"{len(self.rows)} tasks of {self.source}{twice}"),
             (
                 "reward",
-                f"{names} of {self.rubric.file}, sha256 {self.rubric.sha256[:12]}; {passed}",
+                f"{names} of {self.rubric.file}; {passed}",
             ),
             ("reference", described(self.reference)),
         ]
+
+
+def _canonical(cfg: Config) -> bytes:
+    """--env-args, however it was written."""
+    return json.dumps(cfg.env.taskset_args, sort_keys=True).encode()
 
 
 def _reference(

@@ -290,6 +290,11 @@ class PoolSettings:
         return False
 
     @property
+    def taskset(self) -> bool:
+        """Whether the prompts come from a package, and from no file."""
+        return False
+
+    @property
     def model_name(self) -> str:
         """The model, as pool.json names it."""
         return MODEL_NAME if self.tiny else self.model
@@ -368,7 +373,7 @@ class PoolSettings:
         return {
             "model": self.model,
             "adapter": file_sha256(self.adapter_path) if self.adapter_path else None,
-            "problems": file_sha256(self.problems_path),
+            "problems": None if self.taskset else file_sha256(self.problems_path),
             "n_problems": self.n_problems,
             "max_new": self.tokens,
             "sampling": asdict(self.sampling),
