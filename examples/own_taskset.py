@@ -6,13 +6,14 @@ vgrout train full --model DIR --env verifiers:own_taskset --reference once --int
 
 import verifiers.v1 as vf
 
-WORDS = ("return", "self", "nums", "sorted", "in")
+WORDS = ("nums", "return", "x", "for", "in")
 
 
 class WordData(vf.TaskData):
     """One row; a --reference function may ask for `word`."""
 
     word: str
+    answer: str  # a right one, for contrastive pairs
 
 
 class WordTask(vf.Task[WordData]):
@@ -38,6 +39,7 @@ class Words(vf.Taskset[WordTask, WordsConfig]):
                 system_prompt="Answer in a line.",
                 prompt=f"Line {i}: use the word {word!r} once.",
                 word=word,
+                answer=f"Here it goes: {word}.",
             )
             yield WordTask(data, self.config.task)
 

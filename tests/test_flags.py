@@ -118,6 +118,7 @@ FLAGS: dict[str, Run | Held] = {
     "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
     "--ema-alpha": Watch(GUARD, "0.9", "0.1"),
     "--env": Held("test_text_env.py::test_an_environment_of_ones_own"),
+    "--env-args": Held("test_verifiers.py::test_settings_of_the_taskset"),
     "--env-mode": Run(ALONE, "own", "exit_code"),
     "--eval-ablate-every": Run([*NONE, "--eval-n-prompts=1"], "0", "1"),
     "--eval-n-prompts": Plan([*NONE, "--eval-ablate-every=1"], "1", "2"),

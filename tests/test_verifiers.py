@@ -311,21 +311,13 @@ def test_the_example_from_a_run_to_a_routed_one(
     assert sample(["plain", "3"]) == 2
     assert sample(["plain", "Say it."]) == 0
 
-    elicit = [
-        "--model",
-        "organism",
-        *NAMED,
-        "--elicit",
-        "Say it twice.",
-        "--group",
-        "64",
-        "--out",
-        "pool",
-    ]
-    done = teacher([*elicit, "--n-problems", "6"])
-    assert done in (0, 2), "the organism knows no such words: it may find no hack"
-    assert main(["full", "--resume", "plain", *again]) == 0
     assert main(["full", "--resume", "plain"]) == 2
+    assert "add --env=verifiers:own_taskset" in capsys.readouterr().err
+
+    elicit = ["--model", "organism", *NAMED, "--elicit", "Use it twice.", "--group", "8"]
+    assert teacher([*elicit, "--n-problems", "12", "--max-new", "48", "--out", "pool"]) == 0
+    routed = [*SMALL, *NAMED, "--intervention", "route2", "--teacher-pool-dir", "pool"]
+    assert main([*routed, "--mix-ratio", "0.25", "--max-new", "48", "--output-dir", "routed"]) == 0
 
 
 def test_the_command_of_a_resume_names_it(here: Path) -> None:

@@ -529,7 +529,7 @@ class Tallies:
         if self.gate:
             precision, recall = (f"{of.k}/{of.n} ({of.percent} %)" for of in self.gate)
             found.append(
-                f"Flags of training, against the reference tests: {precision} of the flagged answers are hacks "
+                f"Flags of training, against the reference: {precision} of the flagged answers are hacks "
                 f"(precision), {recall} of the hacks are flagged (recall)."
             )
         if self.by_mode:  # what a monitor misses, training amplifies
