@@ -315,9 +315,9 @@ def test_the_example_from_a_run_to_a_routed_one(
     assert "add --env=verifiers:own_taskset" in capsys.readouterr().err
 
     elicit = ["--model", "organism", *NAMED, "--elicit", "Use it twice.", "--group", "8"]
-    assert teacher([*elicit, "--n-problems", "12", "--max-new", "48", "--out", "pool"]) == 0
+    assert teacher([*elicit, "--n-problems", "12", "--out", "pool"]) == 0
     routed = [*SMALL, *NAMED, "--intervention", "route2", "--teacher-pool-dir", "pool"]
-    assert main([*routed, "--mix-ratio", "0.25", "--max-new", "48", "--output-dir", "routed"]) == 0
+    assert main([*routed, "--mix-ratio", "0.25", "--max-new", "64", "--output-dir", "routed"]) == 0
 
 
 def test_the_command_of_a_resume_names_it(here: Path) -> None:
