@@ -354,7 +354,7 @@ def test_a_run_with_thoughts(
     said = capsys.readouterr().out
     assert " think " in said
     assert main([*argv, "--output-dir", "off"]) == 0
-    assert not re.search(r"\bthought\b", capsys.readouterr().out)
+    assert not re.search(r"\bthink\b", capsys.readouterr().out)
 
     rows = {name: lines(tmp_path / name / "rollouts.jsonl") for name in ("on", "off")}
     assert all(row["prompt"].endswith("<assistant><think>") for row in rows["on"])

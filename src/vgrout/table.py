@@ -206,7 +206,7 @@ class StepRow(Columns):
         "tokens of thought, mean per student answer",
         when="thinking",
         should="stays well below --max-new; ELSE thoughts are cut, and have no answer",
-        head="thought",
+        head="think",
         default=None,
     )
     pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
