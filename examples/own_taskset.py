@@ -6,7 +6,7 @@ vgrout train full --model DIR --env verifiers:own_taskset --reference once --int
 
 import verifiers.v1 as vf
 
-WORDS = ("nums", "return", "x", "for", "in")
+WORDS = ("return", "self", "nums", "sorted", "in")
 
 
 class WordData(vf.TaskData):
