@@ -289,7 +289,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.long
-def test_the_example_from_a_run_to_a_routed_one(
+def test_the_example_from_a_run_to_one_with_demonstrations(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands of docs/text.md, at a smaller size."""
@@ -316,8 +316,9 @@ def test_the_example_from_a_run_to_a_routed_one(
 
     elicit = ["--model", "organism", *NAMED, "--elicit", "Use it twice.", "--group", "8"]
     assert teacher([*elicit, "--n-problems", "12", "--out", "pool"]) == 0
-    routed = [*SMALL, *NAMED, "--intervention", "route2", "--teacher-pool-dir", "pool"]
-    assert main([*routed, "--mix-ratio", "0.25", "--max-new", "64", "--output-dir", "routed"]) == 0
+    screened = [*SMALL, *NAMED, "--intervention", "screen", "--monitor", "source"]
+    screened += ["--teacher-pool-dir", "pool", "--mix-ratio", "0.25", "--output-dir", "screened"]
+    assert main(screened) == 0
 
 
 def test_the_command_of_a_resume_names_it(here: Path) -> None:
