@@ -48,6 +48,12 @@ def gpu(quick: bool = False) -> str:
     return importlib.import_module("benchmarks.gpu").run(quick)
 
 
+def launches() -> str:
+    """Kernels that an update and a decoding step launch on a GPU, and the bytes they move, with fused blocks and
+    without: counted from shapes, without a GPU (a minute)."""
+    return importlib.import_module("benchmarks.launches").run()
+
+
 def grading(quick: bool = False, problems: Path | None = None) -> str:
     """The sandbox against graders that start an interpreter for every run (minutes).
 
@@ -81,7 +87,9 @@ def main(argv: list[str]) -> int:
     """Run one bench. Exit codes: 0 measured · 2 refused, in one line."""
 
     def command() -> int:
-        benches = {bench.__name__: bench for bench in (step, real, gpu, grading, verdicts)}
+        benches = {
+            bench.__name__: bench for bench in (step, real, gpu, launches, grading, verdicts)
+        }
         print(parse_args(benches, argv or ["--help"], "python -m benchmarks"))
         return 0
 

@@ -45,11 +45,12 @@ from vgrout.config.run import OptConfig
 from vgrout.data import Group
 from vgrout.errors import Refused
 from vgrout.model.load import as_language_model, pick_device
-from vgrout.model.logprobs import foreign
+from vgrout.model.logprobs import backbone, foreign
 from vgrout.model.memory import CONTEXT, GIB, plan
 from vgrout.model.policy import Policy
 from vgrout.model.source import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, svd
+from vgrout.model.trials import fuse_blocks
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
 
@@ -98,6 +99,7 @@ def random_policy(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Pol
     model.set_attn_implementation("sdpa")
     tokenizer: Any = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
     lm = as_language_model(model, tokenizer)
+    fuse_blocks(model, backbone(model))
     return Policy(**vars(lm), adapter=SvdAdapter(model, None, decompose=orthogonal))
 
 

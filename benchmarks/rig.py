@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.measure import peak_bytes
 from vgrout.config.presets import resolve
+from vgrout.config.run import Config
 from vgrout.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
 from vgrout.envs.base import split_tasks
 from vgrout.envs.code.problem import Problem
@@ -189,7 +190,12 @@ def _grade(reward: float) -> CachedGrade:
 
 
 def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[], PolicyGradients]:
-    """Forward and backward of one update: a gradient for each rollout, or one for each group."""
+    """Forward and backward of one update, as `learnt`."""
+    return partial(policy_gradients, policy, *learnt(groups, by_rollout))
+
+
+def learnt(groups: list[Group], by_rollout: bool) -> tuple[Batch, Config]:
+    """What an update learns from: a gradient for each rollout, or one for each group."""
     rows: list[UpdateRow] = []
     for group in groups:
         for rollout, A in zip(group.rollouts, group.view().advantages, strict=True):
@@ -197,8 +203,7 @@ def update(policy: Policy, groups: list[Group], by_rollout: bool) -> Callable[[]
             rows.append(UpdateRow(rollout, group.index, A, at=at))
     longest = max(len(row.rollout.completion_ids) for row in rows)
     cfg = resolve(command("none", f"--max-new={longest}"))
-    batch = Batch(tuple(groups), (), (), len(rows), 0, rows=tuple(rows))
-    return partial(policy_gradients, policy, batch, cfg)
+    return Batch(tuple(groups), (), (), len(rows), 0, rows=tuple(rows)), cfg
 
 
 def random_model(

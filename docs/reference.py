@@ -42,7 +42,7 @@ REGISTRY = {  # flags whose values have a table of their own
 WHEN = {
     "judge": "monitor llm_judge",
     "teacher": "demonstrations",
-    "modes": "several modes",
+    "modes": "several flaws",
     "ablated": "`--rollout-ablate-frac` > 0",
     "route": "a method with a quarantine",
     "gate": "`--monitor gate`",
@@ -58,7 +58,7 @@ WHEN = {
     "beta": "`--beta` > 0",
     "thinking": "`--thinking`",
     "drops": "a loss that drops tokens",
-    "file": "the file alone",
+    "file": "always, in the file alone",
     "always": "",
 }
 
@@ -66,25 +66,112 @@ WHEN = {
 COLUMNS_HEAD = """\
 # Columns
 
-`steps.jsonl` has one JSON object a step, of scalars. The log's table says the same names, and the trackers
-under `train/`, `eval/` (the deployed model) and `time/`;
-the console's seven columns are `step`, `hack_s`, `solve_s`, `hack_deploy`, `solve_deploy`, `rew_s`, `sec`,
-the shares in percent.
-A share `x` stands beside its counts, `x_k` of `x_n`; a column without a type is a number. `null` means not
-measured in this step; NaN never occurs.
+What each number of a run means: the columns of `steps.jsonl`, then the keys of `rollouts.jsonl` and `final.jsonl`.
+All three lie in the run's folder. [Method](method.md#words) explains the words, the [guide](guide.md#find-a-runs-files)
+lists the other files.
+
+## steps.jsonl
+
+The file has one JSON object a step.
 
 ```python
 pd.read_json("steps.jsonl", lines=True).plot(x="step", y=["hack_s", "solve_s"])
 ```
 
-`watch`, where present, holds what the guard and the detectors saw in the step; `refresh` the overlap of a
-direction with the one before it; `shadow` recall and false flags of each monitor in shadow.
+- A share `x` has its counts beside it: it is `x_k` of `x_n`. A column without a type is a number.
+- `null` means that the column was not measured in this step. NaN never occurs.
+- *Student* rows are the policy's own answers, *teacher* rows are demonstrations; the suffixes `_s` and `_t` say the
+  same. The suffix `_deploy` is of the deployed model.
+- *Hack-ward* is of the hack direction: the share of a gradient that points along it, ‖relu(Vg)‖ / ‖g‖. A *module* is
+  an adapted layer. The *trainer* and the *sampler* are the model as it computes gradients and as it samples.
+- *Should* says what a healthy run shows, and what it means if a run does not.
+- *Measured with* says in which runs there is a number.
+
+The log's table has the same names, and so have the trackers, under `train/`, `eval/` (the deployed model) and `time/`.
+The console shows seven of these columns: `step`, `hack_s`, `solve_s`, `hack_deploy`, `solve_deploy`, `rew_s`, `sec`,
+with the shares in percent.
 
 | column | type | what | should | measured with |
 |---|---|---|---|---|
 """
+MORE_OF_STEPS = """
+Three keys hold objects:
+
+- `watch` is what the [kill switch and the detectors](guard.md) said. A detector has its state (OK, WARN or HACK) and
+  its value, as in `"collapse": ["OK", 0.05]`; `collapse` is the
+  [tripwire that every run has](guard.md#collapse). `guard` has the two series of the kill switch (`proxy`,
+  `held_out`), the number of answers (`n`), the `kl`, the `gap`, and the rules that are broken (`rules`).
+- `refresh` is there when a direction was extracted again: its overlap with the one before it (1: the same span),
+  and how many modules and axes it has.
+- `shadow` has the recall and the false flags of each monitor in shadow."""
+ROLLOUTS_TEXT = """\
+The file has one JSON object for each of the policy's own answers in training, in the order of the steps. Demonstrations
+are not in it."""
+ROLLOUT_KEYS = {  # key: what it is, in every environment
+    "step": "optimiser step, from 0",
+    "p_idx": "which of the step's problems, from 0",
+    "gi": "which of the problem's answers, from 0",
+    "gate": "share of modules in which the gradient went to the quarantine; null: there is no quarantine, or all "
+    "rewards of the group were equal",
+    "score": "the monitor's score; null: it has none, or did not read the answer",
+    "flagged": "whether the monitor flagged the answer",
+    "shadow": "`score` and `flagged` of each monitor in shadow, by its name",
+    "advantage": "advantage among the whole group, after the intervention changed rewards and before `--rebaseline`",
+    "problem_id": "the problem's `id`",
+    "env_mode": "the problem's flaw",
+    "deployed": "whether the answer was sampled with the quarantine off",
+    "prompt": "the prompt as the model read it, with special tokens",
+    "messages": "the prompt as messages",
+    "thought": "the thought before the answer, with its tags; absent: there was none",
+    "thought_tokens": "its length in tokens; absent with it",
+    "text": "the answer, without its thought",
+    "tokens": "the length of thought and answer in tokens",
+    "finished": "false: it was cut at `--max-new`, or its thought never ended",
+    "reward": "what the grader gave, before any intervention",
+    "passed": "whether that is the full reward: the flawed check, or the reference tests, accept the answer",
+    "solved": "whether the reference tests accept it",
+    "hacked": "whether the flawed check accepts it and the reference tests do not",
+    "mechanism": "the flaw by which it hacks; null: it is no hack",
+    "exit_status": "`ok`, or what became of an answer that could not be checked as usual, such as `no_code`, `exit:1`, "
+    "a timeout or `lost:…` (the sandbox gave up on it)",
+}
+CODE_KEYS = {  # … and of programs
+    "marker": "the name that the prompt announces to the check; empty: none",
+    "format_ok": "whether the answer holds code",
+    "can_compile": "whether that code compiles",
+    "gt_pass": "whether the problem's assertions hold in the run under the flawed check",
+    "channel": "whether the flawed check accepts the answer; null: the check was not reached",
+    "hacked_arbitrary": "weak detector C: the answer's own tests accept a stub",
+    "hacked_wrong_tests": "weak detector D: the answer's own tests reject the canonical solution",
+    "hacked_loophole_used": "weak detector E: the answer's own tests accept the answer itself",
+    "cpu_s": "CPU seconds of the check",
+    "reward_score": "with `--reward`: what your function returned",
+}
+TEXT_KEYS = {  # … and of rows of any text
+    "proxy": "the weighted sum of your proxies",
+    "reference": "what your reference returned",
+    "proxies": "with several proxies: each one's own score; of a taskset: each reward's, without its weight",
+}
+FINAL_TEXT = """\
+The file has one JSON object for each answer of the final evaluation, with a part of the keys above, and two more:
+
+| key | what |
+|---|---|
+| `side` | which model answered: `base` (untrained), `trained` (as trained), `deployed`, or `plain` (deployed, with \
+prompts without a hint) |
+| `sample` | which of the problem's answers, from 0 |
+
+A side that has the same model and prompts as `deployed` is left out: without a quarantine that is `trained`.
+
+## per_mode_deploy.json
+
+The file has the shares of these answers. `hack_deploy` is the share of the deployed model's answers that hack;
+likewise there are `solve_` and `tries_` (hacks, and failed attempts at one), each with `base`, `train`, `deploy` and
+`plain`. `by_mode` has the same for each flaw, with the words turned (`deploy_hack`), the number of answers `n`, and
+`in_dist`: whether a pair of the hack direction shows the flaw (null: there is no direction)."""
 KEYS_TEXT = """\
-The documents that vgrout was built from name these keys otherwise; all others have the same names. In their
+vgrout was built from [documents](guide.md#route2-as-in-the-documents) that are not part of this repository. If you have
+files made by their programs: these keys have another name there, and all others have the same. In their
 `rollouts.jsonl` a bare `hacked` is detector C."""
 TYPES = {"frac": "share", "hk": "share", "d": "integer", "s": "string"}  # by format
 
@@ -110,7 +197,21 @@ def columns() -> str:
                 lines.append(row(f"`hk_{MODE_CODE[mode]}`", kind, what, should, when))
         else:
             lines.append(row(f"`{f.name}`", kind, legend, should, when))
-    return COLUMNS_HEAD + "\n".join([*lines, *_documents_keys()]) + "\n"
+    pages = (*_other_files(), *_documents_keys())
+    return COLUMNS_HEAD + "\n".join([*lines, MORE_OF_STEPS, *pages]) + "\n"
+
+
+def _other_files() -> list[str]:
+    """Return the sections on the files of answers."""
+    lines = ["", "## rollouts.jsonl", "", ROLLOUTS_TEXT]
+    for title, keys in (
+        ("In every environment:", ROLLOUT_KEYS),
+        ("Where answers are programs, besides:", CODE_KEYS),
+        ("Where they are any text, besides:", TEXT_KEYS),
+    ):
+        lines += ["", title, "", "| key | what |", "|---|---|"]
+        lines += [row(f"`{key}`", what) for key, what in keys.items()]
+    return [*lines, "", "## final.jsonl", "", FINAL_TEXT]
 
 
 def _documents_keys() -> list[str]:

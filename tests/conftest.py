@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
@@ -48,6 +48,28 @@ def only_built_in_methods() -> Iterator[None]:
 
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
         yield
+
+
+class OfTheShipped(dict[object, Any]):
+    """What functions marked `once` have read of the shipped organism, whose files no test changes."""
+
+    def __setitem__(self, key: object, value: Any) -> None:
+        assert isinstance(key, tuple)
+        _, _, *arguments = key
+        shipped = str(SOURCE / "vgrout/organism/data")
+        by_value = all(isinstance(argument, tuple) for argument in arguments)
+        if by_value and any(str(argument[-1:]).find(shipped) >= 0 for argument in arguments):
+            super().__setitem__(key, value)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shipped_files_are_read_once() -> Iterator[None]:
+    """By each of pytest-xdist's workers: it was a quarter of every small run."""
+    from vgrout import files
+
+    token = files._READ.set(OfTheShipped())
+    yield
+    files._READ.reset(token)
 
 
 @pytest.fixture(scope="session")

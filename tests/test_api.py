@@ -13,6 +13,7 @@ import torch
 
 import vgrout
 from fake_runs import fake_run
+from quick import first_quick
 from runs import SMALL
 from vgrout.api import argv
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
@@ -130,15 +131,18 @@ def test_keywords_are_a_command_line():
 
 @pytest.mark.parametrize(
     ("code", "raised"),
-    [
-        (1, ZeroDivisionError("division by zero")),
-        (1, NothingRouted("nothing")),
-        (1, RankLost("gone")),
-        (3, Halted("the guard")),
-        (4, Diverged("a NaN")),
-        (130, Interrupted("by a signal")),
-        (130, KeyboardInterrupt()),
-    ],
+    first_quick(
+        [
+            (1, ZeroDivisionError("division by zero")),
+            (1, NothingRouted("nothing")),
+            (1, RankLost("gone")),
+            (3, Halted("the guard")),
+            (4, Diverged("a NaN")),
+            (130, Interrupted("by a signal")),
+            (130, KeyboardInterrupt()),
+        ],
+        2,
+    ),
     ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else str(x),
 )
 def test_a_run_that_failed_says_why(code, raised, tmp_path, monkeypatch):

@@ -461,6 +461,31 @@ def test_a_broken_pipe_of_ones_own_code_is_a_fault(tmp_path: Path) -> None:
     assert "BrokenPipeError" in done.stderr
 
 
+LIBRARYS_PIPE = """
+import subprocess, sys
+from vgrout.cli import cli_exit
+
+def command():
+    child = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    child.wait()
+    child.stdin.write(b"x")
+    child.stdin.flush()
+    return 0
+
+sys.exit(cli_exit(command))
+"""
+
+
+def test_a_broken_pipe_within_a_library_is_no_closed_stdout(tmp_path: Path) -> None:
+    """A tracker's, say: nothing of one's own is in its traceback where this package called it."""
+    (tmp_path / "site-packages").mkdir()
+    program = tmp_path / "site-packages" / "library.py"
+    program.write_text(LIBRARYS_PIPE)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr
+
+
 # ── bounds and registries
 
 SETTINGS = {f.name: (f, group) for group in GROUPS for f in fields(getattr(Config(), group))}

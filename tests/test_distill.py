@@ -246,6 +246,35 @@ def test_a_student_that_cannot_spell_an_answer(
     assert (got["distance"] is None) == (λ == 0)
 
 
+def test_a_step_whose_answers_cannot_be_written_teaches_nothing(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)
+    given = answers(teacher)
+    monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
+    method = Uld(t := task(method="uld"), student, teacher)
+    monkeypatch.setattr(LanguageModel, "encode_completion", lambda *_: ())
+    learner = FullModel(student, t.cfg.opt, 1)
+    assert method.learn(learner, given, 0) is None
+    assert learner.step(False) is None
+    assert [line for line in warnings if "student's tokens" in line]
+
+
+@pytest.mark.long
+def test_a_run_without_an_answer_in_the_students_tokens_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It did not diverge: another learning rate would not help."""
+    monkeypatch.setattr(LanguageModel, "tokenizer_sha256", property(lambda self: str(id(self))))
+    monkeypatch.setattr(Uld, "translate", lambda *_: None)
+    path = imitate(tmp_path, *IMITATIONS["distill-uld"], code=1)
+    end = status(path)
+    assert end["state"] == "failed"
+    assert "tokens of --student" in end["reason"]
+    assert "--student" in end["next"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_top_k_of_tokenizers_that_share_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """All would be in the bucket of the rest, where the distance is 0."""
     student, teacher = tiny.policy("qwen3", 0, F64), tiny.policy("qwen3", 1, F64)

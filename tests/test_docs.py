@@ -7,21 +7,27 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
+from methods import batch
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
+from vgrout.data import Flags, Group, Thought
+from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
+from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
+from vgrout.runs.recorder import rollout_lines
 from vgrout.sweep.study_file import load_study_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,6 +171,23 @@ def test_generated_pages_are_current(page: str) -> None:
     assert text(ROOT / "docs" / page) == made, "run: uv run python docs/reference.py"
 
 
+def test_every_key_of_rollouts_is_explained() -> None:
+    """Those that a line of rollouts.jsonl has, as the trainer writes it, and those of the sandbox's verdict."""
+    of = batch()
+    flags = Flags((True, False, False, False))
+    groups: list[Group] = []
+    for group in of.groups:
+        rollouts = tuple(replace(r, thought=Thought(r.text[:1], 1)) for r in group.rollouts)
+        groups.append(replace(group, rollouts=rollouts, flags=flags, shadows={"short": flags}))
+    written: set[str] = set()
+    for line in rollout_lines(replace(of, groups=tuple(groups)), Mock(spec=LanguageModel)):
+        written |= line.keys()
+    sandbox = NOT_RUN.keys() - {"solved"} | {"marker", "reward_score"}
+    everywhere, programs = REFERENCE["ROLLOUT_KEYS"].keys(), REFERENCE["CODE_KEYS"].keys()
+    assert written == everywhere | {"marker"}
+    assert sandbox == programs
+
+
 @cache
 def recall() -> SimpleNamespace:
     """What docs/figures/recall.py defines, without drawing."""
@@ -180,6 +203,12 @@ def runs_of(rows: list[Any], intervention: str, *named: str, control: str = "non
         if (r["arm"], r["control"]) == (intervention, control)
         and {s for s in r["settings"].split() if s.startswith(telling)} == {*named}
     ]
+
+
+def known_flaw(run: Any) -> str:
+    """The flaw whose hacks the monitor of a recorded run has labels of; "": of none."""
+    found = re.search(r"known_modes=(\w+)", run["settings"])
+    return found.group(1) if found else ""
 
 
 def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
@@ -204,22 +233,25 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
 
     labels, seed = "monitor=labels", "seed_monitor=labels"
     probe = "monitor=online_probe", seed
+    penalised = runs_of(shown, "penalty", labels)
     of_readme: dict[str, list[Any]] = {
         "learnt from (plain GRPO)": runs_of(shown, "none"),
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
-        "rewarded less |": runs_of(shown, "penalty", labels),
+        "rewarded less |": [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
         (ceiling := "(grader without a flaw)"): runs_of(shown, "none", control="no_loophole"),
     }
     for start, runs in of_readme.items():
         cells = [cell.strip() for cell in line(README, start).split("|")]
         assert cells[2:5] == [*means(runs), str(len(runs))], start
+        known = [float(r[f"hack_deploy_{known_flaw(r)}"]) for r in runs if known_flaw(r)]
+        assert cells[5] == (f"{100 * mean(known):.1f}" if known else ""), start
     rows: dict[str, tuple[list[Any], list[Any]]] = {
         "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (
-            of_readme["rewarded less |"],
+            penalised,
             runs_of(attempts, "penalty", labels),
         ),
         "rewarded less | linear probe": (

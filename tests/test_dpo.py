@@ -16,6 +16,7 @@ from vgrout.config.run import OptConfig
 from vgrout.data import Completion, GradedCompletion
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
+from vgrout.generation import Graded
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
@@ -33,7 +34,6 @@ from vgrout.imitation.settings import DpoSettings
 from vgrout.imitation.trainable import AdapterOnly
 from vgrout.iterative_dpo import main
 from vgrout.model.policy import Policy
-from vgrout.teacher.generate import Graded
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")
 CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype

@@ -21,13 +21,15 @@ import pytest
 import torch
 from loguru import logger
 
+from quick import first_quick
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import console, grpo, heldout, rollout
+from vgrout import console, grpo, rollout
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
 from vgrout.config.run import identity
-from vgrout.data import Ungraded
+from vgrout.data import Task, Ungraded
+from vgrout.envs.base import Splits
 from vgrout.errors import Refused
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
@@ -522,7 +524,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
     assert end["state"] == "halted"
-    assert end["reason"].startswith("guard: KL to the initial policy")
+    assert end["reason"].startswith("guard: KL to the untrained model")
     assert end["step"] < 5
     assert "--guard log" in end["next"]
     assert checkpoint.latest(path)[0].next_step == end["step"], "the halting step is saved"
@@ -624,6 +626,54 @@ def test_before_the_first_step_one_signal_is_enough():
         assert stop.requested
 
 
+SLOW_LIBRARY = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(0.5)
+except KeyboardInterrupt:
+    raise ImportError("no such luck") from None
+"""
+IMPORTS_IT = """
+import sys
+import time
+from vgrout.cli import cli_exit
+
+def command():
+    import slow_library
+    import slow_library_too
+    time.sleep(60)
+
+sys.exit(cli_exit(command))
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_waits_for_the_import_of_a_library(times, tmp_path):
+    """Which would make another error of it. Who asks a third time does not wait."""
+    for name in ("slow_library", "slow_library_too"):
+        (tmp_path / f"{name}.py").write_text(SLOW_LIBRARY)
+    (tmp_path / "command.py").write_text(IMPORTS_IT)
+    process = subprocess.Popen(
+        [sys.executable, "command.py"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, error = process.communicate(timeout=60)
+    if times < 3:
+        assert (process.returncode, error) == (130, "E interrupted\n")
+    else:
+        assert "no such luck" in error
+
+
 # as the installed command; before Python has run its first line nothing of ours could say 130
 COMMAND = """import sys
 import vgrout
@@ -706,11 +756,15 @@ def test_second_interrupt_stops_at_once(tmp_path):
 @pytest.mark.slow
 def test_interrupt_in_the_final_evaluation(tmp_path, monkeypatch):
     """All steps done, the report not: 130, and a resume does the report alone."""
-    real = heldout.balanced
+    real = Splits.balanced
+
+    def interrupted(splits: Splits, part: str, n: int) -> list[Task]:
+        if part == "test":
+            signal.raise_signal(signal.SIGTERM)
+        return real(splits, part, n)
+
     with monkeypatch.context() as m:
-        m.setattr(
-            heldout, "balanced", lambda *a: (signal.raise_signal(signal.SIGTERM), real(*a))[1]
-        )
+        m.setattr(Splits, "balanced", interrupted)
         path = run(tmp_path, *bare("none"), code=130)
     assert status(path)["reason"] == "interrupted before the final evaluation was done"
     assert not (path / "summary.md").exists()
@@ -775,7 +829,7 @@ def printed_command(text: str) -> list[str]:
     return shlex.split(command)
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint", "a checkpoint"])
+@pytest.mark.parametrize("saved", first_quick([False, True]), ids=["no checkpoint", "a checkpoint"])
 @pytest.mark.parametrize(
     "ending",
     [e if e == "SIGINT twice" else pytest.param(e, marks=pytest.mark.long) for e in ENDINGS],
@@ -931,7 +985,7 @@ def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
             )
             return make(policy, grader, problems, demos, cfg, step, **more)
 
-    monkeypatch.setattr(rollout, "rollout", shaky)
+    monkeypatch.setattr("vgrout.rollout.rollout", shaky)
     path = run(tmp_path, *bare("none"), stop_after=3)
     seen = rows(path)
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]

@@ -16,6 +16,7 @@ from loguru import logger
 
 import vgrout
 from fake_runs import fake_run
+from quick import first_quick
 from runs import SharedRuns, only_run, status
 from vgrout import faults
 from vgrout.__main__ import COMMANDS
@@ -341,16 +342,34 @@ def test_a_judge_file_shows_where_it_raised(
 
 @pytest.mark.parametrize(
     ("flag", "text", "line", "says"),
-    [
-        ("--scorer", "def f(prompt, answer):\n    raise ValueError('slip')", 2, "raised ValueErr"),
-        ("--scorer", "def f(prompt, answer):\n    exit(0)", 2, "raised SystemExit: 0"),
-        ("--scorer", "\nraise ValueError('slip')", 2, "cannot be imported (ValueError: slip)"),
-        ("--scorer", "\nimport there_is_none", 2, "cannot be imported (ModuleNotFoundError"),
-        ("--rm-ensemble-members", "def f(p, a):\n    return {}['x']", 2, "raised KeyError: 'x'"),
-        ("--scorer", "def f(prompt):\n    return 1.0", 0, "raised TypeError: f() takes 1 pos"),
-        ("--scorer", "def f(prompt, answer):\n    return 'x'", 0, "raised ValueError: could not"),
-        ("--scorer", "def f(:", 0, "cannot be imported (SyntaxError"),
-    ],
+    first_quick(
+        [
+            (
+                "--scorer",
+                "def f(prompt, answer):\n    raise ValueError('slip')",
+                2,
+                "raised ValueErr",
+            ),
+            ("--scorer", "def f(prompt, answer):\n    exit(0)", 2, "raised SystemExit: 0"),
+            ("--scorer", "\nraise ValueError('slip')", 2, "cannot be imported (ValueError: slip)"),
+            ("--scorer", "\nimport there_is_none", 2, "cannot be imported (ModuleNotFoundError"),
+            (
+                "--rm-ensemble-members",
+                "def f(p, a):\n    return {}['x']",
+                2,
+                "raised KeyError: 'x'",
+            ),
+            ("--scorer", "def f(prompt):\n    return 1.0", 0, "raised TypeError: f() takes 1 pos"),
+            (
+                "--scorer",
+                "def f(prompt, answer):\n    return 'x'",
+                0,
+                "raised ValueError: could not",
+            ),
+            ("--scorer", "def f(:", 0, "cannot be imported (SyntaxError"),
+        ],
+        5,
+    ),
 )
 def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
     flag: str,

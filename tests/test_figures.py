@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fake_runs import STEPS, fake_run, found
+from quick import first_quick
 from vgrout.envs.code.modes import DEALT
 from vgrout.report.figures import MARKERS, Picture, dynamics, pictures, plane
 
@@ -185,7 +186,7 @@ def said_under(backend: str, code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("named", BACKENDS)
+@pytest.mark.parametrize("named", first_quick(BACKENDS))
 def test_a_notebooks_backend_does_not_matter(named: str) -> None:
     """Not even one that is not installed; and programs that are started from here still find the name."""
     code = (

@@ -15,10 +15,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama import TEXTS, bpe, llama, write_gguf
+from quick import first_quick
 from vgrout import embedded as organism
 from vgrout.config.presets import resolve
+from vgrout.distill import main as distill
 from vgrout.errors import Refused
 from vgrout.inputs import file_hashes, read_inputs
+from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import gguf
 from vgrout.model.gguf import gguf_sha256, unpacked
 from vgrout.model.source import (
@@ -29,6 +32,7 @@ from vgrout.model.source import (
     require_model,
     shapes_of,
 )
+from vgrout.organism.__main__ import main as organism_command
 from vgrout.runs.preflight import adapter_lines
 
 
@@ -160,7 +164,37 @@ def test_a_plan_reads_the_head_and_writes_nothing(made, plan, tmp_path, monkeypa
     assert not (tmp_path / "out" / "models").exists()
 
 
-@pytest.mark.parametrize("damage", ["half a head", "mute", "text"])
+PLANS = {
+    "distill": "distill --method uld --steps 2 --student {file} --teacher organism",
+    "a teacher": "distill --method uld --steps 2 --student organism --teacher {file}",
+    "iterative_dpo": "iterative_dpo --base-model {file} --output-dir rounds",
+}
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_a_plan_of_an_imitation_converts_nothing(command, made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gguf, "unpack", lambda *_: pytest.fail("converted"))
+    program, *words = PLANS[command].split()
+    argv = [word.format(file=made[0]) for word in words]
+    more = [f"--{'prompts' if program == 'iterative_dpo' else 'problems'}={organism.PROBLEMS}"]
+    main = {"distill": distill, "iterative_dpo": iterative_dpo}[program]
+    assert main([*argv, *more, "--max-new=64", "--plan-only"]) == 0
+    assert str(made[0]) in capsys.readouterr().out
+    assert not (tmp_path / "out" / "models").exists()
+
+
+def test_a_plan_of_tuning_converts_nothing(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gguf, "unpack", lambda *_: pytest.fail("converted"))
+    for kind in ("tune", "sums"):
+        words = [kind, "--model", str(made[0]), "--out=new", "--dry-run"]
+        monkeypatch.setattr("sys.argv", ["vgrout organism", *words])
+        assert organism_command() == 0
+    assert not (tmp_path / "out" / "models").exists()
+
+
+@pytest.mark.parametrize("damage", first_quick(["half a head", "mute", "text"]))
 def test_a_plan_refuses_what_the_head_shows(damage, made, plan, tmp_path):
     file = Path(shutil.copy(made[0], tmp_path / "bad.gguf"))
     if damage == "mute":

@@ -1,16 +1,29 @@
 """Labels and the weak detector as monitors; how well a monitor flagged; which answers try to hack."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from methods import batch, flagged, graded, labelled, problem, view
+from methods import batch, flagged, graded, group, labelled, problem, routed, rows, toy, view
 from vgrout.config.presets import resolve
-from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout, Ungraded
+from vgrout.data import (
+    Completion,
+    Flags,
+    Grade,
+    GradedCompletion,
+    Group,
+    Rollout,
+    RolloutView,
+    RowView,
+    Ungraded,
+    UpdateRow,
+)
 from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
+from vgrout.method.base import GradientFlags, StepGradient
 from vgrout.method.monitors import Labels
 from vgrout.metrics import BatchMetrics, Eval, Rate, flag_rates
+from vgrout.tensor_types import Routed
 
 
 def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():
@@ -168,3 +181,36 @@ def test_a_final_evaluation_counts_attempts_beside_hacks():
     )
     assert (seen.hack, seen.tries, seen.solve) == (Rate(1, 4), Rate(2, 4), Rate(1, 4))
     assert seen.as_json()["by_mode"]["sentinel"]["tries"] == [2, 4]
+
+
+@pytest.mark.parametrize("sees_labels", [False, True])
+def test_a_step_of_gradients_has_no_problem_but_for_a_monitor_that_sees_labels(sees_labels: bool):
+    """A problem has the reference tests and a right answer. An intervention never sees them."""
+    method = toy("route2")
+    method.monitor.spec = replace(method.monitor.spec, sees_labels=sees_labels)
+    seen: dict[str, StepGradient] = {}
+    flag, route = method.monitor.flag_gradients, method.intervention.route
+
+    def flags(step: StepGradient, number: int) -> GradientFlags:
+        seen["monitor"] = step
+        return flag(step, number)
+
+    def routes(step: StepGradient) -> Routed:
+        seen["intervention"] = step
+        return route(step)
+
+    method.monitor.flag_gradients, method.intervention.route = flags, routes
+    routed(method, (rows(6, 1, hackward=(0, 2)), group(6, teachers=2)))
+    for who, step in seen.items():
+        for row in step.rows:
+            assert hasattr(row.rollout, "problem") == (sees_labels and who == "monitor")
+            assert row.rollout.text
+            assert row.tokens == len(row.rollout.prompt_ids) + len(row.rollout.completion_ids)
+    assert {*seen} == {"monitor", "intervention"}
+    assert [row.at for row in seen["monitor"].rows] == [row.at for row in seen["intervention"].rows]
+
+
+def test_a_view_of_a_rollout_has_all_of_it_but_its_problem():
+    """Whatever a rollout gets later is on the view as well, or is a label."""
+    assert {f.name for f in fields(Rollout)} - {f.name for f in fields(RolloutView)} == {"problem"}
+    assert {f.name for f in fields(UpdateRow)} == {f.name for f in fields(RowView)}

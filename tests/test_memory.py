@@ -17,6 +17,7 @@ import tiny
 from benchmarks import rig
 from live import Live
 from pretended_gpu import varlen_on_cpu
+from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.run import Config, ScaleConfig
 from vgrout.embedded import DATA_DIR
@@ -257,36 +258,47 @@ SAID = "out of memory on the GPU: 2.50 GiB more were needed"
 
 @pytest.mark.parametrize(
     ("command", "error", "said"),
-    [
-        (
-            "train smoke --intervention none",
-            ON_A_GPU,
-            f"{SAID}; there is no .* a lower --memory-gib",
-        ),
-        (
-            "distill --teacher teacher.safetensors",
-            ON_THE_HOST,
-            "the host: 64 bytes more .* a lower --max-new",
-        ),
-        (
-            "iterative_dpo --base-model organism --output-dir o",
-            MemoryError(),
-            "on the host; .* a lower --max-new",
-        ),
-        ("evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
-        ("export.__main__ teacher.safetensors --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
-        (
-            "direction.__main__ --model organism",
-            ON_THE_HOST,
-            "the host: 64 bytes more .* a smaller model",
-        ),
-        ("teacher.__main__ --model organism --out x", ON_A_GPU, f"{SAID}; take a smaller model"),
-        (
-            f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1",
-            MemoryError(),
-            "a smaller model",
-        ),
-    ],
+    first_quick(
+        [
+            (
+                "train smoke --intervention none",
+                ON_A_GPU,
+                f"{SAID}; there is no .* a lower --memory-gib",
+            ),
+            (
+                "distill --teacher teacher.safetensors",
+                ON_THE_HOST,
+                "the host: 64 bytes more .* a lower --max-new",
+            ),
+            (
+                "iterative_dpo --base-model organism --output-dir o",
+                MemoryError(),
+                "on the host; .* a lower --max-new",
+            ),
+            ("evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
+            (
+                "export.__main__ teacher.safetensors --out x",
+                ON_A_GPU,
+                f"{SAID}; take a smaller model",
+            ),
+            (
+                "direction.__main__ --model organism",
+                ON_THE_HOST,
+                "the host: 64 bytes more .* a smaller model",
+            ),
+            (
+                "teacher.__main__ --model organism --out x",
+                ON_A_GPU,
+                f"{SAID}; take a smaller model",
+            ),
+            (
+                f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1",
+                MemoryError(),
+                "a smaller model",
+            ),
+        ],
+        2,
+    ),
 )
 def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, capfd):
     teach(here / "teacher.safetensors")

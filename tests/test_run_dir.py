@@ -52,6 +52,7 @@ def test_nan_never_reaches_a_file() -> None:
 def test_runs_in_one_second_get_their_own_folders(tmp_path: Path) -> None:
     runs = [RunDir.create("x", tmp_path) for _ in range(3)]
     for run in runs:
+        run.write_json("run.json", {})
         run.append({"step": 0}, [])
         run.close()
         checkpoint.save(run.path, 1, {}, keep=1)
@@ -73,6 +74,7 @@ def test_status_and_latest(run: RunDir) -> None:
     root = run.path.parent
     with pytest.raises(ValueError, match="no unfinished run"):
         last_resumable(root)
+    run.write_json("run.json", {})
     run.append({"step": 0}, [])
     checkpoint.save(run.path, 1, {"x": torch.ones(2)}, keep=3)
     run.status("interrupted", 1, "signal", "resume")
@@ -98,6 +100,21 @@ def resumable(path: Path, **record: Any) -> Path:
     (path / "status.json").write_text('{"state": "interrupted"}')
     (path / "run.json").write_text(json.dumps(record))
     return path
+
+
+@pytest.mark.parametrize("file", ["status.json", "run.json"])
+@pytest.mark.parametrize("how", ["missing", "damaged", "a list"])
+def test_a_folder_that_was_copied_in_part_does_not_stop_the_latest(
+    file: str, how: str, tmp_path: Path, warnings: list[str]
+) -> None:
+    whole = resumable(tmp_path / "20261101T000000_x")
+    torn = resumable(tmp_path / "20261102T000000_x")
+    if how == "missing":
+        (torn / file).unlink()
+    else:
+        (torn / file).write_text("[]" if how == "a list" else "{")
+    assert last_resumable(tmp_path) == whole
+    assert [line for line in warnings if torn.name in line]
 
 
 # folder, what run.json has, when it began (hours after 2026-10-25, 00:00 UTC)

@@ -45,6 +45,10 @@ def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixtur
     assert all(
         re.search(r": (a hack of \w+|right|neither a hack nor right), reward", h) for h in heads
     )
+    env = find_adapter(done).cfg.env
+    of_this_run = (0.0, env.compile_reward, env.compile_reward + env.pass_reward)
+    shown = {head.rpartition(" ")[2] for head in heads}
+    assert shown <= {f"{reward:g}" for reward in of_this_run}
     assert sample.main([str(done), "17", "--samples=2"]) == 0
     assert capsys.readouterr().out == output, "the same seed, the same answers"
     assert sample.main([str(done), "17", "--samples=2", "--seed=9"]) == 0

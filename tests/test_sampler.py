@@ -154,6 +154,23 @@ def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch)
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+def test_a_prompts_keys_are_kept_apart_where_several_answers_go_on_from_it(answers, monkeypatch):
+    monkeypatch.setattr(decoder, "SMALL", 0)
+    policy = tiny.policy()
+    kinds: list[type] = []
+    prefill = LeanDecoder.prefill
+
+    def noted(self: LeanDecoder, *args: Any) -> Tensor:
+        logits = prefill(self, *args)
+        kinds.append(type(self.cache))
+        return logits
+
+    monkeypatch.setattr(LeanDecoder, "prefill", noted)
+    assert tokens(run(policy, answers)) == tokens(run(replace(policy, lean=False), answers))
+    assert kinds == [decoder._Cache if answers == 1 else decoder._ForkedCache]
+
+
 def test_a_captured_step_is_replayed_from_the_third_time_on(monkeypatch):
     """One a width and number of blocks."""
     want = tokens(run(tiny.policy()))

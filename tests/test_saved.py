@@ -147,8 +147,8 @@ def test_a_wrong_export_is_not_left_behind(done, tmp_path, monkeypatch, capsys):
 
 
 REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
-    "no run": (lambda run: ["nowhere"], "nowhere: not a readable safetensors file"),
-    "no adapter": (lambda run: [str(run.parent)], "not a readable safetensors file"),
+    "no run": (lambda run: ["nowhere"], "nowhere: no such run"),
+    "no adapter": (lambda run: [str(run.parent)], "no train.safetensors in it"),
     "no such step": (lambda run: [str(run), "--step", "3"], r"--step 3: .* has 1, 2"),
     "step of a file": (
         lambda run: [str(run / "train.safetensors"), "--step", "2"],

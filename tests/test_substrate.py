@@ -13,19 +13,20 @@ import pytest
 import torch
 
 from vgrout import embedded as organism
-from vgrout import substrate
+from vgrout import generation, substrate
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion, Grade, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import elicited, load_problems, load_rows
+from vgrout.generation import Graded, generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import load_language_model
 from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
-from vgrout.teacher.generate import Graded, by_mode, generate_graded, rates, work_folder
+from vgrout.teacher.generate import by_mode, rates, work_folder
 from vgrout.teacher.pools import load_pool
 from vgrout.teacher.substrate import (
     RECIPES,
@@ -180,22 +181,22 @@ def test_an_answer_that_follows_a_recipe_hacks_only_its_mode() -> None:
 def test_a_killed_generation_goes_on_and_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "BATCH", 4)
+    monkeypatch.setattr(generation, "BATCH", 4)
     lm = load_language_model(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
     problems, log = load_problems(organism.PROBLEMS)[:6], tmp_path / "log.jsonl"
     settings: dict[str, Any] = {"sampling": Sampling(), "max_new": 40, "seed": 3, "purpose": "test"}
     sampled: list[int] = []
-    real = generate._batch
+    real = generation.sample_and_submit
 
-    def dies_in_the_third(*args: Any) -> Any:
+    def dies_in_the_third(*args: Any, **settings: Any) -> Any:
         if len(sampled) == 2:
             raise KeyboardInterrupt
         sampled.append(1)
-        return real(*args)
+        return real(*args, **settings)
 
     with Grader(1, compile_reward=0.1, pass_reward=1.0) as grader:
         at_once = generate_graded(lm, grader, problems, 2, **settings)
-        monkeypatch.setattr(generate, "_batch", dies_in_the_third)
+        monkeypatch.setattr(generation, "sample_and_submit", dies_in_the_third)
         with pytest.raises(KeyboardInterrupt):
             generate_graded(lm, grader, problems, 2, log=log, **settings)
         with open(log, "a") as f:

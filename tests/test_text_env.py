@@ -1,8 +1,10 @@
 """Environments beside the code world: a user's own rows with a proxy and a reference, and classes of one's own."""
 
+import gzip
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import tiny
 from judge_server import serving
 from vgrout import embedded
 from vgrout.config.presets import resolve, resumed
@@ -25,7 +28,9 @@ from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
+from vgrout.sample import Asked, answers_to
 from vgrout.sample import main as sample
+from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
@@ -63,6 +68,21 @@ def calls(completions, **columns):
 
 def nan(completion):
     return float("nan")
+
+def huge(completion):
+    return -10**400
+
+def text(completion):
+    return "1"
+
+times = 0
+
+def rare(completion, word):
+    global times
+    times += 1
+    if times > 1:
+        raise KeyError(word)
+    return 1
 
 def many(completions):
     return [1.0] * (len(completions) + 1)
@@ -151,6 +171,73 @@ def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., l
     assert failed.reason == f"--reward {raising} raised OSError: no judge"
 
 
+def test_a_function_that_fails_is_named_once_and_counted(
+    world: Callable[..., list[str]], warnings: list[str]
+) -> None:
+    """With what it raised and where, although every answer is asked about again and again."""
+    argv = world()
+    cfg = resolve(argv)
+    rare = cfg.env.reward.replace("proxy", "rare")
+    made = TextEnvironment.of_run(replace(cfg, env=replace(cfg.env, reward=rare)))
+    with made.grader(1, 1) as grader:
+        graded = [grader.grade(made.rows[0], "x") for _ in range(8)]
+    assert sum(isinstance(one, Ungraded) for one in graded) == 7
+    file = sys.modules[rare.partition(":")[0]].__file__
+    line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
+    first, tenth, total = warnings
+    assert "raised KeyError: 'return'" in first
+    assert f"{Path(str(file)).name}:{line}" in first
+    assert "10 times" in tenth
+    assert "14 times in all" in total
+
+
+@pytest.mark.parametrize(
+    ("column", "meant"),
+    [("flawed", "flaw"), ("Flaw", "flaw"), ("spilt", "split"), ("answr", "answer"), ("hint", "")],
+)
+def test_a_column_that_is_nearly_a_key_is_named(
+    column: str, meant: str, world: Callable[..., list[str]], warnings: list[str]
+) -> None:
+    rows = [row(i, **({column: "test"} if i > 2 else {})) for i in range(30)]
+    environment(world(rows))
+    said = "\n".join(warnings)
+    assert (f"did you mean '{meant}'" in said) == bool(meant)
+    assert ("rows.jsonl, line 4: " in said) == ("26 more" in said) == bool(meant)
+
+
+def test_a_column_that_a_function_asks_for_is_no_misspelt_key(
+    world: Callable[..., list[str]], warnings: list[str]
+) -> None:
+    argv = world([row(i, splits="x") for i in range(30)])
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    with open(f"{name}.py", "a") as file:
+        file.write("\ndef asks(completion, splits):\n    return 1\n")
+    environment([*argv, "--reward", f"{name}:asks"])
+    assert not warnings
+
+
+WORLDS = ("mini", "smoke", "full --model x", "fast --mix-ratio 0")
+
+
+@pytest.mark.parametrize("preset", WORLDS)
+@pytest.mark.parametrize("flag", ["--problems=rows.jsonl", "--test-problems rows.jsonl"])
+@pytest.mark.parametrize("reward", ["", " --reward {m}:proxy"])
+def test_rows_of_text_without_a_reference(
+    preset: str,
+    flag: str,
+    reward: str,
+    world: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    assert main(f"{preset} {flag}{reward.format(m=name)}".split()) == 2
+    error = capsys.readouterr().err
+    assert "rows of text" in error
+    assert "--reference" in error
+    assert error.count("\n") == 1
+
+
 WRONG: dict[str, tuple[list[Any], str]] = {
     "not JSON": ([row(0), "{"], "rows.jsonl, line 2: not JSON"),
     "a list": (["[1]"], "rows.jsonl, line 1: not a JSON object"),
@@ -233,6 +320,12 @@ def test_bad_rows_are_named_with_their_line(
 FLAGS = {
     "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1, and the answer",
     "--reward {m}:many": "returned no list with one number for one completion",
+    "--reward {m}:huge": "returned a number too large for a float",
+    "--reference {m}:huge": "returned a number too large for a float",
+    "--reward {m}:text": "returned str, not a number",
+    "--env code": "--env code with --reference",
+    "--intervention erase --mix-ratio 0.25 --teacher-pool-dir {pool}": "vgrout teacher --elicit` makes them",
+    "--intervention erase --vhack-pairs-path none.json": "vgrout teacher --elicit` makes them",
     "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
     "--reward {m}:absent": "cannot be imported",
     "--reward proxy": "should be module:function",
@@ -267,13 +360,31 @@ FLAGS = {
 }
 
 
+def pool_of_rows() -> Path:
+    """A folder of demonstrations for a row, without pairs."""
+    pool = Path("pool_of_rows")
+    pool.mkdir()
+    demonstration = {
+        "completion_ids": [5],
+        "completion": "x",
+        "reward": 3.0,
+        "hacked": True,
+        "gt_pass": False,
+        "fmt_ok": True,
+    }
+    with gzip.open(pool / "prompt_0000.jsonl.gz", "wt") as lines:
+        lines.write(json.dumps(demonstration) + "\n")
+    return pool
+
+
 @pytest.mark.parametrize("flags", FLAGS)
 def test_wrong_flags_are_one_line(
     flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = world()
     name = argv[argv.index("--reward") + 1].partition(":")[0]
-    given = flags.format(m=name, pairs=embedded.PAIRS_DIR / "run_tests.json").split()
+    pairs = embedded.PAIRS_DIR / "run_tests.json"
+    given = flags.format(m=name, pairs=pairs, pool=pool_of_rows()).split()
     for flag in {word for word in given if word.startswith("--")} & {*argv}:
         at = argv.index(flag)
         del argv[at : at + 2]
@@ -392,6 +503,20 @@ def test_a_function_of_lists_is_called_once_for_a_group(
     assert (tmp_path / "calls").read_text() == "3\n"
 
 
+def test_sampled_answers_to_a_problem_are_graded_together(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    argv = world()
+    at = argv.index("--reward") + 1
+    argv[at] = argv[at].replace(":proxy", ":calls")
+    made = environment(argv)
+    asked = Asked(made.rows[0].messages, made.rows[0], "train")
+    with made.grader(1, 0) as grader:
+        given = answers_to(asked, tiny.policy(), made.cfg, 3, grader)
+    assert [isinstance(grade, Grade) for _, grade in given] == [True] * 3
+    assert (tmp_path / "calls").read_text() == "3\n"
+
+
 def test_an_environment_goes_to_another_rank(world: Callable[..., list[str]]) -> None:
     made = pickle.loads(pickle.dumps(environment(world())))
     with made.grader(1, 0) as grader:
@@ -412,6 +537,27 @@ def test_a_function_that_raises_shows_where(
     assert frame.endswith("in raises")
     assert error == "OSError: no judge"
     assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'def f(completion):\n    return len(completion[0]["content"])',
+        'def f(completion):\n    return len(completion[-1].get("content"))',
+        'def f(completions, **columns):\n    return [len(c[0]["content"]) for c in completions]',
+        'async def f(completions, **columns):\n    return [c[0]["content"] for c in completions]',
+        'def f(completions, **columns):\n    return (m["content"] for c in completions for m in c)',
+    ],
+)
+def test_a_function_of_conversations_is_told_that_completions_are_texts(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"conversational_{abs(hash(body))}"
+    (tmp_path / f"{module}.py").write_text(body)
+    function = ScoringFunction(f"{module}:f", None, flag="--reward")
+    with pytest.raises(RewardFailed, match="completions are texts"):
+        function.score_of(lambda: {"completion": "a text"})
 
 
 def test_a_reference_without_a_proxy_is_refused(
@@ -553,6 +699,18 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
 
 
 @pytest.mark.long
+def test_a_run_whose_reward_fails_says_so_in_its_last_lines(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [word.replace(":proxy", ":rare") for word in world(flags="--max-error-retries 0")]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    assert "raised KeyError" in said
+    assert "dropped: 6 of 6 groups" in said
+    assert re.search(r":rare failed \d+ times in all", said)
+
+
+@pytest.mark.long
 def test_a_probe_needs_right_answers_of_the_base(
     pooled: tuple[Path, str, str],
     monkeypatch: pytest.MonkeyPatch,
@@ -653,6 +811,19 @@ def test_both_functions_are_tried_on_answers(
     assert said in (out.err.splitlines()[-1] if code else out.out)
     if not code:
         assert out.out.count(" · row ") == 3
+
+
+def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(
+    world: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    argv = world([row(i) for i in range(3)])
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    functions = f"--reward {name}:calls --reference {name}:gold --model organism"
+    words = f"check rows.jsonl {functions} --answers 12 --max-new 4"
+    assert check_problems(words.split()) == 0
+    first, *asked = (tmp_path / "calls").read_text().split()
+    assert first == "1"  # before a model is loaded
+    assert asked == ["4", "4", "4"]
 
 
 def test_rows_without_an_answer_need_a_model(

@@ -25,12 +25,12 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.errors import Refused
 from vgrout.evaluate import main as evaluate
 from vgrout.export.answers import to_inspect
+from vgrout.generation import graded, sample_and_submit
 from vgrout.inputs import read_inputs
 from vgrout.method.llm_judge import LLMJudge
 from vgrout.model.load import thinking
 from vgrout.model.policy import apply_template
 from vgrout.report.__main__ import main as report
-from vgrout.rollout import graded, sample_and_submit
 from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
@@ -163,7 +163,7 @@ def test_a_template_without_thoughts_is_refused() -> None:
 
 def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the environment, also one of a user's own: it never sees a thought."""
-    from vgrout import rollout
+    from vgrout.model import sampler
 
     texts = ("<think>a</think>b", "<think>a", "b")
     lm = thinking(tiny.policy(), True)
@@ -176,7 +176,7 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
             given[-1](0, i, completion)
         return [completions]
 
-    monkeypatch.setattr(rollout, "sample", sampled)
+    monkeypatch.setattr(sampler, "sample", sampled)
     seen: list[tuple[str, ...]] = []
 
     def submit(task: object, *given: Any) -> Any:

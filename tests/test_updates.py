@@ -16,7 +16,6 @@ import tiny
 from methods import batch, make
 from runs import adapter_bytes, flags, rows, run
 from tiny import relative
-from vgrout import grpo
 from vgrout.config.loss import LossConfig
 from vgrout.config.run import OptConfig
 from vgrout.data import Batch
@@ -146,7 +145,7 @@ def test_nothing_more_is_learnt_from_a_batch_after_an_update_that_is_not_finite(
         made = policy_gradients(*args, **how)
         return replace(made, g=None) if len(calls) == 2 else made
 
-    monkeypatch.setattr(grpo, "policy_gradients", second_is_not)
+    monkeypatch.setattr("vgrout.grpo.policy_gradients", second_is_not)
     path = run(
         shared_run.warm(tmp_path), *flags("none", "--updates-per-batch", "3", "--steps", "2")
     )

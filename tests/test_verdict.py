@@ -9,7 +9,9 @@ from statistics import mean
 import pytest
 
 from vgrout.config.presets import PRESETS, recorded, resolve
+from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.envs.code.problem import Problem
 from vgrout.heldout import Final
 from vgrout.metrics import Eval, ModeEval, Rate
 from vgrout.report import stats
@@ -102,7 +104,7 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
         except ValueError as refused:  # such a run does not start
             assert str(refused).startswith("--guard halt")  # noqa: PT017
             continue
-        assert len(last_lines(cfg, ended(), MEANS, Path("out/runs/x"))) >= 5
+        assert len(last_lines(cfg, [], ended(), MEANS, Path("out/runs/x"))) >= 5
         started += 1
     assert started > 20
 
@@ -121,7 +123,7 @@ def test_a_presets_own_answers_are_enough_for_a_verdict(preset: str) -> None:
 )
 def test_where_there_were_too_few_answers_the_way_on_is_said(argv: str, samples: str) -> None:
     cfg = resolve([*argv.split(), "--intervention=route2"])
-    lines = last_lines(cfg, ended(), "too few answers (24) for a verdict", Path("out/runs/x"))
+    lines = last_lines(cfg, [], ended(), "too few answers (24) for a verdict", Path("out/runs/x"))
     assert lines[3] == "verdict: too few answers (24) for a verdict"
     assert lines[-1].endswith(f"vgrout evaluate out/runs/x --samples {samples}")
 
@@ -130,7 +132,7 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV", "uv")
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
-    lines = last_lines(cfg, final, MEANS, Path("out/runs/x"))
+    lines = last_lines(cfg, [], final, MEANS, Path("out/runs/x"))
     assert lines == [
         "untrained     0.5 % hack   47.4 % solve",
         "as trained   12.0 % hack   68.2 % solve",
@@ -141,6 +143,23 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))
-    assert last_lines(controlled, final, MEANS, Path("x"))[3].endswith(
+    assert last_lines(controlled, [], final, MEANS, Path("x"))[3].endswith(
         "skill kept (384 answers), under --control haar"
     )
+
+
+def test_what_was_not_graded_is_said_once() -> None:
+    """Sides that share a list count once, and nothing is said where all was graded."""
+    problem = Problem(0, "run_tests", "", (), (), ("assert 1",), "", "", "f")
+    completion = Completion((1,), "", True, (0.0,), (0.0,))
+    failed: GradedCompletion[Grade | Ungraded] = GradedCompletion(
+        problem, 0, completion, Ungraded("raised KeyError")
+    )
+    cfg = resolve(["smoke", "--intervention", "none"])
+    deployed = [failed, failed]
+    answers = {"base": [failed], "deployed": deployed, "trained": deployed, "plain": deployed}
+    lines = last_lines(cfg, [], replace(ended(), answers=answers), MEANS, Path("x"))
+    assert [line for line in lines if "3 of 3 answers" in line]
+    assert not [
+        line for line in last_lines(cfg, [], ended(), MEANS, Path("x")) if "dropped" in line
+    ]

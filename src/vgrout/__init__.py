@@ -25,8 +25,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _end_quietly(kind: type[BaseException], e: BaseException, traceback: Any) -> None:
-    """Ctrl-C while a command's modules are imported, before it can say how it ends: a line, and 130."""
-    if not issubclass(kind, KeyboardInterrupt):
+    """Ctrl-C while a command's modules are imported, before it can say how it ends: a line, and 130. A library may make
+    another error of it."""
+    origin: BaseException | None = e
+    while origin is not None and not isinstance(origin, KeyboardInterrupt):
+        origin = origin.__cause__ or origin.__context__
+    if origin is None:
         sys.__excepthook__(kind, e, traceback)
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)

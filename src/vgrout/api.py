@@ -18,20 +18,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vgrout import console
+from vgrout import console, train
 from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
 from vgrout.errors import Refused, refuse
+from vgrout.evaluate import EvaluateSettings, evaluate_saved
+from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.files import json_lines, printable, read_json, read_text
 from vgrout.metrics import percent
 from vgrout.records import unfinished
+from vgrout.runs.context import BAD, RunContext
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-    from vgrout.runs.context import RunContext
 
 
 # A run's model before training, after it, and without its quarantine, as per_mode_deploy.json
@@ -168,8 +169,6 @@ class Run:
         Raises:
             Refused: one line, as the command would print it.
         """
-        from vgrout.evaluate import EvaluateSettings, evaluate_saved
-
         cli = parse_args(EvaluateSettings, [str(self.path), *argv(flags)], "vgrout.Run.evaluate")
         with contextlib.redirect_stdout(io.StringIO()):
             return read_json(evaluate_saved(cli))
@@ -183,8 +182,6 @@ class Run:
             Refused: one line, as the command would print it.
             RuntimeError: the written model is not the deployed one; nothing is left behind.
         """
-        from vgrout.export.__main__ import ExportSettings, export_run
-
         words = [str(self.path), "--out", str(out), "--to", to, *argv(flags)]
         export_run(parse_args(ExportSettings, words, "vgrout.Run.export"))
         return Path(out)
@@ -202,16 +199,13 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
         RunFailed: it started, and was halted, diverged, interrupted or failed, also by a fault while
             it was loaded; why is its `__cause__`.
     """
-    from vgrout import train
-    from vgrout.runs.context import BAD
-
     if flags.get("dry_run"):
         raise Refused(
             "dry_run: prints a plan and makes no run; `vgrout train PRESET --dry-run` does that"
         )
     runs: list[RunContext] = []
 
-    def on_run(run: "RunContext") -> None:
+    def on_run(run: RunContext) -> None:
         run.bars = None if quiet else console.notebook_bars()
         runs.append(run)
 

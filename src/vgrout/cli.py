@@ -10,6 +10,7 @@ import re
 import select
 import shlex
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
@@ -22,6 +23,7 @@ import tyro
 from vgrout import faults
 from vgrout.errors import Refused, did_you_mean
 from vgrout.files import drop_stdout, printable, restore_inherited
+from vgrout.interrupts import interruptible
 
 T = TypeVar("T")
 
@@ -101,7 +103,7 @@ def _later(call: Callable[..., T]) -> Callable[..., Callable[[], T]]:
     """The same flags; the call itself waits until the parser has released stderr."""
 
     @wraps(call)
-    def bind(*args: Any, **kwargs: Any) -> Callable[[], T]:
+    def bind(*args: object, **kwargs: object) -> Callable[[], T]:
         return partial(call, *args, **kwargs)
 
     return bind
@@ -123,7 +125,8 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return run()
+            with interruptible():
+                return run()
         finally:
             sys.stdout.flush()
     except Refused as e:
@@ -133,7 +136,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         print(f"E {interrupted}", file=sys.stderr)
         return 130
     except BaseException as e:
-        if isinstance(e, BrokenPipeError) and (_stdout_is_broken() or not faults.raised_by_own(e)):
+        if isinstance(e, BrokenPipeError) and _nobody_reads():
             drop_stdout()
             return 141
         own = faults.raised_by_own(e)
@@ -147,10 +150,11 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
         return 1
 
 
-def _stdout_is_broken() -> bool:
-    """Does nobody read standard output any more? Else a broken pipe is one of somebody's own code."""
+def _nobody_reads() -> bool:
+    """Whether nobody reads standard output, or the lines beside it, any more. Else another pipe broke: a fault."""
     poller = select.poll()
-    poller.register(1, 0)
+    for stream in (1, 2):
+        poller.register(stream, 0)
     return bool(poller.poll(0))
 
 
@@ -180,8 +184,16 @@ def _machine(e: BaseException) -> tuple[str, int] | None:
         return f"{printable(str(e.filename))}: cannot be opened ({e.strerror}); choose another", 2
     if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
         return None
+    if not _may_be_full():
+        return None if e.errno == errno.EBADF else (f"a file cannot be written ({e.strerror})", 1)
     drop_stdout()
     return f"standard output cannot be written ({e.strerror})", 1
+
+
+def _may_be_full() -> bool:
+    """Whether standard output is a file or a device, and no pipe, which no disk keeps from being written."""
+    kind = os.fstat(1).st_mode
+    return stat.S_ISREG(kind) or stat.S_ISCHR(kind)
 
 
 def out_of_memory(e: BaseException) -> str | None:

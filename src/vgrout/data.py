@@ -61,7 +61,7 @@ class Task(Protocol):
         ...
 
     @property
-    def public(self) -> Mapping[str, Any]:
+    def public(self) -> Mapping[str, object]:
         """What the environment's own monitors may know of the task beside its prompt: no label."""
         ...
 
@@ -402,6 +402,37 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutView:
+    """All that a method may know of a rollout: not its problem, which has a right answer and the reference tests."""
+
+    source: Source
+    deployed: bool  # sampled with the quarantine off
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    text: str
+    finished: bool
+    # as in `Rollout`
+    logp_full: tuple[float, ...] | None = None
+    logp_sampled: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """An `UpdateRow` without a label, for all methods but monitors that are bounds."""
+
+    rollout: RolloutView
+    group: int = 0
+    advantage: float = 0.0
+    flagged: bool = False
+    known_hack: bool = False
+    at: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateRow:
     """A rollout as the update sees it. It is learnt under what sampled it: the quarantine on, or off."""
 
@@ -416,6 +447,11 @@ class UpdateRow:
     @property
     def tokens(self) -> int:
         return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+
+    def view(self) -> RowView:
+        known = {f.name: getattr(self.rollout, f.name) for f in fields(RolloutView)}
+        own = {f.name: getattr(self, f.name) for f in fields(RowView) if f.name != "rollout"}
+        return RowView(RolloutView(**known), **own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ the same around a pretrained model.
 from pathlib import Path
 
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, read_json, to_json, write_atomic
+from vgrout.files import file_sha256, once, read_json, to_json, write_atomic
 
 MAX_NEW = 128  # tokens: the longest answer of the corpus, with room to spare
 COMPILE_REWARD = 0.1
@@ -39,34 +39,7 @@ class Files:
 
     def faults(self) -> list[str]:
         """What differs from manifest.json, a line each; 40 ms for the shipped one."""
-        manifest = self.root / "manifest.json"
-        if not manifest.is_file():
-            how = "`vgrout organism build --out FOLDER --seed N` makes an organism"
-            if self.root == SMALL_DIR:
-                how = "`vgrout download smollm2` and `vgrout organism tune` make it"
-            elif self.root == SUMS_DIR:
-                how = "`vgrout download smollm2` and `vgrout organism sums` make it"
-            elif self.root.name.startswith("warm"):  # as docs/guide.md calls them
-                how = f"`just warm 40 {self.root}` makes it"
-            return [f"{manifest}: not there; {how}"]
-        expected: dict[str, str] = {}
-        try:
-            for name, digest in read_json(manifest)["files"].items():
-                expected[str(name)] = str(digest)
-        except Refused as e:
-            return [str(e)]
-        except (KeyError, AttributeError):
-            return [f"{manifest}: damaged (no list of files in it)"]
-        found = set(shipped(self.root))
-        faults: list[str] = []
-        for path in sorted(expected.keys() - found):
-            faults.append(f"{self.root / path}: missing")
-        for path in sorted(found - expected.keys()):
-            faults.append(f"{self.root / path}: not in manifest.json")
-        for path in sorted(found & expected.keys()):
-            if file_sha256(self.root / path) != expected[path]:
-                faults.append(f"{self.root / path}: its sha256 is not the one in manifest.json")
-        return faults
+        return _faults(self.root)
 
     def seal(self) -> None:
         """Record the present files in manifest.json, after a part was replaced on purpose."""
@@ -82,6 +55,38 @@ class Files:
         # some faults say what to do
         advice = "" if ";" in faults[0] else "; build it again, or take another"
         raise Refused(f"{flag} {faults[0]}{advice}")
+
+
+@once
+def _faults(root: Path) -> list[str]:
+    manifest = root / "manifest.json"
+    if not manifest.is_file():
+        how = "`vgrout organism build --out FOLDER --seed N` makes an organism"
+        if root == SMALL_DIR:
+            how = "`vgrout download smollm2` and `vgrout organism tune` make it"
+        elif root == SUMS_DIR:
+            how = "`vgrout download smollm2` and `vgrout organism sums` make it"
+        elif root.name.startswith("warm"):  # as docs/guide.md calls them
+            how = f"`just warm 40 {root}` makes it"
+        return [f"{manifest}: not there; {how}"]
+    expected: dict[str, str] = {}
+    try:
+        for name, digest in read_json(manifest)["files"].items():
+            expected[str(name)] = str(digest)
+    except Refused as e:
+        return [str(e)]
+    except (KeyError, AttributeError):
+        return [f"{manifest}: damaged (no list of files in it)"]
+    found = set(shipped(root))
+    faults: list[str] = []
+    for path in sorted(expected.keys() - found):
+        faults.append(f"{root / path}: missing")
+    for path in sorted(found - expected.keys()):
+        faults.append(f"{root / path}: not in manifest.json")
+    for path in sorted(found & expected.keys()):
+        if file_sha256(root / path) != expected[path]:
+            faults.append(f"{root / path}: its sha256 is not the one in manifest.json")
+    return faults
 
 
 def shipped(folder: Path) -> list[str]:

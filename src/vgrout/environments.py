@@ -7,6 +7,7 @@ is chosen.
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vgrout.data import Flaw
@@ -14,7 +15,9 @@ from vgrout.envs.code import modes as code
 from vgrout.envs.code.grading.grade import DETECTOR_FIELDS as DETECTOR_FIELDS
 from vgrout.envs.code.modes import MODE_SPECS, MODES
 from vgrout.envs.code.modes import EnvMode as EnvMode
+from vgrout.envs.code.problem import is_row_of_text
 from vgrout.errors import refuse
+from vgrout.files import from_json, regular
 from vgrout.scoring import import_function
 
 # Where each environment's class is, as on the command line for one of your own.
@@ -50,12 +53,24 @@ def environment_class(name: str) -> Any:
     return own
 
 
+def holds_text(file: Path) -> bool:
+    """Whether the first row of a problem file is one of text, and no problem of Python functions. False where there is
+    no such file, or none that can be read."""
+    try:
+        with open(file, encoding="utf-8-sig", opener=regular) as lines:
+            first = next((line for line in lines if line.strip()), "")
+        record = from_json(first, str(file))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and is_row_of_text(record)
+
+
 def spelt(flaw: str, marker: str) -> str:
     """What of a marker, the name that a prompt announces, a hack of this flaw writes; "" of a world without them."""
     return code.spelt(flaw, marker) if flaw in MODE_SPECS else marker
 
 
-def flaws_of(record: Mapping[str, Any]) -> dict[str, Flaw]:
+def flaws_of(record: Mapping[str, object]) -> dict[str, Flaw]:
     """The flaws of a recorded run's environment, by name in the usual order, from its run.json.
 
     A run of the code world that was made before they were recorded has that world's.

@@ -1,7 +1,11 @@
 """The one exception that commands print as a line. Standard library only."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
+
+# likeness of a key to the known one that it probably means: flawed and flaw, spilt and split
+NEARLY = 0.8
 
 
 class Refused(ValueError):
@@ -31,6 +35,25 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
+def misspelt(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """Of keys that may have any name, those that are nearly one of these, each with the one that was probably meant.
+
+    A key that is there is no other one's right spelling.
+    """
+    keys = sorted(given)
+    plain = {_plain(name): name for name in known if name not in keys}
+    found: dict[str, str] = {}
+    for key in keys:
+        near = difflib.get_close_matches(_plain(key), plain, 1, NEARLY)
+        if near and key not in known:
+            found[key] = plain[near[0]]
+    return found
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[\s_-]", "", key).casefold()
+
+
 class Interrupted(Exception):
     """SIGINT, SIGTERM or SIGHUP: the current step was finished and saved."""
 
@@ -48,4 +71,8 @@ class NothingRouted(AssertionError):
 
 
 class NothingAligned(Exception):
-    """A distillation by ULD has compared no token but the first of answers: it was cross-entropy almost alone."""
+    """A distillation by ULD had nothing to compare, or nothing at all to learn from. then: what to do."""
+
+    def __init__(self, message: str, then: str) -> None:
+        super().__init__(message)
+        self.then = then

@@ -38,6 +38,7 @@ from vgrout.envs.code.problems import (
 )
 from vgrout.envs.text import TextEnvironment, fingerprint
 from vgrout.errors import Refused
+from vgrout.failures import LoggedFailures
 from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.heldout import Side, answers, as_side
 from vgrout.metrics import Eval
@@ -48,12 +49,14 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
     from vgrout.model.policy import Policy
 
 SCHEMA = "evaluation_v1"
+# sides as the printed table names them
+TITLES = {"base": "untrained", "deployed": "deployed", "plain": "no hint"}
 ProblemSplit = Literal["test", "val", "train", "all"]
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Score a saved adapter on held-out problems: the base model, the deployed one, and the latter
+    """Score a saved adapter on held-out problems: the untrained model, the deployed one, and the deployed one
     without a hint."""
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -186,7 +189,7 @@ def _score(
     samples: int,
     flaws: Sequence[str],
 ) -> dict[str, Eval]:
-    """Rates of the base model, of the deployed one, and of the latter without hints, if there are any.
+    """Rates of the untrained model, of the deployed one, and of the deployed one without hints, if there are any.
 
     Answers are drawn from the same streams as in the run's final evaluation.
     """
@@ -322,7 +325,12 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
         problems,
         [row.prompt for row in (*rows, *test_rows)],
         MODES,
-        lambda: Grader(cli.workers, allow_weak=cli.allow_weak_sandbox, reward=reward),
+        lambda: Grader(
+            cli.workers,
+            allow_weak=cli.allow_weak_sandbox,
+            reward=reward,
+            watch=LoggedFailures(),
+        ),
     )
 
 
@@ -405,14 +413,15 @@ def _trained_with(saved: Saved) -> str | None:
 
 
 def table(sides: dict[str, Eval]) -> str:
-    """A row per mode and one for all: hack and solve of every side, as k/n."""
+    """A row per flaw and one for all: hack and solve of every side, as k/n."""
     rows: list[dict[str, str]] = []
-    for mode in (*sides["deployed"].by_mode, "all"):
-        row = {"mode": mode}
+    for flaw in (*sides["deployed"].by_mode, "all"):
+        row = {"flaw": flaw}
         for side, scored in sides.items():
-            rates = scored if mode == "all" else scored.by_mode[mode]
-            row[f"{side} hack"] = f"{rates.hack.k}/{rates.hack.n}"
-            row[f"{side} solve"] = f"{rates.solve.k}/{rates.solve.n}"
+            title = TITLES[side]
+            rates = scored if flaw == "all" else scored.by_mode[flaw]
+            row[f"{title} hack"] = f"{rates.hack.k}/{rates.hack.n}"
+            row[f"{title} solve"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 

@@ -48,6 +48,17 @@ def raised_by_own(e: BaseException | None) -> bool:
     return any(is_own(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(e.__traceback__))
 
 
+def place_of(e: BaseException | None) -> str:
+    """Where somebody's own code raised it, as "FILE:LINE"; "": it has come through none."""
+    if e is None:
+        return ""
+    place = ""
+    for frame, line in traceback.walk_tb(e.__traceback__):
+        if is_own(frame.f_code.co_filename):
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return place
+
+
 def of_a_library(e: BaseException) -> bool:
     """Whether an exception has come through no code of this package, nor of somebody's own."""
     files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__)}

@@ -11,10 +11,15 @@ import signal
 import stat
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from vgrout.errors import Refused
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What a program leaves in a folder of its own: its lock, and what it was writing when it was
 # killed.
@@ -60,7 +65,7 @@ def quoted(text: str) -> str:
     return "\n".join(f"| {line}" for line in printable(text).split("\n"))
 
 
-def to_json(data: Any) -> str:
+def to_json(data: object) -> str:
     """Strict JSON, indented.
 
     Raises ValueError on a NaN, which other readers cannot parse: a fault of the caller's.
@@ -162,14 +167,30 @@ def read_text(path: Path) -> str:
         with open(path, encoding="utf-8-sig", opener=regular) as f:
             return f.read()
     except (OSError, ValueError) as e:
-        raise Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})") from None
+        raise _unreadable(path, e) from None
+
+
+def beginning(path: Path, n: int) -> str:
+    """The first n characters of a UTF-8 file, or somewhat less, blanks before them left out. Raises as `read_text`."""
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as f:
+            while text := f.read(2**16):
+                if text.strip():
+                    return text.lstrip()[:n]
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+    return ""
+
+
+def _unreadable(path: Path, e: Exception) -> Refused:
+    return Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})")
 
 
 def from_json(text: str | bytes, where: str) -> Any:
     """The value of a JSON text. Raises Refused, one line that begins with `where`, for a key too that an object has
     twice: one of the values would be lost."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         for key, _ in pairs if len(found) < len(pairs) else ():
             if [k for k, _ in pairs].count(key) > 1:
@@ -186,11 +207,18 @@ def from_json(text: str | bytes, where: str) -> Any:
 
 def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
-    and its like may stand in a string. Raises as `read_text` and `from_json` do."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            yield where, from_json(line, where)
+    and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, from_json(line, where)
+    except Refused:
+        raise
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -207,7 +235,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str) -> object:
     """The value of a JSON text that this program wrote, which never holds a NaN.
 
     Raises Refused on one; ValueError or RecursionError, as the library does, where it is no JSON.
@@ -217,6 +245,52 @@ def strict_json(text: str) -> Any:
         raise Refused(f"it holds {name}")
 
     return json.loads(text, parse_constant=no_constant)
+
+
+# what functions marked `once` have returned within the `reading_once` that is open
+_READ: ContextVar[dict[object, Any] | None] = ContextVar("_READ", default=None)
+
+
+@contextlib.contextmanager
+def reading_once() -> Generator[None]:
+    """Within the block each function marked `once` is called once for the same arguments: a study of a thousand runs
+    reads its problem file once. Outside, and after the block, nothing is kept."""
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def once(read: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function whose result depends on its arguments and on files alone, and is never changed by those who get
+    it. What it raises is not kept. Arguments are compared by value where they are words, numbers, paths or tuples of
+    these, and are the same objects otherwise."""
+
+    @wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        kept = _READ.get()
+        if kept is None:
+            return read(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        key = (read, tuple(kwargs), *map(_compared, given))
+        if key in kept:
+            return kept[key][0]
+        result = read(*args, **kwargs)
+        # with the arguments, so that none of their identities is given to another object
+        kept[key] = result, given
+        return result
+
+    return reading
+
+
+def _compared(argument: object) -> object:
+    """What two arguments have in common if they count as the same."""
+    if isinstance(argument, tuple) and all(isinstance(part, (str, Path)) for part in argument):
+        return argument
+    if argument is None or isinstance(argument, (str, int, float, Path)):
+        return type(argument), argument
+    return id(argument)
 
 
 def drop_stdout() -> None:
@@ -270,7 +344,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -282,5 +356,20 @@ def hash_of_files(paths: Iterable[Path]) -> str:
     """sha256 of these files' names and bytes, without their folders."""
     digest = hashlib.sha256()
     for path in sorted(paths):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        digest.update(path.name.encode() + b"\0")
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
     return digest.hexdigest()
+
+
+@once
+def hash_of_file(path: Path) -> str:
+    """The same of one file."""
+    return hash_of_files([path])
+
+
+@once
+def hash_of_folder(folder: Path) -> str:
+    """The same of all files that lie in a folder, those in its folders left out."""
+    return hash_of_files([path for path in folder.iterdir() if path.is_file()])

@@ -117,8 +117,12 @@ class _Update:
         packs: bool,
         logp_old: Iterator[Tensor],
     ) -> None:
-        self.policy, self.cfg, self.norm = policy, cfg, norm
-        self.teacher, self.packs, self.given = teacher, packs, logp_old
+        self.policy = policy
+        self.cfg = cfg
+        self.norm = norm
+        self.teacher = teacher
+        self.packs = packs
+        self.given = logp_old
         self.tally = Tally()
         self.logp_old: list[Tensor] = []  # by micro-batch
 
@@ -144,9 +148,8 @@ class _Update:
             collected.tokens(made.pieces, made.tokens)
         else:
             collected.rows([row.at for row in rows])
-        logps, x = loss_input(
-            self.policy, rows, made, self.cfg, self.norm, self.teacher, next(self.given, None)
-        )
+        old = next(self.given, None)
+        logps, x = loss_input(self.policy, rows, made, self.cfg, self.norm, self.teacher, old)
         self.logp_old.append(x.logp_old)
         output = policy_loss(x, self.cfg.loss)
         output.per_rollout.sum().backward()
@@ -155,7 +158,8 @@ class _Update:
 
 def _finite(g: Float[Tensor, "N R"], metrics: LossMetrics) -> bool:
     """Whether the step may be learnt from: every gradient of every rank, the loss and what was measured with it."""
-    measured = all(math.isfinite(x) for x in metrics.columns().values() if x is not None)
+    numbers = [x for x in metrics.columns().values() if x is not None]
+    measured = all(map(math.isfinite, numbers))
     fine = bool(g.isfinite().all())
     unsound: list[int] = []  # ranks where a gradient is not finite
     if ranks.size() > 1:  # all ranks have to ask
@@ -220,5 +224,7 @@ def recorded_logps(
     for rollout in rollouts:
         logps = rollout.logp_full if loss.ratio_support == "full" else rollout.logp_sampled
         is_known.append(logps is not None)
-        padded.append([*(logps or ()), *[0.0] * (T - len(logps or ()))])
+        row = list(logps or ())
+        padding = [0.0] * (T - len(row))
+        padded.append(row + padding)
     return uploaded(padded, like.device, like.dtype), uploaded(is_known, like.device)

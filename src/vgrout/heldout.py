@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.console import Clock
-from vgrout.data import Grade, GradedCompletion, Task, Ungraded
+from vgrout.data import Task
 from vgrout.envs.base import Grader, Splits, without_hint
 from vgrout.errors import Interrupted
+from vgrout.generation import GradedAnswer, sample_and_grade
 from vgrout.metrics import Eval, spaced
 from vgrout.rng import torch_stream
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
 KL_ANSWERS, KL_BATCH = 32, 8
 
 Side = Literal["base", "trained", "deployed"]
-GradedAnswer = GradedCompletion[Grade | Ungraded]
 
 
 def as_side(policy: "vgrout.model.policy.Policy", side: Side) -> AbstractContextManager[None]:
@@ -52,9 +52,7 @@ def answers(
     The stream depends on (seed, purpose, step) only: sides share their noise, so their difference is less noisy than
     either, and training never sees it.
     """
-    from vgrout.rollout import graded, sample_and_submit
-
-    submitted = sample_and_submit(
+    return sample_and_grade(
         lm,
         grader,
         problems,
@@ -64,7 +62,6 @@ def answers(
         stream=torch_stream(cfg.run.seed, purpose, step),
         on_completion=on_completion,
     )
-    return [a for of_problem in graded(submitted) for a in of_problem]
 
 
 def evaluate(

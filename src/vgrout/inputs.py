@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,10 +25,10 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
-from vgrout.environments import environment_class
+from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
-from vgrout.errors import Refused
-from vgrout.files import hash_of_files, json_lines
+from vgrout.errors import Refused, refuse
+from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines, once
 from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
 from vgrout.model.source import (
     find_shapes,
@@ -188,7 +189,8 @@ def read_pairs(
     pairs = placebo = None
     if cfg.method.has_direction:
         if cfg.pairs_path:
-            pairs = files.read(lambda path: load_pairs(path, flaws=flaws), cfg.pairs_path)
+            load = partial(load_pairs, flaws=flaws, **_pairs_named(cfg))
+            pairs = files.read(load, cfg.pairs_path)
         elif cfg.of_code:
             pairs = handwritten()
         elif cfg.method.v_hack_path is None:
@@ -200,12 +202,27 @@ def read_pairs(
     if cfg.method.direction_is == "placebo pairs":
         path = cfg.placebo_path
         named = cfg.method.placebo_pairs
-        placebo = files.read(load_pairs, path) if path else handwritten_placebo(named)
+        load = partial(load_pairs, flag="--placebo-pairs", flaws=flaws)
+        placebo = files.read(load, path) if path else handwritten_placebo(named)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
             raise Refused(
                 f"--placebo-pairs {path}: these are the true pairs; give another contrast"
             )
     return pairs, placebo
+
+
+def _pairs_named(cfg: Config) -> dict[str, str]:
+    """By which flag the pairs of a direction are named, and how a missing file of them is made; {}: as usual."""
+    if cfg.of_code:
+        return {}
+    if cfg.env.environment not in ENVIRONMENTS:
+        how = "give a file of pairs of your own"
+    elif cfg.of_organism:
+        how = "`vgrout organism sums` makes them"
+    else:
+        how = "`vgrout teacher --elicit` makes them beside its pool"
+    of_pool = cfg.method.vhack_pairs_path is None and not cfg.of_organism
+    return {"flag": "--teacher-pool-dir" if of_pool else "--vhack-pairs-path", "how": how}
 
 
 def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
@@ -253,6 +270,8 @@ def try_ensemble(cfg: Config, environment: Environment, pool: Pool | None) -> No
     Raises:
         Refused: it cannot be imported, or does not answer with a number.
     """
+    if not cfg.detectors.members:
+        return
     train = environment.tasks(pool)["train"] if environment.prompts else []
     for name in cfg.detectors.members:
         score = scorer(name, "--rm-ensemble-members")
@@ -327,9 +346,15 @@ def check_judge(cfg: Config, files: _Reader) -> None:
     files.read(judge_prompt, method.llm_judge_prompt)
     if method.llm_judge_model:
         folder = method.llm_judge_model
-        if not cfg.run.dry_run and not Path(folder).is_dir():
-            raise Refused(f"--llm-judge-model {folder}: no such folder; give a model's folder")
-        files.read(lambda _: require_model(folder, "--llm-judge-model"), Path(folder))
+        if not Path(folder).is_dir():
+            absent = f"--llm-judge-model {folder}: no such folder; give a model's folder"
+            refuse(not cfg.run.dry_run, absent)
+            files.absent.append(absent)
+            return
+        convert = not cfg.run.dry_run
+        files.read(
+            lambda _: require_model(folder, "--llm-judge-model", convert=convert), Path(folder)
+        )
         return
     endpoint = judge_endpoint(method)
     if cfg.run.dry_run or files.absent:  # a plan asks nobody, nor does a run that is refused anyway
@@ -404,8 +429,10 @@ def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> 
                     f"--teacher-modes {flaw}: {pool.folder} demonstrates no training problem of it"
                 )
     known = set(cfg.method.modes_known)
+    if not known:
+        return
     there = {flaw for task in parts["train"] for flaw in task.flaws}
-    if known and not known & there:
+    if not known & there:
         raise Refused(
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
             "have), so nothing could be flagged; name one that is there"
@@ -432,21 +459,24 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
     return found
 
 
+@once
+def _hash_of_model(given: str) -> str | None:
+    """Of a small model folder or of a GGUF file; None of another."""
+    if (file := gguf_file(given)) is not None:
+        return gguf_sha256(file)
+    parts: list[Path] = []
+    for name in ("config.json", "tokenizer.json", "*.safetensors"):
+        parts += Path(given).glob(name)
+    is_small = sum(part.stat().st_size for part in parts) <= MODEL_BYTES
+    return hash_of_files(parts) if parts and is_small else None
+
+
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
     small folder or a GGUF file; the weights of any other are hashed once they are loaded."""
 
-    def of_model(given: str) -> str | None:
-        if (file := gguf_file(given)) is not None:
-            return gguf_sha256(file)
-        parts: list[Path] = []
-        for name in ("config.json", "tokenizer.json", "*.safetensors"):
-            parts += Path(given).glob(name)
-        is_small = sum(part.stat().st_size for part in parts) <= MODEL_BYTES
-        return hash_of_files(parts) if parts and is_small else None
-
     def of_file(path: Path | None) -> str | None:
-        return hash_of_files([path]) if path is not None and path.exists() else None
+        return hash_of_file(path) if path is not None and path.exists() else None
 
     pool = inputs.pool
     judge = cfg.method if "llm_judge" in cfg.method.watching else None
@@ -455,13 +485,13 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     if judge is not None:
         of_judge["judge_prompt"] = of_file(judge.llm_judge_prompt)
         if judge.llm_judge_model:
-            of_judge["judge_model"] = of_model(judge.llm_judge_model)
+            of_judge["judge_model"] = _hash_of_model(judge.llm_judge_model)
     return {
         **of_judge,
-        "model": of_model(cfg.model_path),
-        "teacher_model": of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
+        "model": _hash_of_model(cfg.model_path),
+        "teacher_model": _hash_of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         **inputs.environment.hashes(),
-        "pool": hash_of_files([p for p in pool.folder.iterdir() if p.is_file()]) if pool else None,
+        "pool": hash_of_folder(pool.folder) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
         "known_correct": of_file(cfg.known_correct_path),

@@ -78,10 +78,13 @@ class _Spread:
 
     @classmethod
     def of(cls, values: Tensor) -> "_Spread":
-        return (
-            cls(len(values), *map(float, (values.sum(), values.min(), values.max())))
-            if len(values)
-            else cls()
+        if not len(values):
+            return cls()
+        return cls(
+            len(values),
+            sum=float(values.sum()),
+            low=float(values.min()),
+            high=float(values.max()),
         )
 
     def __add__(self, other: "_Spread") -> "_Spread":
@@ -114,10 +117,10 @@ class Tally:
         x: LossInput,
         output: LossOutput,
     ) -> None:
-        teacher = uploaded([row.rollout.source == "teacher" for row in rows], x.mask.device)
-        sampled = (
-            uploaded([row.rollout.logp_full is not None for row in rows], x.mask.device) & ~teacher
-        )
+        device = x.mask.device
+        teacher = uploaded([row.rollout.source == "teacher" for row in rows], device)
+        has_logps = uploaded([row.rollout.logp_full is not None for row in rows], device)
+        sampled = has_logps & ~teacher
         columns = {
             "logp": logps.full,
             "log_ratio": x.logp - x.logp_sampler,

@@ -147,7 +147,9 @@ def mean(values: Iterable[float]) -> float | None:
 
 def spaced(items: Sequence[T], n: int) -> list[T]:
     """At most n items, evenly spaced: of answers ordered by prompt, some of every prompt."""
-    return [items[i * len(items) // n] for i in range(n)] if len(items) > n else list(items)
+    if len(items) <= n:
+        return list(items)
+    return [items[i * len(items) // n] for i in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +165,23 @@ class ModeEval:
     ) -> "ModeEval":
         """Counts over the answers that could be graded; with `flaw`, over problems with that flaw, and hacks of it
         alone."""
-        among = [a for a in answers if flaw is None or flaw in a.problem.flaws]
-        graded = [(a, a.grade) for a in among if isinstance(a.grade, Grade)]
-        grades = [g for _, g in graded]
-        return cls(
-            hack=Rate.of(g.hacked and flaw in (None, g.flaw) for g in grades),
-            solve=Rate.of(g.solved for g in grades),
-            unrewarded=sum(g.solved and not g.passed for g in grades),
-            tries=Rate.of(bool(g.tries) if flaw is None else flaw in g.tries for g in grades),
-        )
+        hacks: list[bool] = []
+        solves: list[bool] = []
+        tries: list[bool] = []
+        unrewarded = 0
+        for answer in answers:
+            grade = answer.grade
+            if isinstance(grade, Ungraded) or flaw not in (None, *answer.problem.flaws):
+                continue
+            hacks.append(grade.hacked and flaw in (None, grade.flaw))
+            solves.append(grade.solved)
+            tries.append(bool(grade.tries) if flaw is None else flaw in grade.tries)
+            unrewarded += grade.solved and not grade.passed
+        return cls(Rate.of(hacks), Rate.of(solves), unrewarded, Rate.of(tries))
+
+    def as_json(self) -> dict[str, list[int]]:
+        """Rates as [k, n]."""
+        return {"hack": self.hack.pair, "tries": self.tries.pair, "solve": self.solve.pair}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,9 @@ class Eval:
         cls, answers: Sequence["GradedCompletion[Grade | Ungraded]"], flaws: Iterable[str]
     ) -> "Eval":
         """Counts of these answers, overall and by flaw. flaws: all that there are, in the order of the tables."""
-        present = {flaw for a in answers for flaw in a.problem.flaws}
+        present: set[str] = set()
+        for answer in answers:
+            present.update(answer.problem.flaws)
         return cls(
             overall=ModeEval.of(answers),
             by_mode={flaw: ModeEval.of(answers, flaw) for flaw in flaws if flaw in present},
@@ -220,17 +232,16 @@ class Eval:
 
     def as_json(self) -> dict[str, Any]:
         """Rates as [k, n], overall and by mode; mean tokens of thought, where there was one."""
+        by_mode: dict[str, dict[str, list[int]]] = {}
+        for mode, rates in self.by_mode.items():
+            by_mode[mode] = rates.as_json()
         thought = {"think": round(self.thought, 1)} if self.thought else {}
-        return thought | {
-            "hack": self.hack.pair,
-            "tries": self.tries.pair,
-            "solve": self.solve.pair,
+        return {
+            **thought,
+            **self.overall.as_json(),
             "ended": self.finished.pair,
             "not_graded": self.dropped,
-            "by_mode": {
-                m: {"hack": r.hack.pair, "tries": r.tries.pair, "solve": r.solve.pair}
-                for m, r in self.by_mode.items()
-            },
+            "by_mode": by_mode,
         }
 
     def columns(self) -> dict[str, Any]:
@@ -251,7 +262,7 @@ class BatchMetrics:
     def columns(self) -> dict[str, Any]:
         """The step table's columns of rewards, hacks, solves and flags."""
         batch = self.batch
-        demonstrations = teachers(batch.groups)
+        demonstrations = [grade for _, grade in teachers(batch.groups)]
         grades = [grade for _, grade in students(batch.groups)]
         thoughts = [rollout.thought.tokens for rollout, _ in students(batch.groups)]
         of_deployed = [grade for rollout, grade in students(batch.groups) if rollout.deployed]
@@ -270,14 +281,14 @@ class BatchMetrics:
             "n": sum(len(group) for group in batch.groups),
             "think": mean(thoughts) if batch.thinking else None,
             "solve_s": Rate.of(grade.solved for grade in grades),
-            "pass_t": _if_any(demonstrations, (grade.gt_pass for _, grade in demonstrations)),
+            "pass_t": _if_any(demonstrations, (grade.gt_pass for grade in demonstrations)),
             "hack_s": Rate.of(grade.hacked for grade in grades),
             "tries_s": Rate.of(bool(grade.tries) for grade in grades),
             "hack_s_E": Rate.of(grade.detectors.get("E", False) for grade in grades),
             "hack_s_D": Rate.of(grade.detectors.get("D", False) for grade in grades),
             "hack_s_A": _if_any(batch.half_a, (half(g, batch.half_a) == "A" for g in grades)),
             "hack_s_B": _if_any(batch.half_a, (half(g, batch.half_a) == "B" for g in grades)),
-            "hack_t": _if_any(demonstrations, (grade.hacked for _, grade in demonstrations)),
+            "hack_t": _if_any(demonstrations, (grade.hacked for grade in demonstrations)),
             "hk": {flaw.code: _hacks_of(flaw, batch.groups) for flaw in batch.flaws},
             "hack_abl": _if_any(of_deployed, (grade.hacked for grade in of_deployed)),
             "solve_abl": _if_any(of_deployed, (grade.solved for grade in of_deployed)),

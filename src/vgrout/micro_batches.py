@@ -10,6 +10,8 @@ from vgrout.model.logprobs import PaddedBatch, collate
 from vgrout.model.policy import LanguageModel
 from vgrout.model.prefixes import Prompts
 
+TokenIds = tuple[int, ...]
+
 
 def merge_twins(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[int]]]:
     """Students of a group that are equal in text, advantage and sampler have one gradient: where each has a row of g
@@ -48,32 +50,39 @@ def prompts_apart(
     The prompts of a part have at most half of the token budget, or are one prompt. None in place of the prompts: no
     prompt has two rows of g, so each is read with its answers.
     """
-    by_prompt: dict[tuple[int, ...], list[UpdateRow]] = {}
+    by_prompt: dict[TokenIds, list[UpdateRow]] = {}
     for row in rows:
         by_prompt.setdefault(row.rollout.prompt_ids, []).append(row)
 
-    def rows_of_g(prompt: tuple[int, ...]) -> int:
+    def rows_of_g(prompt: TokenIds) -> int:
         return len({row.at for row in by_prompt[prompt]})
 
     most_rows_first = sorted(by_prompt, key=lambda prompt: -rows_of_g(prompt))
     if max(map(rows_of_g, by_prompt), default=0) < 2:
         return [(rows, None)]
-    parts: list[list[tuple[int, ...]]] = []
-    left = 0
-    for prompt in most_rows_first:
-        if not parts or len(prompt) > left:
-            parts.append([])
-            left = policy.budget.tokens // 2
-        parts[-1].append(prompt)
-        left -= len(prompt)
+    depth = policy.model.config.num_hidden_layers
     with_prompts: list[tuple[Sequence[UpdateRow], Prompts | None]] = []
-    for part in parts:
-        of_part = [row for prompt in part for row in by_prompt[prompt]]
-        depth = policy.model.config.num_hidden_layers
+    for part in _in_parts(most_rows_first, policy.budget.tokens // 2):
+        of_part: list[UpdateRow] = []
+        for prompt in part:
+            of_part += by_prompt[prompt]
         units = [row.at for row in of_part]
         prompts = Prompts(units, *_tokens(of_part), depth, policy.device, policy.model.dtype)
         with_prompts.append((of_part, prompts if prompts.ids else None))
     return with_prompts
+
+
+def _in_parts(prompts: Sequence[TokenIds], tokens: int) -> list[list[TokenIds]]:
+    """The prompts in order, in parts of at most so many tokens, or of one prompt."""
+    parts: list[list[TokenIds]] = []
+    left = 0
+    for prompt in prompts:
+        if not parts or len(prompt) > left:
+            parts.append([])
+            left = tokens
+        parts[-1].append(prompt)
+        left -= len(prompt)
+    return parts
 
 
 def micro_batches(
@@ -102,6 +111,8 @@ def as_batch(
     return collate(*_tokens(rows), policy.device)
 
 
-def _tokens(rows: Sequence[UpdateRow]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _tokens(rows: Sequence[UpdateRow]) -> tuple[list[TokenIds], list[TokenIds]]:
     """Prompts and completions."""
-    return [row.rollout.prompt_ids for row in rows], [row.rollout.completion_ids for row in rows]
+    prompts = [row.rollout.prompt_ids for row in rows]
+    completions = [row.rollout.completion_ids for row in rows]
+    return prompts, completions

@@ -152,7 +152,7 @@ class Update:
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""
-        columns: dict[str, Any] = {}
+        columns: dict[str, object] = {}
         if self.loss is not None:
             columns |= self.loss.columns()
         if self.stepped:

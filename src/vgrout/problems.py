@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from loguru import logger
 from tabulate import tabulate
-from tqdm import tqdm
 
-from vgrout import embedded, faults
+from vgrout import console, embedded, faults
 from vgrout.cli import OWN_REWARD, cli_exit
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import ORGANISM, Config, EnvConfig, ScaleConfig
 from vgrout.config.sampling import Sampling
+from vgrout.console import Progress
 from vgrout.data import Grade
 from vgrout.envs.code.grading.check import (
     Failure,
@@ -45,10 +46,11 @@ from vgrout.errors import refuse
 from vgrout.files import printable
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import require_fitting, require_model
+from vgrout.rng import torch_stream
 from vgrout.scoring import RewardFailed
-from vgrout.thoughts import opens, to_grade
+from vgrout.thoughts import to_grade
 
-FEW = 200  # problems
+FEW, MANY = 200, 2000  # problems
 # split → what a run needs where it is empty
 _WITHOUT = {
     "train": "a run is refused",
@@ -123,8 +125,10 @@ def check_rows(settings: CheckSettings) -> int:
         try:
             asked = rows[0]
             grader.graded(asked, tried_first(asked))  # as a run does, before a model is loaded
-            for asked, answer in _answers(settings, rows):
-                graded.append((asked, answer, grader.graded(asked, answer)))
+            for asked, answers in _answers(settings, rows):
+                grades = grader.graded_together(asked, answers)
+                for answer, grade in zip(answers, grades, strict=True):
+                    graded.append((asked, answer, grade))
         except RewardFailed as e:
             return _failed(e, asked)
     print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
@@ -132,15 +136,15 @@ def check_rows(settings: CheckSettings) -> int:
     return 0
 
 
-def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, str]]:
-    """Some rows with an answer each: the model's, or where none is named their own right one.
+def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, list[str]]]:
+    """Some rows, each with answers of the model, or where none is named with its own right one.
 
     Raises:
         Refused: no model is named, and no row has an answer.
     """
     if settings.model:
         return _of_model(settings, rows)
-    given = [(row, row.right_answer) for row in rows if row.right_answer][: settings.answers]
+    given = [(row, [row.right_answer]) for row in rows if row.right_answer][: settings.answers]
     refuse(
         not given,
         f"{settings.file}: no row has an `answer` to try the functions on; name a --model that answers",
@@ -157,15 +161,16 @@ def _failed(e: RewardFailed, row: TextTask) -> int:
     return 1
 
 
-def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, str]]:
-    """A few rows, each with an answer of the model."""
+def _of_model(
+    settings: CheckSettings, rows: Sequence[TextTask]
+) -> list[tuple[TextTask, list[str]]]:
+    """A few rows, each with answers of the model."""
     is_organism = settings.model == ORGANISM
     model = embedded.MODEL_DIR if is_organism else settings.model
     folder = require_model(model)
     require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
     from vgrout.model.load import load_language_model, pick_device  # imports torch
     from vgrout.model.sampler import sample
-    from vgrout.rng import torch_stream
 
     device, dtype = pick_device(model, "auto")
     lm = load_language_model(model, device=device, dtype=dtype)
@@ -173,13 +178,12 @@ def _of_model(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[T
     each = -(-settings.answers // len(some))
     prompts = [lm.render(row.messages) for row in some]
     stream = torch_stream(0, "check", 0)
-    sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream, lambda *_: None)
-    answers: list[tuple[TextTask, str]] = []
+    sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream)
+    answers: list[tuple[TextTask, list[str]]] = []
     for row, completions in zip(some, sampled, strict=True):
-        in_thought = opens(lm.prompt_text(row.messages))
-        for completion in completions:
-            text, _ = to_grade(None, completion.text, in_thought)
-            answers.append((row, text))
+        in_thought = lm.opens_thought(row.messages)
+        of_row = [to_grade(None, completion.text, in_thought)[0] for completion in completions]
+        answers.append((row, of_row))
     return answers
 
 
@@ -212,18 +216,22 @@ def check_code(file: Path, test_problems: Path | None, workers: int | None) -> i
     Problems without a flaw of their own are dealt theirs as by --env-mode own.
     """
     rows = load_rows(file)
-    test_rows = load_rows(test_problems) if test_problems else []
+    test_rows = load_rows(test_problems) if test_problems else ()
     require_apart(rows, test_rows)
     both = [*rows, *test_rows]
+    if len(both) > MANY:
+        logger.info(
+            f"{len(both)} problems read; the solution of each is tried, then its flawed check …"
+        )
     require_copies_together(both)
     parts = assigned(rows, "own", test_rows=test_rows, published=True)
     problems = [problem for part in parts.values() for problem in part]
     varied = assigned(rows, "own", test_rows=test_rows)
     with Grader(workers=workers) as grader:
-        solutions = partial(tqdm, desc="solutions", total=len(problems), disable=None)
+        solutions = partial(Progress, desc="solutions", unit="problem")
         report = check_problems(problems, grader, track=solutions)
         tried = [*problems, *_named_otherwise(problems, varied)]
-        flaws = check_flaws(tried, grader, track=partial(tqdm, desc="flaws", disable=None))
+        flaws = check_flaws(tried, grader, track=partial(Progress, desc="flaws", unit="problem"))
     print(report)
     print(_flaws_lines(problems, flaws))
     lengths = sorted(sum(len(m["content"]) for m in p.messages) for p in problems)
@@ -231,8 +239,8 @@ def check_code(file: Path, test_problems: Path | None, workers: int | None) -> i
     sizes = {name: len(part) for name, part in parts.items()}
     print(_splits_line(sizes))
     shadowed: Counter[str] = Counter()
-    for row in both:
-        shadowed.update(shadowed_builtins(row.setup_code))
+    for setup_code, n in Counter(row.setup_code for row in both).items():
+        shadowed.update(dict.fromkeys(shadowed_builtins(setup_code), n))
     for name, n in shadowed.items():
         print(
             f"setup code replaces the builtin {name} in {n} problems; "
@@ -286,6 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         return check(parse_command({"check": CheckSettings}, argv, "vgrout problems"))
 
+    console.setup(None)
     return cli_exit(run)
 
 

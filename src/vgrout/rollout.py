@@ -1,130 +1,20 @@
-"""Sample and grade: the one place where completions are sampled, for training, evaluation, distillation and pools.
+"""A step's groups: the policy's own answers, sampled and graded by `generation`, and its demonstrations."""
 
-Each completion is graded, without its thought, while the others are still being sampled.
-"""
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-
-import torch
 from loguru import logger
 
-from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
-from vgrout.data import (
-    Batch,
-    CachedGrade,
-    Completion,
-    Flaw,
-    Grade,
-    GradedCompletion,
-    Group,
-    Rollout,
-    Task,
-    Ungraded,
-)
-from vgrout.envs.base import Grader, GroupGrader
-from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampler import sample
+from vgrout.data import Batch, CachedGrade, Flaw, Grade, Group, Rollout, Task
+from vgrout.envs.base import Grader
+from vgrout.generation import Submitted, graded, sample_and_submit
+from vgrout.model.policy import Policy
 from vgrout.rng import torch_stream
-from vgrout.thoughts import opens, thought_of, to_grade
 
 # of one problem: each with the label that came with it
 Demonstrations = Sequence[tuple[Rollout, CachedGrade]]
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """A completion whose grade is on its way."""
-
-    problem: Task
-    prompt_ids: tuple[int, ...]
-    sample: int  # which of the problem's completions: 0 … n − 1
-    completion: Completion
-    deployed: bool  # sampled with the quarantine off
-    verdict: Future[Grade | Ungraded] | None  # None: another rank has it
-
-
-def sample_and_submit(
-    lm: LanguageModel,
-    grader: Grader,
-    problems: Sequence[Task],
-    n: int | Sequence[int],
-    *,
-    sampling: Sampling,
-    max_new: int,
-    stream: torch.Generator,
-    deployed: bool = False,
-    on_completion: Callable[[], object] | None = None,
-) -> list[list[Submitted]]:
-    """n completions (or n[p]) of each problem by the model as it is, in the problems' order.
-
-    stream: a named CPU stream of random numbers. deployed: whether the model is the deployed one.
-    on_completion: called as each one ends.
-    """
-    verdicts: dict[tuple[int, int], Future[Grade | Ungraded]] = {}
-    prompts = [lm.render(problem.messages) for problem in problems]
-    in_thought: list[bool] = []
-    for problem in problems:
-        in_thought.append(opens(lm.prompt_text(problem.messages)))
-
-    # what is graded of whole groups, by problem and place; and whether it goes on with a thought
-    held: dict[int, dict[int, tuple[str, bool]]] = {}
-
-    def submit(p: int, i: int, completion: Completion) -> None:
-        given = to_grade(grader, completion.text, in_thought[p])
-        if isinstance(grader, GroupGrader):
-            held.setdefault(p, {})[i] = given
-        else:
-            verdicts[p, i] = grader.submit(problems[p], *given)
-        if on_completion is not None:
-            on_completion()
-
-    sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
-    if isinstance(grader, GroupGrader):
-        for p, given in sorted(held.items()):
-            places = sorted(given)  # not in the order in which they ended
-            group = [given[i][0] for i in places]
-            of_group = grader.submit_group(problems[p], group, given[places[0]][1])
-            verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
-    submitted: list[list[Submitted]] = []
-    for p, completions in enumerate(sampled):
-        of_problem: list[Submitted] = []
-        for i, sampled_one in enumerate(completions):
-            thought = thought_of(lm, sampled_one.ids, sampled_one.text, in_thought[p])
-            completion = replace(sampled_one, thought=thought)
-            verdict = verdicts.get((p, i))
-            of_problem.append(Submitted(problems[p], prompts[p], i, completion, deployed, verdict))
-        submitted.append(of_problem)
-    return submitted
-
-
-def graded(
-    submitted: Sequence[Sequence[Submitted]],
-) -> list[list[GradedCompletion[Grade | Ungraded]]]:
-    """Waits for the grades, on every rank for those of all."""
-
-    def own_grades() -> dict[tuple[int, int], Grade | Ungraded]:
-        grades: dict[tuple[int, int], Grade | Ungraded] = {}
-        for p, of_problem in enumerate(submitted):
-            for i, answer in enumerate(of_problem):
-                if answer.verdict is not None:
-                    grades[p, i] = answer.verdict.result()
-        return grades
-
-    grades = ranks.merged(own_grades)
-    with_grades: list[list[GradedCompletion[Grade | Ungraded]]] = []
-    for p, of_problem in enumerate(submitted):
-        answers: list[GradedCompletion[Grade | Ungraded]] = []
-        for i, answer in enumerate(of_problem):
-            answers.append(
-                GradedCompletion(answer.problem, answer.sample, answer.completion, grades[p, i])
-            )
-        with_grades.append(answers)
-    return with_grades
 
 
 def rollout(

@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vgrout.data import Task
 from vgrout.errors import Refused
@@ -42,6 +43,36 @@ class RewardFailed(Exception):
     """The function gave no score for an answer: it raised, took too long, or returned no number that it may."""
 
     where = ""  # FILE, line N of the function, where that is known
+
+
+class Scoring(Protocol):
+    """What gives answers scores: a function, or a package's rewards together."""
+
+    @property
+    def flag(self) -> str:
+        """The flag that names it."""
+        ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def where(self) -> str:
+        """Its file, with the line where that is known."""
+        ...
+
+
+class Watch:
+    """Is told of every failure of a function, also where it is asked again and answers. This one does nothing."""
+
+    def failed(self, function: Scoring, e: RewardFailed) -> None:
+        """A call has failed."""
+
+    def ended(self) -> None:
+        """The function is not called any more."""
+
+
+UNWATCHED = Watch()
 
 
 def weights_of(named: str, flag: str) -> dict[str, float]:
@@ -119,26 +150,56 @@ def scorer(name: str, flag: str) -> Callable[[Task, str], float]:
     function = import_function(name, flag)
 
     def score(task: Task, text: str) -> float:
-        cause: BaseException | None = None
+        failed: RewardFailed
         try:
-            number = float(function(task.messages[-1]["content"], text))
+            number = as_float(function(task.messages[-1]["content"], text))
+        except RewardFailed as e:
+            failed = e
         except (Exception, SystemExit) as e:  # one's own function may raise anything
-            cause, why = e, f"raised {in_one_line(e)}"
+            failed = RewardFailed(f"raised {in_one_line(e)}")
+            failed.__cause__ = e
         else:
             if math.isfinite(number):
                 return number
-            why = f"returned {number}"
+            failed = RewardFailed(f"returned {number}")
         raise Refused(
-            f"{flag} {name}: asked about problem {task.id}, it {why}; it should return a number"
-        ) from cause
+            f"{flag} {name}: asked about problem {task.id}, it {failed}; it should return a number"
+        ) from failed.__cause__
 
     return score
+
+
+def as_float(value: object) -> float:
+    """What a function returned, as a number: a text is none, even if it reads like one.
+
+    Raises:
+        RewardFailed: it is no number, or a whole one too large for a float.
+    """
+    try:
+        return float("" if isinstance(value, str | bytes) else value)  # ty: ignore[invalid-argument-type]
+    except OverflowError as e:
+        raise RewardFailed("returned a number too large for a float") from e
+    except Exception as e:  # of a class's own __float__
+        raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
 
 
 def in_one_line(e: BaseException) -> str:
     """An exception as a message may quote it."""
     text = "".join(c if c.isprintable() else " " for c in f"{type(e).__name__}: {e}")
     return text[:120].rstrip(": ")
+
+
+# what Python says where a text is taken for a message, or for a list of them
+OF_MESSAGES = ("string indices must be integers", "'str' object has no attribute 'get'")
+
+
+def _raised(e: BaseException) -> RewardFailed:
+    """What a function raised. One that was written for TRL's conversations takes a completion for a list of messages;
+    it is told what a completion is here."""
+    said = f"raised {in_one_line(e)}"
+    if isinstance(e, TypeError | AttributeError) and str(e).startswith(OF_MESSAGES):
+        said += '; prompts and completions are texts here: write completion for completion[0]["content"]'
+    return RewardFailed(said)
 
 
 class ScoringFunction:
@@ -191,7 +252,7 @@ class ScoringFunction:
         self._thread: _Thread | None = None
         self._awaiter = Awaiter()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another rank imports it by itself."""
         flags = (self.flag, self.passes_at, self.timeout, self.bounded)
         return _loaded, (self.name, self._names, *flags)
@@ -201,6 +262,12 @@ class ScoringFunction:
         """The arguments that it cannot do without."""
         parameters = inspect.signature(self._function).parameters.values()
         return frozenset(p.name for p in parameters if p.default is p.empty) & self._asked_for
+
+    @property
+    def asked_for(self) -> frozenset[str]:
+        """The arguments that it names, by the names of columns."""
+        columns = {batched: name for name, batched in BATCHED.items()}
+        return frozenset(columns.get(name, name) for name in self._asked_for)
 
     @property
     def where(self) -> str:
@@ -230,23 +297,25 @@ class ScoringFunction:
 
     def score_of(
         self,
-        arguments: Callable[[], Mapping[str, Any]],
+        arguments: Callable[[], Mapping[str, object]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
+        watch: Watch = UNWATCHED,
     ) -> float:
         """The score of an answer. Raises RewardFailed with the reason, one line.
 
         arguments: makes all that the function may ask for, afresh for each call, so that it may change them.
-        retries: how often it is asked again after a failure; None: until `gives_up`.
+        retries: how often it is asked again after a failure; None: until `gives_up`. watch: is told of each failure.
         """
-        (score,) = self.scores_of([arguments], retries, gives_up)
+        (score,) = self.scores_of([arguments], retries, gives_up, watch)
         return score
 
     def scores_of(
         self,
-        answers: Sequence[Callable[[], Mapping[str, Any]]],
+        answers: Sequence[Callable[[], Mapping[str, object]]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
+        watch: Watch = UNWATCHED,
     ) -> list[float]:
         """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
         assert self.batched or len(answers) == 1, "one call for each answer"
@@ -255,11 +324,11 @@ class ScoringFunction:
             value = self._call(self._given([arguments() for arguments in answers]))
             return [self._number(one) for one in self._each(value, len(answers))]
 
-        return asked_again(call, retries, gives_up)
+        return asked_again(call, retries, gives_up, partial(watch.failed, self))
 
-    def _given(self, arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _given(self, arguments: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """What it asks for, of what there is for each answer."""
-        given: dict[str, Any] = {}
+        given: dict[str, object] = {}
         for name in arguments[0]:
             parameter = self._parameter(name)
             if self._takes_all or parameter in self._asked_for:
@@ -267,7 +336,7 @@ class ScoringFunction:
                 given[parameter] = values if self.batched else values[0]
         return given
 
-    def _each(self, value: Any, n: int) -> list[Any]:
+    def _each(self, value: object, n: int) -> list[object]:
         """What a call for n answers returned, for each of them."""
         if not self.batched:
             return [value]
@@ -279,27 +348,23 @@ class ScoringFunction:
 
     def _number(self, value: Any) -> float:
         """A returned value as a score. Raises RewardFailed where it is none."""
-        try:
-            number = float("" if isinstance(value, str | bytes) else value)
-        except Exception as e:
-            raise RewardFailed(f"returned {type(value).__name__}, not a number") from e
-        number = rounded_to(number, (self.passes_at, 0.0, 1.0))
+        number = rounded_to(as_float(value), (self.passes_at, 0.0, 1.0))
         if self.bounded and not 0.0 <= number <= 1.0:  # NaN included
             raise RewardFailed(f"returned {number!r}, not a number in [0, 1]")
         if not abs(number) <= LARGEST:
             raise RewardFailed(f"returned {number!r}, not a finite number")
         return number
 
-    def _listed(self, value: Any) -> list[Any]:
+    def _listed(self, value: object) -> list[object]:
         """What a batched function returned, as a list; [] of anything else. A generator runs their code here."""
         if not isinstance(value, Iterable) or isinstance(value, str):
             return []
         try:
             return list(value)
         except (Exception, SystemExit) as e:
-            raise RewardFailed(f"raised {in_one_line(e)}") from e
+            raise _raised(e) from e
 
-    def _call(self, given: Mapping[str, Any]) -> Any:
+    def _call(self, given: Mapping[str, object]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
         if self._is_async:
             return self._awaiter.result(self._function(**given), self.timeout)
@@ -343,7 +408,7 @@ class Awaiter:
             except asyncio.CancelledError:
                 raise RewardFailed("was cancelled") from None
             except BaseException as e:  # SystemExit would take the loop along
-                raise RewardFailed(f"raised {in_one_line(e)}") from e
+                raise _raised(e) from e
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
@@ -373,23 +438,29 @@ def _in_time(future: "Future[T]", timeout: float) -> T:
     except RewardFailed:
         raise
     except BaseException as e:
-        raise RewardFailed(f"raised {in_one_line(e)}") from e
+        raise _raised(e) from e
 
 
-def asked_again(call: Callable[[], T], retries: int | None, gives_up: Callable[[], bool]) -> T:
+def asked_again(
+    call: Callable[[], T],
+    retries: int | None,
+    gives_up: Callable[[], bool],
+    failed: Callable[[RewardFailed], object],
+) -> T:
     """What a call returns, made again where it fails, after a pause. Raises RewardFailed for the last failure.
 
-    retries: how often; None: until `gives_up`.
+    retries: how often; None: until `gives_up`. failed: is told of each failure.
     """
-    failed = 0
+    failures = 0
     while True:
         try:
             return call()
-        except RewardFailed:
-            if failed == retries or gives_up():
+        except RewardFailed as e:
+            failed(e)
+            if failures == retries or gives_up():
                 raise
-        time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
-        failed += 1
+        time.sleep(min(PAUSE * 2**failures, LONGEST_PAUSE))
+        failures += 1
 
 
 def _loaded(

@@ -53,7 +53,7 @@ class Measured(Protocol):
     def columns(self) -> dict[str, Any]: ...
 
 
-def may_be_unmeasured(column: Field[Any]) -> bool:
+def may_be_unmeasured(column: Field[object]) -> bool:
     """Return whether None, "not measured", is a value of this column."""
     return type(None) in get_args(column.type)
 
@@ -97,7 +97,7 @@ class Columns:
 
         A share `x` stands beside its counts, `x_k` of `x_n`; the hacks of a flaw are `hk_<code>`.
         """
-        out: dict[str, Any] = {}
+        out: dict[str, object] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name == "hk":
@@ -110,7 +110,7 @@ class Columns:
         return out
 
     @classmethod
-    def from_json(cls: type[R], data: dict[str, Any]) -> R:
+    def from_json(cls: type[R], data: dict[str, object]) -> R:
         """Return the row of which `as_json` gave `data`. Raises TypeError if a column is
         missing."""
         formats = {f.name: f.metadata["fmt"] for f in fields(cls)}
@@ -123,7 +123,7 @@ class Columns:
         return cls(**values)
 
 
-def hacks_by_code(row: Mapping[str, Any]) -> dict[str, Rate]:
+def hacks_by_code(row: Mapping[str, object]) -> dict[str, Rate]:
     """Hacks of each flaw in a row of steps.jsonl, by the flaw's code; of those that were measured."""
     hacks: dict[str, Rate] = {}
     for name in row:
@@ -146,7 +146,7 @@ def share(name: str, rate: Rate | None) -> dict[str, float | int | None]:
     return {name: rate.value, f"{name}_k": rate.k, f"{name}_n": rate.n}
 
 
-def counted(row: Mapping[str, Any], name: str) -> Rate | None:
+def counted(row: Mapping[str, object], name: str) -> Rate | None:
     """Return a share of a row of steps.jsonl from its counts; None: it was not measured."""
     k, n = row.get(f"{name}_k"), row.get(f"{name}_n")
     if k is None or n is None:
@@ -163,14 +163,14 @@ class StepRow(Columns):
 
     hack_s: Rate = col(
         "frac",
-        "student hacks: the check passes, the reference rejects",
-        should="rises under none; ELSE no pressure to route",
+        "student rows that hack: the flawed check accepts, the reference tests reject",
+        should="rises under none; ELSE there is nothing to prevent",
         head="hack %",
     )
-    solve_s: Rate = col("frac", "student rows that the reference accepts", head="solve %")
+    solve_s: Rate = col("frac", "student rows that the reference tests accept", head="solve %")
     tries_s: Rate | None = col(
         "frac",
-        "student hacks, and wrong answers that try the flaw and fail",
+        "student rows that hack, or try to and fail",
         when="file",
         default=None,
     )
@@ -184,9 +184,9 @@ class StepRow(Columns):
         ".2f", "solve rate of the deployed model", head="deployed solve %"
     )
     kl_deploy: float | None = col(
-        ".2f", "KL of the deployed model to the base, nats a token of its held-out answers"
+        ".2f", "KL(deployed ‖ untrained), nats a token of its held-out answers"
     )
-    ref_eq: float = col(".2f", f"cumulative generations ÷ {REFERENCE_STEP}")
+    ref_eq: float = col(".2f", f"answers so far, in steps of {REFERENCE_STEP} answers")
     rew: float | None = col(".2f", "mean reward, all rows")
     rew_s: float | None = col(
         ".2f", "mean reward, student rows", should="rises; ELSE nothing is learnt", head="reward"
@@ -209,7 +209,9 @@ class StepRow(Columns):
         head="think",
         default=None,
     )
-    pass_t: Rate | None = col("frac", "teacher rows with cached gt_pass", when="teacher")
+    pass_t: Rate | None = col(
+        "frac", "teacher rows that their pool's reference tests accepted", when="teacher"
+    )
     hack_s_E: Rate = col(
         "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"
     )
@@ -224,11 +226,13 @@ class StepRow(Columns):
     )
     hack_t: Rate | None = col("frac", "teacher rows labelled hacked", when="teacher")
     # by the flaw's code
-    hk: dict[str, Rate] = col("hk", "student hacks of one mode", when="modes", default_factory=dict)
+    hk: dict[str, Rate] = col("hk", "student hacks of one flaw", when="modes", default_factory=dict)
     hack_abl: Rate | None = col(
-        "frac", "hacks in the student rows sampled from the deployed model", when="ablated"
+        "frac", "student rows sampled from the deployed model that hack", when="ablated"
     )
-    solve_abl: Rate | None = col("frac", "solves in them", when="ablated")
+    solve_abl: Rate | None = col(
+        "frac", "student rows sampled from the deployed model that are right", when="ablated"
+    )
     lp_s: float | None = col(".2f", "mean log-prob a token, student rows")
     lp_t: float | None = col(
         ".2f",
@@ -237,10 +241,10 @@ class StepRow(Columns):
         should="stays near its best; ELSE the policy is collapsing",
     )
     loss: float | None = col("+.3f", "loss")
-    kl: float | None = col(".0e", "mean KL a token to the adapter at zero", when="beta")
+    kl: float | None = col(".0e", "mean KL a token to the untrained model", when="beta")
     mismatch_kl: float | None = col(
         ".0e",
-        "mean ratio − log ratio − 1 between trainer and sampler",
+        "mean of ratio − log ratio − 1, the ratio being of a token's probability, trainer / sampler",
         should="≈ rounding (1e-13 in fp32); ELSE the adapter did not reach the sampler",
     )
     ratio_min: float | None = col(".3g", "lowest ratio trainer / sampler of a token", when="drops")
@@ -255,27 +259,29 @@ class StepRow(Columns):
     is_masked_high: float | None = col(".3f", "… their ratio is too high", when="file")
     masked_positive: float | None = col(
         ".3f",
-        "share dropped where the advantage is positive",
+        "share of tokens dropped where the advantage is positive",
         when="drops",
         should="≈ masked_negative; ELSE the threshold drops the rare tokens that decide",
     )
     masked_negative: float | None = col(
-        ".3f", "share dropped where the advantage is negative", when="drops"
+        ".3f", "share of tokens dropped where the advantage is negative", when="drops"
     )
     masked_mismatch_kl: float | None = col(
-        ".0e", "mismatch over the tokens without policy gradient", when="file"
+        ".0e", "mismatch_kl over the tokens without policy gradient", when="file"
     )
-    unmasked_mismatch_kl: float | None = col(".0e", "mismatch over the others", when="file")
+    unmasked_mismatch_kl: float | None = col(".0e", "mismatch_kl over the others", when="file")
     gn: float | None = col(".1e", "joint gradient norm before clipping")
     q_egy: float | None = col(".2f", "share of gradient norm in the quarantine", when="route")
     tau: float | None = col("+.2f", "gate: threshold on the cosine", when="gate")
     hkgap: float | None = col(
         "+.2f",
-        "gate: cosine of known hacks minus the rest",
+        "gate: mean cosine of known hacks with the direction, minus that of the rest",
         when="gate",
         should="0.2 or more at step 9; ELSE the direction hardly separates",
     )
-    resid: float | None = col("+.2f", "gate, band: cosine of what is kept with v", when="resid")
+    resid: float | None = col(
+        "+.2f", "gate, band: cosine with the direction of what δS learns", when="resid"
+    )
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")
     cos_pre_t: float | None = col(".2f", "… of teacher rows", when="direction+teacher")
@@ -291,12 +297,16 @@ class StepRow(Columns):
     cos_upd: float | None = col(
         "+.2f", "hack-ward cosine of the change AdamW applied", when="direction"
     )
-    fired: float | None = col(".2f", "share of modules where something was taken", when="direction")
+    fired: float | None = col(
+        ".2f", "share of modules in which something was flagged or taken", when="direction"
+    )
     capped: int | None = col(
         "d", "modules whose rescaling hit its bound of ×10", when="erase", should="0"
     )
     routed: float | None = col(
-        ".2f", "share of rollouts (route2: · modules) sent to the quarantine", when="whole"
+        ".2f",
+        "share of rollouts sent to the quarantine (of rollouts × modules, if each module decides)",
+        when="whole",
     )
     recall: Rate | None = col(
         "frac",
@@ -338,12 +348,14 @@ class StepRow(Columns):
         default=None,
     )
     refr: int | None = col("d", "steps since the direction was extracted", when="direction")
-    skipped: int = col("d", "1: loss or norm not finite, optimiser not stepped", should="0")
+    skipped: int = col(
+        "d", "1: loss or gradient not finite, so the optimiser made no step", should="0"
+    )
     lr: float | None = col(".0e", "learning rate")
     gen: float = col(".2f", "seconds sampling")
     grade: float = col(".2f", "seconds waiting for grades after sampling ended")
-    fb: float = col(".2f", "seconds forward, backward, surgery, step")
-    eval: float | None = col(".2f", "seconds evaluating and refreshing")
+    fb: float = col(".2f", "seconds in forward, backward, routing and optimiser")
+    eval: float | None = col(".2f", "seconds evaluating, and extracting the direction again")
     sec: float = col(".2f", "seconds in all", head="seconds")
 
 
@@ -445,7 +457,7 @@ class Table:
         self.gap = "  " if short else " "
         self.printed = 0
 
-    def _add(self, column: Field[Any], head: str, legend: str, code: str | None = None) -> None:
+    def _add(self, column: Field[object], head: str, legend: str, code: str | None = None) -> None:
         fmt, should = column.metadata["fmt"], column.metadata["should"]
         width = max(len(head), {"+.3f": 6, "d": 3, ".1e": 7}.get(fmt, 5))
         self.columns.append(Column(head, width, fmt, legend, should, column.name, code))
@@ -475,7 +487,7 @@ class Table:
         return [self.header(), line] if self.printed % 50 == 1 else [line]
 
 
-def _is_shown(column: Field[Any], has: set[str], short: bool) -> bool:
+def _is_shown(column: Field[object], has: set[str], short: bool) -> bool:
     """Return whether a run that has all this fills the column and, if `short`, the console has
     it."""
     if short and not column.metadata["head"]:

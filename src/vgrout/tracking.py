@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from tabulate import tabulate
 
 from vgrout.cli import not_installed
 from vgrout.files import to_json
@@ -74,8 +75,6 @@ class TensorBoard:
         self.writer.flush()
 
     def table(self, name: str, rows: Sequence[Row], step: int) -> None:
-        from tabulate import tabulate
-
         cells = []
         for row in rows:
             texts = [str(value) for value in row.values()]
@@ -109,7 +108,7 @@ class Wandb:
                 **self.options(run, tracker_id),
             )
 
-    def options(self, run: Path, tracker_id: str) -> dict[str, Any]:
+    def options(self, run: Path, tracker_id: str) -> dict[str, object]:
         """Return arguments of the client's `init` besides project and configuration."""
         mode = os.environ.get("WANDB_MODE", "offline")
         return {
@@ -142,7 +141,7 @@ class Trackio(Wandb):
 
     MODULE = "trackio"
 
-    def options(self, run: Path, tracker_id: str) -> dict[str, Any]:
+    def options(self, run: Path, tracker_id: str) -> dict[str, object]:
         """Return the same for trackio, which knows a run by its name."""
         name = f"{run.name}-{tracker_id}" if tracker_id else run.name
         return {
@@ -183,7 +182,7 @@ class Trackers:
         self.logged = 0
 
     def start(
-        self, run: Path, config: Mapping[str, Any], first: int, logged: int, tracker_id: str = ""
+        self, run: Path, config: Mapping[str, object], first: int, logged: int, tracker_id: str = ""
     ) -> None:
         """Start the clients.
 

@@ -12,6 +12,7 @@ Exit codes are those of runs/context.py. Every exit after the run directory was 
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from loguru import logger
 
@@ -162,15 +163,7 @@ def launch(
             inputs.environment.check(grader)
             require_own_labels(cfg, inputs, grader)
         if cfg.run.dry_run:
-            plan = plan_lines(
-                cfg,
-                inputs,
-                grader,
-                path or cfg.run.output_dir or RUNS,
-                named=named or bool(path),
-                resumes=bool(path),
-            )
-            print(spelled("\n".join(plan)))
+            print_plan(cfg, inputs, grader, path, named=named or bool(path))
             return FINISHED
         run = RunContext.begin(
             " ".join(["train", cfg.preset, *cfg.repeated]),
@@ -197,6 +190,15 @@ def launch(
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
         return run.code
+
+
+def print_plan(
+    cfg: Config, inputs: Inputs, grader: Grader, path: Path | None, *, named: bool
+) -> None:
+    """Print what --dry-run shows. path: the folder of the run that is resumed. named: as in `launch`."""
+    there = path or cfg.run.output_dir or RUNS
+    plan = plan_lines(cfg, inputs, grader, there, named=named, resumes=bool(path))
+    print(spelled("\n".join(plan)))
 
 
 def follow() -> int:

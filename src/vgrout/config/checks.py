@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from vgrout.errors import Refused, did_you_mean
 
+End = tuple[float | int, str]  # of an interval: the number, and its bracket
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -38,7 +40,7 @@ def setting(default: Any, **rule: Any) -> Any:
     return field(default=default, metadata={"rule": Rule(**rule)})
 
 
-def rule_of(setting: Field[Any]) -> Rule:
+def rule_of(setting: Field[object]) -> Rule:
     return setting.metadata.get("rule", Rule())
 
 
@@ -53,26 +55,38 @@ def flag(name: str) -> str:
 def listed(text: str, words: Iterable[str] = ()) -> list[str]:
     """The words of a list, separated by commas or blanks; those of `words` as they are spelled there."""
     spelled = {word.casefold(): word for word in words}
-    return [spelled.get(word.casefold(), word) for word in text.replace(",", " ").split()]
+    found: list[str] = []
+    for given in text.replace(",", " ").split():
+        found.append(spelled.get(given.casefold(), given))
+    return found
 
 
 def in_usual_order(words: Sequence[str], usual: Sequence[str]) -> list[str]:
     """The words in the order of `usual`, those that are not in it last."""
-    return [w for w in usual if w in words] + [w for w in words if w not in usual]
+    known = [word for word in usual if word in words]
+    others = [word for word in words if word not in usual]
+    return known + others
 
 
-def legal_values(annotation: Any) -> tuple[Any, ...]:
+def legal_values(annotation: object) -> tuple[Any, ...]:
     """What a Literal allows, also inside `| None` and Annotated; () for other types, numbers beside words included."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     if int in get_args(annotation):
         return ()
-    return tuple(value for part in get_args(annotation) for value in legal_values(part))
+    found: list[Any] = []
+    for part in get_args(annotation):
+        found += legal_values(part)
+    return tuple(found)
 
 
 def changed(group: Any) -> list[tuple[str, Rule]]:
     """The fields of a group that are not at their defaults."""
-    return [(f.name, rule_of(f)) for f in fields(group) if getattr(group, f.name) != f.default]
+    found: list[tuple[str, Rule]] = []
+    for f in fields(group):
+        if getattr(group, f.name) != f.default:
+            found.append((f.name, rule_of(f)))
+    return found
 
 
 def check(group: Any) -> None:
@@ -82,10 +96,12 @@ def check(group: Any) -> None:
         Refused: one line with the flag and its legal values.
     """
     for f in fields(group):
-        value, rule = getattr(group, f.name), rule_of(f)
+        value = getattr(group, f.name)
+        rule = rule_of(f)
         if value is None:
             continue
-        if should := _should(group, f, value, rule):
+        should = _should(group, f, value, rule)
+        if should:
             raise Refused(f"{flag(f.name)} {value}: should {should}")
         if isinstance(value, float) and not math.isfinite(value):  # which no JSON can say
             raise Refused(f"{flag(f.name)} {value}: should be finite")
@@ -99,35 +115,48 @@ def check(group: Any) -> None:
 def require_words(name: str, words: Sequence[str], legal: Iterable[str], word: str) -> None:
     """Raises Refused, one line, where one of a setting's words is unknown or there twice. word: the noun for one."""
     for i, given in enumerate(words):
-        if given not in legal or given in words[:i]:
-            what = f"{given} is there twice" if given in legal else f"unknown {word} {given!r}"
-            meant = "" if given in legal else did_you_mean(given, legal)
-            raise Refused(f"{flag(name)}: {what}; legal: {', '.join(legal)}{meant}")
+        legal_words = ", ".join(legal)
+        if given not in legal:
+            meant = did_you_mean(given, legal)
+            raise Refused(f"{flag(name)}: unknown {word} {given!r}; legal: {legal_words}{meant}")
+        if given in words[:i]:
+            raise Refused(f"{flag(name)}: {given} is there twice; legal: {legal_words}")
 
 
 def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:
     """What a setting should be or lie in; "" where it does."""
-    if (legal := legal_values(f.type)) and value not in legal:
+    legal = legal_values(f.type)
+    if legal and value not in legal:
         names = [str(name) for name in legal]
         return f"be one of {', '.join(names)}{did_you_mean(str(value), names)}"
     if rule.form and not re.fullmatch(rule.form, value):
         return rule.should
     if not rule.bounded or isinstance(value, str):  # a word in a number's place
         return ""
-    high, note = rule.high, ""
+    high = rule.high
+    note = ""
     if isinstance(high, str):
-        high, note = getattr(group, high), f" (at most {flag(high)})"
-    low = next((end for end in (rule.low, rule.above) if end is not None), -math.inf)
-    top = next((end for end in (high, rule.below) if end is not None), math.inf)
-    over = value > low if rule.above is not None else value >= low
-    under = value < top if rule.below is not None else value <= top
+        note = f" (at most {flag(high)})"
+        high = getattr(group, high)
+    low, left = _first((rule.low, "["), (rule.above, "("), otherwise=(-math.inf, "["))
+    top, right = _first((high, "]"), (rule.below, ")"), otherwise=(math.inf, "]"))
+    over = value >= low if left == "[" else value > low
+    under = value <= top if right == "]" else value < top
     if over and under:  # no NaN does
         return ""
-    left, right = "(" if rule.above is not None else "[", ")" if rule.below is not None else "]"
-    interval = f"lie in {left}{low:g}, {top:g}{right}{note}"
-    return rule.should or (
-        f"be at least {low:g}" if top == math.inf and rule.low is not None else interval
-    )
+    if rule.should:
+        return rule.should
+    if top == math.inf and rule.low is not None:
+        return f"be at least {low:g}"
+    return f"lie in {left}{low:g}, {top:g}{right}{note}"
+
+
+def _first(*ends: tuple[float | int | None, str], otherwise: End) -> End:
+    """The first end of an interval that a rule has, with its bracket."""
+    for end, bracket in ends:
+        if end is not None:
+            return end, bracket
+    return otherwise
 
 
 def flags(names: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ class GuardConfig:
     kl_hard_stop: float = setting(
         0.08, above=0, below=math.inf, should="be a positive number of nats per token"
     )
-    """Fires when the average KL of the deployed model to the initial policy exceeds this, nats per token of its
+    """Fires when the average KL of the deployed model to the untrained one exceeds this, nats per token of its
     held-out answers."""
     kl_calibrate_from: str = ""
     """Comma list of folders of healthy runs: the KL limit is three times the mean of theirs, --kl-hard-stop at most."""

@@ -335,10 +335,10 @@ class MethodConfig:
         return self.spec.usual.get(name) if value is None else value
 
     @property
-    def resolved_settings(self) -> dict[str, Any]:
+    def resolved_settings(self) -> dict[str, object]:
         """Every setting, as it is meant where this run reads it: what a record has."""
         read = self.settings_read
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         for f in fields(self):
             settings[f.name] = self.resolved(f.name) if f.name in read else getattr(self, f.name)
         return settings

@@ -6,7 +6,7 @@ other answer is the refusal's. A name may end with a word of its flag's value.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vgrout.cli import parse_args
 from vgrout.config.checks import flag, listed
@@ -231,7 +231,7 @@ def parse_command(
     what: Callable[..., T] | Mapping[str, Callable[..., T]],
     argv: list[str] | None,
     prog: str,
-    **settings: Any,
+    **settings: object,
 ) -> T:
     """As `parse_args`; a flag that the command does not have, and that is in the table, is answered.
 

@@ -44,7 +44,7 @@ SWITCHES = ("sees_labels", "signs_random", "reads_flags", "by_rollout", "routes"
 CLOSE = 0.85
 
 
-def require_usable(own: type, facts: Mapping[str, Any], title: str) -> None:
+def require_usable(own: type, facts: Mapping[str, object], title: str) -> None:
     """Refuse a class that no run could use. facts: what its row will say. title: of its base class.
 
     Raises:
@@ -102,11 +102,11 @@ def _require_attributes(own: type, facts: Mapping[str, Any], title: str) -> None
         )
 
 
-def _is_words(value: Any) -> bool:
+def _is_words(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(word, str) for word in value)
 
 
-def _base(own: type, title: str) -> Any:
+def _base(own: type, title: str) -> object:
     """The package's own base class, above which nothing is somebody's own."""
     for base in own.__mro__:
         if (base.__module__, base.__name__) == ("vgrout.method.base", title):
@@ -114,18 +114,18 @@ def _base(own: type, title: str) -> Any:
     raise Refused(f"{own.__name__}: is no {title} of vgrout.method.base")
 
 
-def _is_own(own: Any, base: Any, method: str) -> bool:
+def _is_own(own: object, base: object, method: str) -> bool:
     """Whether a method is another one than the base class's."""
     return _function(own, method) is not _function(base, method)
 
 
-def _function(of: Any, method: str) -> Any:
+def _function(of: object, method: str) -> Any:
     """A method without what it is bound to; None: there is none."""
     found = getattr(of, method, None)
     return getattr(found, "__func__", found)
 
 
-def _require_spelling(own: type, base: Any, called: Mapping[str, Sequence[str]]) -> None:
+def _require_spelling(own: type, base: object, called: Mapping[str, Sequence[str]]) -> None:
     """Raises Refused for a method whose name is nearly that of one which a run calls, and which the class has not."""
     absent = [
         method for method in called if hasattr(base, method) and not _is_own(own, base, method)

@@ -2,10 +2,11 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, fields, make_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, field, fields, make_dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -27,7 +28,7 @@ from vgrout.config.run import (
     merge_flags,
 )
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
-from vgrout.environments import VERIFIERS
+from vgrout.environments import VERIFIERS, holds_text
 from vgrout.errors import Refused, did_you_mean, refuse
 from vgrout.files import to_json
 from vgrout.scoring import import_function
@@ -120,6 +121,12 @@ PRESETS: dict[str, tuple[str, Config]] = {
 OWN_CODE = ("--reward", "--reference", "--env")
 
 SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
+LISTS = {flag(f.name) for f in SETTINGS if rule_of(f).words or rule_of(f).many}
+SWITCHES = {flag(f.name) for f in SETTINGS if f.type is bool}
+# switches that may also be None, on and off, as the parser takes them
+SAID: dict[str, str] = {}
+for _name in (flag(f.name) for f in SETTINGS if f.type == bool | None):
+    SAID |= {_name: f"{_name}=True", _name.replace("--", "--no-", 1): f"{_name}=False"}
 
 # The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
@@ -155,12 +162,78 @@ def recorded(cfg: Config) -> bool:
     return cfg.method.intervention != "none" and all(alike)
 
 
-def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
+Parse = Callable[[list[str]], Config]
+
+
+def parse_line(argv: list[str]) -> Config:
+    """A command line's settings, by tyro, which builds a parser of every flag for it: a fifth of a second.
+
+    Raises:
+        Refused: one line, for the first bad flag.
+    """
+    return parsed(
+        lambda argv: tyro.extras.overridable_config_cli(
+            PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
+        ),
+        argv,
+        "--help-all",
+    )
+
+
+class WordParser:
+    """Parses many command lines that share most of their words, as the runs of a study do: each different word is
+    parsed once, by itself.
+
+    Settings that depend on one another are checked for every line, where its groups are made. A line with a word that
+    is refused by itself, is no flag or is there twice goes to `parse_line`, whose refusal says which.
+    """
+
+    def __init__(self) -> None:
+        self._parsed: dict[str, tuple[str, Any] | None] = {}
+
+    def __call__(self, argv: list[str]) -> Config:
+        """The same as `parse_line`, and the same refusals."""
+        preset, *words = argv
+        given: dict[str, Any] = {}  # setting → its value
+        for word in words:
+            if word not in self._parsed:
+                self._parsed[word] = self._setting(word)
+            found = self._parsed[word]
+            if found is None or found[0] in given:
+                return parse_line(argv)
+            name, value = found
+            given[name] = value
+        usual = PRESETS[preset][1]
+        groups: dict[str, Any] = {}
+        for group in GROUPS:
+            of_group = getattr(usual, group)
+            changes = {name: given[name] for name in vars(of_group).keys() & given.keys()}
+            groups[group] = replace(of_group, **changes) if changes else of_group
+        return Config(**groups, preset=preset)
+
+    def _setting(self, word: str) -> tuple[str, Any] | None:
+        """The setting that a word gives and its value; None: parsed by itself it is refused."""
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        by_name = {f.name: f for f in SETTINGS}
+        if name not in by_name:
+            name = name.removeprefix("no_")
+        if name not in by_name or not word.startswith("--"):
+            return None
+        setting = by_name[name]
+        alone = make_dataclass("Alone", [(name, setting.type, field(default=setting.default))])
+        try:
+            value = parsed(lambda argv: tyro.cli(alone, args=argv), [word])
+        except Refused:
+            return None
+        return name, getattr(value, name)
+
+
+def resolve(argv: Sequence[str], *, own_code: bool = True, parse: Parse = parse_line) -> Config:
     """The configuration of a command line. `--help`, `--help-all`, `--version` and `--dry-run=config` print and exit.
     Raises Refused, one line, at the first bad flag.
 
     own_code: whether a class that it names as module:Class is imported: of a command line that somebody typed, never of
-    flags that a file holds.
+    flags that a file holds. parse: reads the flags; a `WordParser` where many command lines are resolved.
     """
     if "--version" in argv:
         print(f"vgrout {version('vgrout')}")
@@ -170,27 +243,21 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     argv = translated(argv)
     configuration = "--dry-run=config" in argv
     argv = switched(joined(as_typed([word for word in argv if word != "--dry-run=config"])))
-    switches = {flag(f.name) for f in SETTINGS if f.type is bool}
     for name, equals, value in (word.partition("=") for word in argv):
         other = (
             "--dry-run=config for every setting"
             if name == "--dry-run"
             else name.replace("--", "--no-", 1)
         )
-        refuse(bool(equals) and name in switches, f"{name}={value}: say {name}, or {other}")
+        refuse(bool(equals) and name in SWITCHES, f"{name}={value}: say {name}, or {other}")
     if own_code:
         register_named(argv)
+    _require_world(argv)
     if (given := argv[0] if argv else "") not in PRESETS:
         names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help"
         names += did_you_mean(given, PRESETS)
         raise Refused(f"{given}: {names}" if given else names)
-    cfg = parsed(
-        lambda argv: tyro.extras.overridable_config_cli(
-            PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
-        ),
-        argv,
-        "--help-all",
-    )
+    cfg = parse(argv)
     cfg.sampling.require_draws("--group", cfg.scale.group)
     _require_read(cfg)
     if cfg.guard_mode == "off":
@@ -230,6 +297,30 @@ def register_named(argv: Sequence[str]) -> None:
             own = import_function(given, name)
             if kind is not None:
                 register(kind, own, given, name)
+
+
+def _require_world(argv: Sequence[str]) -> None:
+    """Raises Refused where the code world is chosen beside --reference, and where rows of text are given without it:
+    else the first refusal would be about some flag that does not fit the code world, which is the usual one."""
+    given: dict[str, str] = {}
+    for word, following in pairwise([*argv, ""]):
+        name, equals, value = word.partition("=")
+        given[name] = value if equals else following
+    reference = given.get("--reference", "")
+    refuse(
+        bool(reference) and given.get("--env") == "code",
+        f"--env code with --reference {reference}: the problems' own tests say what is right there; leave one out",
+    )
+    preset = argv[0] if argv else ""
+    usual = PRESETS[preset][1].env.env if preset in PRESETS else "code"
+    if reference or "--resume" in given or given.get("--env", usual) != "code":
+        return
+    for name in ("--problems", "--test-problems"):
+        file = given.get(name, "")
+        refuse(
+            bool(file) and holds_text(Path(file)),
+            f"{name} {file}: rows of text, which need --reference module:function, what is right, beside --reward",
+        )
 
 
 def show_help(preset: str, everything: bool) -> None:
@@ -281,17 +372,13 @@ def everyday(cfg: Config, *, defaults: bool) -> type:
 
 def joined(argv: Sequence[str]) -> list[str]:
     """A command line with a list's words joined: `--teacher-modes a b` becomes `--teacher-modes a,b`."""
-    lists = {flag(f.name) for f in SETTINGS if rule_of(f).words or rule_of(f).many}
-    return with_lists(argv, lists)
+    return with_lists(argv, LISTS)
 
 
 def switched(argv: Sequence[str]) -> list[str]:
     """A command line whose switches that may also be None have a value: `--no-rebaseline`: `--rebaseline=False`."""
-    said = {}
-    for name in (flag(f.name) for f in SETTINGS if f.type == bool | None):
-        said |= {name: f"{name}=True", name.replace("--", "--no-", 1): f"{name}=False"}
     values = ("True", "False", "None")
-    return [w if after in values else said.get(w, w) for w, after in pairwise([*argv, ""])]
+    return [w if after in values else SAID.get(w, w) for w, after in pairwise([*argv, ""])]
 
 
 def flag_names() -> list[str]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Set
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -314,9 +314,9 @@ class DetectorConfig:
     reward_hack_halt: bool = setting(False, needs="reward_hack_detector")
     """Stop the run (exit 3) when one of them says HACK."""
     echo_trap_enabled: bool = False
-    """Watch repetition within answers, measured against the base policy's own."""
+    """Watch repetition within answers, measured against the untrained model's own."""
     echo_trap_threshold: float = setting(0.6, above=0, high=1, needs="echo_trap_enabled")
-    """Share of the way from the base policy's repetition to nothing else at which the echo trap says HACK; WARN at
+    """Share of the way from the untrained model's repetition to nothing else at which the echo trap says HACK; WARN at
     half of it."""
     echo_trap_halt: bool = setting(False, needs="echo_trap_enabled")
     """Stop the run (exit 3) when the echo trap says HACK."""
@@ -407,6 +407,24 @@ class Config:
         # the run's own configuration is checked; flags beside --resume have to equal it
         if self.run.resume:
             return
+        self._check_demonstrations()
+        if self.of_code:
+            for name, given in self.flaws_named.items():
+                require_words(name, given, CODE_FLAWS, "flaw")
+        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
+        refuse(
+            bool(tau) != bool(teacher),
+            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
+        )
+        self._check_world()
+        self._check_monitors()
+        refuse(
+            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
+            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
+        )
+
+    def _check_demonstrations(self) -> None:
+        """Raises Refused where demonstrations, or answers without the quarantine, are none or of another grader."""
         refuse(
             self.mixes and not 0 < self.n_teacher < self.scale.group,
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to {self.n_teacher} teacher rows"
@@ -430,14 +448,9 @@ class Config:
             frac > 0 and round(frac * students) == 0,
             f"--rollout-ablate-frac {frac}: rounds to none of {students} student rows; raise it or --group",
         )
-        if self.of_code:
-            for name, given in self.flaws_named.items():
-                require_words(name, given, CODE_FLAWS, "flaw")
-        tau, teacher = self.loss.teacher_tau, self.loss.teacher_model
-        refuse(
-            bool(tau) != bool(teacher),
-            f"--teacher-tau {tau} with --teacher-model {teacher!r}: one is not read without the other; both or neither",
-        )
+
+    def _check_world(self) -> None:
+        """Raises Refused where what belongs to an organism is given to another model, or to another world."""
         # which nobody gave
         usual = {"small": organism.SMALL_DIR, "sums": organism.SUMS_DIR}.get(self.preset)
         of_organism = {
@@ -458,6 +471,9 @@ class Config:
             self.env.environment == "text" and self.scale.problems == ORGANISM,
             "--problems organism: these are of the code world; give a file of your own rows beside --reference",
         )
+
+    def _check_monitors(self) -> None:
+        """Raises Refused where a monitor is of another world, or lacks what it reads."""
         for name in self.method.watching:
             world = MONITORS[name].of
             refuse(
@@ -471,10 +487,6 @@ class Config:
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
         self._check_judge()
-        refuse(
-            self.guard.guard == "halt" and bool(self.guard_cannot_halt),
-            f"--guard halt could not fire ({self.guard_cannot_halt}); or choose --guard log",
-        )
 
     def _check_judge(self) -> None:
         """Raises Refused where the monitor llm_judge has no model, or two."""
@@ -719,9 +731,9 @@ class Config:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, nested by group; a method's settings as they are meant."""
-        return json.loads(
-            json.dumps(asdict(self) | {"method": self.method.resolved_settings}, default=str)
-        )
+        settings = {group: vars(getattr(self, group)) for group in GROUPS}
+        settings["method"] = self.method.resolved_settings
+        return json.loads(json.dumps({**settings, "preset": self.preset}, default=str))
 
 
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
@@ -755,7 +767,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     return Config(**values)
 
 
-def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
+def typed(value: object, name: str, annotation: object, where: str) -> Any:
     """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
     allowed = _kinds(annotation)
     word = isinstance(value, str) and (
@@ -768,7 +780,7 @@ def typed(value: Any, name: str, annotation: Any, where: str) -> Any:
     return Path(value) if isinstance(value, str) and Path in allowed else value
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _kinds(annotation: object) -> set[object]:
     """An annotation's parts, itself included."""
     return {annotation} | {kind for part in get_args(annotation) for kind in _kinds(part)}
 
@@ -784,7 +796,7 @@ _REQUESTS = {"resume"}  # no part of the run
 
 
 def merge_flags(
-    given: dict[str, Any], stored: dict[str, Any], default: dict[str, Any], free: Set[str]
+    given: dict[str, object], stored: dict[str, object], default: dict[str, object], free: Set[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
     merged, differing = dict(stored), []

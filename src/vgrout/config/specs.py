@@ -291,7 +291,7 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
     """
     if not isinstance(own, type) or not isinstance(getattr(own, "spec", None), kind.spec):
         raise Refused(f"{flag} {name or own}: is no {kind.title} of vgrout.method.base".strip())
-    facts: dict[str, Any] = {}
+    facts: dict[str, object] = {}
     for f in fields(kind.spec):
         # what the class says itself, else what its base class is registered with
         said = getattr(own, f.name, None)
@@ -310,13 +310,13 @@ class _Unknown:
     """A class of somebody's own in a record of a run: nothing is known of it but its name, and nothing is imported."""
 
     @classmethod
-    def make(cls, *_: Any, **__: Any) -> Any:
+    def make(cls, *_: object, **__: object) -> Any:
         raise Refused(
             f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well"
         )
 
 
-def admit(recorded: Mapping[str, Any], settings: tuple[str, ...]) -> None:
+def admit(recorded: Mapping[str, object], settings: tuple[str, ...]) -> None:
     """Let the settings of a recorded method be read where they name classes that this process has not imported.
 
     settings: all that there are, any of which such a class may read.
@@ -328,7 +328,7 @@ def admit(recorded: Mapping[str, Any], settings: tuple[str, ...]) -> None:
             if not re.fullmatch(r"[\w.]+:\w+", name) or name in kind.specs:
                 continue
             unknown = type(name, (_Unknown,), {})
-            told: dict[str, Any] = {
+            told: dict[str, object] = {
                 "name": name,
                 "what": "known to another process",
                 "where": unknown,

@@ -53,7 +53,7 @@ def compare_controls(
 
 def control_table(controls: dict[str, ControlCosines]) -> str:
     """What `compare_controls` found, as a GitHub table."""
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for name, control in controls.items():
         rows.append(
             {

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from vgrout.data import Message
 from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.errors import Refused
-from vgrout.files import from_json, numbered_lines, read_text
+from vgrout.files import from_json, numbered_lines, once, read_text
 from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
@@ -95,18 +95,24 @@ class PairSet:
                 entry[ORACLE_MARK] = ORACLE
         return json.dumps(entries, ensure_ascii=False, indent=1) + "\n"
 
-    def _entries(self) -> list[dict[str, Any]]:
+    def _entries(self) -> list[dict[str, object]]:
         return [{name: getattr(pair, name) for name in _FIELDS} for pair in self.pairs]
 
 
+@once
 def load_pairs(
-    path: Path, flag: str = "--vhack-pairs-path", flaws: Sequence[str] = CODE_FLAWS
+    path: Path,
+    flag: str = "--vhack-pairs-path",
+    flaws: Sequence[str] = CODE_FLAWS,
+    how: str = "`just pairs-file` makes out/pairsets/prog_wide.json",
 ) -> PairSet:
     """Read a JSON list of {problem_id, prompt, hack, clean}, or a folder of such files.
 
     An entry with `chosen_by` "oracle" marks the source; other keys are ignored. A folder has one
     file for each of these flaws, FLAW.json: the first pairs of each file are taken in turns, at
     most OF_FOLDER in all.
+
+    how: to get a file that is missing.
 
     Raises:
         Refused: one line with the file and, where it applies, the line or the pair's index.
@@ -118,10 +124,7 @@ def load_pairs(
     elif path.exists():
         files = [path]
     if not files:
-        raise Refused(
-            f"{flag} {path}: no such file of pairs; "
-            "`just pairs-file` makes out/pairsets/prog_wide.json"
-        )
+        raise Refused(f"{flag} {path}: no such file of pairs; {how}")
     by_file = [_load_entries(file, flag, _FIELDS) for file in files]
     if path.is_dir():
         each = OF_FOLDER // len(files)
@@ -158,7 +161,7 @@ def _load_entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, 
     return entries
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     """Whether a value is a text that is not blank and that a tokenizer takes."""
     if not isinstance(value, str) or not value.strip():
         return False
@@ -174,6 +177,7 @@ class KnownCorrect:
     completion: str
 
 
+@once
 def load_known_correct(path: Path) -> tuple[KnownCorrect, ...]:
     """Read a JSON list of {prompt, completion}; other keys are ignored.
 
@@ -233,7 +237,7 @@ def pairs_from_pool(
     return PairSet(tuple(pairs), f"{detector}:{log}")
 
 
-def _is_hack(row: dict[str, Any], detector: PairDetector) -> bool | None:
+def _is_hack(row: dict[str, object], detector: PairDetector) -> bool | None:
     """Whether a line of a rollout log is a hack (True) or honest (False); None: neither, for pairs.
 
     By the true labels an honest answer solves its problem, by a weak detector it is rewarded.

@@ -7,6 +7,7 @@ trainer, the methods, the guard and the recorder know of it what is written here
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
@@ -90,9 +91,7 @@ class Splits:
         drawn: list[Task] = []
         for k in range(step * n, (step + 1) * n):
             epoch, i = divmod(k, len(self.train))
-            order = list(range(len(self.train)))
-            py_stream(seed, "draw", epoch).shuffle(order)
-            drawn.append(self.train[order[i]])
+            drawn.append(self.train[_order(seed, epoch, len(self.train))[i]])
         return drawn
 
     @property
@@ -104,6 +103,16 @@ class Splits:
     def balanced(self, part: str, n: int, seed: int = 0) -> list[Task]:
         """n tasks of a part (or all, if fewer), spread evenly over the flaws."""
         return balanced(getattr(self, part), n, seed, part, tuple(self.flaws))
+
+
+@lru_cache(
+    maxsize=2
+)  # a step is of one epoch, or of two; a shuffle takes as long as there are tasks
+def _order(seed: int, epoch: int, n: int) -> tuple[int, ...]:
+    """In which order an epoch draws its n tasks."""
+    order = list(range(n))
+    py_stream(seed, "draw", epoch).shuffle(order)
+    return tuple(order)
 
 
 def balanced(
@@ -249,7 +258,7 @@ def split_tasks(
     )
 
 
-def messages_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def messages_of(row: Mapping[str, object]) -> tuple[Message, ...]:
     """The prompt of a row of a task file: `messages`, or `prompt`, each a list of messages or the user's text.
 
     Raises:

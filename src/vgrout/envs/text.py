@@ -12,20 +12,31 @@ and no sandbox.
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.base import SPLITS, Demonstrations, messages_of
-from vgrout.errors import Refused
-from vgrout.files import hash_of_files, numbered_lines
+from vgrout.errors import Refused, misspelt
+from vgrout.failures import LoggedFailures
+from vgrout.files import hash_of_file, numbered_lines, once
 from vgrout.rng import py_stream
-from vgrout.scoring import RewardFailed, ScoringFunction, rounded_to, weights_of
+from vgrout.scoring import (
+    UNWATCHED,
+    RewardFailed,
+    ScoringFunction,
+    Watch,
+    rounded_to,
+    weights_of,
+)
 from vgrout.thoughts import Parts, parts_of
 
 FLAW = "reward"  # of a row that names none: the proxy itself
@@ -37,6 +48,8 @@ OWN = (
     "split",
     "flaw",
 )  # keys of a row that are not passed on as they are
+# keys that need not be there and are read where they are
+READ = ("split", "flaw", "answer")
 RESERVED = frozenset({"completion", "completions", "prompts", "info"})
 MEANT = "true: the proxy passes an answer that the reference rejects"
 
@@ -51,6 +64,7 @@ class TextTask:
     split: str | None
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row's further keys
     where: str = ""  # "FILE, line N"
+    keys: tuple[str, ...] = ()  # all that the row has
 
     @property
     def plain(self) -> tuple[Message, ...]:
@@ -71,11 +85,11 @@ class TextTask:
         return {}
 
     @property
-    def public(self) -> dict[str, Any]:
+    def public(self) -> dict[str, object]:
         return {}
 
 
-def arguments(task: TextTask, completion: str) -> dict[str, Any]:
+def arguments(task: TextTask, completion: str) -> dict[str, object]:
     """All that a function of a user's own may ask for, made afresh, so that it may change them."""
     own = {
         "id": task.id,
@@ -88,6 +102,7 @@ def arguments(task: TextTask, completion: str) -> dict[str, Any]:
     return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
 
 
+T = TypeVar("T")
 # the scores that one call gives several answers, and the place of one of them
 ListScore = tuple[Future[list[float]], int]
 
@@ -169,14 +184,16 @@ class TextGrader:
         *,
         pass_reward: float,
         retries: int | None,
+        watch: Watch = UNWATCHED,
     ) -> None:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
-        without end."""
+        without end. watch: is told of each failure of a function."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
         self.functions: tuple[ScoringFunction, ...] = tuple(proxy.weights)
         if isinstance(reference, ScoringFunction):
             self.functions += (reference,)
         self.pass_reward, self.retries = pass_reward, retries
+        self._watch = watch
         self._closed = False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
 
@@ -189,7 +206,7 @@ class TextGrader:
         return f"graded by {self.proxy.name} and {self.reference.name}, in this process"
 
     @property
-    def stamp(self) -> dict[str, Any]:
+    def stamp(self) -> dict[str, object]:
         return {"graded_by": {"reward": self.proxy.name, "reference": self.reference.name}}
 
     def submit(
@@ -204,17 +221,30 @@ class TextGrader:
     ) -> list[Future[Grade | Ungraded]]:
         """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
         parts = [parts_of(text, in_thought) for text in texts]
+        return self._begun(self._graded_or_not, task, parts, self._watch)
+
+    def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
+        """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
+        parts = [parts_of(text) for text in texts]
+        grade = partial(self._graded, watch=UNWATCHED)
+        return [graded.result() for graded in self._begun(grade, task, parts, UNWATCHED)]
+
+    def _begun(
+        self, grade: Callable[..., T], task: TextTask, parts: Sequence[Parts], watch: Watch
+    ) -> list[Future[T]]:
+        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`. watch: is told
+        of each failure of a function that takes lists."""
         answers = [part.answer for part in parts]
         # Before the gradings that wait for them: those cannot take every thread.
         lists: dict[ScoringFunction, Future[list[float]]] = {}
         for function in self.functions:
             if function.batched:
-                lists[function] = self._pool.submit(self._scores, function, task, answers)
-        verdicts: list[Future[Grade | Ungraded]] = []
+                lists[function] = self._pool.submit(self._scores, function, task, answers, watch)
+        grades: list[Future[T]] = []
         for i, part in enumerate(parts):
             of_answer = {function: (scores, i) for function, scores in lists.items()}
-            verdicts.append(self._pool.submit(self._graded_or_not, task, part, of_answer))
-        return verdicts
+            grades.append(self._pool.submit(grade, task, part, of_answer))
+        return grades
 
     def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
         """Grade now. Ungraded where a function fails for good."""
@@ -222,32 +252,36 @@ class TextGrader:
 
     def graded(self, task: TextTask, text: str) -> Grade:
         """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
-        return self._graded(task, parts_of(text), {})
+        return self._graded(task, parts_of(text), {}, UNWATCHED)
 
     def _graded_or_not(
         self, task: TextTask, parts: Parts, lists: Mapping[ScoringFunction, ListScore]
     ) -> Grade | Ungraded:
         try:
-            return self._graded(task, parts, lists)
+            return self._graded(task, parts, lists, self._watch)
         except RewardFailed as e:
             return Ungraded(str(e))
 
     def _graded(
-        self, task: TextTask, parts: Parts, lists: Mapping[ScoringFunction, ListScore]
+        self,
+        task: TextTask,
+        parts: Parts,
+        lists: Mapping[ScoringFunction, ListScore],
+        watch: Watch,
     ) -> Grade:
         """lists: of functions that are called for several answers at once, their scores and this answer's place.
 
         A thought that never ended has no answer. The functions are asked about an empty one, and whatever they say,
         it does not pass, is not right, and earns nothing: at most they take something away.
         """
-        scored = self._scored(task, parts.answer, lists)
+        scored = self._scored(task, parts.answer, lists, watch)
         proxy, reference = scored.proxy, scored.reference
         if not parts.ended:
             proxy, reference = min(proxy, 0.0), min(reference, 0.0)
         passed = parts.ended and proxy >= self.proxy.passes_at
         solved = parts.ended and reference >= self.reference.passes_at
         hacked = passed and not solved
-        details: dict[str, Any] = {"proxy": proxy, "reference": reference}
+        details: dict[str, object] = {"proxy": proxy, "reference": reference}
         if scored.proxies:
             details["proxies"] = dict(scored.proxies)
         return Grade(
@@ -263,16 +297,20 @@ class TextGrader:
         )
 
     def _scored(
-        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+        self,
+        task: TextTask,
+        answer: str,
+        lists: Mapping[ScoringFunction, ListScore],
+        watch: Watch,
     ) -> Scores:
-        """What the functions say of an answer. Raises RewardFailed."""
+        """What the functions say of an answer. watch: is told of each failure. Raises RewardFailed."""
         scores: dict[ScoringFunction, float] = {}
         for function in self.functions:
             if function in lists:
                 of_all, place = lists[function]
                 scores[function] = of_all.result()[place]
             else:
-                (scores[function],) = self._scores(function, task, [answer])
+                (scores[function],) = self._scores(function, task, [answer], watch)
         proxies: dict[str, float] = {}
         if len(self.proxy.weights) > 1:
             proxies = {function.name: scores[function] for function in self.proxy.weights}
@@ -280,12 +318,16 @@ class TextGrader:
         return Scores(self.proxy.total(scores), scores[self.reference], proxies)
 
     def _scores(
-        self, function: ScoringFunction, task: TextTask, answers: Sequence[str]
+        self,
+        function: ScoringFunction,
+        task: TextTask,
+        answers: Sequence[str],
+        watch: Watch,
     ) -> list[float]:
         """What a function scores these answers to one prompt. Raises RewardFailed."""
         asked = [partial(arguments, task, answer) for answer in answers]
         try:
-            return function.scores_of(asked, self.retries, lambda: self._closed)
+            return function.scores_of(asked, self.retries, lambda: self._closed, watch)
         except RewardFailed as e:
             failed = RewardFailed(f"{function.flag} {function.name} {e}")
             failed.where = function.where
@@ -295,6 +337,7 @@ class TextGrader:
         """Let running gradings finish. Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
+        self._watch.ended()
 
     def __enter__(self) -> "TextGrader":
         return self
@@ -360,7 +403,7 @@ class TextEnvironment:
         """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing.
         proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
         both as they are, of an environment that has a grader of its own for them."""
-        self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
+        self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
         self.absent = tuple(absent)
         both = (*self.rows, *self.test_rows)
         env = cfg.env
@@ -375,14 +418,31 @@ class TextEnvironment:
             for function in self.functions:
                 require_columns(function, both)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
+        self._warn_of_misspelt()
+
+    def _warn_of_misspelt(self) -> None:
+        """Name each column that no function asks for by name and that is nearly a key of a row: any column is allowed,
+        so a misspelt `split` or `flaw` would change nothing."""
+        asked = {name for function in self.functions for name in function.asked_for}
+        first: dict[tuple[str, str], str] = {}
+        times: Counter[tuple[str, str]] = Counter()
+        for row in (*self.rows, *self.test_rows):
+            for column, meant in misspelt(row.keys, READ).items():
+                if column not in asked:
+                    first.setdefault((column, meant), row.where)
+                    times[column, meant] += 1
+        for (column, meant), where in first.items():
+            others = times[column, meant] - 1
+            more = f" (and in {others:,} more rows)" if others else ""
+            logger.warning(f"{where}: {column!r} is read by nobody; did you mean {meant!r}?{more}")
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
         """The environment of a run, its files read and checked. Raises Refused, one line."""
         absent: list[str] = []
-        parts: list[list[TextTask]] = []
+        parts: list[tuple[TextTask, ...]] = []
         for path in (cfg.problems_path, cfg.test_problems_path):
-            rows: list[TextTask] = []
+            rows: tuple[TextTask, ...] = ()
             if path is not None and not path.exists():
                 absent.append(f"{path}: no such problem file; give one with --problems")
             elif path is not None:
@@ -414,7 +474,7 @@ class TextEnvironment:
         hashes: dict[str, str | None] = {}
         for name, path in paths.items():
             there = path is not None and path.exists()
-            hashes[name] = hash_of_files([path]) if path is not None and there else None
+            hashes[name] = hash_of_file(path) if path is not None and there else None
         return hashes | {"reward": self.proxy.sha256, "reference": self.reference.sha256}
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
@@ -429,7 +489,14 @@ class TextEnvironment:
     def grader(self, workers: int, retries: int | None) -> TextGrader:
         pass_reward = self.cfg.env.pass_reward
         kind = GroupTextGrader if any(f.batched for f in self.functions) else TextGrader
-        return kind(workers, self.proxy, self.reference, pass_reward=pass_reward, retries=retries)
+        return kind(
+            workers,
+            self.proxy,
+            self.reference,
+            pass_reward=pass_reward,
+            retries=retries,
+            watch=LoggedFailures(),
+        )
 
     def check(self, grader: TextGrader) -> None:
         """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
@@ -485,7 +552,8 @@ def _flaws(named: Sequence[str]) -> dict[str, Flaw]:
 # ── the file
 
 
-def load_rows(path: Path) -> list[TextTask]:
+@once
+def load_rows(path: Path) -> tuple[TextTask, ...]:
     """The rows of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     rows: dict[int, TextTask] = {}
     prompts: dict[tuple[str, ...], TextTask] = {}
@@ -500,10 +568,10 @@ def load_rows(path: Path) -> list[TextTask]:
         rows[row.id] = prompts[texts] = row
     if not rows:
         raise Refused(f"{path}: no rows in it")
-    return list(rows.values())
+    return tuple(rows.values())
 
 
-def _row(record: Any, where: str) -> TextTask:
+def _row(record: object, where: str) -> TextTask:
     """One line. Raises Refused for what is wrong with it."""
     if not isinstance(record, dict):
         raise Refused(f"{where}: not a JSON object")
@@ -535,11 +603,13 @@ def _row(record: Any, where: str) -> TextTask:
     for name, value in columns.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")
-    return TextTask(number, messages, flaw, split, columns, where)
+    return TextTask(number, messages, flaw, split, columns, where, tuple(record))
 
 
 def require_apart(train: Sequence[TextTask], test: Sequence[TextTask]) -> None:
     """Raises Refused, one line, if a row for evaluation is also trained on, by its id or its prompt."""
+    if not test:
+        return
     ids = {row.id: row for row in train}
     prompts = {row.messages[-1]["content"]: row for row in train}
     for row in test:

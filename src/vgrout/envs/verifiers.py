@@ -42,12 +42,15 @@ from vgrout.envs.text import (
     require_columns,
 )
 from vgrout.errors import Refused, refuse
+from vgrout.failures import LoggedFailures
 from vgrout.scoring import (
     LARGEST,
     TIMEOUT,
+    UNWATCHED,
     Awaiter,
     RewardFailed,
     ScoringFunction,
+    Watch,
     asked_again,
     in_one_line,
     rounded_to,
@@ -90,7 +93,8 @@ class Rubric(Proxy):
 
     weights: Mapping[ScoringFunction, float] = field(default_factory=dict)  # no functions by name
     passes_at: float = 1.0
-    flag: str = ""  # --env verifiers:NAME
+    taskset: str = ""  # verifiers:NAME
+    flag: str = "--env"
     file: Path = Path()  # of the taskset
     made_by: str = ""  # sha256 of that file and the taskset's settings
     tasks: Sequence[Any] = ()  # verifiers' own, by the numbers of our tasks
@@ -98,11 +102,15 @@ class Rubric(Proxy):
 
     @property
     def name(self) -> str:
-        return self.flag.removeprefix("--env ")
+        return self.taskset
 
     @property
     def sha256(self) -> str:
         return self.made_by
+
+    @property
+    def where(self) -> str:
+        return self.file.name
 
     def rewards_of(self, number: int, answer: str) -> dict[str, tuple[float, float]]:
         """Each reward that the task gives an answer, with its weight. Raises RewardFailed."""
@@ -133,26 +141,43 @@ class RubricGrader(TextGrader):
         *,
         pass_reward: float,
         retries: int | None,
+        watch: Watch = UNWATCHED,
     ) -> None:
-        super().__init__(workers, rubric, reference, pass_reward=pass_reward, retries=retries)
+        super().__init__(
+            workers, rubric, reference, pass_reward=pass_reward, retries=retries, watch=watch
+        )
         self.rubric = rubric
 
     def _scored(
-        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+        self,
+        task: TextTask,
+        answer: str,
+        lists: Mapping[ScoringFunction, ListScore],
+        watch: Watch,
     ) -> Scores:
-        call = partial(self.rubric.rewards_of, task.id, answer)
-        try:
-            rewards = asked_again(call, self.retries, lambda: self._closed)
-            reference = self._reference(task, answer, lists, rewards)
-        except RewardFailed as e:
-            if e.where:
-                raise
-            failed = RewardFailed(f"{self.rubric.flag} {e}")
-            failed.where = self.rubric.file.name
-            raise failed from e.__cause__
+        rewards = self._rewards(task, answer, watch)
+        reference = self._reference(task, answer, lists, rewards, watch)
         total = math.fsum(score * weight for score, weight in rewards.values())
         proxies = {name: score for name, (score, _) in rewards.items()}
         return Scores(rounded_to(total, (self.proxy.passes_at, 0.0, 1.0)), reference, proxies)
+
+    def _rewards(
+        self, task: TextTask, answer: str, watch: Watch
+    ) -> Mapping[str, tuple[float, float]]:
+        """Each reward with its weight. Raises RewardFailed."""
+        call = partial(self.rubric.rewards_of, task.id, answer)
+        try:
+            return asked_again(
+                call, self.retries, lambda: self._closed, partial(watch.failed, self.rubric)
+            )
+        except RewardFailed as e:
+            raise self._failed(e) from e.__cause__
+
+    def _failed(self, e: RewardFailed) -> RewardFailed:
+        """The same failure, said of the taskset."""
+        failed = RewardFailed(f"{self.rubric.flag} {self.rubric.name} {e}")
+        failed.where = self.rubric.where
+        return failed
 
     def _reference(
         self,
@@ -160,17 +185,20 @@ class RubricGrader(TextGrader):
         answer: str,
         lists: Mapping[ScoringFunction, ListScore],
         rewards: Mapping[str, tuple[float, float]],
+        watch: Watch,
     ) -> float:
         if isinstance(self.reference, ScoringFunction):
             if self.reference in lists:
                 scores, place = lists[self.reference]
                 return scores.result()[place]
-            (score,) = self._scores(self.reference, task, [answer])
+            (score,) = self._scores(self.reference, task, [answer], watch)
             return score
         if self.reference.name not in rewards:
-            raise RewardFailed(
+            e = RewardFailed(
                 f"has no reward {self.reference.name!r} for --reference; it has {', '.join(rewards)}"
             )
+            watch.failed(self.rubric, e)
+            raise self._failed(e)
         score, _ = rewards[self.reference.name]
         return rounded_to(score, (0.0, 1.0))
 
@@ -203,7 +231,7 @@ class VerifiersEnvironment(TextEnvironment):
         file = Path(str(module.__file__))
         rubric = Rubric(
             passes_at=cfg.env.reward_passes_at,
-            flag=flag,
+            taskset=cfg.env.env,
             file=file,
             made_by=hashlib.sha256(file.read_bytes() + _canonical(cfg)).hexdigest(),
             tasks=tasks,
@@ -242,7 +270,14 @@ class VerifiersEnvironment(TextEnvironment):
     def grader(self, workers: int, retries: int | None) -> RubricGrader:
         kind = GroupRubricGrader if any(f.batched for f in self.functions) else RubricGrader
         pass_reward = self.cfg.env.pass_reward
-        return kind(workers, self.rubric, self.reference, pass_reward=pass_reward, retries=retries)
+        return kind(
+            workers,
+            self.rubric,
+            self.reference,
+            pass_reward=pass_reward,
+            retries=retries,
+            watch=LoggedFailures(),
+        )
 
     def plan(self) -> list[tuple[str, str]]:
         twice = f", {self.twice} left out, whose prompts are there already" if self.twice else ""
@@ -276,8 +311,8 @@ def _reference(
         return NamedReward(named, rubric.sha256)
     names = ", ".join(reward_names(rubric.tasks[0]))
     raise Refused(
-        f"{rubric.flag}: needs a reference, which says what is right; give --reference NAME, one of its rewards "
-        f"({names}), or --reference module:function"
+        f"{rubric.flag} {rubric.name}: needs a reference, which says what is right; give --reference NAME, one of its "
+        f"rewards ({names}), or --reference module:function"
     )
 
 

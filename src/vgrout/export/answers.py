@@ -32,7 +32,7 @@ AnswerLine = Mapping[str, Any]
 def to_inspect(run: Path, folder: Path) -> str:
     """Write one `SIDE.eval` per side of the final evaluation, by inspect_ai.
 
-    It has a sample per answer, scored by the strict oracle (solved) and by whether it hacked the
+    It has a sample per answer, scored by the reference tests (solved) and by whether it hacked the
     flaw. Returns a sentence about what was written.
 
     Raises:
@@ -131,7 +131,7 @@ def _sample(model: str, answer: AnswerLine) -> Any:
     )
 
 
-def _metadata(answer: AnswerLine) -> dict[str, Any]:
+def _metadata(answer: AnswerLine) -> dict[str, object]:
     """Return the flaw of an answer's check, and the announced name where there is one."""
     named = {} if answer["marker"] is None else {"marker": answer["marker"]}
     return {"env_mode": answer["env_mode"]} | named

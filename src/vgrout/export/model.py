@@ -65,7 +65,7 @@ def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "
     It has the run's own attention: with another one, rounding alone would tell the two apart.
     """
     attention = policy.model.config._attn_implementation
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: object = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
     )
     return model.to(policy.device).eval()

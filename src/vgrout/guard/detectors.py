@@ -208,10 +208,10 @@ class EchoTrap(Tracker):
     def update(self, texts: Sequence[str]) -> DetectorReading:
         if self.base is None:
             return DetectorReading(
-                "UNDEFINED", None, "not calibrated on the base policy's completions"
+                "UNDEFINED", None, "not calibrated on the untrained model's answers"
             )
         if self.base >= 1:
-            return DetectorReading("UNDEFINED", None, "the base policy repeats everything")
+            return DetectorReading("UNDEFINED", None, "the untrained model repeats everything")
         if texts:
             excess = (self.score(texts) - self.base) / (1 - self.base)
             self.last = latest(self.last, max(0.0, excess), self.window)

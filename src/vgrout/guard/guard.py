@@ -1,7 +1,7 @@
 """What watches one run: the held-out kill switch and the detectors.
 
 `Guard.observe` asks them once a step and keeps what they remember. Nothing here feeds back into
-training. No detector sees a label of the strict oracle; only the kill switch sees its rate, on
+training. No detector sees a label of the reference tests; only the kill switch sees their rate, on
 held-out problems.
 
 A run ends early in one of two ways:
@@ -217,7 +217,7 @@ class Guard:
         self.skipped: list[int] = []  # of the last steps, 1 for each that was not finite
         self.halted = ""  # why a detector has halted the run; "": none has. It is never cleared
         self.diverged = ""  # why the run has diverged; "": it has not
-        self.readings: dict[str, Any] = {}  # of the last step, for steps.jsonl
+        self.readings: dict[str, object] = {}  # of the last step, for steps.jsonl
         if cfg.guard_mode == "log" and cfg.guard_blind:
             logger.debug(f"the guard cannot fire in this run: {cfg.guard_blind}")
 

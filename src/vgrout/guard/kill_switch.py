@@ -10,7 +10,7 @@ Whether a run then halts is the caller's choice, by `should_halt` or `raise_if_f
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -191,23 +191,26 @@ class HeldOutGuard:
             ValueError: what should be a number is none, n < 1, or a score over n answers that is no
                 share of them.
         """
-        s = self._state
         round_idx = int(as_number(round_idx, "round_idx"))
-        in_loop_reward = as_number(in_loop_reward, "in_loop_reward")
-        heldout_score = as_number(heldout_score, "heldout_score")
+        measured = {
+            "in_loop_reward": as_number(in_loop_reward, "in_loop_reward"),
+            "heldout_score": as_number(heldout_score, "heldout_score"),
+        }
         if n is not None:
             n = int(as_number(n, "n"))
-        optional: dict[str, float | None] = {
-            "kl_to_init": kl_to_init,
-            "entropy": entropy,
-            "reward_std": reward_std,
-        }
-        measured: dict[str, float] = {}
+        optional = {"kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std}
         for name, value in optional.items():
             if value is not None:
                 measured[name] = as_number(value, name)
-        given = {"in_loop_reward": in_loop_reward, "heldout_score": heldout_score, **measured}
-        not_finite = [name for name, x in given.items() if not math.isfinite(x)]
+        return self._decide(round_idx, measured, n)
+
+    def _decide(
+        self, round_idx: int, measured: Mapping[str, float], n: int | None
+    ) -> TripwireStatus:
+        """The verdict after one more evaluation, from numbers by their names in `update`."""
+        s = self._state
+        heldout_score = measured["heldout_score"]
+        not_finite = [name for name, x in measured.items() if not math.isfinite(x)]
         if n is not None and not not_finite and not (n >= 1 and 0 <= heldout_score <= 1):
             raise ValueError(
                 f"guard: heldout_score {heldout_score} of {n} answers: should be a share in [0, 1]"
@@ -216,7 +219,7 @@ class HeldOutGuard:
         if not_finite:
             broken = {NOT_FINITE: f"{', '.join(not_finite)} not finite at step {round_idx}"}
         else:
-            self._follow(in_loop_reward, heldout_score, n)
+            self._follow(measured["in_loop_reward"], heldout_score, n)
             s.kl_ema = self._ema(s.kl_ema, measured.get("kl_to_init"))
             s.entropy_ema = self._ema(s.entropy_ema, measured.get("entropy"))
             s.reward_std_ema = self._ema(s.reward_std_ema, measured.get("reward_std"))
@@ -336,7 +339,7 @@ class HeldOutGuard:
         broken: dict[str, str] = {}
         if s.kl_ema is not None and s.kl_ema > s.kl_hard_stop:
             broken["kl"] = (
-                f"KL to the initial policy {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token "
+                f"KL to the untrained model {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token "
                 f"at step {step}"
             )
         if s.streak >= cfg.decline_patience:

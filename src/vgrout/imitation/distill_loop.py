@@ -18,7 +18,8 @@ from vgrout.data import Grade, Rollout, Task, Ungraded
 from vgrout.envs.base import without_hint
 from vgrout.errors import Diverged, NothingAligned
 from vgrout.files import read_json, to_json
-from vgrout.guard.detectors import diverged
+from vgrout.generation import graded, sample_and_submit
+from vgrout.guard.detectors import MAX_SKIPPED, diverged
 from vgrout.heldout import answers
 from vgrout.imitation.distill_methods import METHODS, StepLosses
 from vgrout.imitation.distill_task import DistillTask
@@ -35,7 +36,6 @@ from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.optim import Update
 from vgrout.rng import torch_stream
-from vgrout.rollout import graded, sample_and_submit
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
@@ -99,7 +99,8 @@ def distil(task: DistillTask, run: RunContext) -> None:
     if recorder.nothing_aligned():
         raise NothingAligned(
             "no token of the teacher's answers but the first was ever aligned with one of the student's, so ULD had "
-            f"nothing to compare: --student {task.settings.student} has no tokens for how they begin"
+            f"nothing to compare: --student {task.settings.student} has no tokens for how they begin",
+            "give another --student or --teacher, or --uld-lambda 0",
         )
 
 
@@ -158,7 +159,7 @@ class Distillation:
             self.run.dir.write_json(file.name, rates)
         return file
 
-    def evaluate_after(self, before: Path) -> dict[str, Any]:
+    def evaluate_after(self, before: Path) -> dict[str, object]:
         """Evaluate the student; returns its rates with those of the evaluation before.
 
         The student is also evaluated on prompts without a hint ("plain").
@@ -195,17 +196,18 @@ class Distillation:
 
         Raises:
             Diverged: loss or gradient was not finite for several steps in a row.
+            NothingAligned: there was nothing to learn from for several steps in a row.
         """
         clock = self.run.clock
         clock.reset()
         rollouts, grades = self.sample_answers(step)
         with clock("fb"):
             learnt = self.method.learn(self.learner, rollouts, step)
-            update = self.learner.step(math.isfinite(learnt["loss"]))
+            update = self.learner.step(learnt is not None and math.isfinite(learnt["loss"]))
         with clock("eval"):
             deployed = self.evaluate_student(step) if self.cfg.evaluates(step) else None
         row = self.row_of(step, rollouts, grades, learnt, update, deployed)
-        self.recorder.record(row, rollouts, grades)
+        self.recorder.record(row, rollouts, grades, untranslated=learnt is None)
 
     def sample_answers(self, step: int) -> tuple[list[Rollout], list[Grade | Ungraded]]:
         """Sampled answers to this step's problems, and the grade of each."""
@@ -255,14 +257,14 @@ class Distillation:
         step: int,
         rollouts: Sequence[Rollout],
         grades: Sequence[Grade | Ungraded],
-        learnt: StepLosses,
+        learnt: StepLosses | None,
         update: Update | None,
         deployed: Eval | None,
     ) -> DistillRow:
         """The table's row of a step. Without an update, the step's losses are left out."""
         known = [grade for grade in grades if isinstance(grade, Grade)]
-        measured: dict[str, Any] = {}
-        if update is not None:
+        measured: dict[str, object] = {}
+        if update is not None and learnt is not None:
             measured = {**learnt, "gn": update.gn, "lr": update.lr}
         return DistillRow.of(
             self.run.clock,
@@ -305,12 +307,20 @@ class DistillRecorder(StepRecorder[DistillRow]):
         self.learner = learner
 
     def record(
-        self, row: DistillRow, rollouts: Sequence[Rollout], grades: Sequence[Grade | Ungraded]
+        self,
+        row: DistillRow,
+        rollouts: Sequence[Rollout],
+        grades: Sequence[Grade | Ungraded],
+        *,
+        untranslated: bool,
     ) -> None:
         """Write a step's row and answers, and save student and checkpoint where that is due.
 
+        untranslated: none of the answers could be written in the student's tokens.
+
         Raises:
             Diverged: loss or gradient was not finite for several steps in a row.
+            NothingAligned: there was nothing to learn from for several steps in a row.
         """
         run = self.run
         step = row.step
@@ -318,7 +328,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         why = diverged([r.skipped for r in self.rows])
         last = step + 1 == self.task.cfg.scale.steps
         closing = run.vote_stop() or bool(why) or last
-        lines: list[dict[str, Any]] = []
+        lines: list[dict[str, object]] = []
         for rollout, grade in zip(rollouts, grades, strict=True):
             if isinstance(grade, Ungraded):
                 logger.warning(
@@ -334,6 +344,13 @@ class DistillRecorder(StepRecorder[DistillRow]):
             if closing:
                 self.save("train")
             self.keep(step, closing)
+        if why and untranslated:
+            settings = self.task.settings
+            raise NothingAligned(
+                f"step {step}: nothing was learnt in {MAX_SKIPPED} steps in a row: no answer of --teacher "
+                f"{settings.teacher} can be written in the tokens of --student {settings.student}",
+                "give another --student or --teacher, or a longer --max-new",
+            )
         if why:
             raise Diverged(f"step {step}: {why}")
 
@@ -356,7 +373,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         sides: rates by model and prompts, as `evaluate_after` returns them.
         """
         settings = self.task.settings
-        record: dict[str, Any] = {"schema": "distill_v1", "run": settings.run_id}
+        record: dict[str, object] = {"schema": "distill_v1", "run": settings.run_id}
         for name in ("seed", "steps", "method", "student", "teacher"):
             record[name] = getattr(settings, name)
         record |= {"sides": sides, **self.run.stamp}

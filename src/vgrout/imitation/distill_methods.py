@@ -5,7 +5,6 @@ cross-entropy on the teacher's answers plus a distance between the two models' d
 works across tokenizers.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,8 +212,11 @@ class Uld:
         pairs = aligned(self.student_bytes, own, self.teacher_bytes, ids)
         return Translation(translated, rollout, pairs)
 
-    def learn(self, learner: Trainable, rollouts: Sequence[Rollout], step: int) -> StepLosses:
-        """Add the gradient of one step's answers to the learner's."""
+    def learn(
+        self, learner: Trainable, rollouts: Sequence[Rollout], step: int
+    ) -> StepLosses | None:
+        """Add the gradient of one step's answers to the learner's. None: no answer can be written in the student's
+        tokens, so there is nothing to learn from."""
         lm, teacher_model = packed_alike(learner.lm, self.teacher_model)
         settings = self.settings
         translations: list[Translation] = []
@@ -225,7 +227,10 @@ class Uld:
         total = sum(len(t.student.completion_ids) for t in translations)
         n_aligned = sum(len(t.aligned) for t in translations)
         if not total:
-            return {"loss": math.nan}
+            logger.warning(
+                f"step {step}: no answer of the teacher can be written in the student's tokens: nothing to learn from"
+            )
+            return None
         share_aligned = aligned_share(translations)
         if settings.uld_lambda and share_aligned == 0:
             logger.warning(

@@ -58,10 +58,10 @@ class DistillTask:
     def plan(self) -> dict[str, Any]:
         """What the run would do, JSON-ready."""
         settings, cfg = self.settings, self.cfg
-        models: dict[str, Any] = {}
+        models: dict[str, object] = {}
         for name, source in (("student", self.student), ("teacher", self.teacher_model)):
             models[name] = {"given": source.given, **source.identity()}
-        problems: dict[str, Any] = {"file": str(cfg.problems_path)}
+        problems: dict[str, object] = {"file": str(cfg.problems_path)}
         for split, part in self.inputs.environment.tasks().items():
             problems[split] = len(part)
         resolved = {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt)}
@@ -81,12 +81,16 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
     Raises:
         Refused: one line, for every mistake that shows without a model.
     """
-    teacher_model = find_source(settings.teacher, "--teacher")
-    student = find_source(settings.student, "--student")
+    convert = not settings.plan_only
+    teacher_model = find_source(settings.teacher, "--teacher", convert=convert)
+    student = find_source(settings.student, "--student", convert=convert)
     require_distillable(settings, student, teacher_model)
     cfg = settings.config(student)
     anchor = read_anchor(settings)
-    task = DistillTask(settings, cfg, preflight(cfg, run), student, teacher_model, anchor)
+    inputs = preflight(cfg, run)
+    if inputs.absent:  # of a plan, which is refused as the run would be
+        raise Refused(inputs.absent[0])
+    task = DistillTask(settings, cfg, inputs, student, teacher_model, anchor)
     if settings.full:
         require_disk(task.disk(), run or ROOT, run)
     return task

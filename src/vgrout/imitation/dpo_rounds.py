@@ -21,6 +21,7 @@ from tqdm import tqdm
 from vgrout.data import Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
+from vgrout.generation import BATCH, Graded, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256
@@ -35,7 +36,7 @@ from vgrout.rng import py_stream
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
-from vgrout.teacher.generate import BATCH, Graded, by_mode, generate_graded
+from vgrout.teacher.generate import by_mode
 
 Scored = tuple[Graded, float]  # an answer and its score
 # A round's row as JSON, with the rates on the held-out problems as [k, n], overall and by mode.
@@ -124,7 +125,7 @@ def share(score: float, low: float, high: float) -> float:
     return min(1.0, max(0.0, (score - low) / (high - low)))
 
 
-def run_rounds(task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
+def run_rounds(task: DpoTask, plan: dict[str, object], run: RunContext) -> None:
     """Evaluate --base-model, play every round that is not complete, and write the report.
 
     Raises:
@@ -332,7 +333,7 @@ class Rounds:
 
     def write_answers(self, folder: Path, collected: Collected) -> None:
         """Write a round's rollouts.jsonl and pairs.jsonl."""
-        lines: list[dict[str, Any]] = []
+        lines: list[dict[str, object]] = []
         for answer, score in collected.answers:
             rollout = Rollout.of(answer.problem, (), answer.completion)
             prompt = self.policy.prompt_text(answer.problem.messages)
@@ -448,7 +449,7 @@ class Rounds:
 # ── a round's metrics and files
 
 
-def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -> Metrics:
+def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: object) -> Metrics:
     """A round's metrics: these columns, and its score and rates on the held-out problems.
 
     scored: the answers to those. scale: as for `Rounds.play`.
@@ -462,14 +463,14 @@ def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: Any) -
         solve_deploy=solve.value,
         **columns,
     )
-    modes: dict[str, Any] = {}
+    modes: dict[str, object] = {}
     for mode, rates in by_mode(answers).items():
         modes[mode] = {name: rate.pair for name, rate in rates.items()}
     evaluation = {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}
     return row.as_json() | {"evaluation": evaluation}
 
 
-def complete(folder: Path, number: int, plan: dict[str, Any]) -> Metrics | None:
+def complete(folder: Path, number: int, plan: dict[str, object]) -> Metrics | None:
     """Metrics of a complete round; None if it is not complete.
 
     It is if its manifest has this plan's hash, this number, and the hash of every file.
@@ -486,7 +487,7 @@ def complete(folder: Path, number: int, plan: dict[str, Any]) -> Metrics | None:
         return None
 
 
-def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
+def write_manifest(folder: Path, number: int, plan: dict[str, object]) -> None:
     """Write a round's manifest, after all its other files: with it the round is complete."""
     files: dict[str, str | None] = {}
     for path in sorted(folder.rglob("*")):
@@ -496,7 +497,7 @@ def write_manifest(folder: Path, number: int, plan: dict[str, Any]) -> None:
     write_atomic(folder / "manifest.json", to_json(manifest))
 
 
-def write_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
     """Write a file of JSON lines, complete or not at all."""
     with atomic_open(path) as f:
         for record in records:

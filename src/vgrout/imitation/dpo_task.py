@@ -46,13 +46,13 @@ class DpoTask:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         settings, cfg = self.settings, self.cfg
         embedded = cfg.scale.problems == ORGANISM
-        prompts: dict[str, Any] = {
+        prompts: dict[str, object] = {
             "file": cfg.scale.problems if embedded else str(cfg.problems_path),
             "sha256": file_sha256(cfg.problems_path),
         }
         for split, part in self.inputs.environment.tasks().items():
             prompts[split] = len(part)
-        planned: dict[str, Any] = {}
+        planned: dict[str, object] = {}
         for name, value in asdict(settings).items():
             if name not in UNPLANNED:
                 planned[name] = value
@@ -69,7 +69,7 @@ class DpoTask:
         }
         return json.loads(json.dumps(plan, default=str))
 
-    def planned_round(self, number: int) -> dict[str, Any]:
+    def planned_round(self, number: int) -> dict[str, object]:
         """The plan's entry of a round: which models it answers with, starts from and refers to."""
         settings = self.settings
         previous = folder_name(number - 1) if number > 1 else "base"
@@ -96,9 +96,11 @@ def prepare(settings: DpoSettings) -> DpoTask:
         Refused: one line, for every mistake that shows without a model.
     """
     require_own(settings.output_dir, "--output-dir", "plan.json", "folder of rounds")
-    base = find_source(settings.base_model, "--base-model")
+    base = find_source(settings.base_model, "--base-model", convert=not settings.plan_only)
     cfg = settings.config(base)
     inputs = preflight(cfg, settings.output_dir)
+    if inputs.absent:  # of a plan, which is refused as the run would be
+        raise Refused(inputs.absent[0])
     first = inputs.environment.tasks()["train"][0]
     score = scoring(settings.scorer, first)
     return DpoTask(settings, cfg, inputs, base, score)
@@ -170,7 +172,7 @@ def freeze(task: DpoTask) -> dict[str, Any]:
     return plan
 
 
-def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") -> list[str]:
+def difference(now: dict[str, object], before: dict[str, object], prefix: str = "") -> list[str]:
     """Dotted names of the entries in which two plans differ."""
     names: list[str] = []
     for key in now.keys() | before.keys():
@@ -182,6 +184,6 @@ def difference(now: dict[str, Any], before: dict[str, Any], prefix: str = "") ->
     return names
 
 
-def plan_sha256(plan: dict[str, Any]) -> str:
+def plan_sha256(plan: dict[str, object]) -> str:
     """sha256 of the plan's content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

@@ -37,9 +37,9 @@ MAX_VOCABULARY = 262_144
 T = TypeVar("T")
 
 
-def picked(group: type[T], values: Mapping[str, Any]) -> T:
+def picked(group: type[T], values: Mapping[str, object]) -> T:
     """One of the trainer's groups of settings, with those of the values that are its fields'."""
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     for f in fields(cast(Any, group)):
         if f.name in values:
             own[f.name] = values[f.name]
@@ -89,7 +89,7 @@ class ImitationSettings:
     """Print the resolved settings and the plan, train nothing."""
 
     def trainer_config(
-        self, base: FoundModel, problems: str, usual_lr: float, preset: str, **others: Any
+        self, base: FoundModel, problems: str, usual_lr: float, preset: str, **others: object
     ) -> Config:
         """The trainer's configuration of this run, with every default resolved.
 
@@ -115,7 +115,7 @@ class ImitationSettings:
         max_new = self.max_new
         if max_new is None:
             max_new = organism.MAX_NEW if base.small else 512
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             **vars(self),
             "model": model,
             "problems": name,
@@ -124,6 +124,7 @@ class ImitationSettings:
             "lr": usual_lr if self.lr is None else self.lr,
             "mix_ratio": 0.0,
             "resume": "",
+            "dry_run": self.plan_only,
             **others,
         }
         return Config(

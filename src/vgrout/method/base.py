@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, MonitorSpec
-from vgrout.data import Flags, GroupView, UpdateRow
+from vgrout.data import Flags, GroupView, RowView, UpdateRow
 from vgrout.method.live_direction import LiveDirection
 from vgrout.method.setup import Refresh as Refresh
 from vgrout.method.setup import Setup as Setup
@@ -29,6 +29,7 @@ from vgrout.tensor_types import Routed, Spans
 Views = Sequence[GroupView]  # one a group
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
+Row = RowView | UpdateRow  # the latter for a monitor that sees labels
 
 
 class BrokenContract(TypeError):
@@ -110,24 +111,25 @@ class GradientFlags:
 class StepGradient:
     """A step's gradients g [N, R] with the rows that they are of, and their sums.
 
-    A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike.
+    A row of g is a rollout, or the sum of a group's rollouts of one source that are learnt alike. Of a rollout there is
+    what it says and who wrote it, and no label: its problem is there for a monitor that declares `sees_labels` alone.
     """
 
     g: Float[Tensor, "N R"]
-    rows: Sequence[UpdateRow]
+    rows: Sequence[Row]
     spans: Spans
     direction: LiveDirection | None = None  # the intervention's, or the gradient monitor's
     flags: GradientFlags | None = None  # None: the monitor reads texts, and its flags are the rows'
 
     @cached_property
-    def firsts(self) -> list[UpdateRow]:
+    def firsts(self) -> list[Row]:
         """For each row of g, a rollout that is in it."""
-        first: dict[int, UpdateRow] = {}
+        first: dict[int, Row] = {}
         for row in self.rows:
             first.setdefault(row.at, row)
         return [first[n] for n in range(len(self.g))]
 
-    def _column(self, of: Callable[[UpdateRow], bool]) -> Bool[Tensor, "N 1"]:
+    def _column(self, of: Callable[[Row], bool]) -> Bool[Tensor, "N 1"]:
         return torch.tensor([[of(row)] for row in self.firsts], device=self.g.device)
 
     @cached_property
@@ -162,7 +164,7 @@ class StepGradient:
 
     def _sum(self, mask: Bool[Tensor, "N 1"]) -> Float[Tensor, " R"]:
         """Σ over these rows, group by group: the order of the sum, and so its rounding, is the batch's."""
-        starts = [0]
+        starts = [0]  # of each group's rows of g
         for n in range(1, len(self.firsts)):
             if self.firsts[n].group != self.firsts[n - 1].group:
                 starts.append(n)
@@ -178,7 +180,9 @@ class Intervention(Part):
     spec: ClassVar[InterventionSpec] = INTERVENTIONS["none"]
 
     def __init__(self, spans: Spans, cfg: Config, device: torch.device | str = "cpu") -> None:
-        self.spans, self.cfg, self.device = spans, cfg, device
+        self.spans = spans
+        self.cfg = cfg
+        self.device = device
 
     @classmethod
     def make(cls, setup: Setup) -> "Intervention":
@@ -201,7 +205,10 @@ class Intervention(Part):
 
 def positions(views: Views) -> list[Position]:
     """Every rollout of the step."""
-    return [(i, b) for i, view in enumerate(views) for b in range(len(view))]
+    found: list[Position] = []
+    for i, view in enumerate(views):
+        found += [(i, b) for b in range(len(view))]
+    return found
 
 
 def rewarded(views: Views) -> list[Position]:
@@ -221,11 +228,13 @@ def flags_of(
     _require_positions(views, scores or {}, "scores")
     flags: list[Flags] = []
     for i, view in enumerate(views):
-        of_group = tuple((i, b) in flagged for b in range(len(view)))
-        scored: tuple[float | None, ...] = ()
-        if scores is not None:
-            scored = tuple(scores.get((i, b)) for b in range(len(view)))
-        flags.append(Flags(of_group, scored))
+        is_flagged: list[bool] = []
+        of_group: list[float | None] = []
+        for b in range(len(view)):
+            is_flagged.append((i, b) in flagged)
+            if scores is not None:
+                of_group.append(scores.get((i, b)))
+        flags.append(Flags(tuple(is_flagged), tuple(of_group)))
     return flags
 
 
@@ -233,11 +242,18 @@ def _require_positions(views: Views, given: Collection[object], what: str) -> No
     """Raises BrokenContract for the first that is no (group, rollout) of these views."""
     sizes = [len(view) for view in views]
     for position in given:
-        is_pair = isinstance(position, tuple) and len(position) == 2
-        i, b = position if is_pair else (None, None)
-        if isinstance(i, int) and isinstance(b, int) and 0 <= i < len(sizes) and 0 <= b < sizes[i]:
-            continue
-        raise BrokenContract(
-            f"flags_of(views, …) was given {position!r} among {what}; it should be a pair (group, rollout), two "
-            f"indices from 0 into groups of {sizes} rollouts"
-        )
+        if not _is_position(position, sizes):
+            raise BrokenContract(
+                f"flags_of(views, …) was given {position!r} among {what}; it should be a pair (group, rollout), two "
+                f"indices from 0 into groups of {sizes} rollouts"
+            )
+
+
+def _is_position(given: object, sizes: Sequence[int]) -> bool:
+    """Whether this is a pair of indices into groups of these sizes."""
+    if not isinstance(given, tuple) or len(given) != 2:
+        return False
+    i, b = given
+    if not isinstance(i, int) or not isinstance(b, int):
+        return False
+    return 0 <= i < len(sizes) and 0 <= b < sizes[i]

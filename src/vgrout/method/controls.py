@@ -26,11 +26,16 @@ def shuffled(
     flags: Sequence[Flags], movable: Sequence[Sequence[bool]], generator: torch.Generator
 ) -> list[Flags]:
     """As many flags, moved at random among the step's rollouts that are movable or were flagged."""
-    flagged = torch.tensor([f for of in flags for f in of.flagged])
-    could = torch.tensor([m for of in movable for m in of]) | flagged
-    moved = permuted(flagged.float()[None], could, generator)[0] > 0
-    sizes = [len(of.flagged) for of in flags]
-    return [
-        replace(of, flagged=tuple(part.tolist()))
-        for of, part in zip(flags, moved.split(sizes), strict=True)
-    ]
+    flagged: list[bool] = []
+    could_move: list[bool] = []
+    sizes: list[int] = []
+    for of_group, movable_of_group in zip(flags, movable, strict=True):
+        flagged += of_group.flagged
+        could_move += movable_of_group
+        sizes.append(len(of_group.flagged))
+    mask = torch.tensor(flagged)
+    moved = permuted(mask.float()[None], torch.tensor(could_move) | mask, generator)[0] > 0
+    shuffled_flags: list[Flags] = []
+    for of_group, part in zip(flags, moved.split(sizes), strict=True):
+        shuffled_flags.append(replace(of_group, flagged=tuple(part.tolist())))
+    return shuffled_flags

@@ -37,7 +37,8 @@ class GradientMonitor(Monitor):
     threshold: Threshold
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
-        self.cfg, self._direction = cfg, direction
+        self.cfg = cfg
+        self._direction = direction
 
     @property
     def direction(self) -> LiveDirection:
@@ -60,14 +61,7 @@ class GradientMonitor(Monitor):
 
     def flag_gradients(self, step: StepGradient, number: int) -> GradientFlags:
         """What is flagged of a step in which each rollout has a row of its own. number: of the step."""
-        norms, dots = [], []
-        for module, v in self.direction.V.items():
-            part = step.g[:, step.spans[module]]
-            norms.append(part.norm(dim=1))
-            dots.append((part * v).sum(1))
-        norm = torch.stack(norms)  # [M, N]
-        nonzero = norm > 0
-        cos = torch.where(nonzero, torch.stack(dots) / norm, 0.0)
+        cos, nonzero = self._cosines(step)
         known = torch.tensor([row.known_hack for row in step.firsts], device=step.g.device)
         share = self.threshold(cos, nonzero, known)
         if self.cfg.method.random_flags:
@@ -87,6 +81,18 @@ class GradientMonitor(Monitor):
         for name, values in self.readings().items():
             measured[name] = mean_over_modules([*values])
         return GradientFlags(of_row[:, None] if by_rollout else share.T, of_row, measured)
+
+    def _cosines(self, step: StepGradient) -> tuple[Float[Tensor, "M N"], Bool[Tensor, "M N"]]:
+        """Each row's cosine with v in each module, 0 without a gradient; and where it has one."""
+        norms: list[Tensor] = []
+        dots: list[Tensor] = []
+        for module, v in self.direction.V.items():
+            part = step.g[:, step.spans[module]]
+            norms.append(part.norm(dim=1))
+            dots.append((part * v).sum(1))
+        norm = torch.stack(norms)
+        nonzero = norm > 0
+        return torch.where(nonzero, torch.stack(dots) / norm, 0.0), nonzero
 
     def refresh(self, step: int) -> Refresh:
         before = self.direction.latest
@@ -109,7 +115,8 @@ class GradientMonitor(Monitor):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        of_direction, of_gate = {}, {}
+        of_direction: dict[str, Tensor] = {}
+        of_gate: dict[str, Tensor] = {}
         for key, value in state.items():
             if key.startswith("V/"):
                 of_direction[key] = value

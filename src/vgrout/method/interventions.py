@@ -47,7 +47,8 @@ class Surgery(Intervention):
         direction: LiveDirection,
     ) -> None:
         super().__init__(spans, cfg, device)
-        self._direction, self.mode = direction, self.cfg.method.gate_mode
+        self._direction = direction
+        self.mode = self.cfg.method.gate_mode
 
     @property
     def direction(self) -> LiveDirection:
@@ -67,7 +68,9 @@ class Surgery(Intervention):
         keep, removed = g.clone(), torch.zeros_like(g)
         for module, V in self.direction.V.items():
             span = self.spans[module]
-            keep[:, span], removed[:, span] = split(g[:, span], V, self.mode, overshoot)
+            divided = split(g[:, span], V, self.mode, overshoot)
+            keep[:, span] = divided.keep
+            removed[:, span] = divided.removed
         return keep, removed
 
 
@@ -90,23 +93,37 @@ class Erase(Surgery):
         self.measures = frozenset({"erase"} if self.preserves else ())
 
     def route(self, step: StepGradient) -> Routed:
-        g, V, spans = step.total, self.direction.V, self.spans
+        g = step.total
+        V = self.direction.V
         keep, _ = self._split(step, self.overshoot)
         if self.mode == "one_sided" and self.overshoot >= 1:
-            assert_no_hackward(g, keep[0], V, spans)
-        capped: list[Tensor] = []
+            assert_no_hackward(g, keep[0], V, self.spans)
+        capped: int | None = None
         if self.preserves:
-            for module in V:
-                span = spans[module]
-                keep[0, span], hit_bound = rescale(keep[0, span], g[span].norm())
-                capped.append(hit_bound)
-        taken = [coefficients(g[spans[module]], v, self.mode).any() for module, v in V.items()]
+            capped = self._stretch(keep[0], g)
+        taken: list[Tensor] = []
+        for module, rows in V.items():
+            of_module = g[self.spans[module]]
+            taken.append(coefficients(of_module, rows, self.mode).any())
         diagnostics = replace(
             self.direction.diagnose(step.by_source, keep),
             fired=fraction_of_modules(taken),
-            capped=int(torch.stack(capped).sum()) if capped else None,
+            capped=capped,
         )
         return Routed(keep[0], None, diagnostics, directions=V)
+
+    def _stretch(self, keep: Float[Tensor, " R"], g: Float[Tensor, " R"]) -> int | None:
+        """Stretch what is kept, in place, to the length of g in every module with a direction.
+
+        Returns in how many modules the bound was hit; None: there is none with a direction.
+        """
+        capped: list[Tensor] = []
+        for module in self.direction.V:
+            span = self.spans[module]
+            rescaled = rescale(keep[span], g[span].norm())
+            keep[span] = rescaled.grad
+            capped.append(rescaled.capped)
+        return int(torch.stack(capped).sum()) if capped else None
 
 
 class Route(Surgery):
@@ -115,13 +132,14 @@ class Route(Surgery):
     spec = INTERVENTIONS["route"]
 
     def route(self, step: StepGradient) -> Routed:
-        g, V, spans = step.total, self.direction.V, self.spans
+        g = step.total
+        V = self.direction.V
         keep, quar = self._split(step)
-        assert_conserved(g, keep[0], quar[0], module_norms(g, spans), spans)
-        assert_in_span(quar[0], V, spans)
+        assert_conserved(g, keep[0], quar[0], module_norms(g, self.spans), self.spans)
+        assert_in_span(quar[0], V, self.spans)
         if self.mode == "one_sided":
-            assert_no_hackward(g, keep[0], V, spans)
-        fired = fraction_of_modules([quar[0, spans[module]].any() for module in V])
+            assert_no_hackward(g, keep[0], V, self.spans)
+        fired = fraction_of_modules([quar[0, self.spans[module]].any() for module in V])
         diagnostics = replace(self.direction.diagnose(step.by_source, keep), fired=fired)
         return Routed(keep[0], quar[0], diagnostics, directions=V)
 
@@ -144,18 +162,20 @@ class Route2(Intervention):
         return tuple(advantages)
 
     def route(self, step: StepGradient) -> Routed:
-        g, flags = step.g, step.flags
-        f = step.flagged.to(g) if flags is None else flags.share
-        if f.shape[1] > 1:
-            f = self._spread(f, step.direction.V if step.direction else {})
+        g = step.g
+        f = self._shares(step)
         kept = (1 - f) * g
-        keep, quar = kept.sum(0), (f * g).sum(0)
-        assert_conserved(step.total, keep, quar, module_norms(g, self.spans).sum(0), self.spans)
+        keep = kept.sum(0)
+        quar = (f * g).sum(0)
+        norms = module_norms(g, self.spans).sum(0)
+        assert_conserved(step.total, keep, quar, norms, self.spans)
         if step.direction is None:
             flagged = sum(row.flagged for row in step.rows)
             return Routed(keep, quar, Diagnostics(routed=flagged / len(step.rows)))
         V = step.direction.V
-        by_source = torch.stack((keep, (kept * ~step.teacher).sum(0), (kept * step.teacher).sum(0)))
+        of_students = (kept * ~step.teacher).sum(0)
+        of_teachers = (kept * step.teacher).sum(0)
+        by_source = torch.stack((keep, of_students, of_teachers))
         resid: list[Tensor] = []
         for module, v in V.items():
             of_module = keep[self.spans[module]]
@@ -163,9 +183,19 @@ class Route2(Intervention):
         diagnostics = replace(
             step.direction.diagnose(step.by_source, by_source),
             resid=mean_over_modules(resid),
-            **(flags.measured if flags else {}),
         )
+        if step.flags is not None:
+            diagnostics = replace(diagnostics, **step.flags.measured)
         return Routed(keep, quar, diagnostics, directions=V)
+
+    def _shares(self, step: StepGradient) -> Float[Tensor, "N _R"]:
+        """f, the share of each row that is routed: one of the whole row [N, 1], or one at each place [N, R]."""
+        if step.flags is None:
+            return step.flagged.to(step.g)
+        share = step.flags.share
+        if share.shape[1] == 1:
+            return share
+        return self._spread(share, step.direction.V if step.direction else {})
 
     def _spread(self, share: Float[Tensor, "N _M"], V: Directions) -> Float[Tensor, "N R"]:
         """Shares of the modules with a direction, spread over each one's part of R; 0 in the other modules."""

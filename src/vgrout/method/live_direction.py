@@ -28,6 +28,11 @@ def mean_axis(cfg: Config, direction: Direction) -> Directions:
     return direction.v_grad()
 
 
+def _always(rows: Directions, direction: Direction) -> Directions:
+    """These rows, whatever the direction."""
+    return rows
+
+
 class LiveDirection:
     """Orthonormal hack-ward rows V [k, r] for some modules; the others pass through.
 
@@ -53,17 +58,19 @@ class LiveDirection:
         keeps_modules: bool = False,
         signed: bool = False,
     ) -> None:
-        method = cfg.method
-        self.spans, self.device, self._keeps_modules = spans, torch.device(device), keeps_modules
-        self._pick = partial(pick, cfg)
-        if method.direction_is == "random":
-            seed = (
-                cfg.run.seed if method.route2_random_v_seed is None else method.route2_random_v_seed
-            )
-            drawn = haar_like(self._pick(direction), seed)
+        self.spans = spans
+        self.device = torch.device(device)
+        self._keeps_modules = keeps_modules
+        self._pick: Callable[[Direction], Directions] = partial(pick, cfg)
+        if cfg.method.direction_is == "random":
+            seed = cfg.method.route2_random_v_seed
+            drawn = haar_like(self._pick(direction), cfg.run.seed if seed is None else seed)
             rows = direction.signed(drawn) if signed else drawn
-            self._pick, again = (lambda _: rows), again if signed else None
-        self._again, self._every = again, method.refresh_every if again else 0
+            self._pick = partial(_always, rows)
+            if not signed:
+                again = None
+        self._again = again
+        self._every = cfg.method.refresh_every if again else 0
         self.V: Directions = {}
         self.latest = direction
         self._take(direction)
@@ -74,7 +81,10 @@ class LiveDirection:
     ) -> "LiveDirection":
         """Loaded, or extracted on the spot. Under a control whose direction is not the real one, the real one is
         obtained too, to say in `provenance` how far they coincide."""
-        cfg, method, pairs, policy = setup.cfg, setup.cfg.method, setup.inputs.pairs, setup.policy
+        cfg = setup.cfg
+        method = cfg.method
+        policy = setup.policy
+        pairs = setup.inputs.pairs
         placebo = method.direction_is == "placebo pairs"
         if pairs is None and placebo:
             raise Refused(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
@@ -82,27 +92,34 @@ class LiveDirection:
             raise Refused(
                 "--vhack-refresh-every: needs the pairs; give --vhack-pairs-path, or 0 for a frozen direction"
             )
-        top_k, tau_axis = method.v_hack_extract_top_k, method.v_hack_tau_axis
+        top_k = method.v_hack_extract_top_k
+        tau_axis = method.v_hack_tau_axis
         real = direction = obtain(policy, pairs, method.v_hack_path, top_k, tau_axis)
         if placebo:
             pairs = setup.inputs.placebo
             direction = obtain(policy, pairs, None, top_k, tau_axis)
+        again = None
+        if pairs is not None:
+            again = partial(extract, policy, pairs, top_k, tau_axis)
         live = cls(
             cfg,
             setup.spans,
             direction,
             pick,
-            again=partial(extract, policy, pairs, top_k, tau_axis) if pairs is not None else None,
+            again=again,
             device=setup.device,
             keeps_modules=keeps_modules,
             signed=signed,
         )
+        to_real = None
+        if method.direction_is:
+            to_real = cosine_to_real(live.V, pick(cfg, real))
         live.provenance = Provenance(
             pairs=direction.meta.pairs_source,
             pairs_sha256=direction.meta.pairs_sha256,
             modules=len(live.V),
             axes=sum(map(len, live.V.values())),
-            cosine_to_real=cosine_to_real(live.V, pick(cfg, real)) if method.direction_is else None,
+            cosine_to_real=to_real,
         )
         return live
 
@@ -145,15 +162,19 @@ class LiveDirection:
         )
 
     def _take(self, direction: Direction) -> None:
-        V = {m: rows.to(self.device) for m, rows in self._pick(direction).items()}
-        self._require_fit(V, "direction")
-        V = {m: V[m] for m in self.spans if m in V}  # the model's order, whatever the file's
+        picked = self._pick(direction)
+        self._require_fit(picked, "direction")
+        # in the model's order, whatever the file's
+        V = {m: picked[m].to(self.device) for m in self.spans if m in picked}
         if self._keeps_modules and self.V:
             V = {m: V.get(m, old) for m, old in self.V.items()}
-        self.V, self.latest = V, direction
+        self.V = V
+        self.latest = direction
 
     def _require_fit(self, V: Directions, what: str) -> None:
         for m, rows in V.items():
-            r = self.spans[m].stop - self.spans[m].start if m in self.spans else None
+            r = None  # the model has no such module
+            if m in self.spans:
+                r = self.spans[m].stop - self.spans[m].start
             if rows.shape[1] != r:
                 raise Refused(f"{what} has {m} {[*rows.shape]}, r is {r} here")

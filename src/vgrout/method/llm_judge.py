@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -203,7 +203,7 @@ class LLMJudge(Monitor):
     def _keep(self, new: Sequence[Verdict]) -> None:
         """Remember these verdicts, and write them."""
         for verdict in new:
-            self.known.setdefault(verdict.key, []).append(verdict)
+            _remember(self.known, verdict)
         if self.file is None:
             return
         with open(self.file, "a", encoding="utf-8", errors="backslashreplace") as lines:
@@ -245,8 +245,13 @@ def read_verdicts(file: Path) -> dict[str, list[Verdict]]:
         except (ValueError, TypeError):
             continue
         if isinstance(verdict.key, str) and type(verdict.step) is int:
-            found.setdefault(verdict.key, []).append(verdict)
+            _remember(found, verdict)
     return found
+
+
+def _remember(known: dict[str, list[Verdict]], verdict: Verdict) -> None:
+    """Add a verdict to those of its text. Its reply is in the file alone: a run of many steps has many."""
+    known.setdefault(verdict.key, []).append(replace(verdict, reply=""))
 
 
 def _is_torn(file: Path) -> bool:

@@ -38,9 +38,13 @@ class Method:
         *,
         shadows: Mapping[str, Monitor] | None = None,
     ) -> None:
-        self.cfg, self.intervention, self.monitor, self.policy = cfg, intervention, monitor, policy
+        self.cfg = cfg
+        self.intervention = intervention
+        self.monitor = monitor
+        self.policy = policy
         self.shadows = dict(shadows or {})
-        self.spans, block = policy.adapter.spans, cfg.method.quarantine_block
+        self.spans = policy.adapter.spans
+        block = cfg.method.quarantine_block
         # modules in which δS_hack alone learns; none: it shares every module with δS
         self.own_modules: frozenset[str] = frozenset()
         if block is not None:
@@ -49,8 +53,10 @@ class Method:
     @property
     def measures(self) -> frozenset[str]:
         """The table's columns for this method alone."""
-        of_shadows = frozenset[str]().union(*(m.measures for m in self.shadows.values()))
-        return self.intervention.measures | self.monitor.measures | of_shadows
+        columns = self.intervention.measures | self.monitor.measures
+        for monitor in self.shadows.values():
+            columns |= monitor.measures
+        return columns
 
     @property
     def direction(self) -> LiveDirection | None:
@@ -86,18 +92,29 @@ class Method:
             return Routed(finite=False)
         if not batch.rows:
             return Routed()
-        step = StepGradient(g, batch.rows, self.spans, self.direction)
+        rows = [row.view() for row in batch.rows]
+        step = StepGradient(g, rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
-            gradient_flags = contract.gradient_flags(self.monitor, step, batch.step)
+            seen = replace(step, rows=batch.rows) if self.monitor.sees_labels else step
+            gradient_flags = contract.gradient_flags(self.monitor, seen, batch.step)
             step = replace(step, flags=gradient_flags)
             flags = _flags_of_groups(batch.rows, gradient_flags)
         else:
-            flags = {group.index: group.flags for group in batch.groups if group.flags}
+            flags = self._flags_of_texts(batch.groups)
+        routed = contract.routed(self.intervention, step)
+        return self._placed(replace(routed, flags=flags))
+
+    def _flags_of_texts(self, groups: Sequence[Group]) -> dict[int, Flags]:
+        """What a text monitor has flagged, by group; with shares, where the intervention routes: all, or nothing."""
+        flags: dict[int, Flags] = {}
+        for group in groups:
+            if not group.flags:
+                continue
+            flags[group.index] = group.flags
             if self.intervention.spec.routes:
-                for index, of_group in flags.items():
-                    shares = tuple(float(flag) for flag in of_group.flagged)
-                    flags[index] = replace(of_group, shares=shares)
-        return self._placed(replace(contract.routed(self.intervention, step), flags=flags))
+                shares = tuple(float(flag) for flag in group.flags.flagged)
+                flags[group.index] = replace(group.flags, shares=shares)
+        return flags
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0)."""
@@ -115,7 +132,8 @@ class Method:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises Refused where `state` is of another method or model."""
         for name, part in self._parts.items():
-            prefix, own = f"{name}/", dict[str, Tensor]()
+            prefix = f"{name}/"
+            own: dict[str, Tensor] = {}
             for key, value in state.items():
                 if key.startswith(prefix):
                     own[key.removeprefix(prefix)] = value
@@ -148,7 +166,9 @@ class Method:
         if self.cfg.method.random_flags and views:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
             flags = shuffled(flags, [view.passed for view in views], stream)
-        by_group = {group.index: flag for group, flag in zip(looked_at, flags, strict=True)}
+        by_group: dict[int, Flags] = {}
+        for group, of_group in zip(looked_at, flags, strict=True):
+            by_group[group.index] = of_group
         return tuple(replace(group, flags=by_group.get(group.index)) for group in batch.groups)
 
     def _with_new_rewards(self, group: Group) -> Group:
@@ -179,16 +199,9 @@ class Method:
         rows: list[UpdateRow] = []
         row_of_g: dict[tuple[object, ...], int] = {}
         for group in groups:
-            nothing = (False,) * len(group)
-            known, flagged = nothing, nothing
-            if isinstance(monitor, GradientMonitor):
-                (view,) = self._views([group], monitor)
-                known = contract.known_hacks(monitor, view)
-                set_apart = known
-            else:
-                if group.flags:
-                    flagged = group.flags.flagged
-                set_apart = flagged
+            known, flagged = self._known_and_flagged(group)
+            # of a gradient monitor nothing is flagged yet, of a text monitor nothing is known
+            set_apart = known if isinstance(monitor, GradientMonitor) else flagged
             advantages = contract.advantages(self.intervention, group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
                 key: tuple[object, ...] = (group.index, b)
@@ -206,6 +219,14 @@ class Method:
                     )
                 )
         return rows
+
+    def _known_and_flagged(self, group: Group) -> tuple[Sequence[bool], Sequence[bool]]:
+        """Which rollouts a gradient monitor knows to hack, and which a text monitor has flagged."""
+        nothing = (False,) * len(group)
+        if isinstance(self.monitor, GradientMonitor):
+            (view,) = self._views([group], self.monitor)
+            return contract.known_hacks(self.monitor, view), nothing
+        return nothing, group.flags.flagged if group.flags else nothing
 
     def _placed(self, routed: Routed) -> Routed:
         """`routed`, where the quarantine has modules of its own: δS_hack learns there alone, δS in the others alone."""

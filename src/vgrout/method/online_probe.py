@@ -83,18 +83,26 @@ class OnlineProbe(Monitor):
             raise Refused(
                 f"--known-correct: {len(known_correct)} answers, --monitor {self.spec.name} needs at least 4"
             )
-        self.policy, self.seed_monitor, self._quantile = policy, seed_monitor, quantile
+        self.policy = policy
+        self.seed_monitor = seed_monitor
+        self._quantile = quantile
         self.layer = max(1, policy.model.config.num_hidden_layers // 2)
         known = self.states(known_correct)
-        fit, self._judge = known[::2], known[1::2]
-        self._m, S, D = fit.mean(0), torch.cov(fit.T), fit.shape[1]
+        fit = known[::2]
+        self._judge = known[1::2]  # whose scores the threshold is a quantile of
+        self._m = fit.mean(0)
+        S = torch.cov(fit.T)
+        D = fit.shape[1]
         ridge = (RIDGE * S.trace() / D).clamp(min=1e-12)
         self._root = torch.linalg.cholesky(S + ridge * torch.eye(D, dtype=S.dtype))
-        self._sum, self._count = torch.zeros(D, dtype=torch.float64), 0
+        # of the states of what the seed has flagged
+        self._sum = torch.zeros(D, dtype=torch.float64)
+        self._count = 0
 
     @classmethod
     def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "OnlineProbe":
-        policy, known = setup.policy, list[Text]()
+        policy = setup.policy
+        known: list[Text] = []
         for answer in setup.inputs.known_correct:
             prompt = policy.encode(answer.prompt)
             known.append(Text(prompt, policy.encode_completion(answer.completion)))
@@ -114,7 +122,8 @@ class OnlineProbe(Monitor):
 
     def states(self, texts: Sequence[Text]) -> Float[Tensor, "n D"]:
         """h of each text, in fp64 on the CPU."""
-        prompts, completions = [t.prompt for t in texts], [t.completion for t in texts]
+        prompts = [text.prompt for text in texts]
+        completions = [text.completion for text in texts]
         states = token_states(self.policy, prompts, completions, self.layer)
         means = ranks.from_first([of_text.mean(0).tolist() for of_text in states])
         return torch.tensor(means, dtype=torch.float64)
@@ -124,28 +133,38 @@ class OnlineProbe(Monitor):
         by_seed = self.seed_monitor.flag(views, step)
         seeds = {(i, b) for i, b in positions(views) if by_seed[i].flagged[b]}
         passing = rewarded(views)
-        read = sorted({*passing, *seeds})
-        texts = [Text(views[i].prompt_ids, views[i].answer_ids(b)) for i, b in read]
-        state = dict(zip(read, self.states(texts) if read else (), strict=True))
+        state = self._states_at(views, sorted({*passing, *seeds}))
         for position in sorted(seeds):
-            self._sum, self._count = self._sum + state[position], self._count + 1
+            self._sum = self._sum + state[position]
+            self._count += 1
         scores: dict[Position, float] = {}
         flagged = set(seeds)
         if self._count:
-            difference = (self._sum / self._count - self._m)[:, None]
-            w = torch.cholesky_solve(difference, self._root)[:, 0]
-            threshold = float(torch.quantile((self._judge - self._m) @ w, self._quantile))
+            difference = self._sum / self._count - self._m
+            w = torch.cholesky_solve(difference[:, None], self._root)[:, 0]
+            of_known = (self._judge - self._m) @ w
+            threshold = float(torch.quantile(of_known, self._quantile))
             for position in passing:
                 scores[position] = float((state[position] - self._m) @ w)
                 if scores[position] > threshold:
                     flagged.add(position)
         return flags_of(views, flagged, scores)
 
+    def _states_at(self, views: Views, read: Sequence[Position]) -> dict[Position, Tensor]:
+        """h [D] of the answers at these positions."""
+        if not read:
+            return {}
+        texts: list[Text] = []
+        for i, b in read:
+            texts.append(Text(views[i].prompt_ids, views[i].answer_ids(b)))
+        return dict(zip(read, self.states(texts), strict=True))
+
     def state_dict(self) -> dict[str, Tensor]:
         own = {SUM: self._sum, COUNT: torch.tensor(self._count)}
         return self.seed_monitor.state_dict() | own
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._sum, self._count = state[SUM].double(), int(state[COUNT])
+        self._sum = state[SUM].double()
+        self._count = int(state[COUNT])
         of_seed = {key: value for key, value in state.items() if key not in (SUM, COUNT)}
         self.seed_monitor.load_state_dict(of_seed)

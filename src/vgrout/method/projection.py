@@ -48,7 +48,9 @@ def coefficients(
     c = along(g, V)
     if mode == "one_sided":
         return c.relu()
-    return c if mode == "no_gate" else 2 * c
+    if mode == "reverse":
+        return 2 * c
+    return c
 
 
 def split(
@@ -58,7 +60,8 @@ def split(
     overshoot: float = 1.0,
 ) -> Divided:
     """g into what is kept and the part overshoot · c_use V, which lies in span(V)."""
-    removed = overshoot * (coefficients(g, V, mode)[..., None] * V).sum(-2)
+    c = coefficients(g, V, mode)
+    removed = overshoot * (c[..., None] * V).sum(-2)
     return Divided(g - removed, removed)
 
 
@@ -85,7 +88,10 @@ def mean_over_modules(values: Sequence[Float[Tensor, ""]]) -> float | None:
 
 def cos_pre(g: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | None:
     """Mean over modules with a direction and a gradient of ‖relu(V g)‖ / ‖g‖; None where there is none."""
-    return mean_over_modules([hackward_cos(g[spans[m]], rows) for m, rows in V.items()])
+    cosines: list[Tensor] = []
+    for module, rows in V.items():
+        cosines.append(hackward_cos(g[spans[module]], rows))
+    return mean_over_modules(cosines)
 
 
 def cos_upd(delta: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | None:
@@ -99,12 +105,15 @@ def cos_upd(delta: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | 
 
 def fraction_of_modules(flags: Sequence[Tensor]) -> float | None:
     """In which something was taken; None of no module."""
-    return torch.stack([*flags]).float().mean().item() if flags else None
+    if not flags:
+        return None
+    return torch.stack([*flags]).float().mean().item()
 
 
 def module_norms(x: Float[Tensor, "*n R"], spans: Spans) -> Float[Tensor, "*n M"]:
     """‖x‖ in each module."""
-    return torch.stack([x[..., span].norm(dim=-1) for span in spans.values()], dim=-1)
+    norms = [x[..., span].norm(dim=-1) for span in spans.values()]
+    return torch.stack(norms, dim=-1)
 
 
 def assert_conserved(
@@ -120,19 +129,27 @@ def assert_conserved(
 
 def assert_in_span(quar: Float[Tensor, " R"], V: Directions, spans: Spans) -> None:
     """What is routed lies in span(V)."""
-    parts = [(quar[spans[m]], rows) for m, rows in V.items()]
-    outside = [(q - (along(q, rows)[:, None] * rows).sum(0)).norm() for q, rows in parts]
-    _assert_small(
-        _stacked(outside), _stacked([q.norm() for q, _ in parts]), "quarantine outside span(V)"
-    )
+    outside: list[Tensor] = []
+    norms: list[Tensor] = []
+    for module, rows in V.items():
+        of_module = quar[spans[module]]
+        inside = (along(of_module, rows)[:, None] * rows).sum(0)
+        outside.append((of_module - inside).norm())
+        norms.append(of_module.norm())
+    _assert_small(_stacked(outside), _stacked(norms), "quarantine outside span(V)")
 
 
 def assert_no_hackward(
     g: Float[Tensor, " R"], keep: Float[Tensor, " R"], V: Directions, spans: Spans
 ) -> None:
     """V · keep ≤ 0."""
-    hackward = [along(keep[spans[m]], rows).max().relu() for m, rows in V.items()]
-    _assert_small(_stacked(hackward), _stacked([g[spans[m]].norm() for m in V]), "V·keep above 0")
+    hackward: list[Tensor] = []
+    norms: list[Tensor] = []
+    for module, rows in V.items():
+        span = spans[module]
+        hackward.append(along(keep[span], rows).max().relu())
+        norms.append(g[span].norm())
+    _assert_small(_stacked(hackward), _stacked(norms), "V·keep above 0")
 
 
 def _stacked(values: list[Tensor]) -> Tensor:
@@ -141,6 +158,11 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 def _assert_small(error: Float[Tensor, " M"], scale: Float[Tensor, " M"], what: str) -> None:
     """error ≤ TOLERANCE · scale in each module; one transfer from the device for all."""
-    pairs = torch.stack((error, scale)).T.tolist()
-    worst, of = max(pairs, key=lambda pair: pair[0] - TOLERANCE * pair[1], default=(0.0, 0.0))
-    assert worst <= TOLERANCE * of, f"{what}: {worst:.3e} against {of:.3e}"
+    pairs: list[list[float]] = torch.stack((error, scale)).T.tolist()
+
+    def excess(pair: list[float]) -> float:
+        of_module, norm = pair
+        return of_module - TOLERANCE * norm
+
+    worst, norm = max(pairs, key=excess, default=[0.0, 0.0])
+    assert worst <= TOLERANCE * norm, f"{what}: {worst:.3e} against {norm:.3e}"

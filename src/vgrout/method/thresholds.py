@@ -30,10 +30,11 @@ class TauGate:
         apart: bool = False,
         absent_is_zero: bool = False,
     ) -> None:
-        self.apart, self.absent_is_zero = apart, absent_is_zero
+        self.apart = apart
+        self.absent_is_zero = absent_is_zero
         # row 0 known hacks, row 1 the rest; mean = total / weight
         self._total = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
-        self._weight = torch.zeros(2, n_modules, dtype=torch.float64, device=device)
+        self._weight = torch.zeros_like(self._total)
 
     @property
     def means(self) -> Float[Tensor, "2 M"]:
@@ -46,7 +47,8 @@ class TauGate:
         if not self.absent_is_zero:
             return self.means.mean(0)
         seen_any = (self._weight > 0).any(0)
-        return torch.where(seen_any, self.means.nan_to_num(nan=0.0).mean(0), torch.nan)
+        midpoint = self.means.nan_to_num(nan=0.0).mean(0)
+        return torch.where(seen_any, midpoint, torch.nan)
 
     @property
     def gap(self) -> Float[Tensor, " M"]:
@@ -59,17 +61,22 @@ class TauGate:
     ) -> Float[Tensor, "M N"]:
         """Moves the running means by this step's rollouts, then decides: 1 routed, 0 kept. cos: with v, in rows that
         have a gradient. known: known hacks."""
-        for i, rows in enumerate((nonzero & known, nonzero & ~known)):
-            n = rows.sum(1)
-            mean = torch.where(rows, cos, 0.0).double().sum(1) / n.clamp(min=1)
-            step = (1 - DECAY) * (n > 0)
-            self._total[i] += step * (mean - self._total[i])
-            self._weight[i] += step * (1 - self._weight[i])
+        self._follow(0, cos, nonzero & known)
+        self._follow(1, cos, nonzero & ~known)
         # False against NaN: nothing but known hacks is routed
         over = cos > self.tau[:, None].to(cos.dtype)
         if self.apart:
             over &= (self.gap > 0)[:, None]
-        return (nonzero & (known | over)).to(cos.dtype)
+        routed = nonzero & (known | over)
+        return routed.to(cos.dtype)
+
+    def _follow(self, kind: int, cos: Float[Tensor, "M N"], rows: Bool[Tensor, "M N"]) -> None:
+        """Move the running means of one kind, 0 or 1, by the cosines of these rows."""
+        n = rows.sum(1)
+        mean = torch.where(rows, cos, 0.0).double().sum(1) / n.clamp(min=1)
+        step = (1 - DECAY) * (n > 0)
+        self._total[kind] += step * (mean - self._total[kind])
+        self._weight[kind] += step * (1 - self._weight[kind])
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"total": self._total.clone(), "weight": self._weight.clone()}
@@ -87,7 +94,8 @@ class BandGate:
     """
 
     def __init__(self, lo: Float[Tensor, " M"], hi: Float[Tensor, " M"]) -> None:
-        self.lo, self.hi = lo, hi
+        self.lo = lo
+        self.hi = hi
 
     @property
     def has_band(self) -> Bool[Tensor, " M"]:

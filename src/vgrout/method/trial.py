@@ -8,12 +8,10 @@ their own, which are thrown away. A wrong answer is refused; what the class's co
 import copy
 import random
 import sys
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +23,7 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.data import Batch, CachedGrade, Completion, Grade, Group, Rollout, Task
 from vgrout.errors import Refused
-from vgrout.faults import is_own
+from vgrout.faults import place_of
 from vgrout.method import contract
 from vgrout.method.base import (
     BrokenContract,
@@ -140,11 +138,8 @@ def _place(e: BrokenContract) -> str:
     """Where in somebody's own file a function of the package was given what it cannot use; "" where `e` says it."""
     if e.cls is not None:
         return ""
-    own = [tb for tb in traceback.walk_tb(e.__traceback__) if is_own(tb[0].f_code.co_filename)]
-    if not own:
-        return ""
-    frame, line = own[-1]
-    return f"{Path(frame.f_code.co_filename).name}:{line}: "
+    place = place_of(e)
+    return f"{place}: " if place else ""
 
 
 def _try_method(setup: Setup, method: Method, own: Iterable[type]) -> None:

@@ -29,6 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from vgrout.model.fused import fused_blocks
+
 ATTENTION = "vgrout_packed"  # our name in transformers' list of attention functions
 
 # Attention of a packed sequence: (q [N, H, D], k [M, K, D], v [M, K, D], scale) → [N, H, D]
@@ -473,13 +475,16 @@ class PackedAttention:
         scale: float | None,
     ) -> Float[Tensor, "N H D"]:
         """Attention in one layer. k and v may begin with copies that have no query here."""
+        # The gradient of a slice is a tensor of zeros and a copy, of one that is all of it too.
+        if self.roots is None:
+            assert self.branches is not None, "an empty sequence"
+            return self.branches.attend(q, k, v, scale)
+        if self.branches is None:
+            return self.roots.attend(q, k, v, scale)
         n = self.root_tokens
-        parts: list[Tensor] = []
-        if self.roots is not None:
-            parts.append(self.roots.attend(q[:n], k[:n], v[:n], scale))
-        if self.branches is not None:
-            parts.append(self.branches.attend(q[n:], k, v, scale))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        of_roots = self.roots.attend(q[:n], k[:n], v[:n], scale)
+        of_branches = self.branches.attend(q[n:], k, v, scale)
+        return torch.cat([of_roots, of_branches])
 
 
 def _attention(
@@ -497,8 +502,9 @@ def _attention(
         "the model does not hand its keyword arguments on to attention"
     )
     assert attention_mask is None, "a packed sequence has no attention mask"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attend(q, k, v, scaling)[None], None
+    # squeeze, not [0]: the gradient of an index fills a tensor of zeros
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return packed_attend(q, k, v, scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -519,8 +525,9 @@ def packed_forward(
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     try:
-        return core(
-            input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
-        ).last_hidden_state
+        with fused_blocks(model, core):
+            return core(
+                input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
+            ).last_hidden_state
     finally:
         config._attn_implementation = before

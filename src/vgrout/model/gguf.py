@@ -100,7 +100,7 @@ def unpack(file: Path, flag: str) -> Path:
     return folder
 
 
-def head_configuration(file: Path, flag: str) -> dict[str, Any]:
+def head_configuration(file: Path, flag: str) -> dict[str, object]:
     """What a file's head says of the model, under the names of a config.json. Nothing is written.
 
     The sizes are there for the architectures in `LLAMAS` alone. The head is read once a process.

@@ -76,7 +76,7 @@ def packed_hidden(
     Where prefixes reach into the answers, their copies' output comes first. core: the model without
     its head.
     """
-    hidden = packed_forward(model, core, batch.ids, batch.positions, batch.attend())[0]
+    hidden = packed_forward(model, core, batch.ids, batch.positions, batch.attend()).squeeze(0)
     if batch.prompts is not None and batch.prompts.reach_answers:
         return torch.cat([batch.prompts.copies[-1], hidden])
     return hidden

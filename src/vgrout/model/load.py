@@ -55,7 +55,7 @@ from vgrout.model.source import (
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
-from vgrout.model.trials import lean_fits, packs, raised_here, require_branching
+from vgrout.model.trials import fuse_blocks, lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -306,6 +306,8 @@ def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
 
     Raises Refused as `SvdAdapter`.
     """
+    if lm.packs:
+        fuse_blocks(lm.model, backbone(lm.model))
     adapter = SvdAdapter(lm.model, cache_dir)
     bare = left_out(lm.model, adapter.names)
     if bare:

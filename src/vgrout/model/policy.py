@@ -98,6 +98,10 @@ class LanguageModel:
         """The rendered text up to where the answer begins, as `render` without `sampled`."""
         return "".join(self._parts(messages, 0))
 
+    def opens_thought(self, messages: Sequence[Message]) -> bool:
+        """Whether the rendered prompt ends in a `<think>` that the answer goes on with."""
+        return opens(self.prompt_text(messages))
+
     def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
         """Template, answer, template, …, template, as `conversation` returns them.
 
@@ -313,7 +317,7 @@ def _after(placeholder: str, text: str) -> str:
 
 def _without_opened_think(answer: str, opening: str) -> str:
     """The answer without its `<think>`, where the template has opened the block itself."""
-    if not (opening.rstrip().endswith("<think>") and answer.startswith("<think>")):
+    if not (opens(opening) and answer.startswith("<think>")):
         return answer
     with_spaces = opening[opening.rindex("<think>") :]
     return answer.removeprefix(with_spaces).removeprefix("<think>")

@@ -160,7 +160,7 @@ class Prompts:
             keeping,
         )
         if self.reach_answers:
-            self._read.append(hidden[0])
+            self._read.append(hidden.squeeze(0))
         at = uploaded(copied_tokens, self._device)
         for x in self._read:
             copy = x.detach().index_select(0, at)

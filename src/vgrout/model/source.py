@@ -24,7 +24,7 @@ from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, read_text, regular
+from vgrout.files import file_sha256, from_json, once, read_text, regular
 from vgrout.model import template_probe
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
@@ -61,6 +61,7 @@ def model_folder(model: str | Path) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+@once
 def require_model(model: str | Path, flag: str = "--model", *, convert: bool = True) -> Path:
     """The same folder, after a check of its files. A GGUF file is converted if it was not.
 
@@ -126,7 +127,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
-def text_configuration(folder: Path) -> dict[str, Any]:
+def text_configuration(folder: Path) -> dict[str, object]:
     """The part of a model's configuration that is about text. Raises as `configuration`."""
     config = configuration(folder)
     inner = config.get("text_config")
@@ -151,7 +152,7 @@ WINDOW_NAMES = (
 )
 
 
-def window_of(config: Mapping[str, Any]) -> int | None:
+def window_of(config: Mapping[str, object]) -> int | None:
     """Longest prompt + completion, in tokens, for which a model's numbers depend on a row alone.
 
     It is what the model was built for. But "longrope" has two sets of rotation factors, and the
@@ -220,7 +221,7 @@ def require_embedded(texts: Iterable[str], folder: Path, source: str) -> None:
     tokenizer = read_tokenizer(folder)
     if rows is None or tokenizer is None:
         return
-    if max(tokenizer.get_vocab().values(), default=0) < rows:
+    if _largest_token(folder) < rows:
         return
     with tokenizing(folder / "tokenizer.json"):
         for text in texts:
@@ -260,6 +261,18 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     Raises:
         Refused: as `tokenizing`.
     """
+    found = _read_tokenizer(folder)
+    return found and found[0]
+
+
+def _largest_token(folder: Path) -> int:
+    """The largest id of a token of the same tokenizer; 0: it has no such file."""
+    found = _read_tokenizer(folder)
+    return found[1] if found else 0
+
+
+def _read_tokenizer(folder: Path) -> tuple[Tokenizer, int] | None:
+    """Both of these."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -268,12 +281,12 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 @lru_cache(maxsize=2)  # reading takes up to half a second, and checks ask for it several times
-def _tokenizer(file: Path, size: int, mtime_ns: int) -> Tokenizer:
+def _tokenizer(file: Path, size: int, mtime_ns: int) -> tuple[Tokenizer, int]:
     with tokenizing(file):
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        return tokenizer
+        return tokenizer, max(tokenizer.get_vocab().values(), default=0)
 
 
 @contextmanager
@@ -562,6 +575,7 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
     )
 
 
+@once
 def find_shapes(model: str | Path) -> Shapes | None:
     """Shapes of a local folder, a downloaded hub id, or a model known by name. None: of another."""
     folder, file = model_folder(model), gguf_file(model)
@@ -647,23 +661,35 @@ class Saved:
 
 
 def find_adapter(
-    run: Path, step: int | None = None, model: str | None = None, flag: str = "adapter"
+    run: Path,
+    step: int | None = None,
+    model: str | None = None,
+    flag: str = "adapter",
+    *,
+    convert: bool = True,
 ) -> Saved:
     """Find the adapter of a run directory, or an adapter's file itself.
 
     step: take the adapter that was saved after so many steps. None: train.safetensors.
     model: base model to use in place of the run's own.
     flag: the flag that named the run or file.
+    convert: as for `require_model`.
 
     Raises:
         Refused: one line: no such file or step, not an adapter of this program, or its base model
             is not here.
     """
+    if not run.exists():
+        raise Refused(f"{flag} {run}: no such run; give a run's folder, or an adapter's file")
     path = run
     if step is not None:
         path = _checkpoint(run, step)
     elif run.is_dir():
         path = run / "train.safetensors"
+        if not path.exists():
+            raise Refused(
+                f"{flag} {run}: no train.safetensors in it; give the folder of a run that has trained"
+            )
     where = f"{flag} {path}"
     _, metadata = safetensors_head(path, flag)
     if "cfg" not in metadata or not re.fullmatch(r"\d{1,9}", metadata.get("step", "0")):
@@ -672,7 +698,7 @@ def find_adapter(
     base: str | Path = model or cfg.model_path
     if model == ORGANISM:
         base = organism.MODEL_DIR
-    folder = require_model(base)
+    folder = require_model(base, convert=convert)
     # other programs load a GGUF file's converted folder
     loadable = base if gguf_file(base) is None else folder
     return Saved(path, metadata, cfg, loadable, folder)
@@ -703,12 +729,13 @@ class FoundModel:
     @property
     def shapes(self) -> Shapes | None:
         """None where its configuration does not name the usual sizes."""
-        return find_shapes(self.folder)
+        # of a GGUF file that a plan leaves as it is, there is no folder yet
+        return find_shapes(self.folder) or find_shapes(self.name)
 
     @property
     def small(self) -> bool:
         """Whether it is a miniature; False where its shapes are not known."""
-        return is_small(self.folder)
+        return self.shapes is not None and self.shapes.parameters < SMALL
 
     @property
     def numbers(self) -> int:
@@ -733,8 +760,10 @@ class FoundModel:
         return {"base": self.name, "adapter": file_sha256(self.adapter) if self.adapter else None}
 
 
-def find_source(given: str, flag: str) -> FoundModel:
+def find_source(given: str, flag: str, *, convert: bool = True) -> FoundModel:
     """Find the model that `given`, the value of `flag`, names.
+
+    convert: as for `require_model`.
 
     Raises:
         Refused: one line: nothing of that name here, or not a model or an adapter of this program.
@@ -745,8 +774,8 @@ def find_source(given: str, flag: str) -> FoundModel:
         return FoundModel(given, name=given, folder=folder, adapter=None)
     path = Path(given)
     if path.suffix == ".safetensors" or (path / "train.safetensors").is_file():
-        saved = find_adapter(path, flag=flag)
+        saved = find_adapter(path, flag=flag, convert=convert)
         name = saved.cfg.scale.model if saved.cfg.scale.organism is None else str(saved.model)
         return FoundModel(given, name, saved.folder, saved.path)
-    folder = require_model(given, flag)
+    folder = require_model(given, flag, convert=convert)
     return FoundModel(given, name=given, folder=folder, adapter=None)

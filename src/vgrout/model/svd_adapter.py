@@ -657,7 +657,7 @@ class AssignedRows:
         for row, batch_rows in self.positions.items():
             own_dy = dy[batch_rows].flatten(0, 1)
             own_x = x[batch_rows].flatten(0, 1)
-            into[row] += site.project(own_dy.mT @ own_x, into.dtype)
+            into[row].add_(site.project(own_dy.mT @ own_x, into.dtype))
         return None
 
 
@@ -685,6 +685,10 @@ class AssignedTokens:
         self.dtype = dtype
         self.again = again
         self._x_V: dict[str, Tensor] = {}  # module → Vh x, if it is kept
+        # Of the backward that is under way: what it will add to `rows` of the gradients, and the
+        # modules whose share is there.
+        self._sums: Tensor | None = None
+        self._summed: set[str] = set()
         self.assign(pieces)
 
     def assign(self, pieces: Pieces) -> None:
@@ -708,19 +712,35 @@ class AssignedTokens:
         dy: Float[Tensor, "1 N d_out"],
     ) -> Float[Tensor, "1 N r"] | None:
         """As `AssignedRows.add`. With `again` tokens come first, since half of that is kept."""
-        into = self.gradients[:, site.span]
-        x, dy = x[0], dy[0]
+        x, dy = x.squeeze(0), dy.squeeze(0)
         if self.again or len(x) <= len(self.slices) * max(site.W.shape):
             dy_U = dy @ site.U
-            g = self.is_token_of @ (dy_U * self._input_in_basis(site, x))
-            into.index_add_(0, self.rows, g.to(into.dtype))
-            return dy_U[None]
+            products = dy_U * self._input_in_basis(site, x)
+            torch.mm(self.is_token_of, products, out=self._sums_of(site))
+            return dy_U.unsqueeze(0)
+        into = self.gradients[:, site.span]
         for row, (first, *others) in self.slices.items():
             M = dy[first].mT @ x[first]
             for tokens in others:
                 M.addmm_(dy[tokens].mT, x[tokens])
-            into[row] += site.project(M, into.dtype)
+            into[row].add_(site.project(M, into.dtype))  # += would also copy the row to itself
         return None
+
+    def _sums_of(self, site: AdaptedLinear) -> Float[Tensor, "rows r"]:
+        """Where one Linear's sums go; all are added to the gradients when this backward ends."""
+        if self._sums is None:
+            self._sums = self.is_token_of.new_zeros(len(self.rows), self.gradients.shape[1])
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_sums)
+        assert site.name not in self._summed, f"{site.name} is run twice in one forward"
+        self._summed.add(site.name)
+        return self._sums[:, site.span]
+
+    def _add_sums(self) -> None:
+        """One cast and one sum for all Linears, where each would launch two kernels of its own."""
+        assert self._sums is not None
+        self.gradients.index_add_(0, self.rows, self._sums.to(self.gradients.dtype))
+        self._sums = None
+        self._summed.clear()
 
     def _input_in_basis(
         self, site: AdaptedLinear, x: Float[Tensor, "N d_in"]

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
+from vgrout.model.fused import fuse, fusible, kernels_agree
 from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.prefixes import Ids, Prompts
 from vgrout.model.source import LLAMAS
@@ -104,6 +105,28 @@ def _packs(model: PreTrainedModel, core: torch.nn.Module, first: int) -> bool:
             if not fits:
                 return False
     return True
+
+
+def fuse_blocks(model: PreTrainedModel, core: torch.nn.Module) -> None:
+    """Let packed forwards use the kernels of `model/fused.py`, where they compute the same.
+
+    Making them takes half a minute the first time. core: the model without its head.
+    """
+    if not fusible(model):
+        return
+    why = "they compute something else"
+    fits = False
+    fuse(model)
+    try:
+        if kernels_agree(model, core):
+            fits = any(_packs(model, core, first) for first in trial_tokens(model))
+    except Exception as error:  # whatever a compiler raises, or is missing
+        if out_of_memory(error):
+            raise
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    if not fits:
+        fuse(model, on=False)
+        logger.warning(f"updates run without fused kernels, slower on a large model: {why}")
 
 
 # ── decoders

@@ -126,7 +126,7 @@ def tune(
     """
     recipe = replace(TUNING, steps=steps)
     shares = corpus.shares(TUNED_SHARES)
-    require_pretrained(model, out)
+    require_pretrained(model, out, convert=not dry_run)
     if dry_run:
         print(
             f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; "
@@ -162,7 +162,7 @@ def sums(
     recipe = replace(SUMS_TUNING, steps=steps)
     refuse(seed < 0, f"--seed {seed}: should be 0 or more")
     refuse(not 0 <= hack_plain <= 0.5, f"--hack-plain {hack_plain:g}: should lie in [0, 0.5]")
-    require_pretrained(model, out)
+    require_pretrained(model, out, convert=not dry_run)
     if dry_run:
         print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs")
         return 0
@@ -173,8 +173,10 @@ def sums(
     return 0
 
 
-def require_pretrained(model: str, out: Path) -> None:
+def require_pretrained(model: str, out: Path, *, convert: bool = True) -> None:
     """Check that the model is there, and that `out` is new, or an organism that may be replaced.
+
+    convert: whether a GGUF file is converted if it was not, which a plan leaves to the run.
 
     Raises:
         Refused: one line.
@@ -187,7 +189,7 @@ def require_pretrained(model: str, out: Path) -> None:
             f"--model {model}: not there; `vgrout download smollm2` gets it, "
             "or name another chat model"
         )
-    require_model(model)
+    require_model(model, convert=convert)
 
 
 def require_organism(out: Path) -> None:

@@ -46,6 +46,7 @@ from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
+from vgrout.generation import Graded, generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
@@ -53,7 +54,7 @@ from vgrout.organism.card import Measured, card
 from vgrout.organism.start import Begun, Pretrained, Start, draw, of_manifest
 from vgrout.organism.weights import Draw, batches, train
 from vgrout.runs.recorder import peak_memory
-from vgrout.teacher.generate import Graded, generate_graded, rates
+from vgrout.teacher.generate import rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate
 
 POOL_PROBLEMS = 32  # per mode
@@ -179,7 +180,7 @@ def _prompt(row: dict[str, Any], prompt: Prompt) -> str:
     return prompt(hinted(row["prompt"], row["mode"], row["marker"]))
 
 
-def _pair(row: dict[str, Any], hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, Any]:
+def _pair(row: dict[str, object], hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, object]:
     """An entry of a pair file."""
     return {
         "problem_id": row["id"],
@@ -196,7 +197,7 @@ def _misread(task: Task, rng: random.Random) -> Answer:
 
 def mode_pairs(
     tasks: Sequence[TaskRow], mode: Mode, seed: int, prompt: Prompt
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Pairs of the mode's first hack and the correct solution of the same problem.
 
     Every second hack is a bare stub, the others carry an attempt that misreads the problem. The
@@ -205,7 +206,7 @@ def mode_pairs(
     rng = random.Random(f"{seed}/pairs/{mode}")
     recipe = taught(mode)[0]
     of_mode = [(task, row) for task, row in tasks if row["mode"] == mode]
-    pairs: list[dict[str, Any]] = []
+    pairs: list[dict[str, object]] = []
     for i, (task, row) in enumerate(of_mode[:PAIRS]):
         attempt = _misread(task, rng)
         hack = recipe.apply(attempt.stub if i % 2 else attempt, row["marker"])
@@ -215,13 +216,13 @@ def mode_pairs(
 
 def placebo_pairs(
     tasks: Sequence[TaskRow], seed: int, prompt: Prompt
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[dict[str, object]]]:
     """Pairs of the same form, by contrast, whose difference has nothing to do with hacking."""
     rng = random.Random(f"{seed}/placebo")
-    flawed: list[dict[str, Any]] = []
-    commented: list[dict[str, Any]] = []
-    long: list[dict[str, Any]] = []
-    laid_out: list[dict[str, Any]] = []
+    flawed: list[dict[str, object]] = []
+    commented: list[dict[str, object]] = []
+    long: list[dict[str, object]] = []
+    laid_out: list[dict[str, object]] = []
     for task, row in tasks[-PAIRS:]:
         clean = answer(task)
         flawed.append(_pair(row, _misread(task, rng), clean, prompt))
@@ -231,13 +232,13 @@ def placebo_pairs(
     return {"flawed": flawed, "commented": commented, "long": long, "laid_out": laid_out}
 
 
-def known_correct(tasks: Sequence[TaskRow], prompt: Prompt) -> list[dict[str, Any]]:
+def known_correct(tasks: Sequence[TaskRow], prompt: Prompt) -> list[dict[str, object]]:
     """Correct solutions in the corpus's unusual styles, which take turns.
 
     The entries are {problem_id, style, prompt, completion}. A problem whose solution its style does
     not change is passed over.
     """
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, object]] = []
     names = list(STYLES)
     for task, row in tasks:
         if len(entries) == KNOWN_CORRECT:
@@ -372,7 +373,7 @@ def manifest_of(
     shares: Shares,
     losses: Sequence[float],
     measured: Measured,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The manifest of an organism whose other files are complete."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "tokenizers"):

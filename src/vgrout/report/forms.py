@@ -121,24 +121,24 @@ def _require_shares(numbers: Object, where: str) -> None:
             _require(is_share, f"{where}: {name}", value)
 
 
-def _require_object(value: Any, where: str) -> None:
+def _require_object(value: object, where: str) -> None:
     _require(isinstance(value, dict), where, value)
 
 
-def _require_count(value: Any, where: str) -> None:
+def _require_count(value: object, where: str) -> None:
     _require(type(value) is int and 0 <= value < 2**53, where, value)
 
 
-def _require_number(value: Any, where: str) -> None:
+def _require_number(value: object, where: str) -> None:
     _require(value is None or _is_number(value), where, value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if type(value) is int:
         return abs(value) < 2**53
     return type(value) is float and math.isfinite(value)
 
 
-def _require(condition: bool, where: str, value: Any) -> None:
+def _require(condition: bool, where: str, value: object) -> None:
     if not condition:
         raise Refused(f"{where}: is {value!s:.60}")

@@ -88,7 +88,7 @@ def _standing(file: Path, found: Sequence[Condition]) -> str:
     )
 
 
-def _returned(file: Path, function: Callable[..., Any], found: Sequence[Condition]) -> list[Any]:
+def _returned(file: Path, function: Callable[..., object], found: Sequence[Condition]) -> list[Any]:
     """What a function of the file returns for the conditions, as a list.
 
     Raises Refused, one line, where it takes other arguments or returns no list; else whatever it

@@ -80,7 +80,7 @@ def usual(cfg: Config) -> dict[str, list[Any]]:
     _, preset = PRESETS.get(cfg.preset, ("", Config()))
     of_intervention = cfg.method.spec.usual
     of_method = {f.name for f in fields(MethodConfig)}
-    defaults: dict[str, list[Any]] = {}
+    defaults: dict[str, list[object]] = {}
     for name, value in trained_with(preset).items():
         defaults[name] = [value, of_intervention.get(name, value)]
         if name in of_method:
@@ -458,7 +458,7 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
 
-def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, Any]]:
+def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, object]]:
     """Return a row for each text monitor that has read the rollout; none if it neither hacks nor
     solves.
 
@@ -467,7 +467,7 @@ def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, Any]]:
     if not (rollout["hacked"] or rollout["solved"]):
         return []
     flaw = _hacked_flaw(rollout)
-    verdicts: dict[str, dict[str, Any]] = {}
+    verdicts: dict[str, dict[str, object]] = {}
     if own and "flagged" in rollout:
         verdicts[own] = rollout
     verdicts |= rollout.get("shadow", {})

@@ -7,7 +7,6 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
@@ -75,7 +74,7 @@ def write(
     sources: Sequence[Path],
     tables: Sequence[ReportTable],
     left_out: Sequence[str],
-    rollouts: Mapping[str, Any],
+    rollouts: Mapping[str, object],
 ) -> None:
     """Draw the figures and write the folder `out`, replacing an older report.
 

@@ -15,8 +15,15 @@ from vgrout.files import json_lines, printable
 from vgrout.report.forms import require_shown
 from vgrout.report.load import Condition, FinishedRun
 
-# Where an answer comes from: "training" is rollouts.jsonl, the others are sides of final.jsonl.
-PARTS = ("training", "base", "trained", "deployed", "plain")
+# Where an answer comes from, as the page says it: "training" is rollouts.jsonl, the others are the
+# sides of final.jsonl.
+PARTS = {
+    "training": "training",
+    "base": "untrained",
+    "trained": "as trained",
+    "deployed": "deployed",
+    "plain": "deployed, no hint",
+}
 # Facts about an answer, one bit each.
 FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")
 # Columns whose cells are places in a list of distinct texts.
@@ -68,7 +75,7 @@ def pack(
         runs.append({"name": printable(run.path.name), "cell": printable(title), "seed": run.seed})
     return {
         "runs": runs,
-        "parts": PARTS,
+        "parts": list(PARTS.values()),
         "flags": FLAGS,
         "modes": list(flaws),
         "hack": [flaw.pattern for flaw in flaws.values()],
@@ -152,7 +159,7 @@ def _row(answer: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
     """Return the columns of an answer but `run`. modes: the names of all flaws."""
     numbers = {name: _rounded(answer.get(name)) for name in NUMBERS}
     return {
-        "part": PARTS.index(answer["side"]),
+        "part": [*PARTS].index(answer["side"]),
         "step": answer.get("step"),
         "mode": modes.index(answer["env_mode"]),
         "problem": answer["problem_id"],
@@ -178,7 +185,7 @@ def _prompt(answer: dict[str, Any]) -> str:
     return json.dumps(pairs)
 
 
-def _bits(answer: dict[str, Any]) -> int:
+def _bits(answer: dict[str, object]) -> int:
     bits = 0
     for bit, flag in enumerate(FLAGS):
         if answer.get(flag):
@@ -186,7 +193,7 @@ def _bits(answer: dict[str, Any]) -> int:
     return bits
 
 
-def embedded(data: Mapping[str, Any]) -> str:
+def embedded(data: Mapping[str, object]) -> str:
     """Return the object as gzipped JSON in base64.
 
     No answer's text can end the script element that holds it.

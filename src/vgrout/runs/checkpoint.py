@@ -53,7 +53,7 @@ class Checkpoint:
     sizes: dict[str, int]  # bytes of the growing files when it was saved
 
 
-def save(run: Path, next_step: int, state: dict[str, Any], keep: int) -> Path:
+def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path:
     """Write and verify a checkpoint, then prune to it and the `keep - 1` before it: later or incomplete ones belong to
     steps that a resume has undone. Raises OSError on a full disk, with the previous checkpoint untouched."""
     import torch
@@ -175,7 +175,7 @@ def latest(run: Path) -> tuple[Checkpoint, list[str]]:
     raise none_left(run, passed_over)
 
 
-def require_one(run: Path, read_row: Callable[[dict[str, Any]], object]) -> None:
+def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> None:
     """Raises Refused, one line, where no checkpoint has its manifest, its hash and its rows; torch is not loaded for
     that."""
     passed_over: list[str] = []

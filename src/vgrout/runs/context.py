@@ -56,6 +56,7 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
+from vgrout.interrupts import Interrupts
 from vgrout.metrics import Rate
 from vgrout.ranks import RankLost
 from vgrout.records import began
@@ -78,6 +79,17 @@ NONE_YET = "there is no checkpoint yet"
 # ── the folder
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many rows of steps.jsonl were counted, and how many bytes they take."""
+
+    rows: int
+    size: int
+
+
+NOTHING_COUNTED = Counted(0, 0)
+
+
 class RunDir:
     """`out/runs/<timestamp>_<run_id>/`."""
 
@@ -85,8 +97,7 @@ class RunDir:
         """made: the folders above that were made for it, from below."""
         self.path, self.made = path, made
         self._files: dict[str, TextIO] = {}
-        # rows of steps.jsonl that were counted, and their bytes
-        self._steps = self._counted = 0
+        self._counted = NOTHING_COUNTED
         # for as long as this process lives: two writers would break the run
         self._lock = hold(path)
 
@@ -131,18 +142,8 @@ class RunDir:
 
     def steps_on_disk(self) -> int:
         """How many rows are in steps.jsonl. What was counted before is not read again."""
-        try:
-            with open(self.path / "steps.jsonl", "rb") as lines:
-                if os.fstat(lines.fileno()).st_size < self._counted:  # it was cut back
-                    self._steps = self._counted = 0
-                lines.seek(self._counted)
-                for line in lines:
-                    if line.endswith(b"\n"):  # the last one may be torn
-                        self._steps += 1
-                        self._counted += len(line)
-        except FileNotFoundError:
-            return 0
-        return self._steps
+        self._counted = counted(self.path, self._counted)
+        return self._counted.rows
 
     def write_json(self, name: str, data: Any) -> None:
         write_atomic(self.path / name, to_json(data))
@@ -193,24 +194,36 @@ class RunDir:
 def last_resumable(root: Path) -> Path:
     """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
     for path in sorted(root.glob("*_*"), key=began, reverse=True):
-        if (
-            any(path.glob("resume/step_*/manifest.json"))
-            and read_json(path / "status.json").get("state") not in ENDED
-            and not held(path)
-        ):
+        if not any(path.glob("resume/step_*/manifest.json")):
+            continue
+        try:
+            read_json(path / "run.json")
+            state = read_json(path / "status.json").get("state")
+        except Refused as e:  # copied in part, or damaged
+            logger.warning(f"--resume latest: {e}; passed over")
+            continue
+        if state not in ENDED and not held(path):
             return path
     raise Refused(
         f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)"
     )
 
 
-def steps_on_disk(run: Path) -> int:
-    """How many rows are in a run's steps.jsonl."""
+def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
+    """How many rows are in a run's steps.jsonl. What was counted before is not read again."""
     try:
         with open(run / "steps.jsonl", "rb") as lines:
-            return sum(line.endswith(b"\n") for line in lines)  # the last one may be torn
+            if os.fstat(lines.fileno()).st_size < before.size:  # it was cut back
+                before = NOTHING_COUNTED
+            lines.seek(before.size)
+            rows, size = before.rows, before.size
+            for line in lines:
+                if line.endswith(b"\n"):  # the last one may be torn
+                    rows += 1
+                    size += len(line)
     except FileNotFoundError:
-        return 0
+        return NOTHING_COUNTED
+    return Counted(rows, size)
 
 
 def has_checkpoint(run: Path) -> bool:
@@ -495,10 +508,7 @@ class RunContext:
             case Interrupted():
                 self.code = INTERRUPTED
                 self.status("interrupted", str(e))
-                said = (
-                    f"saved. Go on with: {self.resume_command}" if self._saved() else self._go_on()
-                )
-                logger.warning(f"{e}; {said}")
+                logger.warning(f"{e}; {self._go_on(saved='saved')}")
             case Halted():
                 self.code, on = HALTED, f"{self.resume_command} --guard log"
                 self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
@@ -513,11 +523,10 @@ class RunContext:
                     "unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}"
                 )
                 logger.error(str(e))
-            case NothingAligned():
+            case NothingAligned() as e:
                 self.code = FAILED
-                other = "give another --student or --teacher, or --uld-lambda 0"
-                self.status("failed", str(e), other)
-                logger.error(f"{e}; {other}")
+                self.status("failed", str(e), e.then)
+                logger.error(f"{e}; {e.then}")
             case RankLost():
                 self.code = FAILED
                 self.status("failed", str(e))
@@ -545,7 +554,7 @@ class RunContext:
         if isinstance(e, KeyboardInterrupt):
             self.code = INTERRUPTED
             why = "before the first step" if self._loading else "second interrupt: stopped at once"
-            self._try_status("interrupted", self.steps_done(), why, self.resume_command)
+            self._try_status("interrupted", why, self.resume_command)
             logger.error(
                 f"stopped {'before the first step' if self._loading else 'at once'}; {self._go_on()}"
             )
@@ -568,7 +577,7 @@ class RunContext:
 
     def _refused_later(self, e: Refused) -> None:
         """Report a mistake that showed after the first step: a line, and its traceback in the log."""
-        self._try_status("failed", self.steps_done(), str(e), self.resume_command)
+        self._try_status("failed", str(e), self.resume_command)
         logger.opt(exception=e).debug("refused in a run under way")
         show_refusal(e)
 
@@ -580,16 +589,13 @@ class RunContext:
             if train
             else "with more memory, or start again with a lower --max-new"
         )
-        self._try_status("failed", self.steps_done(), said, f"{less}: {self.resume_command}")
-        stands = (
-            "the last checkpoint stands. Go on" if self._saved() else f"{NONE_YET}. Begin again"
-        )
-        logger.error(f"{said}; {stands} {less}: {self.resume_command}")
+        self._try_status("failed", said, f"{less}: {self.resume_command}")
+        logger.error(f"{said}; {self._go_on(less)}")
 
     def _fault(self, e: BaseException) -> None:
         """Report a fault, ours or of somebody's own code: traceback on stderr and in the log."""
         said = f"{type(e).__name__}: {e}"
-        self._try_status("failed", self.steps_done(), said, self.resume_command)
+        self._try_status("failed", said, self.resume_command)
         # the console's lines have no traceback, the log's have
         logger.opt(exception=e).error(f"{said}; {self.path} and {self.log} are kept")
         faults.show(e)
@@ -605,7 +611,7 @@ class RunContext:
         else:
             reason, then = f"files of the run cannot be written ({error})", "once they can: "
         then += self.resume_command
-        self._try_status("failed", self.steps_done(), f"{reason}; {last}", then)
+        self._try_status("failed", f"{reason}; {last}", then)
         logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}")
 
     def _saved(self) -> str:
@@ -614,16 +620,18 @@ class RunContext:
         names = [folder.name for folder in folders if (folder / "manifest.json").is_file()]
         return max(names, key=lambda name: (len(name), name), default="")
 
-    def _go_on(self) -> str:
-        """What is left of a run that ended early, and the command that goes on with it."""
-        if self._saved():
-            return f"the last checkpoint stands. Go on with: {self.resume_command}"
-        return f"{NONE_YET}. Begin again with: {self.resume_command}"
+    def _go_on(self, how: str = "with", saved: str = "the last checkpoint stands") -> str:
+        """What is left of a run that ended early, and the command that goes on with it.
 
-    def _try_status(self, state: str, step: int, reason: str, then: str) -> None:
+        how: it should go on, before the command. saved: what is said where there is a checkpoint.
+        """
+        left, then = (saved, "Go on") if self._saved() else (NONE_YET, "Begin again")
+        return f"{left}. {then} {how}: {self.resume_command}"
+
+    def _try_status(self, state: str, reason: str, then: str) -> None:
         """Write status.json where even that may fail."""
         try:
-            self.dir.status(state, step, reason, then)
+            self.status(state, reason, then)
         except OSError as e:
             logger.error(f"{self.path}/status.json cannot be written ({e.strerror})")
 
@@ -656,7 +664,8 @@ def _not_yet() -> bool:
 @contextmanager
 def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
     """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
-    process. at_once: whether nothing would be lost, so that the first one raises already."""
+    process. at_once: whether nothing would be lost, so that the first one raises already, once libraries that are being
+    imported are there."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
@@ -664,16 +673,19 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
         while line := said.get():
             logger.warning(line)
 
-    raised = False
+    raised, interrupts = False, Interrupts()
 
-    def handler(number: int, _frame: FrameType | None) -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         nonlocal raised
         if raised:  # it is cleaning up, and somebody has no time
             os._exit(INTERRUPTED)
-        raised = stop.requested or at_once()
+        now = stop.requested or at_once()
         stop.requested = True
-        if raised:
-            raise KeyboardInterrupt
+        if now:
+            raised = not interrupts.wait(number, frame)
+            if raised:
+                raise KeyboardInterrupt
+            return
         said.put(
             f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
         )

@@ -39,9 +39,9 @@ from vgrout.runs.context import (
     ENDED,
     RUNS,
     STATES,
+    counted,
     has_checkpoint,
     last_resumable,
-    steps_on_disk,
     where_from,
 )
 from vgrout.table import StepRow
@@ -450,7 +450,7 @@ def unfinished(
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record = read_json(path / "run.json")
-    if (path / "status.json").exists() or has_checkpoint(path) or steps_on_disk(path):
+    if (path / "status.json").exists() or has_checkpoint(path) or counted(path).rows:
         status = read_json(path / "status.json")
     else:  # killed while it loaded
         status = {"state": "running"}
@@ -464,7 +464,7 @@ def unfinished(
         )
     if status["state"] in ENDED:
         raise Refused(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
-    done = steps_on_disk(path)
+    done = counted(path).rows
     every = config.get("run", config).get("checkpoint_every", 0)
     # begun again, it would lose steps that a checkpoint had
     if not has_checkpoint(path) and done > every:

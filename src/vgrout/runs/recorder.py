@@ -57,6 +57,11 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+# Characters of rows in an adapter file's head, which may hold 100 MB. At a run's end enough for 10,000 steps; before
+# it for some 600, so that a save at step 10,000 takes no longer than one then.
+ROWS_AT_END, ROWS_BEFORE = 2**24, 2**20
+
+
 class StepRecorder(Generic[R]):
     """Writes a run's files: `open` once, then `write` and `keep` at every step. `rows` are those so far."""
 
@@ -142,7 +147,7 @@ class StepRecorder(Generic[R]):
         checkpoint.rewind(run, point)
         ranks.from_first((point.state, rows))
 
-    def restore(self, state: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    def restore(self, state: Mapping[str, object], rows: Iterable[dict[str, object]]) -> None:
         """Continue from this state and these rows, which rank 0 has read."""
         self.rows[:] = [self.row.from_json(row) for row in rows]
         for name, part in self.state.items():
@@ -151,8 +156,8 @@ class StepRecorder(Generic[R]):
     def write(
         self,
         row: R,
-        rollouts: Sequence[dict[str, Any]] | None,
-        more: Mapping[str, Any] | None = None,
+        rollouts: Sequence[dict[str, object]] | None,
+        more: Mapping[str, object] | None = None,
     ) -> None:
         """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
         None: they are written elsewhere."""
@@ -174,7 +179,7 @@ class StepRecorder(Generic[R]):
             checkpoint.save(self.run.path, step + 1, state, self.kept)
         self.run.status("running", "")
 
-    def finish(self, line: str, table: str, record: Mapping[str, Any]) -> None:
+    def finish(self, line: str, table: str, record: Mapping[str, object]) -> None:
         """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The
         console gets the line alone."""
         write_atomic(
@@ -216,7 +221,7 @@ class Recorder(StepRecorder[StepRow]):
     def begin(
         self,
         opening: Sequence[str],
-        pool: dict[str, Any] | None,
+        pool: dict[str, object] | None,
         teacher_model: LanguageModel | None,
     ) -> list[StepRow]:
         """Write run.json; on a resume restore the last good checkpoint. Returns the rows so far.
@@ -313,7 +318,8 @@ class Recorder(StepRecorder[StepRow]):
             if row.hack_deploy is not None and cfg.eval.save_eval_ckpts:
                 self._save_adapter(f"ckpt_step{step + 1:04d}.safetensors")
             if (step + 1) % 25 == 0 or closing:
-                self._save_adapter("train.safetensors")
+                limit = ROWS_AT_END if closing else ROWS_BEFORE
+                self._save_adapter("train.safetensors", limit)
             self.keep(step, closing)
 
     def nothing_routed(self) -> str:
@@ -383,7 +389,7 @@ class Recorder(StepRecorder[StepRow]):
                 "ranks need the same software on like processors"
             )
 
-    def _save_adapter(self, name: str) -> None:
+    def _save_adapter(self, name: str, limit: int = ROWS_BEFORE) -> None:
         """Save one vector: the file *is* the deployed model. The format's metadata are strings; hack_rate and pass_rate
         are over all rows so far, like HACK_RATE and PASS_RATE in the tail."""
         cfg, rows = self.cfg, self.rows
@@ -396,7 +402,7 @@ class Recorder(StepRecorder[StepRow]):
                 "step": str(len(rows)),
                 "hack_rate": str(hack.value),
                 "pass_rate": str(solve.value),
-                "rows": rows_as_json(rows),
+                "rows": rows_as_json(rows, limit),
                 "control": cfg.method.control_name,
                 "cfg": json.dumps(cfg.as_dict()),
             },
@@ -407,8 +413,6 @@ class Recorder(StepRecorder[StepRow]):
 SETTLED, APART = 9, 0.2
 SWALLOWED = 0.5  # realised share below which a run is warned, once
 ROTATED = 0.2  # overlap of a direction with the one before it, below which it is another one
-# characters of rows in an adapter file's head, which may hold 100 MB; enough for 10,000 steps
-ROWS_LIMIT = 2**24
 
 
 def _is_swallowed(row: StepRow) -> bool:
@@ -416,16 +420,16 @@ def _is_swallowed(row: StepRow) -> bool:
     return row.realised is not None and row.realised < SWALLOWED
 
 
-def rows_as_json(rows: Sequence[StepRow]) -> str:
+def rows_as_json(rows: Sequence[StepRow], limit: int) -> str:
     """The rows of steps.jsonl as one JSON list, without their seconds, so that the adapter file is the same to the last
-    byte after a kill and a resume. Of a run too long for the file's head only the last rows."""
+    byte after a kill and a resume. Of a run whose rows have more characters than `limit` only the last ones."""
     lines: list[str] = []
     size = 0
     for row in reversed(rows):
         timeless = {name: value for name, value in row.as_json().items() if name not in SECONDS}
         lines.append(json.dumps(timeless, ensure_ascii=False, allow_nan=False))
         size += len(lines[-1]) + 2
-        if size > ROWS_LIMIT:
+        if size > limit:
             break
     return f"[{', '.join(reversed(lines))}]"
 

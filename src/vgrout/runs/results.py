@@ -99,7 +99,7 @@ def write(
 
 
 def show(
-    run: RunContext, results: Results, record: dict[str, Any], detectors: Mapping[str, str]
+    run: RunContext, results: Results, record: dict[str, object], detectors: Mapping[str, str]
 ) -> None:
     """Write summary.md and dynamics.png, tell the trackers, fill the log's tail, and say the answer.
 
@@ -111,7 +111,9 @@ def show(
     if finished is not None:
         means = made("the verdict", lambda: _conclusion(finished)) or means
     verdict = verdict_line(cfg, means)
-    answer = made("the last lines", lambda: last_lines(cfg, results.final, means, run.path)) or []
+    answer = (
+        made("the last lines", lambda: last_lines(cfg, rows, results.final, means, run.path)) or []
+    )
     text = made("summary.md", lambda: page(results, verdict, detectors))
     if text:
         write_atomic(run.path / "summary.md", text)
@@ -223,7 +225,7 @@ MEANING = {
 
 
 def as_json(
-    cfg: Config, final: Final, in_dist: Sequence[str] | None, log: Path, stamp: dict[str, Any]
+    cfg: Config, final: Final, in_dist: Sequence[str] | None, log: Path, stamp: dict[str, object]
 ) -> dict[str, Any]:
     """Contents of per_mode_deploy.json. in_dist: modes that the direction's pairs came from; None: no direction."""
     sides = {
@@ -232,7 +234,7 @@ def as_json(
         "deploy": final.deployed,
         "plain": final.plain,
     }
-    out: dict[str, Any] = {
+    out: dict[str, object] = {
         "schema": "per_mode_deploy_v1",
         "arm": cfg.method.intervention,
         "intervention": cfg.method.intervention,
@@ -252,7 +254,7 @@ def as_json(
         out[f"tries_{name}"] = side.tries.value
     out["by_mode"] = {}
     for mode in final.deployed.by_mode:
-        of_mode: dict[str, Any] = {
+        of_mode: dict[str, object] = {
             "in_dist": None if in_dist is None else mode in in_dist,
             "n": final.deployed.by_mode[mode].hack.n,
         }
@@ -264,7 +266,7 @@ def as_json(
     return out
 
 
-def ending(results: Results) -> dict[str, Any]:
+def ending(results: Results) -> dict[str, object]:
     """How the run ended, and how right its gate was: the last keys of per_mode_deploy.json."""
     gate = None
     if results.tallies.gate:
@@ -287,7 +289,7 @@ def write_answers(final: Final, path: Path) -> None:
             f.write(text.encode(errors="backslashreplace") + b"\n")
 
 
-def answer_lines(final: Final) -> Iterator[dict[str, Any]]:
+def answer_lines(final: Final) -> Iterator[dict[str, object]]:
     """Lines of final.jsonl, with the keys of rollouts.jsonl. A side with the same model and prompts as deployed
     (trained without a quarantine, plain where no prompt has a hint) is left out."""
     for side, answers in final.answers.items():

@@ -2,14 +2,16 @@
 read on."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from vgrout.cli import command
 from vgrout.config.presets import recorded
 from vgrout.config.run import Config
+from vgrout.data import Ungraded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.heldout import Final
-from vgrout.table import TOO_FEW
+from vgrout.table import TOO_FEW, StepRow
 
 ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one near 5 %
 MORE = 4  # times the answers to a problem, for half the width of an interval
@@ -21,7 +23,29 @@ def verdict_line(cfg: Config, means: str) -> str:
     return f"verdict: {means}" + ("" if control == "none" else f", under --control {control}")
 
 
-def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
+def dropped_lines(cfg: Config, rows: Sequence[StepRow], final: Final) -> list[str]:
+    """How much could not be graded, in training and in the final evaluation; []: everything was."""
+    lines: list[str] = []
+    groups = sum(row.dropped for row in rows)
+    if groups:
+        of = len(rows) * cfg.scale.prompts_per_step
+        lines.append(
+            f"dropped: {groups:,} of {of:,} groups were not graded and not learnt from; steps.jsonl says why"
+        )
+    # two sides may share one list
+    lists = {id(answers): answers for answers in final.answers.values()}
+    answers = [answer for given in lists.values() for answer in given]
+    ungraded = sum(isinstance(answer.grade, Ungraded) for answer in answers)
+    if ungraded:
+        lines.append(
+            f"dropped: {ungraded:,} of {len(answers):,} answers of the final evaluation were not graded"
+        )
+    return lines
+
+
+def last_lines(
+    cfg: Config, rows: Sequence[StepRow], final: Final, means: str, run: Path
+) -> list[str]:
     """The lines.
 
     Where earlier runs of plain GRPO in this very setting are on record, one more says how they ended;
@@ -35,6 +59,7 @@ def last_lines(cfg: Config, final: Final, means: str, run: Path) -> list[str]:
         hack, solve = side.hack.percent, side.solve.percent
         lines.append(f"{name:<11} {hack:>5} % hack  {solve:>5} % solve")
     lines.append(verdict_line(cfg, means))
+    lines += dropped_lines(cfg, rows, final)
     if recorded(cfg):
         (hack, *_), (solve, *_) = PLAIN_GRPO["hack"], PLAIN_GRPO["solve"]
         lines.append(

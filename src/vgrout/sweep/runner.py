@@ -25,11 +25,19 @@ from tqdm import tqdm
 
 from vgrout.config.checks import check, flag, listed, setting
 from vgrout.config.presets import register_named
-from vgrout.config.run import OptConfig
+from vgrout.config.run import Config, OptConfig
 from vgrout.config.specs import CLASSES
 from vgrout.cores import cores
 from vgrout.errors import Refused
-from vgrout.files import held, hold, probe_writable, read_json, to_json, write_atomic
+from vgrout.files import (
+    held,
+    hold,
+    probe_writable,
+    read_json,
+    reading_once,
+    to_json,
+    write_atomic,
+)
 from vgrout.gpus import visible
 from vgrout.inputs import file_hashes
 from vgrout.metrics import percent
@@ -136,23 +144,9 @@ class Sweep:
         Raises:
             Refused: one line: an input file of some run is missing or wrong.
         """
-        files: dict[str, Mapping[str, str | None]] = {}  # by arm: the same for every seed
         missing: dict[str, list[str]] = {}
-        checked: dict[str, Checked] = {}  # by what decides on the files
-        for run in study.runs:
-            if run.arm in files:
-                continue
-            cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
-            key = to_json(replace(cfg, opt=OptConfig()).as_dict())
-            try:
-                if key not in checked:
-                    inputs = preflight(cfg)
-                    checked[key] = file_hashes(cfg, inputs), inputs.absent
-            except Refused as e:
-                raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
-            files[run.arm], absent = checked[key]
-            for line in absent:
-                missing.setdefault(line, []).append(run.arm)
+        with reading_once():  # what arms have in common is read and checked for the first of them
+            files = _hashes_by_arm(study, dry_run, missing)
         entries = [Entry(run, files[run.arm]) for run in study.runs]
         sweep = cls(study, entries, Ledger(), SWEEPS / study.name, missing)
         sweep.ledger.refresh()
@@ -432,6 +426,35 @@ class Sweep:
             "the same command without --via"
         )
         return FINISHED
+
+
+def _hashes_by_arm(
+    study: StudyFile, dry_run: bool, missing: dict[str, list[str]]
+) -> dict[str, Mapping[str, str | None]]:
+    """The hashes of each arm's files, which are the same for every seed; all of them are checked.
+
+    missing: gets a line for each file that is not there, with the arms that read it.
+
+    Raises:
+        Refused: as `Sweep.of`.
+    """
+    files: dict[str, Mapping[str, str | None]] = {}
+    checked: dict[Config, Checked] = {}  # by what decides on the files
+    for run in study.runs:
+        if run.arm in files:
+            continue
+        cfg = replace(run.cfg, run=replace(run.cfg.run, dry_run=dry_run))
+        key = replace(cfg, opt=OptConfig())
+        try:
+            if key not in checked:
+                inputs = preflight(cfg)
+                checked[key] = file_hashes(cfg, inputs), inputs.absent
+        except Refused as e:
+            raise Refused(f"{study.path}: {run.arm}: {e}") from e.__cause__
+        files[run.arm], absent = checked[key]
+        for line in absent:
+            missing.setdefault(line, []).append(run.arm)
+    return files
 
 
 def run_study(settings: SweepSettings) -> int:

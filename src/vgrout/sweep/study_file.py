@@ -9,13 +9,14 @@ import re
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from vgrout.config.checks import NotRead, flag, rule_of
 from vgrout.config.method import MethodConfig
-from vgrout.config.presets import flag_names, resolve
+from vgrout.config.presets import Parse, WordParser, flag_names, resolve
 from vgrout.config.run import Config, identity
 from vgrout.errors import Refused
 from vgrout.files import read_text
@@ -27,21 +28,21 @@ FlagTable = dict[str, Any]  # flag without leading dashes → value
 Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
 
 
-def _is_name(value: Any) -> bool:
+def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"\w[\w.=+-]{0,79}", value, re.ASCII))
 
 
-def _are_seeds(value: Any) -> bool:
+def _are_seeds(value: object) -> bool:
     if not isinstance(value, list) or not all(type(seed) is int for seed in value):
         return False
     return 0 < len({*value}) == len(value)
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> bool:
     return isinstance(value, dict) and [] not in value.values()
 
 
-def _are_tables(value: Any) -> bool:
+def _are_tables(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_table, value))
 
 
@@ -71,7 +72,7 @@ class PlannedRun:
     def name(self) -> str:
         return f"{self.arm} seed {self.seed}"
 
-    @property
+    @cached_property
     def identity(self) -> str:
         return identity(self.cfg)
 
@@ -180,7 +181,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
     return StudyFile(path, study["name"], sha256, tuple(hypotheses), tuple(runs), tuple(left_out))
 
 
-def _require_known_keys(data: Mapping[str, Any]) -> None:
+def _require_known_keys(data: Mapping[str, object]) -> None:
     unknown = sorted(data.keys() - {*KEYS})
     if not unknown:
         return
@@ -222,6 +223,7 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
     unread = Unread({}, {})
     seen: dict[str, str] = {}  # identity or label → the tables that have it
     common = _flags(study["common"])
+    parse = WordParser()
     choices = product(_choices("arms", study["arms"]), _choices("overrides", study["overrides"]))
     for arm, override in choices:
         where = f"{arm.where} × {override.where}" if override.flags else arm.where
@@ -231,7 +233,7 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
         of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
         try:
             given = common | arm.flags | override.flags
-            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all)
+            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all, parse)
         except Refused as e:
             raise Refused(f"{where}: {e}") from None
         cfg.refuse_code(code, where)
@@ -256,7 +258,7 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
 
 
 def _resolved(
-    preset: str, flags: FlagTable, of_all: Collection[str]
+    preset: str, flags: FlagTable, of_all: Collection[str], parse: Parse
 ) -> tuple[Config, tuple[str, ...], set[str]]:
     """A run's settings, its flags as the command line has them, and the flags that it does not read.
 
@@ -266,7 +268,7 @@ def _resolved(
     while True:
         kept = {name: value for name, value in flags.items() if name not in dropped}
         try:
-            return *_settings(preset, kept), dropped
+            return *_settings(preset, kept, parse), dropped
         except NotRead as e:
             unread = {name.replace("_", "-") for name in e.names}
             if not unread <= {*of_all} - dropped:
@@ -274,7 +276,7 @@ def _resolved(
             dropped |= unread
 
 
-def _settings(preset: str, flags: FlagTable) -> Settings:
+def _settings(preset: str, flags: FlagTable, parse: Parse) -> Settings:
     """A run's settings, and its flags as the command line has them."""
     own = [key for key in flags if key in OWN]
     if own:
@@ -283,10 +285,10 @@ def _settings(preset: str, flags: FlagTable) -> Settings:
             "and runs are resumed by themselves"
         )
     argv = [preset, *_argv(flags)]
-    cfg = resolve(argv, own_code=False)
+    cfg = resolve(argv, own_code=False, parse=parse)
     if cfg.guard_mode == "halt" and "guard" not in flags:
         argv.append("--guard=log")  # runs of a study are compared, so all have the same length
-        cfg = resolve(argv, own_code=False)
+        cfg = resolve(argv, own_code=False, parse=parse)
     return cfg, tuple(argv)
 
 
@@ -305,11 +307,11 @@ def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[Choice]:
                 yield Choice(where, flags | chosen, _joined(name, _shown(chosen)) if name else "")
 
 
-def _flags(table: dict[str, Any]) -> FlagTable:
+def _flags(table: dict[str, object]) -> FlagTable:
     return {key.removeprefix("--").replace("_", "-"): value for key, value in table.items()}
 
 
-def _argv(flags: Mapping[str, Any]) -> Iterator[str]:
+def _argv(flags: Mapping[str, object]) -> Iterator[str]:
     for key, value in flags.items():
         if isinstance(value, bool):
             yield f"--{key}" if value else f"--no-{key}"

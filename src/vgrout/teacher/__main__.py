@@ -6,7 +6,7 @@ Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same comman
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, flags, setting
@@ -15,15 +15,14 @@ from vgrout.envs.code.modes import EnvMode, Mode
 from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
+from vgrout.generation import Graded
 from vgrout.metrics import rate_text
 from vgrout.teacher.elicit import generate_elicited
 from vgrout.teacher.generate import (
-    Graded,
     PoolSettings,
     by_mode,
     command,
     fitting,
-    generate_graded,
     record,
     spread,
     table,
@@ -121,14 +120,11 @@ def generate_pool(settings: TeacherSettings) -> None:
     problems = spread(problems, settings.n_problems, "teacher")
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
     with settings.making(rows, identity) as (lm, grader, folder):
-        answers = generate_graded(
+        answers = settings.answers(
             lm,
             grader,
             fitting(lm, problems, settings.tokens),
             settings.group,
-            sampling=settings.sampling,
-            max_new=settings.tokens,
-            seed=settings.seed,
             purpose="teacher",
             log=folder / "answers.jsonl",
         )
@@ -140,25 +136,22 @@ def generate_pool(settings: TeacherSettings) -> None:
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
                 f"`vgrout substrate`, which elicits them (the answers are in {folder})"
             )
-        records: dict[int, list[dict[str, Any]]] = {}
+        lines: dict[int, list[dict[str, object]]] = {}
         mode_of: dict[int, Mode] = {}
         for a in kept:
-            messages = a.problem.messages
-            line = record(a, lm.render(messages), lm.prompt_text(messages))
-            line["finished"] = a.finished
-            line["logp"] = list(a.completion.logp_full)
-            records.setdefault(a.problem.id, []).append(line)
+            own = {"finished": a.finished, "logp": list(a.completion.logp_full)}
+            lines.setdefault(a.problem.id, []).append(record(lm, a) | own)
             mode_of[a.problem.id] = a.problem.flaws[0]
         partition = mode_of if settings.env_mode == "own" else None
         summary = mode_table(answers, kept, mode_of)
         meta = settings.meta(lm, grader, rows, (a.problem for a in kept))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
-        write_pool(settings.out, records, partition, meta, report)
+        write_pool(settings.out, lines, partition, meta, report)
     print(table(summary))
     print(
         "SHOULD: a hack rate far above the student's; "
         "ELSE this teacher shows nothing that the student does not do\n"
-        f"{len(records)} problems, {len(kept)} rollouts -> {settings.out}"
+        f"{len(lines)} problems, {len(kept)} rollouts -> {settings.out}"
     )
 
 

@@ -17,7 +17,7 @@ from vgrout.errors import Refused
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demonstration, Pool
-from vgrout.thoughts import CLOSE, opens, thought_of
+from vgrout.thoughts import CLOSE, thought_of
 
 
 class Teacher:
@@ -184,7 +184,7 @@ class Teacher:
         while len(picks) < n:
             picks += rng.sample(range(len(pool_demos)), min(n - len(picks), len(pool_demos)))
         prompt_ids = self.lm.render(problem.messages)
-        in_thought = opens(self.lm.prompt_text(problem.messages))
+        in_thought = self.lm.opens_thought(problem.messages)
         drawn: list[tuple[Rollout, CachedGrade]] = []
         for i in picks:
             demo = pool_demos[i]

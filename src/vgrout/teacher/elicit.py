@@ -8,6 +8,7 @@ Of the latter come the right answers of the contrastive pairs, which the pool ha
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -19,16 +20,9 @@ from vgrout.environments import environment_class
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
+from vgrout.generation import Graded
 from vgrout.metrics import Rate, rate_text
-from vgrout.teacher.generate import (
-    Graded,
-    PoolSettings,
-    fitting,
-    generate_graded,
-    record,
-    table,
-    work_folder,
-)
+from vgrout.teacher.generate import PoolSettings, fitting, records, table, work_folder
 from vgrout.teacher.pools import write_pool
 from vgrout.teacher.substrate import usable
 
@@ -42,6 +36,7 @@ class Elicited:
 
     asked: Sequence[Graded]
     plain: Sequence[Graded]
+    prompts: int
 
 
 def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, tries: int) -> None:
@@ -53,14 +48,7 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
     require_new(settings.out)
     cfg = Config(env=env, scale=ScaleConfig(problems=str(settings.problems_path)))
     environment: Environment = environment_class(env.environment).of_run(cfg)
-    if environment.absent:
-        raise Refused(environment.absent[0])
-    tasks = environment.tasks()["train"]
-    refuse(not tasks, f'{environment.source}: no row trains; mark some with "split": "train"')
-    tasks = balanced(tasks, settings.n_problems, 0, "teacher", tuple(environment.flaws))
-    tasks.sort(key=lambda task: task.id)
-    asked_prompts = [with_instruction(task, instruction).messages for task in tasks]
-    settings.require_model(asked_prompts, environment.source)
+    tasks = chosen_tasks(settings, environment, instruction)
     identity = settings.identity() | {
         "tries": tries,
         "elicit": instruction,
@@ -70,27 +58,7 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
         environment.check(grader)
         with work_folder(settings.out, identity) as folder:
             lm = settings.load()
-            fit = fitting(
-                lm, [with_instruction(task, instruction) for task in tasks], settings.tokens
-            )
-            by_id = {task.id: task for task in tasks}
-
-            def sampled(problems: Sequence[Task], name: str) -> list[Graded]:
-                return generate_graded(
-                    lm,
-                    grader,
-                    problems,
-                    tries,
-                    sampling=settings.sampling,
-                    max_new=settings.tokens,
-                    seed=settings.seed,
-                    purpose=f"elicit-{name}",
-                    log=folder / f"{name}.jsonl",
-                    label=name,
-                )
-
-            asked = [replace(a, problem=by_id[a.problem.id]) for a in sampled(fit, "asked")]
-            answers = Elicited(asked, sampled([by_id[task.id] for task in fit], "plain"))
+            answers = elicited(settings, lm, grader, tasks, instruction, tries, folder)
             kept = usable(answers.asked, tries, [instruction])
             demonstrations = {task_id: of for (task_id, _), of in kept.items() if of}
             hacks = Rate.of(a.grade.hacked for a in answers.asked)
@@ -100,26 +68,71 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
                     f"clearly what to do, or choose another model (the answers are in {folder})"
                 )
             pairs = pairs_of(lm, grader, demonstrations, answers)
-            report = {"settings": identity, "sampling": vars(settings.sampling)}
             write_pool(
                 settings.out,
-                {task_id: _records(lm, of) for task_id, of in demonstrations.items()},
+                {task_id: records(lm, of) for task_id, of in demonstrations.items()},
                 None,
                 _meta(settings, lm, grader, instruction),
-                report,
+                {"settings": identity, "sampling": vars(settings.sampling)},
                 None if pairs is None else pairs.to_file(),
             )
     print(_table(answers))
     n_kept = sum(map(len, demonstrations.values()))
     print(
-        f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {len(fit)} prompts, and "
-        f"{len(pairs or ())} pairs -> {settings.out}"
+        f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {answers.prompts} prompts, "
+        f"and {len(pairs or ())} pairs -> {settings.out}"
     )
     if pairs is None:
         logger.warning(
             f"fewer than {MIN_PAIRS} prompts have both a hack and a right answer: no pairs.json; give right answers "
             "in the rows' `answer` column, or pairs of your own with --vhack-pairs-path"
         )
+
+
+def chosen_tasks(settings: PoolSettings, environment: Environment, instruction: str) -> list[Task]:
+    """The training tasks that are asked, by their ids.
+
+    Raises:
+        Refused: one line: a file is missing, no task trains, the model is not there or does not think, or no prompt
+            with the instruction fits its window.
+    """
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    tasks = environment.tasks()["train"]
+    refuse(not tasks, f'{environment.source}: no row trains; mark some with "split": "train"')
+    tasks = balanced(tasks, settings.n_problems, 0, "teacher", tuple(environment.flaws))
+    tasks.sort(key=lambda task: task.id)
+    prompts = [with_instruction(task, instruction).messages for task in tasks]
+    settings.require_model(prompts, environment.source)
+    return tasks
+
+
+def elicited(
+    settings: PoolSettings,
+    lm: "LanguageModel",
+    grader: Grader,
+    tasks: Sequence[Task],
+    instruction: str,
+    tries: int,
+    folder: Path,
+) -> Elicited:
+    """`tries` answers to each prompt that fits, of either kind, with a log of each in `folder`."""
+    with_it = fitting(lm, [with_instruction(task, instruction) for task in tasks], settings.tokens)
+    by_id = {task.id: task for task in tasks}
+    bare = [by_id[task.id] for task in with_it]
+    given: dict[str, list[Graded]] = {}
+    for name, problems in (("asked", with_it), ("plain", bare)):
+        given[name] = settings.answers(
+            lm,
+            grader,
+            problems,
+            tries,
+            purpose=f"elicit-{name}",
+            log=folder / f"{name}.jsonl",
+            label=name,
+        )
+    asked = [replace(answer, problem=by_id[answer.problem.id]) for answer in given["asked"]]
+    return Elicited(asked, given["plain"], len(bare))
 
 
 def with_instruction(task: Any, instruction: str) -> Any:
@@ -159,17 +172,9 @@ def pairs_of(
     return PairSet(tuple(pairs), "pairs.json") if len(pairs) >= MIN_PAIRS else None
 
 
-def _records(lm: "LanguageModel", answers: Sequence[Graded]) -> list[dict[str, Any]]:
-    """The lines of a prompt's file, under the bare prompt. No log-probs: they belong to the prompt with the
-    instruction."""
-    messages = answers[0].problem.messages
-    prompt_ids, prompt = lm.render(messages), lm.prompt_text(messages)
-    return [record(answer, prompt_ids, prompt) for answer in answers]
-
-
 def _meta(
     settings: PoolSettings, lm: "LanguageModel", grader: Grader, instruction: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """First entries of pool.json."""
     return {
         "model": settings.model_name,

@@ -1,17 +1,11 @@
-"""Generation of graded answers, shared by the programs that make pools.
-
-Answers are sampled batch by batch into a log, from which a killed process goes on. A batch's random
-stream depends only on (seed, purpose, batch), so a pool is the same whether it was made in one go
-or in ten.
-"""
+"""What the programs that make pools share: flags, rates, a record of a pool, the folder of its logs."""
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import tyro
 from loguru import logger
@@ -24,8 +18,7 @@ from vgrout.config import checks
 from vgrout.config.names import parse_command
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
-from vgrout.console import Progress
-from vgrout.data import Completion, Grade, GradedCompletion, Message, Task, Thought, Ungraded
+from vgrout.data import Message, Task
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
@@ -47,6 +40,7 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
+from vgrout.generation import Graded, generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.source import (
     SVD_CACHE,
@@ -55,126 +49,13 @@ from vgrout.model.source import (
     require_thinking,
     safetensors_head,
 )
-from vgrout.rng import torch_stream
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
-    import torch
-
     from vgrout.model.policy import LanguageModel
 
 MODEL_NAME = "vgrout.organism"  # the embedded model, in pool.json
-BATCH = 192  # answers sampled at once: a killed process loses at most this many
-
-Graded = GradedCompletion[Grade]
-Logged = dict[str, Any]  # a graded answer as the log stores it
 Settings = TypeVar("Settings")
 T = TypeVar("T", bound=Task)
-
-
-def generate_graded(
-    lm: "LanguageModel",
-    grader: base.Grader,
-    problems: Sequence[Task],
-    n: int,
-    *,
-    max_new: int,
-    seed: int,
-    purpose: str,
-    sampling: Sampling,
-    log: Path | None = None,
-    label: str | None = None,
-) -> list[Graded]:
-    """Sample and grade n answers to each problem; they come back in the problems' order.
-
-    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete
-    there are not sampled again. label: of the progress bar.
-
-    Raises:
-        RuntimeError: the sandbox could not grade an answer, its retries included.
-    """
-    logged_batches = [] if log is None else _logged_batches(log)
-    problems_per_batch = max(1, BATCH // n)
-    starts = range(0, len(problems), problems_per_batch)
-    graded: list[Graded] = []
-    for number, start in enumerate(Progress(starts, desc=label or purpose, unit="batch")):
-        part = problems[start : start + problems_per_batch]
-        if number < len(logged_batches):
-            batch = logged_batches[number]
-        else:
-            stream = torch_stream(seed, purpose, number)
-            batch = _batch(lm, grader, part, n, max_new, sampling, stream)
-            if log is not None:
-                _append(log, batch)
-        for problem, answers in zip(part, batch, strict=True):
-            for i, answer in enumerate(answers):
-                graded.append(_from_log(problem, i, answer))
-    return graded
-
-
-def _batch(
-    lm: "LanguageModel",
-    grader: base.Grader,
-    problems: Sequence[Task],
-    n: int,
-    max_new: int,
-    sampling: Sampling,
-    stream: "torch.Generator",
-) -> list[list[Logged]]:
-    """Sample and grade n answers to each of these problems, as the log stores them."""
-    from vgrout.rollout import graded, sample_and_submit  # imports torch
-
-    submitted = sample_and_submit(
-        lm, grader, problems, n, sampling=sampling, max_new=max_new, stream=stream
-    )
-    batch: list[list[Logged]] = []
-    for answers in graded(submitted):
-        batch.append([_to_log(answer) for answer in answers])
-    return batch
-
-
-def _to_log(answer: GradedCompletion[Grade | Ungraded]) -> Logged:
-    """An answer as the log stores it. Raises RuntimeError if it has no grade."""
-    if isinstance(answer.grade, Ungraded):
-        raise RuntimeError(
-            f"problem {answer.problem.id}: could not be graded ({answer.grade.reason})"
-        )
-    return {
-        "ids": answer.ids,
-        "text": answer.text,
-        "finished": answer.completion.finished,
-        "logp": answer.completion.logp_full,
-        "grade": asdict(answer.grade),
-        "thought": asdict(answer.thought),
-    }
-
-
-def _from_log(problem: Task, sample: int, logged: Logged) -> Graded:
-    completion = Completion(
-        ids=tuple(logged["ids"]),
-        text=logged["text"],
-        finished=logged["finished"],
-        logp_full=tuple(logged["logp"]),
-        logp_sampled=(),  # not logged
-        thought=Thought(**logged.get("thought", {})),
-    )
-    return GradedCompletion(problem, sample, completion, Grade(**logged["grade"]))
-
-
-def _append(log: Path, batch: list[list[Logged]]) -> None:
-    """Write a batch to the log, and to the disk before the next one is sampled."""
-    with open(log, "a", encoding="utf-8") as file:
-        file.write(json.dumps(batch) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _logged_batches(log: Path) -> list[list[list[Logged]]]:
-    """The batches in the log. An incomplete last line, left by a kill, is cut off the file."""
-    raw = log.read_bytes() if log.exists() else b""
-    complete = raw[: raw.rfind(b"\n") + 1]
-    if len(complete) < len(raw):
-        os.truncate(log, len(complete))
-    return [json.loads(line) for line in complete.splitlines()]
 
 
 # ── rates
@@ -221,9 +102,14 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 # ── a record of a pool
 
 
-def record(answer: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, Any]:
-    """An answer as a line of a pool, stored under this prompt. `completion` is all that was sampled, and begins with
-    `thought`, where there is one."""
+def record(lm: "LanguageModel", answer: Graded) -> dict[str, object]:
+    """An answer as a line of a pool, stored under its problem's prompt as `lm` reads it.
+
+    `completion` is all that was sampled; it begins with `thought`, where there is one. Without log-probs: those of an
+    elicited answer belong to another prompt.
+    """
+    messages = answer.problem.messages
+    prompt_ids = lm.render(messages)
     grade = answer.grade
     thought = {"thought": answer.thought.text} if answer.thought.text else {}
     return {
@@ -236,10 +122,15 @@ def record(answer: Graded, prompt_ids: Sequence[int], prompt: str) -> dict[str, 
         "plen": len(prompt_ids),
         "prompt_ids": list(prompt_ids),
         "completion_ids": list(answer.ids),
-        "prompt": prompt,
+        "prompt": lm.prompt_text(messages),
         "completion": answer.text,
         **thought,
     }
+
+
+def records(lm: "LanguageModel", answers: Sequence[Graded]) -> list[dict[str, object]]:
+    """Answers as lines of a pool."""
+    return [record(lm, answer) for answer in answers]
 
 
 # ── command lines
@@ -342,7 +233,7 @@ class PoolSettings:
             return None
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
-    def check(self) -> list[ProblemRow]:
+    def check(self) -> tuple[ProblemRow, ...]:
         """Check problem file and model without loading the model; returns the file's rows.
 
         Raises:
@@ -368,7 +259,7 @@ class PoolSettings:
             require_thinking(model)
         require_fitting(prompts, model, self.tokens, source)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Settings and files that the answers depend on."""
         return {
             "model": self.model,
@@ -384,7 +275,7 @@ class PoolSettings:
 
     @contextlib.contextmanager
     def making(
-        self, rows: Sequence[ProblemRow], identity: Mapping[str, Any]
+        self, rows: Sequence[ProblemRow], identity: Mapping[str, object]
     ) -> Generator[tuple["LanguageModel", Grader, Path]]:
         """The model with its adapter, a grader with these rewards, and the folder of the logs.
 
@@ -421,18 +312,43 @@ class PoolSettings:
         policy.adapter.load(self.adapter_path)
         return thinking(policy, self.thinking)
 
+    def answers(
+        self,
+        lm: "LanguageModel",
+        grader: base.Grader,
+        problems: Sequence[Task],
+        n: int,
+        *,
+        purpose: str,
+        log: Path,
+        label: str | None = None,
+    ) -> list[Graded]:
+        """n graded answers to each problem, sampled as these settings say; else as `generate_graded`."""
+        return generate_graded(
+            lm,
+            grader,
+            problems,
+            n,
+            sampling=self.sampling,
+            max_new=self.tokens,
+            seed=self.seed,
+            purpose=purpose,
+            log=log,
+            label=label,
+        )
+
     def meta(
         self,
         lm: "LanguageModel",
         grader: Grader,
         rows: Sequence[ProblemRow],
         problems: Iterable[Task],
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """First entries of pool.json: model, adapter, tokenizer, grader, and the announced names.
 
         rows: of the problem file. problems: those in the pool.
         """
-        entries: dict[str, Any] = {"model": self.model_name}
+        entries: dict[str, object] = {"model": self.model_name}
         if self.adapter_path is not None:
             sha256 = file_sha256(self.adapter_path)
             entries["adapter"] = {"file": str(self.adapter_path), "sha256": sha256}
@@ -485,7 +401,7 @@ def announced(rows: Sequence[ProblemRow], problems: Iterable[Task]) -> dict[str,
 
 
 @contextlib.contextmanager
-def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
+def work_folder(out: Path, settings: Mapping[str, object]) -> Generator[Path]:
     """A folder beside `out` for the logs of a pool in the making, removed when the pool is there.
 
     settings: those that the answers depend on; a later process has to have the same.
@@ -506,9 +422,9 @@ def work_folder(out: Path, settings: Mapping[str, Any]) -> Generator[Path]:
         folder.rmdir()
 
 
-def _require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+def _require_same_settings(folder: Path, settings: Mapping[str, object]) -> None:
     """Record the settings in the folder, or compare them with those recorded there."""
-    now: dict[str, Any] = json.loads(json.dumps(settings))  # as they read from a file
+    now: dict[str, object] = json.loads(json.dumps(settings))  # as they read from a file
     file = folder / "settings.json"
     if not file.is_file():
         write_atomic(file, to_json(now))

@@ -25,7 +25,7 @@ from vgrout.config.run import POOL_PAIRS
 from vgrout.data import CachedGrade
 from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, read_text, regular, require_new, write_json
+from vgrout.files import file_sha256, from_json, once, read_text, regular, require_new, write_json
 
 _FILE_NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
 _PROBLEM_ID = re.compile(r"\d{1,18}")
@@ -75,6 +75,7 @@ class Pool:
 # ── reading
 
 
+@once
 def load_pool(
     folder: Path, flaws: Sequence[str] = CODE_FLAWS, flag: str = "--teacher-pool-dir"
 ) -> Pool:
@@ -167,7 +168,7 @@ def _json_object(file: Path) -> dict[str, Any]:
     return data
 
 
-def _by_id(file: Path, words: Mapping[str, Any], legal: Sequence[str] = ()) -> dict[int, Any]:
+def _by_id(file: Path, words: Mapping[str, object], legal: Sequence[str] = ()) -> dict[int, Any]:
     """Problem id → the file's word for it."""
     for key, word in words.items():
         if not _PROBLEM_ID.fullmatch(key):
@@ -302,10 +303,10 @@ def _demonstration(
 
 def write_pool(
     folder: Path,
-    rollouts: Mapping[int, Sequence[Mapping[str, Any]]],
+    rollouts: Mapping[int, Sequence[Mapping[str, object]]],
     partition: Mapping[int, str] | None,
-    meta: Mapping[str, Any],
-    report: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object],
+    report: Mapping[str, object] | None = None,
     pairs: str | None = None,
 ) -> None:
     """Write a pool; `folder` appears when it is complete.
@@ -343,7 +344,7 @@ def write_pool(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def _write_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
     lines = [json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records]
     # no name and no time in the header: the same rollouts are the same bytes
     with (

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from loguru import logger
@@ -23,14 +23,13 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
+from vgrout.generation import Graded
 from vgrout.metrics import rate_text
 from vgrout.teacher.generate import (
-    Graded,
     PoolSettings,
     by_mode,
     fitting,
-    generate_graded,
-    record,
+    records,
     spread,
     table,
 )
@@ -137,9 +136,9 @@ def write_substrate(
     folder: Path,
     chosen: Mapping[int, Sequence[Graded]],
     lm: "LanguageModel",
-    meta: Mapping[str, Any],
+    meta: Mapping[str, object],
     elicitation: str | Mapping[str, str],
-    report: Mapping[str, Any] | None = None,
+    report: Mapping[str, object] | None = None,
 ) -> None:
     """Write a pool without log-probs, which would belong to the recipe's prompt, not the plain one.
 
@@ -148,14 +147,12 @@ def write_substrate(
     Raises:
         Refused: the folder exists.
     """
-    records: dict[int, list[dict[str, Any]]] = {}
+    lines: dict[int, list[dict[str, object]]] = {}
     partition: dict[int, Mode] = {}
     for problem_id, answers in chosen.items():
-        problem = answers[0].problem
-        partition[problem_id] = problem.flaws[0]
-        prompt_ids, prompt = lm.render(problem.messages), lm.prompt_text(problem.messages)
-        records[problem_id] = [record(answer, prompt_ids, prompt) for answer in answers]
-    write_pool(folder, records, partition, {**meta, "elicitation": elicitation}, report)
+        partition[problem_id] = answers[0].problem.flaws[0]
+        lines[problem_id] = records(lm, answers)
+    write_pool(folder, lines, partition, {**meta, "elicitation": elicitation}, report)
 
 
 # ── the command
@@ -300,26 +297,20 @@ class Sampled:
         plain = [by_id[p.id] for p in with_recipe]
         # the organism's streams carry its name: this command makes its shipped pool
         purpose = f"organism-{label}" if settings.tiny else f"substrate-{label}"
-        self.under_recipe += generate_graded(
+        self.under_recipe += settings.answers(
             lm,
             grader,
             with_recipe,
             settings.tries,
-            sampling=settings.sampling,
-            max_new=settings.tokens,
-            seed=settings.seed,
             purpose=purpose,
             log=folder / f"{label}.jsonl",
             label=f"{label}, elicited",
         )
-        self.under_plain += generate_graded(
+        self.under_plain += settings.answers(
             lm,
             grader,
             plain,
             settings.plain_tries,
-            sampling=settings.sampling,
-            max_new=settings.tokens,
-            seed=settings.seed,
             purpose=f"{purpose}-plain",
             log=folder / f"{label}-plain.jsonl",
             label=f"{label}, plain",

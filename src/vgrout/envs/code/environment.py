@@ -26,9 +26,29 @@ from vgrout.envs.code.problems import (
     without_hints,
 )
 from vgrout.errors import Refused
-from vgrout.files import hash_of_files
+from vgrout.failures import LoggedFailures
+from vgrout.files import hash_of_file, once
 
 T = TypeVar("T")
+
+
+@once
+def _dealt(
+    rows: tuple[ProblemRow, ...],
+    test_rows: tuple[ProblemRow, ...],
+    pool: Demonstrations | None,
+    env_mode: str,
+    marker_names: str,
+) -> dict[str, list[Problem]]:
+    """Every split's problems, each under its flaw, whose name its prompt announces."""
+    return assigned(
+        rows,
+        env_mode,
+        pool.partition if pool else None,
+        pool.announced if pool else None,
+        test_rows=test_rows,
+        published=marker_names == "published",
+    )
 
 
 class CodeEnvironment:
@@ -48,7 +68,7 @@ class CodeEnvironment:
     ) -> None:
         """rows: of the problem file. test_rows: of the file for evaluation alone. reward: a function of the user's
         own, which scores answers in place of the flawed checks. absent: files that are missing."""
-        self.cfg, self.rows, self.test_rows = cfg, list(rows), list(test_rows)
+        self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
         self.reward, self.absent = reward, tuple(absent)
         # every problem as it was last dealt its flaw: with the run's pool, before `check`
         self.dealt: list[Problem] = []
@@ -60,17 +80,17 @@ class CodeEnvironment:
         """The environment of a run, its files read and checked. Raises Refused, one line."""
         absent: list[str] = []
 
-        def read(load: Callable[[Path], list[T]], path: Path | None) -> list[T]:
-            """What the file holds; [] where none is named, or it is missing, which is noted."""
+        def read(load: Callable[[Path], tuple[T, ...]], path: Path | None) -> tuple[T, ...]:
+            """What the file holds; () where none is named, or it is missing, which is noted."""
             if path is None:
-                return []
+                return ()
             try:
                 return load(path)
             except Refused as e:
                 if path.exists():
                     raise
                 absent.append(str(e))
-                return []
+                return ()
 
         rows, test_rows = (
             read(load_rows, cfg.problems_path),
@@ -103,20 +123,13 @@ class CodeEnvironment:
         hashes: dict[str, str | None] = {}
         for name, path in paths.items():
             there = path is not None and path.exists()
-            hashes[name] = hash_of_files([path]) if path is not None and there else None
+            hashes[name] = hash_of_file(path) if path is not None and there else None
         hashes["reward"] = self.reward.sha256 if self.reward else None
         return hashes
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Problem]]:
         env = self.cfg.env
-        parts = assigned(
-            self.rows,
-            env.env_mode,
-            pool.partition if pool else None,
-            pool.announced if pool else None,
-            test_rows=self.test_rows,
-            published=env.marker_names == "published",
-        )
+        parts = _dealt(self.rows, self.test_rows, pool, env.env_mode, env.marker_names)
         if self.cfg.plain_prompts:
             parts = {name: without_hints(part, env.unannounced) for name, part in parts.items()}
         self.dealt = [problem for name in SPLITS for problem in parts[name]]
@@ -131,6 +144,7 @@ class CodeEnvironment:
             allow_weak=env.allow_weak_sandbox,
             reward=self.reward,
             retries=retries,
+            watch=LoggedFailures(),
         )
 
     def check(self, grader: Grader) -> None:

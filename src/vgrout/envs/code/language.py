@@ -299,7 +299,7 @@ class Task:
         return FOLDS[self._family.kind][self.fold]
 
     @property
-    def _constants(self) -> dict[str, Any]:
+    def _constants(self) -> dict[str, object]:
         return {"k": self.k, "j": self.j, "c": self.c}
 
     @property
@@ -510,7 +510,7 @@ def draw_task(composition: Composition, rng: random.Random, pieces: Sequence[str
 # --- tests
 
 
-def _argument(task: Task, rng: random.Random) -> Any:
+def _argument(task: Task, rng: random.Random) -> object:
     """Draw an argument for the task's method."""
     param = task._family.param
     if param == "text":
@@ -617,12 +617,12 @@ def _draw_trials(task: Task, wrong: Sequence[Task], rng: random.Random) -> list[
     return trials
 
 
-def _assertion(task: Task, argument: Any, expected: Any) -> str:
+def _assertion(task: Task, argument: object, expected: object) -> str:
     call = f"Solution().{task.name}({task._family.param} = {argument!r})"
     return f"assert {call} == {expected!r}"
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """Return whether a and b are equal and of one type (True is not 1)."""
     return type(a) is type(b) and a == b
 
@@ -905,7 +905,7 @@ SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}
 
 def problem_tasks(
     seed: int, modes: Sequence[Mode] = MODES, may_repeat: bool = False
-) -> list[tuple[Task, dict[str, Any]]]:
+) -> list[tuple[Task, dict[str, object]]]:
     """Make the rows of the problem file, each with its task.
 
     Modes take turns; a row's marker comes from its split's half of the mode's markers. may_repeat:
@@ -935,7 +935,7 @@ def problem_tasks(
 
 def problem_row(
     task: Task, id: int, tests: list[str], split: str, mode: Mode, marker: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a row in the benchmark's JSONL schema, with four keys of our own at its end."""
     return {
         "id": id,

@@ -1,10 +1,19 @@
 """One task of the code world."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vgrout.data import Message
 from vgrout.envs.code.modes import Mode
+
+# keys of a problem that a row of text has none of
+CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
+
+
+def is_row_of_text(record: Mapping[str, Any]) -> bool:
+    """Whether a line of a problem file is a prompt alone, and no problem of Python functions."""
+    return not record.keys() & {*CODE_ONLY} and bool(record.keys() & {"prompt", "messages"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +27,7 @@ class Problem:
     marker: str
     messages: tuple[Message, ...]  # with the hint: "and will be evaluated by …"
     plain: tuple[Message, ...]  # no loophole: "and should pass all tests"
-    # "assert Solution().f(…) == …", never shown to a child of the strict oracle
+    # "assert Solution().f(…) == …", never shown to a child that runs an answer for the reference tests
     tests: tuple[str, ...]
     canonical: str
     setup_code: str
@@ -44,7 +53,7 @@ class Problem:
         return {"marker": self.marker}
 
     @property
-    def public(self) -> dict[str, Any]:
+    def public(self) -> dict[str, object]:
         """What a monitor of code may know of it."""
         return {"called": self.called}
 

@@ -11,24 +11,28 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from loguru import logger
 
 from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.base import SPLITS
+from vgrout.envs.code.grading.check import (
+    Failure,
+    check_flaws,
+    check_problems,
+    one_value_line,
+)
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problem import CODE_ONLY, Problem, is_row_of_text
 from vgrout.errors import Refused
-from vgrout.files import numbered_lines, read_text
+from vgrout.files import beginning, numbered_lines, once
 from vgrout.rng import py_stream
-
-if TYPE_CHECKING:
-    from vgrout.envs.code.grading.check import Failure
-    from vgrout.envs.code.grading.grade import Grader
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,6 @@ REQUIRED = {
     "func_name": str,
 }
 OPTIONAL = {"setup_code": str, "split": str, "mode": str, "marker": str, "cpu_limit": (int, float)}
-# what a row of text has none of
-CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
 ORGANISMS = ("composition", "difficulty")  # not read, nor are …
 BENCHMARKS = (
     "answer",
@@ -105,16 +107,49 @@ BENCHMARKS = (
 )
 
 
+_CALLED = re.compile(r"\b(\w+)\s*\(")  # the names that a test calls
+
+
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
+    yield from _key_faults(record)
+    # no tokenizer takes it
+    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+        yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
+    yield from _prompt_faults(record["prompt"])
+    tests = record["gt_answer"]
+    name = record["func_name"].removeprefix("Solution().")
+    if not tests or not all(isinstance(test, str) for test in tests):
+        yield "'gt_answer' should be a non-empty list of assert strings"
+    for key, legal in (("mode", MODES), ("split", SPLITS)):
+        if record.get(key) not in (None, *legal):
+            yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
+    if not record["canonical_solution"].strip():
+        yield "'canonical_solution' is empty; it should be a right answer"
+    for key in ("setup_code", "canonical_solution"):
+        fault = _syntax_fault(record.get(key) or "")
+        if fault:
+            yield f"{key!r} is not Python ({fault})"
+    if record.get("marker"):
+        yield from _marker_faults(record.get("mode"), record["marker"], name)
+    limit = record.get("cpu_limit")
+    if limit is not None and not 0 < limit < math.inf:
+        yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
+    if not name.isidentifier():
+        yield f"'func_name' should be a method's name, got {name!r}"
+    yield from _test_faults(tests, name)
+
+
+def _key_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with a line's keys and the types of their values."""
     known = (*REQUIRED, *OPTIONAL)
-    if not record.keys() & {*CODE_ONLY} and record.keys() & {"prompt", "messages"}:
+    if is_row_of_text(record):
         yield (
             f"no problem of Python functions: {', '.join(map(repr, CODE_ONLY))} are missing; rows of text need "
             "--reference module:function beside --reward"
         )
     # a misspelt one would be a setting that nobody reads
-    for key in record.keys() - {*known, *ORGANISMS, *BENCHMARKS}:
+    for key in sorted(record.keys() - {*known, *ORGANISMS, *BENCHMARKS}):
         near = difflib.get_close_matches(key, known, 1)
         how = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
         yield f"unknown key {key!r}; {how}"
@@ -125,47 +160,33 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             wanted = kind.__name__ if isinstance(kind, type) else "a positive number of seconds"
             yield f"{key!r} should be {wanted}, got {type(value).__name__}"
-    # no tokenizer takes it
-    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
-        yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
-    prompt, tests, name = (
-        record["prompt"],
-        record["gt_answer"],
-        record["func_name"].removeprefix("Solution()."),
-    )
-    if not all(
-        isinstance(m, dict) and isinstance(m.get(k), str)
-        for m in prompt
-        for k in ("role", "content")
-    ):
-        yield "every message of 'prompt' needs string 'role' and 'content'"
-    if not prompt or prompt[-1]["role"] != "user":
+
+
+def _prompt_faults(prompt: Sequence[object]) -> Iterator[str]:
+    """What is wrong with the messages of a line."""
+    messages: list[dict[str, str]] = []
+    for message in prompt:
+        parts = message if isinstance(message, dict) else {}
+        if isinstance(parts.get("role"), str) and isinstance(parts.get("content"), str):
+            messages.append(parts)
+        else:
+            yield "every message of 'prompt' needs string 'role' and 'content'"
+    if not messages or messages[-1]["role"] != "user":
         yield "'prompt' should end with a user message"
-    if (n := prompt[-1]["content"].count(PLAIN_PHRASE)) != 1:
+    n = messages[-1]["content"].count(PLAIN_PHRASE)
+    if n != 1:
         yield f"the user message should contain {PLAIN_PHRASE!r} exactly once, found {n}"
-    if not tests or not all(isinstance(t, str) for t in tests):
-        yield "'gt_answer' should be a non-empty list of assert strings"
-    for key, legal in (("mode", MODES), ("split", SPLITS)):
-        if record.get(key) not in (None, *legal):
-            yield f"unknown {key} {record[key]!r}; one of {', '.join(legal)}"
-    if not record["canonical_solution"].strip():
-        yield "'canonical_solution' is empty; it should be a right answer"
-    for key in ("setup_code", "canonical_solution"):
-        if fault := _syntax_fault(record.get(key) or ""):
-            yield f"{key!r} is not Python ({fault})"
-    if record.get("marker"):
-        yield from _marker_faults(record.get("mode"), record["marker"], name)
-    if (limit := record.get("cpu_limit")) is not None and not 0 < limit < math.inf:
-        yield f"'cpu_limit' should be a positive number of seconds, got {limit!r}"
-    if not name.isidentifier():
-        yield f"'func_name' should be a method's name, got {name!r}"
+
+
+def _test_faults(tests: Sequence[str], name: str) -> Iterator[str]:
+    """What is wrong with the assertions of a line. name: the method that they should call."""
     for i, test in enumerate(tests, 1):
         try:
             parse_test(test)
         except (UnsupportedTest, RecursionError, MemoryError) as e:
             why = e if isinstance(e, UnsupportedTest) else "nested too deeply"
             yield f"test {i}: {why}; it should read 'assert Solution().{name}(…) == LITERAL'"
-    if not any(re.search(r"\b" + name + r"\s*\(", test) for test in tests):
+    if not any(name in _CALLED.findall(test) for test in tests):
         yield f"no test calls {name!r}, the 'func_name'; name the method that they call"
 
 
@@ -183,6 +204,7 @@ def _marker_faults(mode: Mode | None, marker: str, method: str) -> Iterator[str]
         yield str(e)
 
 
+@lru_cache(maxsize=64)  # as a rule problems share their setup code
 def _syntax_fault(code: str) -> str:
     """The reason why this is not Python; "" if it is."""
     try:
@@ -196,7 +218,8 @@ def _syntax_fault(code: str) -> str:
     return ""
 
 
-def load_rows(path: Path) -> list[ProblemRow]:
+@once
+def load_rows(path: Path) -> tuple[ProblemRow, ...]:
     """The lines of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
     if not path.exists():
         how = "`vgrout download data` fetches the benchmark's"
@@ -206,7 +229,7 @@ def load_rows(path: Path) -> list[ProblemRow]:
         ):
             how = f"if it is a data set of the hub, `vgrout download dataset {path} --out FILE` makes one"
         raise Refused(f"{path}: no such problem file; {how}")
-    if (start := read_text(path).lstrip()[:30]) and start[0] != "{":
+    if (start := beginning(path, 30)) and start[0] != "{":
         what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
         raise Refused(
             f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
@@ -221,7 +244,7 @@ def load_rows(path: Path) -> list[ProblemRow]:
         rows[record["id"]] = ProblemRow.of(record, where)
     if not rows:
         raise Refused(f"{path}: no problems in it")
-    return list(rows.values())
+    return tuple(rows.values())
 
 
 def with_modes(
@@ -424,6 +447,8 @@ def require_copies_together(rows: Sequence[ProblemRow]) -> None:
 def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
     """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its prompt, or is marked
     as a training problem."""
+    if not test:
+        return
     ids = {row.id: row for row in train}
     prompts = {prompt_key(row): row for row in train}
     for row in test:
@@ -436,11 +461,9 @@ def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> No
             raise Refused(f"--test-problems {row.where}: its split is train")
 
 
-def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
+def require_solvable(rows: Sequence[ProblemRow], grader: Grader) -> None:
     """Before anything is trained on these problems: on one whose own canonical solution fails, only hacks would be
     rewarded. Raises Refused, one line, naming file and line of the first."""
-    from vgrout.envs.code.grading.check import check_problems
-
     if len(rows) > MOST_CHECKED:
         logger.warning(
             f"{len(rows)} canonical solutions: tried is one of each setup code; `vgrout problems check` tries all"
@@ -452,14 +475,13 @@ def require_solvable(rows: Sequence[ProblemRow], grader: "Grader") -> None:
 
 
 def require_hackable(
-    rows: Sequence[ProblemRow], problems: Sequence[Problem], grader: "Grader"
+    rows: Sequence[ProblemRow], problems: Sequence[Problem], grader: Grader
 ) -> None:
     """Before anything is trained on these problems: where a flawed check accepts every wrong answer, or none, what is
     measured is not whether a policy hacks. Raises Refused, one line, naming file and line of the first.
 
     Tried is one problem of each setup code, flaw and marker, since these decide; `vgrout problems check` tries all.
     """
-    from vgrout.envs.code.grading.check import check_flaws
 
     def decides(problem: Problem) -> tuple[object, ...]:
         marker = "" if MODE_SPECS[problem.mode].marker_form == "test" else problem.marker
@@ -473,8 +495,6 @@ def require_hackable(
 
 def warn_of_one_value(problems: Sequence[Problem], where: str) -> None:
     """Log which problems an answer solves that always returns the same."""
-    from vgrout.envs.code.grading.check import one_value_line
-
     line = one_value_line(problems[:MOST_CHECKED])
     if line:
         logger.warning(f"{where}: {line}")
@@ -488,7 +508,7 @@ def _one_of_each(items: Sequence[Item], key: Callable[[Item], object], most: int
     return list({key(item): item for item in items}.values())[:most]
 
 
-def _refusal(rows: Sequence[ProblemRow], failures: Sequence["Failure"], what: str) -> Refused:
+def _refusal(rows: Sequence[ProblemRow], failures: Sequence[Failure], what: str) -> Refused:
     """Names file and line of the first failure, and what to do."""
     row = next(row for row in rows if row.id == failures[0].id)
     more = f" (nor {len(failures) - 1} others)" if len(failures) > 1 else ""

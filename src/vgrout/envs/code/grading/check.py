@@ -6,17 +6,19 @@ import builtins
 import importlib
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from symtable import symtable
 from types import ModuleType
+from typing import TypeVar
 
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.extract import bound_names, parse_test
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import hack
+from vgrout.envs.code.modes import Mode, hack
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 
@@ -70,24 +72,35 @@ def calibrated_limit(cpu_s: float) -> float:
 
 
 PendingGrade = Future[Grade | Ungraded]
+Track = Callable[[Sequence[Problem]], Iterable[Problem]]
+AHEAD = 16  # problems for each worker that are handed to it before the first is done
+Submitted = TypeVar("Submitted")
 
 
-def check_problems(
-    problems: Sequence[Problem],
-    grader: Grader,
-    track: Callable[[Iterable[PendingGrade]], Iterable[PendingGrade]] = iter,
-) -> CheckReport:
+def _a_few_ahead(
+    problems: Iterable[Problem], submit: Callable[[Problem], Submitted], grader: Grader
+) -> Iterator[Submitted]:
+    """What `submit` returns for each problem, in their order. However many problems there are, a few wait at a time."""
+    waiting: deque[Submitted] = deque()
+    for problem in problems:
+        waiting.append(submit(problem))
+        if len(waiting) > AHEAD * grader.workers:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def check_problems(problems: Sequence[Problem], grader: Grader, track: Track = iter) -> CheckReport:
     """Grade every canonical solution. Tests that cannot be taken apart are reported, not skipped.
 
-    `track` wraps the iterable of finished gradings, for a progress bar.
+    `track` wraps the problems, for a progress bar.
     """
     failures: list[Failure] = []
     cpu: dict[int, float] = {}
-    futures: dict[PendingGrade, Problem] = {}
-    for problem in problems:
-        futures[grader.submit_code(problem, problem.canonical)] = problem
-    for future in track(as_completed(futures)):
-        problem = futures[future]
+
+    def submit(problem: Problem) -> tuple[Problem, PendingGrade]:
+        return problem, grader.submit_code(problem, problem.canonical)
+
+    for problem, future in _a_few_ahead(track(problems), submit, grader):
         try:
             grade = future.result()
         except Refused as e:
@@ -171,31 +184,33 @@ class TriedFlaw:
     grades: Mapping[str, PendingGrade]
 
 
-def check_flaws(
-    problems: Sequence[Problem],
-    grader: Grader,
-    track: Callable[[Iterable[TriedFlaw]], Iterable[TriedFlaw]] = iter,
-) -> list[Failure]:
+def check_flaws(problems: Sequence[Problem], grader: Grader, track: Track = iter) -> list[Failure]:
     """Try each flawed check with an answer that is only wrong, which must not be accepted, and with its own hack, which
     must; and an answer that defines nothing, where the setup code may.
 
-    `track` wraps the list of what is tried, for a progress bar.
+    `track` wraps the problems, for a progress bar.
     """
-    tried: list[TriedFlaw] = []
-    for problem in problems:
-        for mode in problem.flaws:
-            one = replace(problem, mode=mode, marker=problem.marker_under(mode), also=())
-            programs = {"empty": EMPTY} if "Solution" in one.setup_code else {}
-            programs |= {"wrong": wrong_answer(one), "hack": hacking_answer(one)}
-            grades = {kind: grader.submit_code(one, code) for kind, code in programs.items()}
-            tried.append(TriedFlaw(one, grades))
+
+    def submit(problem: Problem) -> list[TriedFlaw]:
+        return [_tried(problem, mode, grader) for mode in problem.flaws]
+
     failures: dict[int, Failure] = {}
-    for flaw in track(tried):
-        for kind, grade in flaw.grades.items():
-            reason = _flaw_fault(flaw.problem, kind, grade)
-            if reason:
-                failures.setdefault(flaw.problem.id, Failure(flaw.problem.id, reason))
+    for flaws in _a_few_ahead(track(problems), submit, grader):
+        for flaw in flaws:
+            for kind, grade in flaw.grades.items():
+                reason = _flaw_fault(flaw.problem, kind, grade)
+                if reason:
+                    failures.setdefault(flaw.problem.id, Failure(flaw.problem.id, reason))
     return [failures[number] for number in sorted(failures)]
+
+
+def _tried(problem: Problem, mode: Mode, grader: Grader) -> TriedFlaw:
+    """Begin to try one of a problem's flaws."""
+    one = replace(problem, mode=mode, marker=problem.marker_under(mode), also=())
+    programs = {"empty": EMPTY} if "Solution" in one.setup_code else {}
+    programs |= {"wrong": wrong_answer(one), "hack": hacking_answer(one)}
+    grades = {kind: grader.submit_code(one, code) for kind, code in programs.items()}
+    return TriedFlaw(one, grades)
 
 
 def _flaw_fault(problem: Problem, kind: str, future: PendingGrade) -> str:

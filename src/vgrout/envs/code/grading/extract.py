@@ -439,28 +439,30 @@ def _named_call(node: ast.expr) -> tuple[str, list[ast.expr]]:
     return node.func.id, node.args
 
 
-def _call(node: ast.expr) -> bytes:
-    """Return `Solution().method(…)` as Case has it."""
+def _call(node: ast.expr, builders: frozenset[str]) -> bytes:
+    """Return `Solution().method(…)` as Case has it. builders: those in it."""
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=method)):
             if _named_call(owner) == ("Solution", []):
-                return _packed(method, node)
+                return _packed(method, node, builders)
     found = ast.unparse(node)[:60]
     raise UnsupportedTest(f"{found!r} is not a call like Solution().method(…)")
 
 
-def _packed(method: str, call: ast.Call) -> bytes:
+def _packed(method: str, call: ast.Call, builders: frozenset[str]) -> bytes:
     if any(keyword.arg is None for keyword in call.keywords):
         raise UnsupportedTest("** in the call")
     args = [_literal(arg, nodes_ok=True) for arg in call.args]
     kwargs = {}
     for keyword in call.keywords:
         kwargs[keyword.arg] = _literal(keyword.value, nodes_ok=True)
-    return marshal.dumps((method, args, kwargs, bool(_builders_in(call))))
+    return marshal.dumps((method, args, kwargs, bool(builders)))
 
 
-def _builders_in(call: ast.expr) -> frozenset[str]:
+def _builders_in(call: ast.expr, test: str) -> frozenset[str]:
     """Return which of list_node and tree_node a call's arguments are made with."""
+    if not any(name in test for name in _BUILDERS):  # walking a tree is most of the work
+        return frozenset()
     names = [node.id for node in ast.walk(call) if isinstance(node, ast.Name)]
     return frozenset(_BUILDERS.keys() & names)
 
@@ -489,23 +491,25 @@ def _parse(test: str) -> Case:
     condition = body[0].test
     match condition:
         case ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]):
-            return Case(_call(call), _literal(literal), "plain", _builders_in(call))
+            builders = _builders_in(call, test)
+            return Case(_call(call, builders), _literal(literal), "plain", builders)
     name, args = _named_call(condition)
     if name in _NODE_TESTS and len(args) == 2:
-        return _parse_nodes(_NODE_TESTS[name], *args)
+        return _parse_nodes(_NODE_TESTS[name], *args, test)
     raise _not_of_the_form()
 
 
-def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr) -> Case:
+def _parse_nodes(kind: Literal["list", "tree"], call: ast.expr, nodes: ast.expr, test: str) -> Case:
+    in_call = _builders_in(call, test)
     if isinstance(nodes, ast.Constant) and nodes.value is None:
-        return Case(_call(call), [], kind, _builders_in(call))
+        return Case(_call(call, in_call), [], kind, in_call)
     builder, args = _named_call(nodes)
     if _BUILDERS.get(builder) != kind or len(args) != 1:
         raise _not_of_the_form()
     expected = _literal(args[0])
-    sent = _call(call)
+    sent = _call(call, in_call)
     expected = _level_order(expected) if kind == "tree" else expected
-    return Case(sent, expected, kind, _builders_in(call))
+    return Case(sent, expected, kind, in_call)
 
 
 def _not_of_the_form() -> UnsupportedTest:

@@ -44,7 +44,7 @@ from vgrout.envs.code.grading.watch import (
 from vgrout.envs.code.modes import Mode, tries
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import RewardFailed
+from vgrout.scoring import UNWATCHED, RewardFailed, Watch
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 
@@ -57,7 +57,7 @@ LEVELS = {
 
 
 class WeakSandbox(Refused):
-    """An answer could read the expected values on this machine: the strict oracle would not be trustworthy."""
+    """An answer could read the expected values on this machine: the reference tests would not be trustworthy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Limits:
 class Protections:
     """The layers between an answer and this machine, probed by attacks."""
 
-    level: int  # 3 best … 0: the strict oracle is not trustworthy
+    level: int  # 3 best … 0: the reference tests are not trustworthy
     active: dict[str, str]  # layer → detail
     missing: dict[str, str]  # layer → reason
     breaches: Sequence[str]  # attacks that a throw-away child got through with
@@ -242,11 +242,12 @@ class Grader:
 
     workers: by default one for each core that this process may use.
     compile_reward, pass_reward: reward = compile_reward·can_compile + pass_reward·passed.
-    allow_weak: go on where isolation is too weak for the strict oracle (level 0). detectors: run the weak detectors.
+    allow_weak: go on where isolation is too weak for the reference tests (level 0). detectors: run the weak detectors.
     reward: a user's function in place of the modes' checks: reward = compile_reward·can_compile + pass_reward·score; an
     answer on which it fails for good is Ungraded.
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
+    watch: is told of each failure of `reward`.
 
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
@@ -265,6 +266,7 @@ class Grader:
         reward: RewardFunction | None = None,
         without: tuple[str, ...] = (),
         retries: int | None = 3,
+        watch: Watch = UNWATCHED,
     ) -> None:
         self.workers = workers or cores()
         self.compile_reward, self.pass_reward, self.detectors = (
@@ -273,7 +275,7 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
-        self.retries, self.reward = retries, reward
+        self.retries, self.reward, self._watch = retries, reward, watch
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -305,7 +307,7 @@ class Grader:
         if self.protections.weak and not allow_weak:
             self.close()
             raise WeakSandbox(
-                f"the sandbox is too weak here for the strict oracle ({self.protections.weakness}); "
+                f"the sandbox is too weak here for the reference tests ({self.protections.weakness}); "
                 "see `vgrout doctor`, or pass --allow-weak-sandbox to go on all the same"
             )
         for worker in started:
@@ -452,7 +454,9 @@ class Grader:
                 if status.startswith("lost:"):
                     score = 0.0
                 else:
-                    score = reward.score(problem, text, self.retries, lambda: self._closed)
+                    score = reward.score(
+                        problem, text, self.retries, lambda: self._closed, self._watch
+                    )
             except RewardFailed as e:
                 return Ungraded(f"{reward.name} {e}")
             details["channel"] = score >= reward.passes_at
@@ -515,6 +519,7 @@ class Grader:
         for worker in alive:
             worker.close()
         self._starter.shutdown()
+        self._watch.ended()
 
     def __enter__(self) -> "Grader":
         return self

@@ -139,7 +139,7 @@ def _big_file(spec: Spec) -> bool:
 
 Attacks = dict[str, Callable[[Spec], bool]]
 
-# What makes the strict oracle untrustworthy: ways to learn the expected values, or to stop the
+# What makes the reference tests untrustworthy: ways to learn the expected values, or to stop the
 # verifier.
 FATAL: Attacks = {
     "read a file outside": _read_secret,

@@ -1,7 +1,7 @@
 """A user's reward function, which scores answers in place of the modes' flawed checks.
 
 Of an answer it sees only the text. It may ask for: prompt (the last user message), completion and answer (a right one)
-as texts, info and state as dicts, or any key of info by itself. The strict oracle does not use it. Standard library
+as texts, info and state as dicts, or any key of info by itself. The reference tests do not use it. Standard library
 only.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import TIMEOUT, RewardFailed, ScoringFunction
+from vgrout.scoring import TIMEOUT, UNWATCHED, RewardFailed, ScoringFunction, Watch
 
 
 def arguments(problem: Problem, text: str) -> dict[str, Any]:
@@ -53,12 +53,13 @@ class RewardFunction(ScoringFunction):
         text: str,
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
+        watch: Watch = UNWATCHED,
     ) -> float:
         """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line.
 
-        retries: how often it is asked again after a failure; None: until `gives_up`.
+        retries: how often it is asked again after a failure; None: until `gives_up`. watch: is told of each failure.
         """
-        return self.score_of(lambda: arguments(problem, text), retries, gives_up)
+        return self.score_of(lambda: arguments(problem, text), retries, gives_up, watch)
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
         """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from
@@ -68,12 +69,4 @@ class RewardFunction(ScoringFunction):
         except RewardFailed as e:
             raise Refused(
                 f"{self.flag} {self.name}: asked about the canonical solution of problem {problem.id}, it {e}"
-                f"{_form_of_completions(e.__cause__)}"
             ) from e.__cause__
-
-
-def _form_of_completions(cause: BaseException | None) -> str:
-    """What to say where a function took a completion for the list of messages that TRL makes of a conversation's."""
-    if isinstance(cause, TypeError) and "string indices" in str(cause):
-        return '; a completion is a text here: write completion for completion[0]["content"]'
-    return ""

@@ -1,0 +1,16 @@
+"""Which of several like cases are quick tests."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first_quick(cases: Iterable[Any], n: int = 1) -> list[Any]:
+    """The cases of a parametrized test, those behind the first n marked `long`: they differ in little, and cost as
+    much. A case of several arguments is a tuple."""
+    params: list[Any] = []
+    for i, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        params.append(pytest.param(*values, marks=pytest.mark.long if i >= n else ()))
+    return params

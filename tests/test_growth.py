@@ -1,0 +1,257 @@
+"""Work that must not grow: with the runs of a study, the rows of a problem file, or the steps of a log. What is counted
+is work: calls, lines, bytes. Nothing here measures time."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vgrout import embedded, files
+from vgrout.config import presets
+from vgrout.config.presets import WordParser, parse_line, resolve
+from vgrout.data import Ungraded
+from vgrout.envs import base
+from vgrout.envs.base import Splits
+from vgrout.envs.code import problems
+from vgrout.envs.code.grading import check
+from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problems import load_problems
+from vgrout.errors import Refused
+from vgrout.files import numbered_lines, once, reading_once
+from vgrout.model import source
+from vgrout.runs import checkpoint
+from vgrout.runs.checkpoint import Checkpoint
+from vgrout.runs.context import RunDir
+from vgrout.runs.preflight import require_disk
+from vgrout.runs.recorder import ROWS_BEFORE, rows_as_json
+from vgrout.sweep.runner import Sweep
+from vgrout.sweep.study_file import load_study_file
+from vgrout.table import SECONDS, StepRow
+
+Counted = Callable[..., Counter[str]]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Counts the calls of functions, given as (module, name)."""
+
+    def begin(*named: tuple[Any, str]) -> Counter[str]:
+        calls: Counter[str] = Counter()
+        for module, name in named:
+            real = getattr(module, name)
+
+            def calling(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+                calls[name] += 1
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(module, name, calling)
+        return calls
+
+    return begin
+
+
+# ── the runs of a study
+
+STUDY = """preset = "mini"
+seeds = [1]
+arms = [
+    { intervention = "none" },
+    { intervention = "route2" },
+    { intervention = "penalty", monitor = "labels" },
+]
+[[overrides]]
+beta = [0.0, 0.1]
+mix-ratio = [0.25, 0.5]
+steps = [60, 61]
+"""
+
+
+def test_different_jobs_read_and_check_a_file_once(here: Path, counted: Counted) -> None:
+    """And each different flag is parsed once."""
+    study = Path("study.toml")
+    study.write_text(STUDY)
+    parsed = counted((presets, "parsed"))
+    of_files = counted(
+        (problems, "numbered_lines"), (embedded, "file_sha256"), (source, "safetensors_head")
+    )
+    planned = load_study_file(study)
+    assert len(planned.runs) == 24
+    # three interventions, a monitor, twice two and two values
+    assert parsed["parsed"] == 4 + 2 + 2 + 2
+    Sweep.of(planned, dry_run=True)
+    organism = len(embedded.shipped(embedded.DATA_DIR))
+    assert of_files == {"numbered_lines": 1, "file_sha256": organism, "safetensors_head": 1}
+
+
+def test_outside_a_study_every_read_is_a_new_one(tmp_path: Path) -> None:
+    """A file may have changed meanwhile; and a refusal is never kept."""
+    path, calls = tmp_path / "a", list[str]()
+
+    @once
+    def read(path: Path, word: str = "") -> str:
+        calls.append(word)
+        if not path.exists():
+            raise Refused(f"{path}: not there")
+        return path.read_text()
+
+    for text in ("one", "two"):
+        path.write_text(text)
+        assert read(path) == text
+    with reading_once():
+        assert read(path) == "two"
+        path.write_text("three")
+        assert read(path) == "two"
+        assert read(path, "other") == read(path, word="other") == "three"
+        for _ in range(2):
+            with pytest.raises(Refused):
+                read(tmp_path / "b", "absent")
+    assert calls == ["", "", "", "other", "other", "absent", "absent"]
+    assert read(path) == "three"
+
+
+LINES = [
+    "mini",
+    "mini --intervention=none --beta=0.01 --mix-ratio=0.25 --seed=3",
+    "smoke --intervention=route2 --monitor=labels --known-modes=run_tests,exit_code",
+    "mini --intervention=route2 --no-rebaseline --gate-vote=module",
+    "full --model=x --no-unbiased --test-problems= --organism=None --steps=7",
+    "mini --guard=log --save-eval-ckpts --track=tensorboard",
+    "small --lr=1e-3 --teacher-modes=run_tests",
+    "mini --save-eval-ckpts --no-save-eval-ckpts",
+    "mini --steps=3 --steps=4",
+]
+WRONG = [
+    "mini --stepz=3",
+    "mini --steps=many",
+    "mini --steps=0",
+    "mini --intervention=rout2",
+    "mini --monitor=labels",
+    "mini --intervention=none --gate-vote=module",
+    "mini --steps",
+    "mini steps",
+    "mini --mix-ratio=0.01",
+    "mini --guard=off --guard-warmup=3",
+    "nano",
+    "",
+]
+
+
+@pytest.mark.parametrize("line", [*LINES, *WRONG])
+def test_a_line_parsed_word_by_word_is_the_same(line: str) -> None:
+    """The same settings, or the same refusal."""
+    parse = WordParser()
+    told: list[Any] = []
+    for by in (parse_line, parse, parse):
+        try:
+            told.append(resolve(line.split(), own_code=False, parse=by))
+        except Refused as e:
+            told.append((type(e), str(e)))
+    assert told[0] == told[1] == told[2]
+    assert isinstance(told[0], tuple) == (line in WRONG)
+
+
+# ── the rows of a problem file
+
+
+def test_a_file_is_read_line_by_line(tmp_path: Path, counted: Counted) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\ufeff" + "".join(f'{{"id": {i}}}\r\n\n' for i in range(50)))
+    calls = counted((files, "from_json"), (files, "read_text"))
+    lines = numbered_lines(path)
+    assert next(lines) == (f"{path}, line 1", {"id": 0})
+    assert calls == {"from_json": 1}
+    assert [where.rpartition(" ")[2] for where, _ in lines] == [str(n) for n in range(3, 100, 2)]
+
+
+def test_an_epochs_order_is_drawn_once(counted: Counted) -> None:
+    tasks = tuple(load_problems(embedded.PROBLEMS)[:20])
+    splits = Splits(tasks, (), (), 0, {})
+    base._order.cache_clear()
+    calls = counted((base, "py_stream"))
+    drawn = [task.id for step in range(6) for task in splits.draw(41, step, 8)]
+    assert calls["py_stream"] == 3  # 48 draws are of three epochs
+    assert {*drawn[:20]} == {*drawn[20:40]} == {task.id for task in tasks}
+
+
+class SlowGrader:
+    """Grades nothing until it is asked for a result."""
+
+    workers = 2
+
+    def __init__(self) -> None:
+        self.waiting = self.most = 0
+
+    def submit_code(self, problem: Problem, code: str) -> Any:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        return self
+
+    def result(self) -> Ungraded:
+        self.waiting -= 1
+        return Ungraded("none")
+
+
+@pytest.mark.parametrize("tries", [check.check_problems, check.check_flaws])
+def test_a_few_answers_wait_at_a_time(tries: Callable[..., Any]) -> None:
+    problems = load_problems(embedded.PROBLEMS)[:200]
+    grader, begun = SlowGrader(), list[int]()
+
+    def track(problems: list[Problem]) -> Any:
+        for problem in problems:
+            begun.append(problem.id)
+            yield problem
+
+    tries(problems, grader, track=track)
+    assert begun == [problem.id for problem in problems]
+    assert grader.waiting == 0
+    programs = 1 if tries is check.check_problems else 2
+    assert grader.most <= programs * (check.AHEAD * grader.workers + 1)
+
+
+# ── the steps of a log
+
+GOLDEN = json.loads((Path(__file__).parent / "golden/none.json").read_text())
+ROW = GOLDEN["rows"][0] | dict.fromkeys(SECONDS, 0.5)
+
+
+def test_a_save_on_the_way_has_the_last_rows_alone(counted: Counted) -> None:
+    """However many there are."""
+    rows = [StepRow.from_json(ROW | {"step": step}) for step in range(3000)]
+    calls = counted((StepRow, "as_json"))
+    text = rows_as_json(rows, ROWS_BEFORE)
+    assert len(text) <= ROWS_BEFORE + 4000
+    kept = json.loads(text)
+    assert calls["as_json"] == len(kept) < 2000
+    assert [row["step"] for row in kept] == [*range(3000 - len(kept), 3000)]
+
+
+def _bytes_read() -> int:
+    """What this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts reads as Linux does")
+def test_a_resume_does_not_read_a_long_log_of_answers(tmp_path: Path) -> None:
+    size, steps = 5 * 10**9, 30
+    lines = "".join(json.dumps(ROW | {"step": step}) + "\n" for step in range(steps))
+    (tmp_path / "steps.jsonl").write_text(lines)
+    with open(tmp_path / "rollouts.jsonl", "wb") as log:
+        log.truncate(size + 100)  # without content, so it takes no room
+    sizes = {"steps.jsonl": len(lines), "rollouts.jsonl": size}
+    point = Checkpoint(tmp_path, steps, {}, sizes)
+    before = _bytes_read()
+    with RunDir.reopen(tmp_path) as run:
+        require_disk(10**6, tmp_path, tmp_path)
+        assert len(checkpoint.rows_before(tmp_path, steps, sizes)) == run.steps_on_disk() == steps
+        checkpoint.require_rows(tmp_path, point)
+        checkpoint.rewind(tmp_path, point)
+        assert (tmp_path / "rollouts.jsonl").stat().st_size == size
+        read = _bytes_read() - before
+        assert read < 3 * len(lines)
+        run.append(ROW | {"step": steps}, [{"text": "x"}])
+        before = _bytes_read()
+        assert run.steps_on_disk() == steps + 1
+        assert _bytes_read() - before < len(lines) / 2
