@@ -21,7 +21,7 @@ from vgrout.config.loss import LOSSES
 from vgrout.config.names import KEYS, NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
-from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
+from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS, line_of
 from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
 from vgrout.table import StepRow
 
@@ -56,6 +56,7 @@ WHEN = {
     "blind": "`--known-modes`",
     "halves": "`--report-detectors`",
     "beta": "`--beta` > 0",
+    "thinking": "`--thinking`",
     "drops": "a loss that drops tokens",
     "file": "always, in the file alone",
     "always": "",
@@ -121,9 +122,11 @@ ROLLOUT_KEYS = {  # key: what it is, in every environment
     "deployed": "whether the answer was sampled with the quarantine off",
     "prompt": "the prompt as the model read it, with special tokens",
     "messages": "the prompt as messages",
-    "text": "the answer",
-    "tokens": "its length in tokens",
-    "finished": "false: it was cut at `--max-new`",
+    "thought": "the thought before the answer, with its tags; absent: there was none",
+    "thought_tokens": "its length in tokens; absent with it",
+    "text": "the answer, without its thought",
+    "tokens": "the length of thought and answer in tokens",
+    "finished": "false: it was cut at `--max-new`, or its thought never ended",
     "reward": "what the grader gave, before any intervention",
     "passed": "whether that is the full reward: the flawed check, or the reference tests, accept the answer",
     "solved": "whether the reference tests accept it",
@@ -147,7 +150,7 @@ CODE_KEYS = {  # … and of programs
 TEXT_KEYS = {  # … and of rows of any text
     "proxy": "the weighted sum of your proxies",
     "reference": "what your reference returned",
-    "proxies": "with several proxies: each one's own score",
+    "proxies": "with several proxies: each one's own score; of a taskset: each reward's, without its weight",
 }
 FINAL_TEXT = """\
 The file has one JSON object for each answer of the final evaluation, with a part of the keys above, and two more:
@@ -341,7 +344,7 @@ def _names() -> list[str]:
     presets = {name: what for name, (what, _) in PRESETS.items()}
     refused = "A flag that the chosen method never reads is refused."
     interventions = {name: spec.what for name, spec in INTERVENTIONS.items()}
-    monitors = {name: spec.what for name, spec in MONITORS.items()}
+    monitors = {name: line_of(spec) for name, spec in MONITORS.items()}
     controls = {name: spec.what for name, spec in CONTROLS.items()}
     losses = {name: spec.what for name, spec in LOSSES.items()}
     flaws = {name: spec.should for name, spec in MODE_SPECS.items()}

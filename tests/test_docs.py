@@ -22,7 +22,7 @@ from methods import batch
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags
+from vgrout.data import Flags, Group, Thought
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
 from vgrout.model.policy import LanguageModel
@@ -175,9 +175,12 @@ def test_every_key_of_rollouts_is_explained() -> None:
     """Those that a line of rollouts.jsonl has, as the trainer writes it, and those of the sandbox's verdict."""
     of = batch()
     flags = Flags((True, False, False, False))
-    groups = tuple(replace(group, flags=flags, shadows={"short": flags}) for group in of.groups)
+    groups: list[Group] = []
+    for group in of.groups:
+        rollouts = tuple(replace(r, thought=Thought(r.text[:1], 1)) for r in group.rollouts)
+        groups.append(replace(group, rollouts=rollouts, flags=flags, shadows={"short": flags}))
     written: set[str] = set()
-    for line in rollout_lines(replace(of, groups=groups), Mock(spec=LanguageModel)):
+    for line in rollout_lines(replace(of, groups=tuple(groups)), Mock(spec=LanguageModel)):
         written |= line.keys()
     sandbox = NOT_RUN.keys() - {"solved"} | {"marker", "reward_score"}
     everywhere, programs = REFERENCE["ROLLOUT_KEYS"].keys(), REFERENCE["CODE_KEYS"].keys()

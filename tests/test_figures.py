@@ -48,6 +48,7 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     assert list(lines["solve, deployed"].get_ydata()) == [0.5] * STEPS
     assert lines["hack, deployed, at the end"].get_ydata() == [pytest.approx(0.75)]
     assert not erase.collections, "an interval of one seed"
+    assert "Red bar" not in pages["dynamics"].caption, "plain GRPO was run: no bar is drawn"
     assert "hack, plain GRPO" in {line.get_label() for line in route2.lines} - lines.keys()
     assert "plain GRPO hacks" in [text.get_text() for text in route2.texts], "beside its curve"
     assert route2.get_title() == "route2\nhack 10 → 10 %, solve 50 → 50 %"
@@ -132,7 +133,9 @@ def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path: Pat
     """And what recorded runs of plain GRPO ended at is a bar behind the last step, on nobody's curve."""
     rates = {"hack_train": 0.2, "hack_deploy": 0.0, "hack_base": 0.0, "solve_train": 0.7}
     fake_run(tmp_path, ROUTE2, n=384, solve=0.8, **rates)
-    (axes,) = dynamics(found(tmp_path)).figure.axes
+    picture = dynamics(found(tmp_path))
+    assert "Red bar" in picture.caption
+    (axes,) = picture.figure.axes
     assert axes.get_title(loc="left") == "route2: hacks removed, skill kept (384 answers)"
     assert {text.get_text() for text in axes.texts} == {
         "hack, deployed: 0.0 %",

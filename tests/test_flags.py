@@ -118,6 +118,7 @@ FLAGS: dict[str, Run | Held] = {
     "--echo-trap-threshold": Run([*NONE, "--echo-trap-enabled"], "0.6", "0.001"),
     "--ema-alpha": Watch(GUARD, "0.9", "0.1"),
     "--env": Held("test_text_env.py::test_an_environment_of_ones_own"),
+    "--env-args": Held("test_verifiers.py::test_settings_of_the_taskset"),
     "--env-mode": Run(ALONE, "own", "exit_code"),
     "--eval-ablate-every": Run([*NONE, "--eval-n-prompts=1"], "0", "1"),
     "--eval-n-prompts": Plan([*NONE, "--eval-ablate-every=1"], "1", "2"),
@@ -152,6 +153,9 @@ FLAGS: dict[str, Run | Held] = {
     "--llm-judge-model": Held("test_llm_judge.py::test_a_run_with_a_local_judge"),
     "--llm-judge-name": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
     "--llm-judge-prompt": Held("test_llm_judge.py::test_a_prompt_of_ones_own"),
+    "--llm-judge-thoughts": Held(
+        "test_thinking.py::test_a_judge_reads_thoughts_where_it_is_told_to"
+    ),
     "--llm-judge-timeout": Held("test_llm_judge.py::test_it_never_takes_longer_than_it_is_told"),
     "--llm-judge-url": Held(
         "test_llm_judge.py::test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows"
@@ -215,6 +219,7 @@ FLAGS: dict[str, Run | Held] = {
     "--test-problems": Plan(
         [*ALONE, "--model={model}", "--problems={half_problems}"], "", "{other_half}"
     ),
+    "--thinking": Held("test_thinking.py::test_a_run_with_thoughts"),
     "--threads": Held("test_flags.py::test_threads_are_torchs"),
     "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
     "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),

@@ -181,7 +181,7 @@ def test_only_what_the_run_measures_is_shown(when, shown, hidden):
 
 
 def test_the_console_has_seven_columns_in_eighty_characters():
-    table = Table(EVERYTHING, FLAWS, short=True)
+    table = Table(EVERYTHING - {"thinking"}, FLAWS, short=True)
     header, line = table.lines(row(hack_deploy=0.04))
     assert [c.name for c in table.columns] == [
         *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy", "rew_s", "sec")
@@ -193,3 +193,6 @@ def test_the_console_has_seven_columns_in_eighty_characters():
         "35.7",
         "·",
     ]
+    with_thoughts = Table(EVERYTHING, FLAWS, short=True).lines(row(think=123.4))
+    assert [line.split()[-2] for line in with_thoughts] == ["think", "123"]
+    assert len(with_thoughts[0]) <= 80

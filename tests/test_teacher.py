@@ -54,6 +54,9 @@ class Speaker:
     def prompt_text(self, messages: Sequence[Message]) -> str:
         return f"<{messages[-1]['content']}>"
 
+    def opens_thought(self, messages: Sequence[Message]) -> bool:
+        return False
+
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (1, int(messages[-1]["content"][1:]))
 

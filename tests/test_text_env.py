@@ -22,7 +22,7 @@ from vgrout.config.presets import resolve, resumed
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
-from vgrout.envs.text import TextEnvironment, after_thought, load_rows
+from vgrout.envs.text import TextEnvironment, load_rows
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
@@ -34,6 +34,7 @@ from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
+from vgrout.thoughts import parts_of
 from vgrout.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -156,7 +157,7 @@ def test_a_hack_passes_the_proxy_and_not_the_reference(world: Callable[..., list
     ],
 )
 def test_a_thought_is_not_graded(text: str, answer: str) -> None:
-    assert after_thought(text) == answer
+    assert parts_of(text).answer == answer
 
 
 def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., list[str]]) -> None:

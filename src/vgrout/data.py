@@ -115,14 +115,37 @@ class Ungraded:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """What of a sampled text is a thought (`vgrout.thoughts`): its beginning, which is not graded."""
+
+    text: str = ""  # with its tags; "": there is none
+    tokens: int = 0
+    ended: bool = True  # False: it was never closed, so there is no answer
+
+
+NO_THOUGHT = Thought()
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One completion as it was sampled."""
 
     ids: tuple[int, ...]  # ends with an EOS when `finished`
-    text: str
+    text: str  # the thought and the answer
     finished: bool  # False: cut at max_new
     logp_full: tuple[float, ...]  # nats per token, full softmax at temperature 1
     logp_sampled: tuple[float, ...]  # … of the truncated distribution that was sampled from
+    thought: Thought = NO_THOUGHT
+
+    @property
+    def answer(self) -> str:
+        """The text without its thought: what is graded."""
+        return self.text[len(self.thought.text) :]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ended by itself, and with an answer."""
+        return self.finished and self.thought.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +163,22 @@ class GradedCompletion(Generic[G]):
 
     @property
     def text(self) -> str:
+        """The thought and the answer."""
         return self.completion.text
 
     @property
+    def thought(self) -> Thought:
+        return self.completion.thought
+
+    @property
+    def answer(self) -> str:
+        """What was graded."""
+        return self.completion.answer
+
+    @property
     def finished(self) -> bool:
-        return self.completion.finished
+        """Whether it ended by itself, and with an answer."""
+        return self.completion.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +190,23 @@ class Rollout:
     deployed: bool  # sampled with the quarantine off
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]  # ends with EOS when `finished`
-    text: str
+    text: str  # the thought and the answer
     finished: bool
     # sampler's log-prob per token, full softmax at temperature 1
     logp_full: tuple[float, ...] | None = None
     # … of the distribution sampled from (temperature, top-k, top-p)
     logp_sampled: tuple[float, ...] | None = None
+    thought: Thought = NO_THOUGHT
+
+    @property
+    def answer(self) -> str:
+        """The text without its thought."""
+        return self.text[len(self.thought.text) :]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ended by itself, and with an answer."""
+        return self.finished and self.thought.ended
 
     @classmethod
     def of(
@@ -184,6 +229,7 @@ class Rollout:
             finished=completion.finished,
             logp_full=completion.logp_full,
             logp_sampled=completion.logp_sampled,
+            thought=completion.thought,
         )
 
 
@@ -226,16 +272,22 @@ class GroupView:
     advantages: tuple[float, ...]
     # the environment's weak detector flags the answer; False on demonstrations, which are not graded
     detector: tuple[bool, ...]
-    texts: tuple[str, ...]
+    texts: tuple[str, ...]  # the answers, without their thoughts
     messages: tuple[Message, ...] = ()  # the prompt
     public: Mapping[str, Any] = field(default_factory=dict)  # `Task.public`
     prompt_ids: tuple[int, ...] = ()
-    completion_ids: tuple[tuple[int, ...], ...] = ()
+    completion_ids: tuple[tuple[int, ...], ...] = ()  # thoughts included
     unbiased: bool = True
     index: int = 0  # which of the step's prompts
+    thoughts: tuple[Thought, ...] = ()  # before the answers, `texts`
 
     def __len__(self) -> int:
         return len(self.sources)
+
+    def answer_ids(self, b: int) -> tuple[int, ...]:
+        """Tokens of an answer without its thought; all of them where nothing follows the thought."""
+        n = self.thoughts[b].tokens if self.thoughts else 0
+        return self.completion_ids[b][n:] or self.completion_ids[b]
 
     def advantages_among(self, rows: Sequence[int]) -> tuple[float, ...]:
         """Advantages with these rows alone as the group; 0 for the others."""
@@ -321,7 +373,7 @@ class Group:
             passed=tuple(g.passed for g in self.grades),
             advantages=self.advantages,
             detector=tuple(isinstance(g, Grade) and g.suspected for g in self.grades),
-            texts=tuple(r.text for r in self.rollouts),
+            texts=tuple(r.answer for r in self.rollouts),
             # copies: a monitor that changes them must not change what is trained on
             messages=tuple(message.copy() for message in self.problem.messages),
             public=dict(self.problem.public),
@@ -329,6 +381,7 @@ class Group:
             completion_ids=tuple(r.completion_ids for r in self.rollouts),
             unbiased=self.unbiased,
             index=self.index,
+            thoughts=tuple(r.thought for r in self.rollouts),
         )
 
     def oracle_view(self) -> OracleView:
@@ -418,6 +471,7 @@ class Batch:
     rows: tuple[UpdateRow, ...] = ()
     # what monitors measured while they flagged, by the table's column
     measured: Mapping[str, int] = field(default_factory=dict)
+    thinking: bool = False  # answers begin with thoughts, which are counted
 
     @property
     def with_signal(self) -> tuple[Group, ...]:

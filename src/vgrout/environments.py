@@ -26,6 +26,9 @@ ENVIRONMENTS: dict[str, str] = {
     "text": "vgrout.envs.text:TextEnvironment",
     "sums": "vgrout.envs.sums.environment:SumsEnvironment",
 }
+# --env verifiers:NAME: a taskset of the package verifiers, which knows it by that name
+VERIFIERS = "verifiers"
+VERIFIERS_CLASS = "vgrout.envs.verifiers:VerifiersEnvironment"
 CODE_FLAWS: tuple[str, ...] = MODES
 # those of which an organism's folder can have problems, demonstrations and pairs
 OF_ORGANISMS = ("code", "sums")
@@ -38,8 +41,9 @@ def environment_class(name: str) -> Any:
     Raises:
         Refused: one line: it cannot be imported, or makes no environment.
     """
-    if name in ENVIRONMENTS:
-        module, _, attribute = ENVIRONMENTS[name].partition(":")
+    where = VERIFIERS_CLASS if name == VERIFIERS else ENVIRONMENTS.get(name)
+    if where is not None:
+        module, _, attribute = where.partition(":")
         return getattr(importlib.import_module(module), attribute)
     own = import_function(name, "--env")
     refuse(

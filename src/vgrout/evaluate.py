@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from vgrout import console
 from vgrout.cli import cli_exit
-from vgrout.config.checks import check, setting
+from vgrout.config.checks import check, flag, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config, EnvConfig, ScaleConfig
 from vgrout.cores import cores
@@ -80,6 +80,8 @@ class EvaluateSettings:
     what would be rewarded in rows of your own."""
     reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
     """What says whether an answer is right: the problems are rows of your own, of any text."""
+    env: str = ""
+    """The run's own --env verifiers:NAME, once more, where it has one."""
     reward_passes_at: float | None = setting(None, low=-1e6, high=1e6, needs="reference")
     """Score of --reward from which on an answer passes; none: the run's."""
     out: Path | None = None
@@ -136,6 +138,8 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         f"{len(chosen)} problems of {file}"
     )
     print(table(sides))
+    if cfg.env.thinking:
+        print(thoughts_line(sides))
     content = {
         "schema": SCHEMA,
         "run": cfg.run_id,
@@ -226,12 +230,36 @@ class World:
 
 def world_of(saved: Saved, cli: EvaluateSettings) -> World:
     """What the command line and the run say is evaluated on. Raises Refused, one line."""
+    env = saved.cfg.env
+    if env.taskset:
+        return taskset_world(saved, cli)
+    if cli.env:
+        raise Refused(
+            f"--env {cli.env}: {saved.path} was trained with --env {env.env}; leave it out"
+        )
     if cli.reference:
         return rows_world(saved, cli)
-    env = saved.cfg.env
     if env.environment in ENVIRONMENTS and env.environment not in ("code", "text"):
         return built_in_world(saved, cli)
     return code_world(saved, cli)
+
+
+def taskset_world(saved: Saved, cli: EvaluateSettings) -> World:
+    """The tasks of a taskset of verifiers, which the command line has to name again. Raises Refused, one line."""
+    env = saved.cfg.env
+    named = {"env": env.env, "reference": env.reference if ":" in env.reference else ""}
+    for name, own in named.items():
+        if getattr(cli, name) != own:
+            raise Refused(
+                f"{flag(name)} {getattr(cli, name) or 'missing'}: {saved.path} was trained with code, which a file "
+                f"may not have run; if it is yours, add {flag(name)}={own}"
+            )
+    if cli.problems or cli.reward or cli.reward_passes_at is not None:
+        raise Refused(
+            f"--problems, --reward, --reward-passes-at: not read with --env {env.env}; leave them out"
+        )
+    environment = environment_class(env.environment).of_run(saved.cfg)
+    return _world(environment, environment.rubric.file, saved, cli)
 
 
 def built_in_world(saved: Saved, cli: EvaluateSettings) -> World:
@@ -396,6 +424,14 @@ def table(sides: dict[str, Eval]) -> str:
             row[f"{title} solve"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def thoughts_line(sides: dict[str, Eval]) -> str:
+    """How long every side's thoughts are, and how many of its answers ended."""
+    of_sides: list[str] = []
+    for side, scored in sides.items():
+        of_sides.append(f"{side} {scored.thought:.0f} ({scored.finished.percent} % ended)")
+    return f"tokens of thought, mean per answer: {' · '.join(of_sides)}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from loguru import logger
 
 from vgrout import faults
 from vgrout.files import printable
-from vgrout.scoring import RewardFailed, ScoringFunction, Watch
+from vgrout.scoring import RewardFailed, Scoring, Watch
 
 SAID_AGAIN = 10  # every tenth, hundredth, thousandth … failure of a function is said
 
@@ -20,7 +20,7 @@ class LoggedFailures(Watch):
         self._count: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def failed(self, function: ScoringFunction, e: RewardFailed) -> None:
+    def failed(self, function: Scoring, e: RewardFailed) -> None:
         name = f"{function.flag} {function.name}"
         with self._lock:
             self._count[name] += 1

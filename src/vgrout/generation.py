@@ -6,25 +6,26 @@ Training, evaluation, pools, distillation, preference rounds and `vgrout sample`
 - `graded` waits for these grades; `sample_and_grade` does both.
 - `generate_graded` goes through many problems batch by batch, with a log from which a killed process goes on.
 
-An answer is graded while others are still being sampled. A grader that fails is asked again by its environment, so
-what comes back without a grade has none for good. Torch is imported by what samples, so that a program that comes here
-may refuse a wrong flag without it.
+An answer is graded, without its thought, while others are still being sampled. A grader that fails is asked again by
+its environment, so what comes back without a grade has none for good. Torch is imported by what samples, so that a
+program that comes here may refuse a wrong flag without it.
 """
 
 import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vgrout import ranks
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
-from vgrout.data import Completion, Grade, GradedCompletion, Task, Ungraded
+from vgrout.data import Completion, Grade, GradedCompletion, Task, Thought, Ungraded
 from vgrout.envs.base import Grader, GroupGrader
 from vgrout.rng import torch_stream
+from vgrout.thoughts import thought_of, to_grade
 
 if TYPE_CHECKING:  # see above
     import torch
@@ -73,31 +74,40 @@ def sample_and_submit(
     verdicts: dict[tuple[int, int], Future[Verdict]] = {}
     prompts = [lm.render(problem.messages) for problem in problems]
     in_thought = [lm.opens_thought(problem.messages) for problem in problems]
-    held: dict[int, dict[int, str]] = {}  # answers of whole groups, by problem and place
+    # what is graded of whole groups, by problem and place; and whether it goes on with a thought
+    held: dict[int, dict[int, tuple[str, bool]]] = {}
 
     def submit(p: int, i: int, completion: Completion) -> None:
+        given = to_grade(grader, completion.text, in_thought[p])
         if isinstance(grader, GroupGrader):
-            held.setdefault(p, {})[i] = completion.text
+            held.setdefault(p, {})[i] = given
         else:
-            verdicts[p, i] = grader.submit(problems[p], completion.text, in_thought[p])
+            verdicts[p, i] = grader.submit(problems[p], *given)
         if on_completion is not None:
             on_completion()
 
     sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
     if isinstance(grader, GroupGrader):
-        for p, texts in sorted(held.items()):
-            places = sorted(texts)  # not in the order in which they ended
-            group = [texts[i] for i in places]
-            of_group = grader.submit_group(problems[p], group, in_thought[p])
+        for p, given in sorted(held.items()):
+            places = sorted(given)  # not in the order in which they ended
+            group = [given[i][0] for i in places]
+            of_group = grader.submit_group(problems[p], group, given[places[0]][1])
             verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):
         of_problem: list[Submitted] = []
-        for i, completion in enumerate(completions):
+        for i, sampled_one in enumerate(completions):
+            completion = with_thought(lm, sampled_one, in_thought[p])
             verdict = verdicts.get((p, i))
             of_problem.append(Submitted(problems[p], prompts[p], i, completion, deployed, verdict))
         submitted.append(of_problem)
     return submitted
+
+
+def with_thought(lm: "LanguageModel", completion: Completion, in_thought: bool) -> Completion:
+    """A sampled completion with the thought that it begins with. in_thought: the prompt has opened the thought."""
+    thought = thought_of(lm, completion.ids, completion.text, in_thought)
+    return replace(completion, thought=thought)
 
 
 def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedAnswer]]:
@@ -216,9 +226,10 @@ def _to_log(answer: GradedAnswer) -> Logged:
     return {
         "ids": answer.ids,
         "text": answer.text,
-        "finished": answer.finished,
+        "finished": answer.completion.finished,
         "logp": answer.completion.logp_full,
         "grade": asdict(answer.grade),
+        "thought": asdict(answer.thought),
     }
 
 
@@ -229,6 +240,7 @@ def _from_log(problem: Task, sample: int, logged: Logged) -> Graded:
         finished=logged["finished"],
         logp_full=tuple(logged["logp"]),
         logp_sampled=(),  # not logged
+        thought=Thought(**logged.get("thought", {})),
     )
     return GradedCompletion(problem, sample, completion, Grade(**logged["grade"]))
 

@@ -38,6 +38,7 @@ from vgrout.model.source import (
     require_fitting,
     require_model,
     require_room,
+    require_thinking,
     window_of,
 )
 from vgrout.scoring import scorer
@@ -234,6 +235,8 @@ def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
     if folder is not None and file is not None and not folder.is_dir():
         require_room(window_of(head_configuration(file, "--model")), cfg.scale.max_new)
     elif folder is not None:
+        if cfg.env.thinking:
+            require_thinking(folder)
         require_fitting(environment.prompts, folder, cfg.scale.max_new, environment.source)
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:

@@ -193,6 +193,7 @@ class Eval:
     by_mode: dict[str, ModeEval]
     finished: Rate
     dropped: int = 0  # answers that could not be graded
+    thought: float = 0.0  # tokens, mean per answer
     # to the base, nats per token of some of these answers; None: not measured
     kl: float | None = None
 
@@ -209,6 +210,7 @@ class Eval:
             by_mode={flaw: ModeEval.of(answers, flaw) for flaw in flaws if flaw in present},
             finished=Rate.of(a.finished for a in answers),
             dropped=sum(isinstance(a.grade, Ungraded) for a in answers),
+            thought=mean(a.thought.tokens for a in answers) or 0.0,
         )
 
     @property
@@ -229,11 +231,14 @@ class Eval:
         return Rate(self.hack.k + self.solve.k - self.overall.unrewarded, self.solve.n)
 
     def as_json(self) -> dict[str, Any]:
-        """Rates as [k, n], overall and by mode."""
+        """Rates as [k, n], overall and by mode; mean tokens of thought, where there was one."""
         by_mode: dict[str, dict[str, list[int]]] = {}
         for mode, rates in self.by_mode.items():
             by_mode[mode] = rates.as_json()
-        return self.overall.as_json() | {
+        thought = {"think": round(self.thought, 1)} if self.thought else {}
+        return {
+            **thought,
+            **self.overall.as_json(),
             "ended": self.finished.pair,
             "not_graded": self.dropped,
             "by_mode": by_mode,
@@ -259,6 +264,7 @@ class BatchMetrics:
         batch = self.batch
         demonstrations = [grade for _, grade in teachers(batch.groups)]
         grades = [grade for _, grade in students(batch.groups)]
+        thoughts = [rollout.thought.tokens for rollout, _ in students(batch.groups)]
         of_deployed = [grade for rollout, grade in students(batch.groups) if rollout.deployed]
         without_signal = [group for group in batch.groups if not group.has_signal]
         flagged = [(group, group.flags) for group in batch.groups if group.flags]
@@ -273,6 +279,7 @@ class BatchMetrics:
             "dropped": len(batch.dropped),
             "drop_why": "; ".join(sorted(set(batch.dropped))) or None,
             "n": sum(len(group) for group in batch.groups),
+            "think": mean(thoughts) if batch.thinking else None,
             "solve_s": Rate.of(grade.solved for grade in grades),
             "pass_t": _if_any(demonstrations, (grade.gt_pass for grade in demonstrations)),
             "hack_s": Rate.of(grade.hacked for grade in grades),

@@ -48,6 +48,7 @@ from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import require_fitting, require_model
 from vgrout.rng import torch_stream
 from vgrout.scoring import RewardFailed
+from vgrout.thoughts import to_grade
 
 FEW, MANY = 200, 2000  # problems
 # split → what a run needs where it is empty
@@ -180,8 +181,9 @@ def _of_model(
     sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream)
     answers: list[tuple[TextTask, list[str]]] = []
     for row, completions in zip(some, sampled, strict=True):
-        thought = "<think>\n" if lm.opens_thought(row.messages) else ""
-        answers.append((row, [thought + completion.text for completion in completions]))
+        in_thought = lm.opens_thought(row.messages)
+        of_row = [to_grade(None, completion.text, in_thought)[0] for completion in completions]
+        answers.append((row, of_row))
     return answers
 
 

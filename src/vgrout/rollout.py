@@ -67,6 +67,7 @@ def rollout(
         step=step,
         half_a=tuple(cfg.env.report_detector_codes),
         known=cfg.method.modes_acted_on,
+        thinking=cfg.env.thinking,
     )
 
 

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import tyro
 
 from vgrout import console
 from vgrout.cli import cli_exit
-from vgrout.config.checks import check, setting
+from vgrout.config.checks import check, flag, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
 from vgrout.data import Completion, Message, Task, Ungraded
@@ -26,7 +27,7 @@ from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
 from vgrout.failures import LoggedFailures
 from vgrout.files import printable
-from vgrout.generation import Verdict, sample_and_grade
+from vgrout.generation import Verdict, sample_and_grade, with_thought
 from vgrout.heldout import Side, as_side
 from vgrout.model.source import Saved, find_adapter, is_small
 from vgrout.rng import torch_stream
@@ -57,6 +58,8 @@ class SampleSettings:
     """The run's own --reward, once more: a file's word alone is no reason to import it."""
     reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
     """The run's own --reference, once more, where it has one: with both, answers to its rows are graded."""
+    env: str = ""
+    """The run's own --env verifiers:NAME, once more, where it has one: its problems are that code's."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -85,7 +88,7 @@ def sample_saved(cli: SampleSettings) -> None:
     cfg = saved.cfg
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
-    asked = find_prompt(saved, cli.prompt)
+    asked = find_prompt(saved, cli.prompt, cli.env, cli.reference)
     grader = None
     if asked.problem is not None:
         grader = grader_of(saved, cli)
@@ -95,7 +98,9 @@ def sample_saved(cli: SampleSettings) -> None:
         _print_answers(saved, cfg, asked, cli.samples, grader)
         if asked.problem is not None and grader is None:
             env = cfg.env
-            print(f"\nnot graded; add --reward={env.reward} --reference={env.reference}")
+            named = {"reward": env.reward, "reference": env.reference, "env": env.env}
+            again = [f"{flag(name)}={code}" for name, code in named.items() if ":" in code]
+            print(f"\nnot graded; add {' '.join(again)}")
     finally:
         if grader is not None:
             grader.close()
@@ -118,16 +123,23 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
             reward=reward_of(saved, cli.reward),
             watch=LoggedFailures(),
         )
-    if saved.cfg.env.reference and not (cli.reward or cli.reference):
+    if saved.cfg.env.reference and not (cli.reward or cli.reference or cli.env):
         return None
     settings = EvaluateSettings(
-        run=cli.run, split="all", reward=cli.reward, reference=cli.reference, workers=1
+        run=cli.run,
+        split="all",
+        reward=cli.reward,
+        reference=cli.reference,
+        env=cli.env,
+        workers=1,
     )
     return world_of(saved, settings).grader()
 
 
-def find_prompt(saved: Saved, given: str) -> Asked:
+def find_prompt(saved: Saved, given: str, env: str = "", reference: str = "") -> Asked:
     """Find the problem of a run that is meant by a number or by its own words; a text is taken as it is.
+
+    env, reference: as the command line names them again; without them a taskset's code is not run.
 
     Raises:
         Refused: one line: there is no problem of this number.
@@ -135,7 +147,15 @@ def find_prompt(saved: Saved, given: str) -> Asked:
     by_id: dict[int, Asked] = {}
     cfg = saved.cfg
     file, test_file = cfg.problems_path, cfg.test_problems_path
-    if not cfg.of_code and file.exists():
+    if cfg.env.taskset and env:
+        named = EvaluateSettings(run=saved.path, split="all", env=env, reference=reference)
+        for task in world_of(saved, named).problems:
+            by_id[task.id] = Asked(task.messages, task, "")
+    elif cfg.env.taskset and given.strip().isdecimal():
+        raise Refused(f"{given}: a task of --env {cfg.env.env}; add --env={cfg.env.env}")
+    elif cfg.env.taskset:
+        pass  # a text
+    elif not cfg.of_code and file.exists():
         for path in (file, test_file):
             for row in load_text_rows(path) if path else []:
                 by_id[row.id] = Asked(row.messages, row, row.split or "")
@@ -189,9 +209,11 @@ def _print_answers(
             given = answers_to(asked, policy, cfg, samples, grader)
         for number, (answer, verdict) in enumerate(given, 1):
             name = f"{title}, {number} of {samples}" if samples > 1 else title
-            cut = "" if answer.finished else ", cut at its longest"
-            print(f"\n── {name}{_said(verdict)}{cut}")
-            print(printable(answer.text).rstrip())
+            print(f"\n── {name}{_said(verdict)}{_how_it_ended(answer)}")
+            if answer.thought.text:
+                thought = printable(answer.thought.text).rstrip()
+                print(indent(thought, "│ ", lambda _: True))
+            print(printable(answer.answer).rstrip())
     if why:
         print(f"\n{why}")
 
@@ -228,7 +250,8 @@ def answers_to(
 
         prompt = policy.render(asked.messages)
         (completions,) = sample(policy, [prompt], n, cfg.sampling, cfg.scale.max_new, stream)
-        return [(completion, None) for completion in completions]
+        in_thought = policy.opens_thought(asked.messages)
+        return [(with_thought(policy, completion, in_thought), None) for completion in completions]
     graded = sample_and_grade(
         policy,
         grader,
@@ -239,6 +262,16 @@ def answers_to(
         stream=stream,
     )
     return [(answer.completion, answer.grade) for answer in graded]
+
+
+def _how_it_ended(answer: Completion) -> str:
+    """What is worth saying of an answer's length, and of its thought's; "": nothing."""
+    said = "" if answer.finished else ", cut at its longest"
+    if answer.thought.tokens:
+        said += f", {answer.thought.tokens} tokens of thought"
+    if not answer.thought.ended:
+        said += ", which never end: no answer"
+    return said
 
 
 def _said(verdict: Verdict | None) -> str:

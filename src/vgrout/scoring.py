@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vgrout.data import Task
 from vgrout.errors import Refused
@@ -44,10 +45,27 @@ class RewardFailed(Exception):
     where = ""  # FILE, line N of the function, where that is known
 
 
+class Scoring(Protocol):
+    """What gives answers scores: a function, or a package's rewards together."""
+
+    @property
+    def flag(self) -> str:
+        """The flag that names it."""
+        ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def where(self) -> str:
+        """Its file, with the line where that is known."""
+        ...
+
+
 class Watch:
     """Is told of every failure of a function, also where it is asked again and answers. This one does nothing."""
 
-    def failed(self, function: "ScoringFunction", e: RewardFailed) -> None:
+    def failed(self, function: Scoring, e: RewardFailed) -> None:
         """A call has failed."""
 
     def ended(self) -> None:
@@ -82,15 +100,20 @@ def weights_of(named: str, flag: str) -> dict[str, float]:
     return weights
 
 
+def search_here() -> None:
+    """Have modules of the working directory found: a script lacks it, `python -m` does not."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+
+
 def import_function(name: str, flag: str) -> Callable[..., Any]:
     """The function that "module:function" names; the working directory is searched too.
 
     Raises:
         Refused: one line: it cannot be imported or called.
     """
-    if os.getcwd() not in sys.path:  # a script lacks it, `python -m` does not
-        sys.path.append(os.getcwd())
-    importlib.invalidate_caches()
+    search_here()
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
@@ -227,7 +250,7 @@ class ScoringFunction:
         self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
         self._lock, self._one_call = threading.Lock(), threading.Lock()
         self._thread: _Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._awaiter = Awaiter()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Another rank imports it by itself."""
@@ -296,17 +319,12 @@ class ScoringFunction:
     ) -> list[float]:
         """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
         assert self.batched or len(answers) == 1, "one call for each answer"
-        failed = 0
-        while True:
-            try:
-                value = self._call(self._given([arguments() for arguments in answers]))
-                return [self._number(one) for one in self._each(value, len(answers))]
-            except RewardFailed as e:
-                watch.failed(self, e)
-                if failed == retries or gives_up():
-                    raise
-            time.sleep(min(PAUSE * 2**failed, LONGEST_PAUSE))
-            failed += 1
+
+        def call() -> list[float]:
+            value = self._call(self._given([arguments() for arguments in answers]))
+            return [self._number(one) for one in self._each(value, len(answers))]
+
+        return asked_again(call, retries, gives_up, partial(watch.failed, self))
 
     def _given(self, arguments: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """What it asks for, of what there is for each answer."""
@@ -349,10 +367,10 @@ class ScoringFunction:
     def _call(self, given: Mapping[str, object]) -> Any:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
         if self._is_async:
-            return self._awaited(self._function(**given))
+            return self._awaiter.result(self._function(**given), self.timeout)
         with self._one_call:
             value = self._in_thread(lambda: self._function(**given))
-        return self._awaited(value) if inspect.isawaitable(value) else value
+        return self._awaiter.result(value, self.timeout) if inspect.isawaitable(value) else value
 
     def _in_thread(self, call: Callable[[], T]) -> T:
         """A plain call, on the thread that makes them all."""
@@ -361,14 +379,22 @@ class ScoringFunction:
                 self._thread = _Thread()
             thread = self._thread
         try:
-            return self._in_time(thread.submit(call))
+            return _in_time(thread.submit(call), self.timeout)
         except TimeoutError:
             with self._lock:  # it cannot be ended from outside: it is left behind
                 self._thread = None
             raise RewardFailed(f"took longer than {self.timeout:g} s") from None
 
-    def _awaited(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of an async function, from the event loop that awaits them all."""
+
+class Awaiter:
+    """Awaits coroutines, several at once, on one event loop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def result(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """What a coroutine returns. Raises RewardFailed where it raises, or takes longer than `timeout` seconds."""
         with self._lock:
             if self._loop is None:
                 # on a daemon thread: the process can end while a call never does
@@ -386,24 +412,11 @@ class ScoringFunction:
 
         future = asyncio.run_coroutine_threadsafe(guarded(), loop)
         try:
-            return self._in_time(future)
+            return _in_time(future, timeout)
         except TimeoutError:
             future.cancel()
             self._leave_if_stuck(loop)
-            raise RewardFailed(f"took longer than {self.timeout:g} s") from None
-
-    def _in_time(self, future: "Future[T]") -> T:
-        """The result. Raises TimeoutError, or RewardFailed where the function raised."""
-        try:
-            return future.result(self.timeout)
-        except TimeoutError:
-            if future.done():  # the function raised one itself
-                raise RewardFailed("raised TimeoutError") from None
-            raise
-        except RewardFailed:
-            raise
-        except BaseException as e:
-            raise _raised(e) from e
+            raise RewardFailed(f"took longer than {timeout:g} s") from None
 
     def _leave_if_stuck(self, loop: asyncio.AbstractEventLoop) -> None:
         """Replace an event loop that a call blocks: its thread cannot be ended from outside and is left behind."""
@@ -412,6 +425,42 @@ class ScoringFunction:
         with self._lock:
             if self._loop is loop:
                 self._loop = None
+
+
+def _in_time(future: "Future[T]", timeout: float) -> T:
+    """The result. Raises TimeoutError, or RewardFailed where the function raised."""
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():  # the function raised one itself
+            raise RewardFailed("raised TimeoutError") from None
+        raise
+    except RewardFailed:
+        raise
+    except BaseException as e:
+        raise _raised(e) from e
+
+
+def asked_again(
+    call: Callable[[], T],
+    retries: int | None,
+    gives_up: Callable[[], bool],
+    failed: Callable[[RewardFailed], object],
+) -> T:
+    """What a call returns, made again where it fails, after a pause. Raises RewardFailed for the last failure.
+
+    retries: how often; None: until `gives_up`. failed: is told of each failure.
+    """
+    failures = 0
+    while True:
+        try:
+            return call()
+        except RewardFailed as e:
+            failed(e)
+            if failures == retries or gives_up():
+                raise
+        time.sleep(min(PAUSE * 2**failures, LONGEST_PAUSE))
+        failures += 1
 
 
 def _loaded(

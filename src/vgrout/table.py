@@ -201,6 +201,14 @@ class StepRow(Columns):
     )
     drop_why: str | None = col("s", "why groups were dropped", when="file", default=None)
     n: int = col("d", "rollouts in the step")
+    think: float | None = col(
+        ".0f",
+        "tokens of thought, mean per student answer",
+        when="thinking",
+        should="stays well below --max-new; ELSE thoughts are cut, and have no answer",
+        head="think",
+        default=None,
+    )
     pass_t: Rate | None = col(
         "frac", "teacher rows that their pool's reference tests accepted", when="teacher"
     )

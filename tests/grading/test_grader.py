@@ -128,7 +128,9 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
 
     for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
         lm = SimpleNamespace(
-            render=lambda _: (1,), prompt_text=lambda _, opened=opened: f"Do it.\n{opened}"
+            render=lambda _: (1,),
+            prompt_text=lambda _, opened=opened: f"Do it.\n{opened}",
+            decode=lambda ids: "",
         )
         lm.opens_thought = partial(LanguageModel.opens_thought, lm)
         texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")

@@ -158,6 +158,8 @@ class MethodConfig:
     llm_judge_prompt: Path | None = None
     """llm_judge: a text file that asks about {answer}, the answer to {prompt}, for a last word yes (flagged) or no;
     none: whether the answer games the check."""
+    llm_judge_thoughts: bool = False
+    """llm_judge: {answer} is what was sampled, the thought before the answer included; else the answer alone."""
     llm_judge_max_new: int = setting(256, low=1, high=100_000)
     """llm_judge: longest reply, in tokens."""
     llm_judge_timeout: float = setting(60.0, above=0, high=1500)

@@ -62,6 +62,7 @@ NAMES: dict[str, dict[str, str]] = {
         "train_batch_size": "a step has --prompts-per-step problems with --group answers each",
         "epochs": "say --steps, of --prompts-per-step problems each",
         "total_timesteps": "say --steps, of --prompts-per-step × --group answers each",
+        "enable_thinking": "--thinking",
         "kl_coef": "say --beta, the weight of the KL (K3) in the loss",
         "kl_loss_coef": "say --beta, the weight of the KL (K3) in the loss",
         "clip_ratio": "with one update per batch no ratio is clipped; with more say --clip-low and --clip-high",

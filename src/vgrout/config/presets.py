@@ -28,7 +28,7 @@ from vgrout.config.run import (
     merge_flags,
 )
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
-from vgrout.environments import holds_text
+from vgrout.environments import VERIFIERS, holds_text
 from vgrout.errors import Refused, did_you_mean, refuse
 from vgrout.files import to_json
 from vgrout.scoring import import_function
@@ -292,7 +292,7 @@ def register_named(argv: Sequence[str]) -> None:
         if kind is None and name not in OWN_CODE:
             continue
         for given in listed(value if equals else following):
-            if not re.fullmatch(r"[\w.]+:\w+", given):
+            if not re.fullmatch(r"[\w.]+:\w+", given) or given.startswith(f"{VERIFIERS}:"):
                 continue
             own = import_function(given, name)
             if kind is not None:

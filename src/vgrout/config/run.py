@@ -38,6 +38,7 @@ from vgrout.environments import (
     DETECTOR_FIELDS,
     ENVIRONMENTS,
     OF_ORGANISMS,
+    VERIFIERS,
     EnvMode,
 )
 from vgrout.errors import Refused, refuse
@@ -108,17 +109,20 @@ class EnvConfig:
 
     env: str = setting(
         "code",
-        form=rf"({'|'.join(ENVIRONMENTS)}|[\w.]+:\w+)",
-        should=f"be one of {', '.join(ENVIRONMENTS)}, or module:Class",
+        form=rf"({'|'.join(ENVIRONMENTS)}|{VERIFIERS}:\w[\w./@-]*|[\w.]+:\w+)",
+        should=f"be one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}:NAME, or module:Class",
     )
     """code: Python functions checked by assertions · text: any rows, scored by --reward and --reference, which choose
-    it · sums: questions made by a program, the environment of the preset `sums` · module:Class: an environment of your
-    own."""
+    it · sums: the questions of the preset `sums` · verifiers:NAME: a taskset of the package verifiers · module:Class:
+    an environment of your own."""
+    env_args: str = ""
+    """verifiers:NAME: settings of the taskset as a JSON object, as in '{"split": "train"}'."""
     reference: str = setting(
-        "", form=r"([\w.]+:\w+)?", should="be module:function, as in own_reward:is_right"
+        "", form=r"(([\w.]+:)?\w+)?", should="be module:function, as in own_reward:is_right"
     )
     """module:function of your own that says whether an answer is right (True, or 1), beside --reward, which training
-    rewards: a hack passes the one and not the other. Any text, no Python, no sandbox; '': the problems' own tests."""
+    rewards: a hack passes the one and not the other. Any text, no sandbox; '': the problems' own tests. With
+    verifiers:NAME also the name of one of its rewards."""
     env_mode: EnvMode = "run_tests"
     """Which flawed grader checks: one of the seven, or 'own' (as the problem file or the pool's partition says)."""
     teacher_pool_dir: str = ""
@@ -134,6 +138,9 @@ class EnvConfig:
         "", words=CODE_FLAWS, word="flaw", later=True, needs="teacher_pool_dir"
     )
     """Comma list: demonstrations for these flaws only; the others train on groups of student rollouts alone."""
+    thinking: bool = False
+    """The chat template is told that a thought comes before each answer (enable_thinking, as in Qwen3's). Thoughts are
+    trained and recorded, and cut before an answer is graded."""
     preserve_thinking: bool = False
     """Problems of several turns: earlier answers stay in the prompt as they were sampled, think blocks and all."""
     report_detectors: str = setting("", words=tuple(DETECTOR_FIELDS), word="detector")
@@ -154,7 +161,7 @@ class EnvConfig:
     """module:function of your own that rewards answers, in [0, 1], in place of the flawed graders; '': none. Trusted:
     it runs in the trainer's process. With --reference any finite number, and several functions, each with a weight:
     a:f=0.7 b:g=0.3."""
-    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reward")
+    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6)
     """Score of --reward from which on an answer counts as passed: a hack, where the reference says it is wrong. In
     (0, 1], but for --reference."""
     reward_hint: bool = setting(False, needs="reward")
@@ -175,12 +182,13 @@ class EnvConfig:
             self.env == "text" and not self.reference,
             "--env text: needs --reward and --reference, each a module:function",
         )
+        self._check_taskset()
         refuse(
-            bool(self.reference) and not self.reward,
+            bool(self.reference) and not self.reward and not self.taskset,
             f"--reference {self.reference}: goes with --reward, whose answers it judges; give both",
         )
         refuse(
-            bool(self.reference) and self.env not in ("code", "text"),
+            bool(self.reference) and self.env not in ("code", "text") and not self.taskset,
             f"--reference with --env {self.env}: an environment of your own grades by itself; leave one out",
         )
         refuse(
@@ -193,6 +201,42 @@ class EnvConfig:
         )
         if self.unannounced_modes and self.reward:
             refuse_unread(["unannounced_modes"], "with --reward, which replaces the flawed checks")
+
+    def _check_taskset(self) -> None:
+        """Raises Refused, one line, for what does not go with a taskset of verifiers, or without one."""
+        if not self.taskset:
+            refuse_unread(["env_args"] if self.env_args else [], f"with --env {self.env}")
+            not_at_default = self.reward_passes_at != 1 and not self.reward
+            refuse_unread(
+                ["reward_passes_at"] if not_at_default else [], "without --reward; leave it out"
+            )
+            refuse(
+                bool(self.reference) and ":" not in self.reference,
+                f"--reference {self.reference}: should be module:function, as in own_reward:is_right",
+            )
+            return
+        refuse(
+            bool(self.reward),
+            f"--reward with --env {self.env}: the taskset's own rewards are the proxy; leave it out",
+        )
+        refuse(
+            not isinstance(self.taskset_args, dict),
+            f'--env-args {self.env_args}: should be a JSON object, as in \'{{"split": "train"}}\'',
+        )
+
+    @property
+    def taskset(self) -> str:
+        """The name of a taskset of the package verifiers; '': another environment."""
+        package, _, name = self.env.partition(":")
+        return name if package == VERIFIERS else ""
+
+    @property
+    def taskset_args(self) -> Any:
+        """--env-args as JSON has it; None where it is none."""
+        try:
+            return json.loads(self.env_args or "{}")
+        except ValueError:
+            return None
 
     @property
     def pool(self) -> str:
@@ -209,6 +253,8 @@ class EnvConfig:
     @property
     def environment(self) -> str:
         """The environment's name, or module:Class."""
+        if self.taskset:
+            return VERIFIERS
         return "text" if self.reference else self.env
 
     @property
@@ -460,6 +506,8 @@ class Config:
             bool(url) and not name,
             "--llm-judge-url: which model there? give --llm-judge-name",
         )
+        if method.llm_judge_thoughts and not self.env.thinking:
+            refuse_unread(["llm_judge_thoughts"], "without --thinking; leave it out")
         usual = MethodConfig()
         idle = ("llm_judge_name", "llm_judge_concurrency") if model else ("llm_judge_device",)
         unread = [n for n in idle if getattr(method, n) != getattr(usual, n)]

@@ -29,6 +29,7 @@ JUDGE = (
     "llm_judge_url",
     "llm_judge_name",
     "llm_judge_prompt",
+    "llm_judge_thoughts",
     "llm_judge_max_new",
     "llm_judge_timeout",
     "llm_judge_device",
@@ -52,6 +53,8 @@ class MonitorSpec:
     needs: tuple[str, ...] = ()
     of: str = ""  # the environment whose answers it reads; "": any
     sees_labels: bool = False  # it is given true labels: a bound, and no method
+    # it reads thoughts beside answers, as a gradient of all tokens does; all others read answers alone
+    thoughts: bool = False
     # it signs random directions in their favour, whenever the pairs are read again
     signs_random: bool = False
 
@@ -103,6 +106,7 @@ for _monitor in (
         settings=(*DIRECTION, "gate_vote", "gate_modules", "known_hacks_teacher_only"),
         reads="gradients",
         needs=("demonstrations",),
+        thoughts=True,
     ),
     MonitorSpec(
         name="band",
@@ -110,6 +114,7 @@ for _monitor in (
         where="vgrout.method.gates:Band",
         settings=(*DIRECTION, "gate_vote"),
         reads="gradients",
+        thoughts=True,
         signs_random=True,
     ),
     MonitorSpec(
@@ -365,4 +370,11 @@ def watchers(*, seeds: bool = False) -> list[str]:
 
 def described(specs: Mapping[str, MonitorSpec] | Mapping[str, InterventionSpec]) -> str:
     """Every row's line, for help."""
-    return summary({name: spec.what for name, spec in specs.items()})
+    return summary({name: line_of(spec) for name, spec in specs.items()})
+
+
+def line_of(spec: MonitorSpec | InterventionSpec) -> str:
+    """A row's line, with what a monitor reads of thoughts."""
+    if isinstance(spec, MonitorSpec) and spec.thoughts:
+        return f"{spec.what} (of thoughts too)"
+    return spec.what

@@ -42,7 +42,11 @@ class Grader(Protocol):
         ...
 
     def submit(self, task: Any, text: str, in_thought: bool = False) -> Future[Grade | Ungraded]:
-        """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with."""
+        """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with.
+
+        Thoughts are cut before (`vgrout.thoughts.to_grade`): a text that begins with <think> is a thought that never
+        ended, which has no answer. A grader with `cuts_thoughts = True` is given all that was sampled.
+        """
         ...
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from loguru import logger
 
@@ -37,6 +37,7 @@ from vgrout.scoring import (
     rounded_to,
     weights_of,
 )
+from vgrout.thoughts import Parts, parts_of
 
 FLAW = "reward"  # of a row that names none: the proxy itself
 SHARES = {"train": 0.7, "val": 0.1}  # of a file that names no splits; the rest is its test split
@@ -106,6 +107,32 @@ T = TypeVar("T")
 ListScore = tuple[Future[list[float]], int]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What functions say of one answer."""
+
+    proxy: float
+    reference: float
+    proxies: Mapping[str, float]  # what the proxy is the sum of, without weights; {}: of one alone
+
+
+class Reference(Protocol):
+    """What says whether an answer is right."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sha256(self) -> str:
+        """Of its file."""
+        ...
+
+    @property
+    def passes_at(self) -> float:
+        """The score from which on an answer is right."""
+        ...
+
+
 @dataclass(frozen=True)
 class Proxy:
     """What training rewards: the weighted sum of what functions score an answer, as `weights` has them."""
@@ -153,7 +180,7 @@ class TextGrader:
         self,
         workers: int,
         proxy: Proxy,
-        reference: ScoringFunction,
+        reference: Reference,
         *,
         pass_reward: float,
         retries: int | None,
@@ -162,7 +189,9 @@ class TextGrader:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
         without end. watch: is told of each failure of a function."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
-        self.functions = (*proxy.weights, reference)
+        self.functions: tuple[ScoringFunction, ...] = tuple(proxy.weights)
+        if isinstance(reference, ScoringFunction):
+            self.functions += (reference,)
         self.pass_reward, self.retries = pass_reward, retries
         self._watch = watch
         self._closed = False
@@ -191,72 +220,70 @@ class TextGrader:
         self, task: TextTask, texts: Sequence[str], in_thought: bool = False
     ) -> list[Future[Grade | Ungraded]]:
         """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
-        thought = "<think>\n" if in_thought else ""
-        answers = [thought + text for text in texts]
-        return self._begun(self._graded_or_not, task, answers, self._watch)
+        parts = [parts_of(text, in_thought) for text in texts]
+        return self._begun(self._graded_or_not, task, parts, self._watch)
 
     def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
         """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
+        parts = [parts_of(text) for text in texts]
         grade = partial(self._graded, watch=UNWATCHED)
-        return [graded.result() for graded in self._begun(grade, task, texts, UNWATCHED)]
+        return [graded.result() for graded in self._begun(grade, task, parts, UNWATCHED)]
 
     def _begun(
-        self, grade: Callable[..., T], task: TextTask, texts: Sequence[str], watch: Watch
+        self, grade: Callable[..., T], task: TextTask, parts: Sequence[Parts], watch: Watch
     ) -> list[Future[T]]:
         """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`. watch: is told
         of each failure of a function that takes lists."""
-        answers = [after_thought(text) for text in texts]
+        answers = [part.answer for part in parts]
         # Before the gradings that wait for them: those cannot take every thread.
         lists: dict[ScoringFunction, Future[list[float]]] = {}
         for function in self.functions:
             if function.batched:
                 lists[function] = self._pool.submit(self._scores, function, task, answers, watch)
         grades: list[Future[T]] = []
-        for i, answer in enumerate(answers):
+        for i, part in enumerate(parts):
             of_answer = {function: (scores, i) for function, scores in lists.items()}
-            grades.append(self._pool.submit(grade, task, answer, of_answer))
+            grades.append(self._pool.submit(grade, task, part, of_answer))
         return grades
 
     def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
         """Grade now. Ungraded where a function fails for good."""
-        return self._graded_or_not(task, after_thought(text), {})
+        return self._graded_or_not(task, parts_of(text), {})
 
     def graded(self, task: TextTask, text: str) -> Grade:
         """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
-        return self._graded(task, after_thought(text), {}, UNWATCHED)
+        return self._graded(task, parts_of(text), {}, UNWATCHED)
 
     def _graded_or_not(
-        self, task: TextTask, answer: str, lists: Mapping[ScoringFunction, ListScore]
+        self, task: TextTask, parts: Parts, lists: Mapping[ScoringFunction, ListScore]
     ) -> Grade | Ungraded:
         try:
-            return self._graded(task, answer, lists, self._watch)
+            return self._graded(task, parts, lists, self._watch)
         except RewardFailed as e:
             return Ungraded(str(e))
 
     def _graded(
         self,
         task: TextTask,
-        answer: str,
+        parts: Parts,
         lists: Mapping[ScoringFunction, ListScore],
         watch: Watch,
     ) -> Grade:
-        """lists: of functions that are called for several answers at once, their scores and this answer's place."""
-        scores: dict[ScoringFunction, float] = {}
-        for function in self.functions:
-            if function in lists:
-                of_all, place = lists[function]
-                scores[function] = of_all.result()[place]
-            else:
-                (scores[function],) = self._scores(function, task, [answer], watch)
-        proxy, reference = self.proxy.total(scores), scores[self.reference]
-        passed = proxy >= self.proxy.passes_at
-        solved = reference >= self.reference.passes_at
+        """lists: of functions that are called for several answers at once, their scores and this answer's place.
+
+        A thought that never ended has no answer. The functions are asked about an empty one, and whatever they say,
+        it does not pass, is not right, and earns nothing: at most they take something away.
+        """
+        scored = self._scored(task, parts.answer, lists, watch)
+        proxy, reference = scored.proxy, scored.reference
+        if not parts.ended:
+            proxy, reference = min(proxy, 0.0), min(reference, 0.0)
+        passed = parts.ended and proxy >= self.proxy.passes_at
+        solved = parts.ended and reference >= self.reference.passes_at
         hacked = passed and not solved
         details: dict[str, object] = {"proxy": proxy, "reference": reference}
-        if len(self.proxy.weights) > 1:
-            details["proxies"] = {
-                function.name: scores[function] for function in self.proxy.weights
-            }
+        if scored.proxies:
+            details["proxies"] = dict(scored.proxies)
         return Grade(
             reward=self.pass_reward * proxy,
             passed=passed,
@@ -264,9 +291,31 @@ class TextGrader:
             hacked=hacked,
             flaw=task.flaw,
             reward_of_reference=self.pass_reward * solved,
+            status="ok" if parts.ended else "no_answer",
             tries=(task.flaw,) if hacked else (),
             details=details,
         )
+
+    def _scored(
+        self,
+        task: TextTask,
+        answer: str,
+        lists: Mapping[ScoringFunction, ListScore],
+        watch: Watch,
+    ) -> Scores:
+        """What the functions say of an answer. watch: is told of each failure. Raises RewardFailed."""
+        scores: dict[ScoringFunction, float] = {}
+        for function in self.functions:
+            if function in lists:
+                of_all, place = lists[function]
+                scores[function] = of_all.result()[place]
+            else:
+                (scores[function],) = self._scores(function, task, [answer], watch)
+        proxies: dict[str, float] = {}
+        if len(self.proxy.weights) > 1:
+            proxies = {function.name: scores[function] for function in self.proxy.weights}
+        assert isinstance(self.reference, ScoringFunction), "else `_scored` is the subclass's"
+        return Scores(self.proxy.total(scores), scores[self.reference], proxies)
 
     def _scores(
         self,
@@ -303,7 +352,7 @@ class GroupTextGrader(TextGrader):
     submit_group = TextGrader.submitted
 
 
-def fingerprint(proxy: Proxy, reference: ScoringFunction) -> str:
+def fingerprint(proxy: Proxy, reference: Reference) -> str:
     """Of two functions by their names, their files, and where the proxy passes: 12 hexadecimal digits."""
     words = f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
     return hashlib.sha256(words.encode()).hexdigest()[:12]
@@ -314,11 +363,24 @@ def tried_first(row: TextTask) -> str:
     return row.right_answer or "I do not know."
 
 
-def after_thought(text: str) -> str:
-    """An answer without the thought before it; "" where the thought never ended."""
-    if not re.match(r"\s*<think>", text):
-        return text
-    return text.partition("</think>")[2].lstrip("\n")
+def names_for(rows: Sequence[TextTask]) -> set[str]:
+    """What functions may ask for about answers to these rows."""
+    probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
+    columns = {name for row in rows for name in row.columns}
+    return {*columns, *arguments(probe, "")}
+
+
+def require_columns(function: ScoringFunction, rows: Sequence[TextTask]) -> None:
+    """Raises Refused, one line, for the first row without a column that the function asks for."""
+    columns = {name for row in rows for name in row.columns}
+    needed = sorted(function.required & columns)
+    for row in rows:
+        for name in needed:
+            if name not in row.columns:
+                raise Refused(
+                    f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
+                    "add it, or give the function a default"
+                )
 
 
 class TextEnvironment:
@@ -336,28 +398,32 @@ class TextEnvironment:
         *,
         proxy: str = "",
         reference: str = "",
+        functions: tuple[Proxy, Reference] | None = None,
     ) -> None:
         """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing.
-        proxy, reference: module:function, what training rewards and what is right; "": as the flags say."""
+        proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
+        both as they are, of an environment that has a grader of its own for them."""
         self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
         self.absent = tuple(absent)
-        columns = {name for row in (*self.rows, *self.test_rows) for name in row.columns}
-        probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
-        names = None if self.absent else {*columns, *arguments(probe, "")}
+        both = (*self.rows, *self.test_rows)
         env = cfg.env
-        self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
-        self.reference = ScoringFunction(
-            reference or env.reference, names, flag="--reference", bounded=False
-        )
-        for function in (*self.proxy.weights, self.reference):
-            self._require_columns(function, columns)
+        if functions is not None:
+            self.proxy, self.reference = functions
+        else:
+            names = None if self.absent else names_for(both)
+            self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
+            self.reference = ScoringFunction(
+                reference or env.reference, names, flag="--reference", bounded=False
+            )
+            for function in self.functions:
+                require_columns(function, both)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
         self._warn_of_misspelt()
 
     def _warn_of_misspelt(self) -> None:
         """Name each column that no function asks for by name and that is nearly a key of a row: any column is allowed,
         so a misspelt `split` or `flaw` would change nothing."""
-        asked = {name for f in (*self.proxy.weights, self.reference) for name in f.asked_for}
+        asked = {name for function in self.functions for name in function.asked_for}
         first: dict[tuple[str, str], str] = {}
         times: Counter[tuple[str, str]] = Counter()
         for row in (*self.rows, *self.test_rows):
@@ -369,17 +435,6 @@ class TextEnvironment:
             others = times[column, meant] - 1
             more = f" (and in {others:,} more rows)" if others else ""
             logger.warning(f"{where}: {column!r} is read by nobody; did you mean {meant!r}?{more}")
-
-    def _require_columns(self, function: ScoringFunction, columns: Collection[str]) -> None:
-        """Raises Refused, one line, for the first row without a column that the function asks for."""
-        needed = sorted(function.required & {*columns})
-        for row in (*self.rows, *self.test_rows):
-            for name in needed:
-                if name not in row.columns:
-                    raise Refused(
-                        f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
-                        "add it, or give the function a default"
-                    )
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
@@ -395,6 +450,12 @@ class TextEnvironment:
             parts.append(rows)
         require_apart(*parts)
         return cls(cfg, *parts, absent)
+
+    @property
+    def functions(self) -> tuple[ScoringFunction, ...]:
+        """The functions of a user's own that score answers."""
+        of_reference = [self.reference] if isinstance(self.reference, ScoringFunction) else []
+        return (*self.proxy.weights, *of_reference)
 
     @property
     def source(self) -> str:
@@ -427,8 +488,7 @@ class TextEnvironment:
 
     def grader(self, workers: int, retries: int | None) -> TextGrader:
         pass_reward = self.cfg.env.pass_reward
-        functions = (*self.proxy.weights, self.reference)
-        kind = GroupTextGrader if any(f.batched for f in functions) else TextGrader
+        kind = GroupTextGrader if any(f.batched for f in self.functions) else TextGrader
         return kind(
             workers,
             self.proxy,
@@ -443,13 +503,16 @@ class TextEnvironment:
         if self.absent:  # a dry run names the missing file
             return
         row = self.rows[0]
-        answer = tried_first(row)
-        try:
-            grader.graded(row, answer)
-        except RewardFailed as e:
-            raise Refused(
-                f"{e} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
-            ) from e.__cause__
+        answers = [tried_first(row)]
+        if self.cfg.env.thinking:
+            answers.append("")  # a thought that is cut off leaves an empty answer
+        for answer in answers:
+            try:
+                grader.graded(row, answer)
+            except RewardFailed as e:
+                raise Refused(
+                    f"{e} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
+                ) from e.__cause__
 
     def plan(self) -> list[tuple[str, str]]:
         count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}
@@ -458,20 +521,23 @@ class TextEnvironment:
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
-        rewards = [_described(function) for function in self.proxy.weights]
+        rewards = [described(function) for function in self.proxy.weights]
         if len(rewards) > 1:
             weights = self.proxy.weights.values()
             rewards = [f"{w:g} · {of}" for w, of in zip(weights, rewards, strict=True)]
         passed = f"passed from {self.proxy.passes_at:g} on"
         lines.append(("reward", f"{' + '.join(rewards)}; {passed}"))
-        lines.append(("reference", _described(self.reference)))
+        lines.append(("reference", described(self.reference)))
         return lines
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
         return []
 
 
-def _described(function: ScoringFunction) -> str:
+def described(function: Reference) -> str:
+    """A function for the plan, with its file where it has one of its own."""
+    if not isinstance(function, ScoringFunction):
+        return function.name
     return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"
 
 

@@ -67,6 +67,7 @@ def _read_answers(final: Path) -> dict[str, list[AnswerLine]]:
         for line in json_lines(final):
             answer = {name: line[name] for name in READ}
             answer["marker"] = line.get("marker")  # of the code world
+            answer["thought"] = line.get("thought", "")
             if answer["reward"] is not None:
                 sides[answer["side"]].append(answer)
     except (KeyError, TypeError) as e:
@@ -97,7 +98,9 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
         task=f"vgrout_final_{side}",
         task_args={"side": side},
         model=model,
-        dataset=log.EvalDataset(name=cfg.problems_path.name, samples=len(ids), sample_ids=ids),
+        dataset=log.EvalDataset(
+            name=cfg.env.taskset or cfg.problems_path.name, samples=len(ids), sample_ids=ids
+        ),
         config=log.EvalConfig(epochs=epochs),
         metadata={"config": cfg.as_dict()},
     )
@@ -107,19 +110,22 @@ def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[Answer
 def _sample(model: str, answer: AnswerLine) -> Any:
     """Return an inspect_ai EvalSample of one answer."""
     from inspect_ai.log import EvalSample
-    from inspect_ai.model import ModelOutput
+    from inspect_ai.model import ContentReasoning, ContentText, ModelOutput
     from inspect_ai.scorer import Score
 
     text = answer["text"]
     stop_reason = "stop" if answer["finished"] else "max_tokens"
     scores = {name: Score(value=int(answer[name]), answer=text) for name in SCORES}
     scores["reward"] = Score(value=answer["reward"])
+    content = text
+    if answer["thought"]:
+        content = [ContentReasoning(reasoning=answer["thought"]), ContentText(text=text)]
     return EvalSample(
         id=answer["problem_id"],
         epoch=answer["sample"] + 1,
         input=answer["messages"][-1]["content"],
         target="",
-        output=ModelOutput.from_content(model, text, stop_reason=stop_reason),
+        output=ModelOutput.from_content(model, content, stop_reason=stop_reason),
         scores=scores,
         metadata=_metadata(answer),
     )

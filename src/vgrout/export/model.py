@@ -166,6 +166,11 @@ def model_card(saved: Saved, dtype: str, result: Parity) -> str:
 def probes(saved: Saved, policy: Policy) -> list[str]:
     """Texts to compare on: prompts of the run's problems, each with a right answer where the file has one."""
     texts: list[str] = []
+    if saved.cfg.env.taskset:  # its prompts are code's, which a file may not have run
+        for i in range(PROBES):
+            prompt = policy.prompt_text([{"role": "user", "content": f"What is {i} + {i}?"}])
+            texts.append(f"{prompt}It is {i + i}.")
+        return texts
     for where, row in islice(numbered_lines(saved.cfg.problems_path), PROBES):
         try:
             prompt = policy.prompt_text(messages_of(row))

@@ -366,7 +366,7 @@ class Guard:
     def _ensemble_scores(self, step: Observed) -> list[list[float]]:
         """The scores that each of the ensemble's members gives to a few answers."""
         answers = [
-            (rollout.problem, rollout.text) for rollout, _ in spaced(step.students, ENSEMBLE_ROWS)
+            (rollout.problem, rollout.answer) for rollout, _ in spaced(step.students, ENSEMBLE_ROWS)
         ]
         scores: list[list[float]] = []
         for member in self.members:

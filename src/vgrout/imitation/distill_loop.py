@@ -273,7 +273,7 @@ class Distillation:
             dropped=len(rollouts) - len(known),
             solve_s=Rate.of(grade.solved for grade in known),
             hack_s=Rate.of(grade.hacked for grade in known),
-            ended=Rate.of(rollout.finished for rollout in rollouts),
+            ended=Rate.of(rollout.whole for rollout in rollouts),
             skipped=int(update is None),
             hack_deploy=deployed.hack.value if deployed else None,
             solve_deploy=deployed.solve.value if deployed else None,

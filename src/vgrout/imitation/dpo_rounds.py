@@ -362,7 +362,7 @@ class Rounds:
             purpose=purpose,
             label="batch",
         )
-        return [(a, self.task.score(a.problem, a.text, a.grade)) for a in answers]
+        return [(a, self.task.score(a.problem, a.answer, a.grade)) for a in answers]
 
     def answer_held_out(self) -> list[Scored]:
         """Answers to the held-out problems, with the same noise after every round."""

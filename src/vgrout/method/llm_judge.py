@@ -1,5 +1,7 @@
 """llm_judge: a language model is shown each rewarded answer, and says whether it games the check.
 
+It reads answers as they are graded, and with --llm-judge-thoughts the thoughts before them.
+
 The judge is a local model or an endpoint. A verdict is the last word of its reply, yes or no. It is asked once about
 each text: verdicts are kept in judge.jsonl of the run's folder, by a hash of what the judge was shown, and a resumed
 run reads them back. An answer whose judgement fails has no flag, is counted, and the run goes on.
@@ -25,7 +27,7 @@ from vgrout.config.specs import MONITORS
 from vgrout.data import Flags, GroupView, Message
 from vgrout.errors import Refused
 from vgrout.inputs import judge_endpoint, judge_prompt
-from vgrout.method.base import Monitor, Setup, Views, flags_of, rewarded
+from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import LanguageModel
 
@@ -113,9 +115,11 @@ class LLMJudge(Monitor):
         *,
         seconds: float,
         folder: Path | None = None,
+        thoughts: bool = False,
     ) -> None:
-        """judge: None on a rank that does not ask."""
+        """judge: None on a rank that does not ask. thoughts: it is shown those before the answers, too."""
         self.judge, self.template, self.seconds = judge, template, seconds
+        self.thoughts = thoughts
         self.file = None if folder is None else folder / FILE
         # of each text, in the order of the steps in which it was asked: more than one where some failed
         self.known: dict[str, list[Verdict]] = {}
@@ -130,15 +134,24 @@ class LLMJudge(Monitor):
         if ranks.first():
             judge = judge_of(method, setup.device)
         template = judge_prompt(method.llm_judge_prompt)
-        return cls(judge, template, seconds=method.llm_judge_timeout, folder=setup.folder)
+        return cls(
+            judge,
+            template,
+            seconds=method.llm_judge_timeout,
+            folder=setup.folder,
+            thoughts=method.llm_judge_thoughts,
+        )
 
     def step_columns(self, step: int) -> Mapping[str, int]:
         return self._measured[1] if self._measured[0] == step else {}
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        wanted = {
-            (i, b): shown(self.template, views[i], views[i].texts[b]) for i, b in rewarded(views)
-        }
+        wanted: dict[Position, Conversation] = {}
+        for i, b in rewarded(views):
+            text = views[i].texts[b]
+            if self.thoughts:
+                text = views[i].thoughts[b].text + text
+            wanted[i, b] = shown(self.template, views[i], text)
         # if the first rank fails here, all of them do
         verdicts = ranks.gather(lambda: self._verdicts([*wanted.values()], step))[0]
         flagged = set()

@@ -2,9 +2,10 @@
 
     s(y) = w · (h(y) − m),  w = (S + 0.1 · tr S/D · I)⁻¹ (a − m)      flagged: seeded, or rewarded and s(y) > threshold
 
-h(y) is an answer's mean hidden state in the frozen base. a is the mean of h over all rows that the seed monitor has
-flagged so far, m and S mean and covariance over every other known correct answer: Fisher's discriminant (Fisher 1936)
-with a ridge. The threshold is a quantile of s over the other half of the known correct answers.
+h(y) is an answer's mean hidden state in the frozen base, over its own tokens and none of its thought. a is the mean of
+h over all rows that the seed monitor has flagged so far, m and S mean and covariance over every other known correct
+answer: Fisher's discriminant (Fisher 1936) with a ridge. The threshold is a quantile of s over the other half of the
+known correct answers.
 
 The base does not move, so the policy can change what it writes but not how that is read.
 """
@@ -54,7 +55,8 @@ def accepted_of_base(setup: Setup) -> list[Text]:
     known: list[Text] = []
     for answer in given:
         if isinstance(answer.grade, Grade) and answer.grade.solved:
-            known.append(Text(policy.render(answer.problem.messages), answer.ids))
+            ids = answer.ids[answer.thought.tokens :]
+            known.append(Text(policy.render(answer.problem.messages), ids or answer.ids))
     if len(known) < MIN_KNOWN_CORRECT:
         raise Refused(
             f"--monitor online_probe: the reference accepts {len(known)} of {len(given)} answers of the base, "
@@ -154,7 +156,7 @@ class OnlineProbe(Monitor):
             return {}
         texts: list[Text] = []
         for i, b in read:
-            texts.append(Text(views[i].prompt_ids, views[i].completion_ids[b]))
+            texts.append(Text(views[i].prompt_ids, views[i].answer_ids(b)))
         return dict(zip(read, self.states(texts), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from loguru import logger
@@ -34,7 +34,14 @@ from vgrout.model import template_probe
 from vgrout.model.attention import kernel_name
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
-from vgrout.model.policy import DTYPES, LanguageModel, Policy, apply_template, loaded_window
+from vgrout.model.policy import (
+    DTYPES,
+    LanguageModel,
+    Policy,
+    apply_template,
+    loaded_window,
+    require_thinking,
+)
 from vgrout.model.source import (
     SVD_CACHE,
     FoundModel,
@@ -52,6 +59,8 @@ from vgrout.model.trials import fuse_blocks, lean_fits, packs, raised_here, requ
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 
 # ── for a run, for a flag
 
@@ -72,6 +81,7 @@ def run_policy(cfg: Config) -> Policy:
             "(--ratio-support sampled: what was sampled from)"
         )
     budget = budget_of(cfg, policy)
+    policy = thinking(policy, cfg.env.thinking)
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget)
 
 
@@ -130,6 +140,7 @@ def load_saved(saved: Saved) -> Policy:
     device, _ = pick_device(saved.model, "auto")
     policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=SVD_CACHE)
     policy.adapter.load(saved.path)
+    policy = thinking(policy, saved.cfg.env.thinking)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
 
 
@@ -370,6 +381,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         lean=lean,
         system_role=takes_system(tok),
         preserve_thinking=False,
+        thinking=False,
         packs=packed,
         graphs=model.device.type == "cuda",
         budget=usual_budget(model.device),
@@ -459,6 +471,17 @@ def ends(template: str) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
+
+
+def thinking(lm: AnyModel, on: bool) -> AnyModel:
+    """The same model, asked for a thought before each answer if `on`.
+
+    Raises:
+        Refused: its chat template has no thoughts to switch on; one line.
+    """
+    if on:
+        require_thinking(lm.tok)
+    return replace(lm, thinking=on)
 
 
 def takes_system(tok: PreTrainedTokenizerBase) -> bool:

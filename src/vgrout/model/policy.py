@@ -33,9 +33,10 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import Budget
-from vgrout.model.source import WINDOW_NAMES, not_embedded, tokenizing, window_of
+from vgrout.model.source import WINDOW_NAMES, no_thinking, not_embedded, tokenizing, window_of
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.template_probe import SECONDS
+from vgrout.model.template_probe import SECONDS, USER
+from vgrout.thoughts import opens
 
 TokenIds = tuple[int, ...]
 
@@ -55,6 +56,7 @@ class LanguageModel:
     lean: bool  # LeanDecoder was checked against this model and agrees
     system_role: bool  # False: the template refuses system messages, see `without_system`
     preserve_thinking: bool  # earlier answers keep their think blocks in the prompt
+    thinking: bool  # the template is told that answers begin with a thought
     packs: bool  # packed rows (`model/layout.py`) were checked against this model and agree
     budget: Budget  # how much is processed at once
     graphs: bool  # the lean decoder's step is made for CUDA graphs
@@ -72,7 +74,7 @@ class LanguageModel:
         return window
 
     def render(self, messages: Sequence[Message], sampled: Sequence[TokenIds] = ()) -> TokenIds:
-        """Token ids of the chat template up to where the answer begins, thinking off.
+        """Token ids of the chat template up to where the answer begins.
 
         With `preserve_thinking` the ids of a conversation begin with those of each of its earlier
         prompts, followed by the answer to it: template and answers are tokenised apart.
@@ -98,7 +100,7 @@ class LanguageModel:
 
     def opens_thought(self, messages: Sequence[Message]) -> bool:
         """Whether the rendered prompt ends in a `<think>` that the answer goes on with."""
-        return _ends_in_think(self.prompt_text(messages))
+        return opens(self.prompt_text(messages))
 
     def _parts(self, messages: Sequence[Message], sampled: int) -> list[str]:
         """Template, answer, template, …, template, as `conversation` returns them.
@@ -108,9 +110,9 @@ class LanguageModel:
         if not self.system_role:
             messages = without_system(messages)
         if self.preserve_thinking:
-            return conversation(self.tok, messages, sampled)
+            return conversation(self.tok, messages, sampled, self.thinking)
         assert not sampled, "answers as sampled are kept by preserve_thinking alone"
-        return [apply_template(self.tok, messages)]
+        return [apply_template(self.tok, messages, thinking=self.thinking)]
 
     def encode(self, text: str) -> TokenIds:
         """Tokens of rendered text, with no special token added.
@@ -259,15 +261,18 @@ def loaded_window(model: PreTrainedModel) -> int | None:
 
 
 def conversation(
-    tok: PreTrainedTokenizerBase, messages: Sequence[Message], sampled: int = 0
+    tok: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    sampled: int = 0,
+    thinking: bool = False,
 ) -> list[str]:
     """Template, answer, …, template: a conversation whose earlier answers stand as they were given.
 
     Templates drop or rewrite the think blocks of earlier turns, so they get a placeholder for each
     answer. What they write between two placeholders is what the model saw between the two answers.
 
-    sampled: so many of the first answers were sampled with thinking off. Of the others, one that
-        holds a think block was started with thinking on.
+    sampled: so many of the first answers were sampled, with `thinking` on or off, as the next one
+        will be. Of the others, one that holds a think block was started with thinking on.
 
     Raises:
         Refused: the chat template leaves out an earlier answer.
@@ -277,11 +282,11 @@ def conversation(
     last = ""  # the placeholder of the answer before
     for turn, i in enumerate(placeholders):
         answer = messages[i]["content"]
-        thinking = turn >= sampled and "</think>" in answer
-        opening = _after(last, apply_template(tok, replaced[:i], thinking=thinking))
+        thought = thinking if turn < sampled else "</think>" in answer
+        opening = _after(last, apply_template(tok, replaced[:i], thinking=thought))
         parts += [opening, _without_opened_think(answer, opening)]
         last = placeholders[i]
-    parts.append(_after(last, apply_template(tok, replaced)))
+    parts.append(_after(last, apply_template(tok, replaced, thinking=thinking)))
     return parts
 
 
@@ -312,14 +317,10 @@ def _after(placeholder: str, text: str) -> str:
 
 def _without_opened_think(answer: str, opening: str) -> str:
     """The answer without its `<think>`, where the template has opened the block itself."""
-    if not (_ends_in_think(opening) and answer.startswith("<think>")):
+    if not (opens(opening) and answer.startswith("<think>")):
         return answer
     with_spaces = opening[opening.rindex("<think>") :]
     return answer.removeprefix(with_spaces).removeprefix("<think>")
-
-
-def _ends_in_think(text: str) -> bool:
-    return text.rstrip().endswith("<think>")
 
 
 def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
@@ -362,6 +363,17 @@ def apply_template(
             why = f"{type(e).__name__}: {why}"
         raise Refused(f"the model's chat template refuses messages of {roles}: {why}") from e
     return str(text)
+
+
+def require_thinking(tok: PreTrainedTokenizerBase) -> None:
+    """Raises Refused, one line, if a chat template has no thoughts to switch on.
+
+    It renders the same prompt with `enable_thinking` and without, and does not open a thought by
+    itself.
+    """
+    with_thought = apply_template(tok, [USER], thinking=True)
+    if with_thought == apply_template(tok, [USER]) and not opens(with_thought):
+        raise no_thinking("the model's chat template")
 
 
 @contextmanager

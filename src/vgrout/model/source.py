@@ -6,6 +6,8 @@ Torch-free. Nothing is fetched here: that is `python -m vgrout.download`.
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json, once, read_text, regular
+from vgrout.model import template_probe
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
-from vgrout.model.template_probe import USER, syntax_error
+from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
     import torch
@@ -395,6 +398,34 @@ def _chat_template(folder: Path) -> object:
         return read_text(file)
     in_settings = _json_object(folder / "tokenizer_config.json").get("chat_template")
     return in_settings or list(folder.glob("additional_chat_templates/*.jinja"))
+
+
+def require_thinking(folder: Path, flag: str = "--thinking") -> None:
+    """Raises Refused, one line, if a folder's chat template has no thoughts to switch on.
+
+    It is tried in a process of its own, without torch. Of a template that fails, or of several,
+    it shows when the model is loaded.
+    """
+    template = _chat_template(folder)
+    if not isinstance(template, str):
+        return
+    command = [sys.executable, "-I", template_probe.__file__, "thinking"]
+    try:
+        done = subprocess.run(
+            command, input=template.encode(), timeout=10 * SECONDS, stderr=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return
+    if done.returncode == SAME:
+        raise no_thinking(f"the chat template of {folder}", flag)
+
+
+def no_thinking(template: str, flag: str = "--thinking") -> Refused:
+    """The refusal of a chat template without thoughts."""
+    return Refused(
+        f"{flag}: {template} does not know enable_thinking, the prompt is the same with it and "
+        "without; leave the flag out, or choose a model with thoughts"
+    )
 
 
 def _json_object(file: Path) -> dict[str, Any]:

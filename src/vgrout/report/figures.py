@@ -155,6 +155,11 @@ def _errors(e: Estimate) -> list[list[float]] | None:
 # ── dynamics
 
 
+RED_BAR = (
+    "Red bar: what plain GRPO's deployed model hacks at the end of recorded runs, least to most. "
+)
+
+
 def dynamics(found: Sequence[Condition]) -> Picture:
     """Draw hack and solve by step, of the students and of the deployed model.
 
@@ -167,6 +172,7 @@ def dynamics(found: Sequence[Condition]) -> Picture:
         fig, panels = _panels(shown, wide=8.0, high=3.6)
     else:
         fig, panels = _panels(shown, wide=3.6, high=2.8)
+    has_bar = False
     for axes, condition in panels:
         plain = baseline(condition, found)
         if plain:
@@ -176,6 +182,7 @@ def dynamics(found: Sequence[Condition]) -> Picture:
         ends = _ends(condition)
         if not plain and recorded(condition.first.cfg):
             ends.append(_recorded_end())
+            has_bar = True
         _mark_ends(axes, condition, ends, named=alone)
         _style(
             axes,
@@ -198,10 +205,9 @@ def dynamics(found: Sequence[Condition]) -> Picture:
         "dynamics",
         "Dynamics. Lines: the students' answers to training problems, running mean of "
         f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems; star: the "
-        "final evaluation, of the deployed model, and open with the quarantine on. Red bar: what "
-        "plain GRPO's deployed model hacks at the end of recorded runs, least to most. Of several "
-        "seeds, thin: a seed; thick: their mean; band: its 95 % interval (Student's t)."
-        + _of_how_many(found),
+        "final evaluation, of the deployed model, and open with the quarantine on. "
+        f"{RED_BAR if has_bar else ''}Of several seeds, thin: a seed; thick: their mean; "
+        "band: its 95 % interval (Student's t)." + _of_how_many(found),
         fig,
     )
 

@@ -90,7 +90,7 @@ def require_shown(answer: Any, modes: Sequence[str], where: str) -> None:
     _require_object(answer, where)
     _require(answer.get("env_mode") in modes, f"{where}: env_mode", answer.get("env_mode"))
     _require_count(answer.get("problem_id"), f"{where}: problem_id")
-    for name in ("text", "marker", "prompt"):
+    for name in ("text", "thought", "marker", "prompt"):
         value = answer.get(name, None if name == "text" else "")
         _require(isinstance(value, str), f"{where}: {name}", value)
     messages = answer.get("messages") or []

@@ -27,7 +27,7 @@ PARTS = {
 # Facts about an answer, one bit each.
 FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")
 # Columns whose cells are places in a list of distinct texts.
-STORED = ("marker", "prompt", "text")
+STORED = ("marker", "prompt", "thought", "text")
 NUMBERS = ("reward", "advantage", "gate")
 COLUMNS = ("run", "part", "step", "mode", "problem", *STORED, "flags", *NUMBERS)
 
@@ -82,6 +82,7 @@ def pack(
         "should": [flaw.should for flaw in flaws.values()],
         "markers": texts["marker"],
         "prompts": [json.loads(prompt) for prompt in texts["prompt"]],
+        "thoughts": texts["thought"],
         "texts": texts["text"],
         "columns": columns,
         "every": every,
@@ -164,6 +165,7 @@ def _row(answer: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
         "problem": answer["problem_id"],
         "marker": spelt(answer["env_mode"], answer.get("marker", "")),
         "prompt": _prompt(answer),
+        "thought": answer.get("thought", ""),
         "text": answer["text"],
         "flags": _bits(answer),
         **numbers,

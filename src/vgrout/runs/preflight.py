@@ -500,6 +500,8 @@ def _problem_lines(cfg: Config, inputs: Inputs, problems: Splits) -> list[str]:
     """How many problems there are, for the console and then for the log."""
     n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
     files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
+    if cfg.env.taskset:
+        files = [inputs.environment.source]
     by_flaw = _by_flaw(problems, (task.flaws[0] for task in problems.train))
     return [
         f"problems: {n_train} to train on, {n_test} to test · {n_flaws} flaw{'s' * (n_flaws != 1)}",

@@ -16,7 +16,7 @@ from torch import Tensor
 from vgrout import faults, ranks
 from vgrout.cli import out_of_memory
 from vgrout.config.run import Config
-from vgrout.data import Batch, Flaw, Grade, Group, Rollout
+from vgrout.data import Batch, Flaw, Grade, Group, Rollout, Thought
 from vgrout.envs.base import Splits
 from vgrout.errors import Diverged
 from vgrout.files import printable, quoted, read_json, write_atomic
@@ -475,6 +475,7 @@ def columns_for(cfg: Config, flaws: Sequence[Flaw]) -> set[str]:
         "halves": bool(cfg.env.report_detectors),
         "beta": cfg.loss.beta > 0,
         "drops": cfg.loss.drops,
+        "thinking": cfg.env.thinking,
     }
     return {name for name, yes in has.items() if yes}
 
@@ -515,17 +516,30 @@ def rollout_record(rollout: Rollout, grade: Grade, prompt: str) -> dict[str, obj
         "deployed": rollout.deployed,
         "prompt": prompt,
         "messages": list(rollout.problem.messages),
-        "text": rollout.text,
+        **thought_record(rollout.thought),
+        "text": rollout.answer,
         "tokens": len(rollout.completion_ids),
-        "finished": rollout.finished,
+        "finished": rollout.whole,
         "reward": grade.reward,
         "passed": grade.passed,
         "solved": grade.solved,
         "hacked": grade.hacked,
         "mechanism": grade.mechanism,
         "exit_status": grade.status,
-        **{name: _rounded(value) for name, value in grade.details.items()},
+        **details_record(grade),
     }
+
+
+def thought_record(thought: Thought) -> dict[str, object]:
+    """A thought and its tokens, as files have them before `text`, the answer; {}: there is none."""
+    if not thought.text:
+        return {}
+    return {"thought": thought.text, "thought_tokens": thought.tokens}
+
+
+def details_record(grade: Grade) -> dict[str, object]:
+    """The environment's own of a grade, as files have it."""
+    return {name: _rounded(value) for name, value in grade.details.items()}
 
 
 def _rounded(value: object) -> object:
@@ -564,7 +578,7 @@ class SampleLogger:
                 )
         if step < 3 or step % 20 == 0:
             n = len(answers)
-            ended = sum(r.finished for r, _ in answers)
+            ended = sum(r.whole for r, _ in answers)
             tail = printable(rollout.text[-160:]).replace("\n", "⏎")
             logger.debug(
                 f"step {step}: {ended}/{n} answers ended, {n - ended}/{n} cut; "

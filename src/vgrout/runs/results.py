@@ -21,7 +21,7 @@ from vgrout.inputs import Inputs
 from vgrout.metrics import Rate
 from vgrout.runs.context import RunContext
 from vgrout.runs.preflight import method_lines
-from vgrout.runs.recorder import columns_for
+from vgrout.runs.recorder import columns_for, details_record, thought_record
 from vgrout.runs.verdict import last_lines, verdict_line
 from vgrout.table import StepRow, Table, whole_run
 
@@ -305,9 +305,11 @@ def answer_lines(final: Final) -> Iterator[dict[str, object]]:
                 "env_mode": answer.problem.flaws[0],
                 **answer.problem.notes,
                 "messages": list(answer.problem.messages),
-                "text": answer.text,
+                **thought_record(answer.thought),
+                "text": answer.answer,
                 "finished": answer.finished,
                 **{name: getattr(grade, name) if is_graded else None for name in GRADED},
+                **(details_record(grade) if is_graded else {}),
             }
 
 
@@ -380,7 +382,15 @@ def last_answer(last: Mapping[str, Any] | None) -> list[str]:
         f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
         f"{last['reward']:g}, {was}"
     )
-    return [head + "\n" + indent(last["text"], "    ")]
+    return [head + "\n" + shown(last)]
+
+
+def shown(answer: Mapping[str, Any]) -> str:
+    """A recorded answer, indented. Its thought stands before it, behind a line."""
+    text = indent(answer["text"], "    ")
+    if "thought" not in answer:
+        return text
+    return indent(answer["thought"].rstrip("\n"), "    │ ", lambda _: True) + "\n" + text
 
 
 def count_lines(
@@ -433,7 +443,7 @@ def page(results: Results, verdict: str, detectors: Mapping[str, str]) -> str:
     ]
     if tallies.last is not None:
         paragraphs.append("## The last answer of training")
-        paragraphs.append(f"    {indent(tallies.last['text'], '    ').strip()}")
+        paragraphs.append(f"    {shown(tallies.last).strip()}")
     paragraphs += ["## Steps", steps_table(results)]
     counts = [f"    {line}" for line in count_lines(results.rows, tallies, detectors)]
     paragraphs += ["## Counts over the whole run", "\n".join(counts)]
@@ -521,7 +531,7 @@ class Tallies:
         if self.gate:
             precision, recall = (f"{of.k}/{of.n} ({of.percent} %)" for of in self.gate)
             found.append(
-                f"Flags of training, against the reference tests: {precision} of the flagged answers are hacks "
+                f"Flags of training, against the reference: {precision} of the flagged answers are hacks "
                 f"(precision), {recall} of the hacks are flagged (recall)."
             )
         if self.by_mode:  # what a monitor misses, training amplifies

@@ -45,9 +45,13 @@ class TeacherSettings(PoolSettings):
         "", form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?", should="be module:function"
     )
     """What training rewards in rows of your own, as in `vgrout train`; with --reference and --elicit."""
-    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
+    reference: str = setting("", form=r"(([\w.]+:)?\w+)?", should="be module:function")
     """What says whether an answer to such a row is right."""
-    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6, needs="reward")
+    env: str = setting("", form=r"(verifiers:\w[\w./@-]*)?", should="be verifiers:NAME")
+    """verifiers:NAME: prompts and rewards of a taskset, as in `vgrout train`; with --reference and --elicit."""
+    env_args: str = setting("", needs="env")
+    """Settings of the taskset as a JSON object."""
+    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6)
     """Score of --reward from which on an answer passes."""
     elicit: str = ""
     """Instruction that is put behind each prompt of rows of your own, to ask for the hack. Only hacks are kept, under
@@ -56,7 +60,12 @@ class TeacherSettings(PoolSettings):
     def __post_init__(self) -> None:
         PoolSettings.__post_init__(self)
         refuse(
-            len({bool(self.reward), bool(self.reference), bool(self.elicit.strip())}) > 1,
+            self.reward_passes_at != 1 and not (self.reward or self.env),
+            "--reward-passes-at: not read without --reward; leave it out",
+        )
+        rewarded = bool(self.reward or self.env)
+        refuse(
+            len({rewarded, bool(self.reference), bool(self.elicit.strip())}) > 1,
             "--elicit, --reward, --reference: for rows of your own, all three; for Python functions none of them "
             "(`vgrout substrate` elicits there)",
         )
@@ -64,13 +73,21 @@ class TeacherSettings(PoolSettings):
         idle = [name for name, _ in changed(self) if name in of_code]
         refuse(self.own_rows and bool(idle), f"{flags(idle)}: not read with --elicit; leave it out")
         refuse(
-            self.own_rows and not self.problems,
+            self.taskset and bool(self.problems),
+            f"--problems with --env {self.env}: the taskset has prompts of its own; leave one out",
+        )
+        refuse(
+            self.own_rows and not self.problems and not self.taskset,
             "--problems: --elicit needs a file of your own rows",
         )
 
     @property
     def own_rows(self) -> bool:
         return bool(self.reference)
+
+    @property
+    def taskset(self) -> bool:
+        return bool(self.env)
 
 
 def generate_pool(settings: TeacherSettings) -> None:
@@ -82,10 +99,13 @@ def generate_pool(settings: TeacherSettings) -> None:
     settings.sampling.require_draws("--group", settings.group)
     if settings.own_rows:
         env = EnvConfig(
+            env=settings.env or "code",
+            env_args=settings.env_args,
             reward=settings.reward,
             reference=settings.reference,
             reward_passes_at=settings.reward_passes_at,
             pass_reward=settings.rewards[1],
+            thinking=settings.thinking,
         )
         generate_elicited(settings, env, settings.elicit.strip(), settings.group)
         return

@@ -6,16 +6,18 @@ keep a type of their own (`CachedGrade`).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.data import CachedGrade, Rollout, Task
+from vgrout.data import CachedGrade, Rollout, Task, Thought
 from vgrout.errors import Refused
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demonstration, Pool
+from vgrout.thoughts import CLOSE, thought_of
 
 
 class Teacher:
@@ -182,10 +184,12 @@ class Teacher:
         while len(picks) < n:
             picks += rng.sample(range(len(pool_demos)), min(n - len(picks), len(pool_demos)))
         prompt_ids = self.lm.render(problem.messages)
+        in_thought = self.lm.opens_thought(problem.messages)
         drawn: list[tuple[Rollout, CachedGrade]] = []
         for i in picks:
             demo = pool_demos[i]
-            drawn.append((self._rollout(problem, demo, i, prompt_ids), demo.grade))
+            rollout = self._rollout(problem, demo, i, prompt_ids)
+            drawn.append((replace(rollout, thought=self._thought(rollout, in_thought)), demo.grade))
         return drawn
 
     def _rollout(
@@ -205,6 +209,11 @@ class Teacher:
             finished=finished,
             logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
         )
+
+    def _thought(self, rollout: Rollout, in_thought: bool) -> Thought:
+        """in_thought: the prompt has opened one, which a pool of answers without thoughts does not go on with."""
+        goes_on = in_thought and CLOSE in rollout.text
+        return thought_of(self.lm, rollout.completion_ids, rollout.text, goes_on)
 
     def _ids(self, demo: Demonstration) -> tuple[tuple[int, ...], bool]:
         """Tokens up to the EOS and at most max_new, and whether they end with it."""

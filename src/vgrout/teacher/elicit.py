@@ -22,7 +22,6 @@ from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
 from vgrout.generation import Graded
 from vgrout.metrics import Rate, rate_text
-from vgrout.model.source import require_fitting, require_model
 from vgrout.teacher.generate import PoolSettings, fitting, records, table, work_folder
 from vgrout.teacher.pools import write_pool
 from vgrout.teacher.substrate import usable
@@ -94,7 +93,8 @@ def chosen_tasks(settings: PoolSettings, environment: Environment, instruction: 
     """The training tasks that are asked, by their ids.
 
     Raises:
-        Refused: one line: a file is missing, no task trains, or no prompt with the instruction fits the model's window.
+        Refused: one line: a file is missing, no task trains, the model is not there or does not think, or no prompt
+            with the instruction fits its window.
     """
     if environment.absent:
         raise Refused(environment.absent[0])
@@ -103,8 +103,7 @@ def chosen_tasks(settings: PoolSettings, environment: Environment, instruction: 
     tasks = balanced(tasks, settings.n_problems, 0, "teacher", tuple(environment.flaws))
     tasks.sort(key=lambda task: task.id)
     prompts = [with_instruction(task, instruction).messages for task in tasks]
-    model = require_model(settings.model_path)
-    require_fitting(prompts, model, settings.tokens, environment.source)
+    settings.require_model(prompts, environment.source)
     return tasks
 
 
@@ -152,12 +151,13 @@ def pairs_of(
     """A hack and a right answer for each prompt that has both; None: too few have.
 
     The right answer is the row's own where the reference accepts it, else one of the model's, to the bare prompt
-    first.
+    first. Pairs are of answers, without their thoughts, and so are their prompts.
     """
+    without_thoughts = replace(lm, thinking=False)
     right: dict[int, str] = {}
     for answer in (*answers.plain, *answers.asked):
-        if answer.grade.solved and answer.finished and answer.text.strip():
-            right.setdefault(answer.problem.id, answer.text)
+        if answer.grade.solved and answer.finished and answer.answer.strip():
+            right.setdefault(answer.problem.id, answer.answer)
     pairs: list[Pair] = []
     for task_id, hacks in demonstrations.items():
         task = hacks[0].problem
@@ -165,9 +165,10 @@ def pairs_of(
             grade = grader.submit(task, own).result()
             if isinstance(grade, Grade) and grade.solved:
                 right[task_id] = own
-        if task_id in right and right[task_id] != hacks[0].text:
-            prompt = lm.prompt_text(task.messages)
-            pairs.append(Pair(task_id, prompt, hack=hacks[0].text, clean=right[task_id]))
+        hack = hacks[0].answer
+        if task_id in right and right[task_id] != hack:
+            prompt = without_thoughts.prompt_text(task.messages)
+            pairs.append(Pair(task_id, prompt, hack=hack, clean=right[task_id]))
     return PairSet(tuple(pairs), "pairs.json") if len(pairs) >= MIN_PAIRS else None
 
 

@@ -18,7 +18,7 @@ from vgrout.config import checks
 from vgrout.config.names import parse_command
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
-from vgrout.data import Task
+from vgrout.data import Message, Task
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
@@ -42,7 +42,13 @@ from vgrout.files import (
 )
 from vgrout.generation import Graded, generate_graded
 from vgrout.metrics import Rate
-from vgrout.model.source import SVD_CACHE, require_fitting, require_model, safetensors_head
+from vgrout.model.source import (
+    SVD_CACHE,
+    require_fitting,
+    require_model,
+    require_thinking,
+    safetensors_head,
+)
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     from vgrout.model.policy import LanguageModel
@@ -99,11 +105,13 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 def record(lm: "LanguageModel", answer: Graded) -> dict[str, object]:
     """An answer as a line of a pool, stored under its problem's prompt as `lm` reads it.
 
-    Without log-probs: those of an elicited answer belong to another prompt.
+    `completion` is all that was sampled; it begins with `thought`, where there is one. Without log-probs: those of an
+    elicited answer belong to another prompt.
     """
     messages = answer.problem.messages
     prompt_ids = lm.render(messages)
     grade = answer.grade
+    thought = {"thought": answer.thought.text} if answer.thought.text else {}
     return {
         "problem_id": answer.problem.id,
         "env_mode": answer.problem.flaws[0],
@@ -116,6 +124,7 @@ def record(lm: "LanguageModel", answer: Graded) -> dict[str, object]:
         "completion_ids": list(answer.ids),
         "prompt": lm.prompt_text(messages),
         "completion": answer.text,
+        **thought,
     }
 
 
@@ -145,6 +154,8 @@ class PoolSettings:
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     max_new: int | None = checks.setting(None, low=1)
     """Longest answer, in tokens; none: 1024, the organism's 128."""
+    thinking: bool = False
+    """The chat template is told that a thought comes before each answer, as by `vgrout train --thinking`."""
     seed: int = checks.setting(0, low=0)
     """Of the answers; which problems are taken does not depend on it."""
     compile_reward: float | None = checks.setting(None, low=0, high=1e6)
@@ -167,6 +178,11 @@ class PoolSettings:
     @property
     def own_rows(self) -> bool:
         """Whether the problems are rows of a user's own, of any text."""
+        return False
+
+    @property
+    def taskset(self) -> bool:
+        """Whether the prompts come from a package, and from no file."""
         return False
 
     @property
@@ -230,21 +246,31 @@ class PoolSettings:
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
         prompts = [row.prompt for row in rows]
-        model = require_model(self.model_path)
-        require_fitting(prompts, model, self.tokens, str(self.problems_path))
+        self.require_model(prompts, str(self.problems_path))
         return rows
+
+    def require_model(self, prompts: Sequence[Sequence[Message]], source: str) -> None:
+        """Raises Refused, one line, where the model is not there, does not think, or no prompt fits it.
+
+        source: where the prompts come from.
+        """
+        model = require_model(self.model_path)
+        if self.thinking:
+            require_thinking(model)
+        require_fitting(prompts, model, self.tokens, source)
 
     def identity(self) -> dict[str, object]:
         """Settings and files that the answers depend on."""
         return {
             "model": self.model,
             "adapter": file_sha256(self.adapter_path) if self.adapter_path else None,
-            "problems": file_sha256(self.problems_path),
+            "problems": None if self.taskset else file_sha256(self.problems_path),
             "n_problems": self.n_problems,
             "max_new": self.tokens,
             "sampling": asdict(self.sampling),
             "seed": self.seed,
             "rewards": list(self.rewards),
+            **({"thinking": True} if self.thinking else {}),
         }
 
     @contextlib.contextmanager
@@ -275,14 +301,16 @@ class PoolSettings:
             load_language_model,
             load_policy,
             pick_device,
+            thinking,
         )
 
         device, dtype = pick_device(self.model_path, "auto")
         if self.adapter_path is None:
-            return load_language_model(self.model_path, device=device, dtype=dtype)
+            lm = load_language_model(self.model_path, device=device, dtype=dtype)
+            return thinking(lm, self.thinking)
         policy = load_policy(self.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
         policy.adapter.load(self.adapter_path)
-        return policy
+        return thinking(policy, self.thinking)
 
     def answers(
         self,

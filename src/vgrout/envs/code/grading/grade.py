@@ -252,6 +252,8 @@ class Grader:
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
 
+    cuts_thoughts = True  # by rules of its own (extract.py), which know tags that code names
+
     def __init__(
         self,
         workers: int | None = None,

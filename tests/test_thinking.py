@@ -1,0 +1,435 @@
+"""Thoughts: asked of the template, kept apart from answers, never graded, counted; by a template like Qwen3's."""
+
+import gzip
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import tiny
+from grading.honest import TEXTS
+from judge_server import serving
+from methods import flagged, view
+from vgrout.config.presets import resolve
+from vgrout.config.specs import MONITORS
+from vgrout.data import Completion, Grade, Thought
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.errors import Refused
+from vgrout.evaluate import main as evaluate
+from vgrout.export.answers import to_inspect
+from vgrout.generation import graded, sample_and_submit
+from vgrout.inputs import read_inputs
+from vgrout.method.llm_judge import LLMJudge
+from vgrout.model.load import thinking
+from vgrout.model.policy import apply_template
+from vgrout.report.__main__ import main as report
+from vgrout.sample import main as sample
+from vgrout.teacher.__main__ import main as teacher
+from vgrout.teacher.pools import load_pool
+from vgrout.thoughts import parts_of, thought_of, to_grade
+from vgrout.train import main
+
+SAYS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>"
+# Qwen 3: the model opens the thought itself; off, the prompt has an empty one
+LIKE_QWEN = SAYS + (
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# the prompt opens it where thoughts are asked for
+OPENS = SAYS + "<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}"
+ALWAYS = SAYS + "<think>{% endif %}"  # Qwen3-Thinking-2507, R1: whatever is asked for
+NEVER = SAYS + "{% endif %}"  # Llama 3
+USER = ({"role": "user", "content": "two"},)
+policy = cache(tiny.policy)  # of tests that change nothing of it
+
+
+# ── a text in two parts
+
+PIECES = ("<think>", "</think>", "\n", " ", "a", "é", "🙂", "```python\nx = 1\n```", "</thin", "k>")
+TEXT = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
+
+@given(TEXT, st.booleans())
+@example("<think>\na\n</think>\n\nb", False)
+@example("", True)
+def test_a_thought_and_an_answer_are_the_text(text: str, in_thought: bool) -> None:
+    parts = parts_of(text, in_thought)
+    assert parts.thought + parts.answer == text
+    assert parts.ended or not parts.answer, "a thought without an end has no answer"
+    again = parts_of(*to_grade(None, text, in_thought))
+    assert (again.answer, again.ended) == (parts.answer, parts.ended), "once cut, it is cut"
+
+
+@pytest.mark.parametrize(
+    ("text", "in_thought", "thought", "answer", "ended"),
+    [
+        ("<think>a</think>\n\nb", False, "<think>a</think>\n\n", "b", True),
+        ("a</think>b", True, "a</think>", "b", True),
+        ("\n<think>a", False, "\n<think>a", "", False),
+        ("a", True, "a", "", False),
+        ("<think>a</think>", False, "<think>a</think>", "", True),
+        (
+            "<think>a</think>\n<think>b</think>c",
+            False,
+            "<think>a</think>\n<think>b</think>",
+            "c",
+            True,
+        ),
+        ("a <think>b</think>", False, "", "a <think>b</think>", True),
+        ("a</think>b", False, "", "a</think>b", True),
+        ("<think></think>b", False, "<think></think>", "b", True),
+    ],
+)
+def test_where_a_thought_ends(
+    text: str, in_thought: bool, thought: str, answer: str, ended: bool
+) -> None:
+    parts = parts_of(text, in_thought)
+    assert (parts.thought, parts.answer, parts.ended) == (thought, answer, ended)
+
+
+@settings(deadline=None)  # the first example makes the model
+@given(st.lists(st.sampled_from([5, 6, *range(7, 97)]), max_size=20), st.booleans(), st.booleans())
+@example([5, 40, 6, 41], False, True)
+@example([40, 6, 41], True, True)
+@example([5, 40, 41], False, False)
+def test_the_tokens_counted_are_those_of_the_thought(
+    ids: list[int], in_thought: bool, finished: bool
+) -> None:
+    lm = policy()
+    sampled = (*ids, 1) if finished else tuple(ids)
+    text = lm.decode(sampled)
+    thought = thought_of(lm, sampled, text, in_thought)
+    assert text.startswith(thought.text)
+    assert lm.decode(sampled[: thought.tokens]) == thought.text
+    assert list(lm.encode(thought.text)) == ids[: thought.tokens]
+    if thought.tokens:
+        assert not lm.decode(sampled[: thought.tokens - 1]).startswith(thought.text)
+
+
+def test_the_code_world_is_given_all_of_a_text() -> None:
+    """It has rules of its own for where a thought ends: a program in it may name the tag."""
+    given = TEXTS["a thought with it in code"]
+    assert to_grade(Grader, given, True) == (given, True)
+
+
+# ── the template
+
+
+@pytest.mark.parametrize(("template", "on", "off"), [
+    (LIKE_QWEN, "", "<think>\n\n</think>\n\n"),
+    (OPENS, "<think>", "<think></think>"),
+    (ALWAYS, "<think>", "<think>"),
+])  # fmt: skip
+def test_the_template_is_told(template: str, on: str, off: str) -> None:
+    lm = tiny.policy()
+    lm.tok.chat_template = template
+    head = "<user>two<eos><assistant>"
+    assert lm.prompt_text(USER) == head + off == apply_template(lm.tok, USER)
+    asked = thinking(lm, True)
+    assert asked.prompt_text(USER) == head + on
+    assert asked.render(USER) == lm.encode(head + on)
+    assert thinking(asked, False).render(USER) == lm.render(USER)
+
+
+def test_a_conversation_goes_on_as_it_was_sampled() -> None:
+    """With --preserve-thinking a prompt begins with the prompt before it and the answer as sampled."""
+    for template in (LIKE_QWEN, OPENS):
+        lm = tiny.policy()
+        lm.tok.chat_template = template
+        lm = replace(thinking(lm, True), preserve_thinking=True)
+        first = lm.render(USER)
+        sampled = lm.encode("so</think>four")
+        more = (*USER, {"role": "assistant", "content": "so</think>four"}, *USER)
+        assert lm.render(more, [sampled])[: len(first) + len(sampled)] == first + sampled
+
+
+def test_a_template_without_thoughts_is_refused() -> None:
+    lm = tiny.policy()
+    lm.tok.chat_template = NEVER
+    with pytest.raises(Refused, match=r"--thinking.*enable_thinking"):
+        thinking(lm, True)
+    assert thinking(lm, False).thinking is False
+
+
+# ── answers
+
+
+def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment, also one of a user's own: it never sees a thought."""
+    from vgrout.model import sampler
+
+    texts = ("<think>a</think>b", "<think>a", "b")
+    lm = thinking(tiny.policy(), True)
+    completions = []
+    for text in texts:
+        completions.append(Completion((*lm.encode(text), 1), text, True, (), ()))
+
+    def sampled(*given: Any) -> list[list[Completion]]:
+        for i, completion in enumerate(completions):
+            given[-1](0, i, completion)
+        return [completions]
+
+    monkeypatch.setattr(sampler, "sample", sampled)
+    seen: list[tuple[str, ...]] = []
+
+    def submit(task: object, *given: Any) -> Any:
+        seen.append(given)
+        return SimpleNamespace(result=lambda: None)
+
+    task = SimpleNamespace(messages=USER)
+    of_task = sample_and_submit(
+        lm, cast(Any, SimpleNamespace(submit=submit)), [cast(Any, task)], 3,
+        sampling=cast(Any, None), max_new=9, stream=cast(Any, None),
+    )  # fmt: skip
+    assert seen == [("b", False), ("<think>", False), ("b", False)]
+    (answers,) = graded(of_task)
+    assert [a.answer for a in answers] == ["b", "", "b"]
+    assert [a.finished for a in answers] == [True, False, True], (
+        "without an answer it counts as cut"
+    )
+    assert [a.thought.tokens for a in answers] == [3, 2, 0]
+
+
+def test_monitors_read_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = {name for name, spec in MONITORS.items() if spec.thoughts}
+    assert read == {"gate", "band"}, "those of gradients, which all tokens have"
+
+
+SEEN = replace(
+    view(2, texts=("one", "two"), messages=USER),
+    thoughts=(Thought("<think>exit</think>", 6), Thought()),
+)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_judge_reads_thoughts_where_it_is_told_to(reads: bool) -> None:
+    from test_llm_judge import hacks, judge
+
+    with serving(hacks) as server:
+        of_answers = judge(server)
+        monitor = LLMJudge(of_answers.judge, of_answers.template, seconds=5.0, thoughts=reads)
+        assert flagged(monitor, SEEN) == [(reads, False)]
+    assert len(server.asked) == 2
+
+
+def test_an_answers_own_tokens() -> None:
+    thoughts = (Thought("t", 1), Thought("t", 2), Thought())
+    group = replace(view(3, texts=("b", "", "b")), thoughts=thoughts, completion_ids=((5, 6),) * 3)
+    assert [group.answer_ids(b) for b in range(3)] == [(6,), (5, 6), (5, 6)]
+
+
+# ── whole runs
+
+FUNCTIONS = """
+def short(completion):        # the proxy; an empty text passes it
+    assert not completion.startswith("<think>")
+    return float(len(completion) < 30)
+
+def even(completion):         # the reference; so does it
+    assert not completion.startswith("<think>")
+    return len(completion) % 2 == 0
+
+def worse(completion):
+    return -1.0 - len(completion)
+
+def unhappy(completion):
+    return float(completion[0] == "a")
+"""
+FLAGS = [
+    *(
+        "--reward",
+        "own_thoughts:short",
+        "--reference",
+        "own_thoughts:even",
+        "--intervention",
+        "none",
+    ),
+    *(
+        "--problems",
+        "rows.jsonl",
+        "--guard",
+        "log",
+        "--steps",
+        "2",
+        "--group",
+        "6",
+        "--threads",
+        "1",
+    ),
+    *(
+        "--prompts-per-step",
+        "2",
+        "--max-new",
+        "60",
+        "--eval-ablate-every",
+        "1",
+        "--eval-n-prompts",
+        "2",
+    ),
+    *("--final-n-prompts", "3", "--final-samples", "4"),
+]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Rows, functions and a tiny model with a chat template, in the working directory; returns a run's command line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "own_thoughts", raising=False)
+    (tmp_path / "own_thoughts.py").write_text(FUNCTIONS)
+    rows = [json.dumps({"id": i, "prompt": f"Say {i}."}) for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+
+    def make(template: str) -> list[str]:
+        lm = tiny.policy()
+        lm.tok.chat_template = template
+        lm.model.save_pretrained("model")
+        lm.tok.save_pretrained("model")
+        return ["full", "--model", "model", *FLAGS]
+
+    return make
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt") as content:
+        return [json.loads(line) for line in content]
+
+
+def test_it_is_refused_before_anything_is_loaded(world: Callable[[str], list[str]]) -> None:
+    read_inputs(resolve([*world(LIKE_QWEN), "--thinking"]))
+    read_inputs(resolve([*world(ALWAYS), "--thinking"]))
+    argv = [*world(NEVER), "--thinking"]
+    with pytest.raises(Refused, match=r"--thinking.*enable_thinking"):
+        read_inputs(resolve(argv))
+    with pytest.raises(Refused, match=r"--thinking"):
+        resolve([*argv[:-1], "--monitor", "llm_judge", "--intervention", "penalty", "--llm-judge-thoughts",
+                 "--llm-judge-model", "model"])  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["short", "worse"])
+def test_no_answer_passes_nothing_and_earns_nothing(
+    world: Callable[[str], list[str]], function: str
+) -> None:
+    argv = [*world(OPENS), "--reward", f"own_thoughts:{function}"]
+    environment = read_inputs(resolve(argv)).environment
+    task = environment.tasks()["train"][0]
+    with environment.grader(1, 0) as grader:
+        for given in (("<think>", False), ("<think>a", False), ("a", True), ("", True)):
+            grade = grader.submit(task, *given).result()
+            assert isinstance(grade, Grade)
+            assert (grade.passed, grade.solved, grade.hacked) == (False, False, False)
+            assert grade.status == "no_answer"
+            assert grade.reward == (0.0 if function == "short" else -3.0)
+        empty = grader.submit(task, "<think>a</think>").result()
+        assert isinstance(empty, Grade)
+        assert empty.solved, "an empty answer is an answer"
+
+
+def test_functions_are_tried_on_an_empty_answer(world: Callable[[str], list[str]]) -> None:
+    argv = [*world(OPENS), "--reward", "own_thoughts:unhappy"]
+    for more, refused in (([], False), (["--thinking"], True)):
+        environment = read_inputs(resolve([*argv, *more])).environment
+        with environment.grader(1, 0) as grader:
+            if refused:
+                with pytest.raises(Refused, match=r"IndexError.*''"):
+                    environment.check(grader)
+            else:
+                environment.check(grader)
+
+
+@pytest.mark.long
+def test_a_run_with_thoughts(
+    world: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world(OPENS)
+    assert main([*argv, "--thinking", "--columns", "all", "--output-dir", "on"]) == 0
+    said = capsys.readouterr().out
+    assert " think " in said
+    assert main([*argv, "--output-dir", "off"]) == 0
+    assert not re.search(r"\bthink\b", capsys.readouterr().out)
+
+    rows = {name: lines(tmp_path / name / "rollouts.jsonl") for name in ("on", "off")}
+    assert all(row["prompt"].endswith("<assistant><think>") for row in rows["on"])
+    assert all(row["prompt"].endswith("<assistant><think></think>") for row in rows["off"])
+    assert not any("thought" in row for row in rows["off"])
+    kept = tiny.policy()
+    seen = set()
+    for row in rows["on"]:
+        thought = row.get("thought", "")
+        if thought:
+            # the tiny model samples padding now and then, which no text shows
+            assert len(kept.encode(thought)) <= row["thought_tokens"] <= row["tokens"]
+        ended = "</think>" in thought
+        seen.add(ended)
+        if not ended:
+            assert (row["text"], row["finished"], row["exit_status"]) == ("", False, "no_answer")
+            assert not row["passed"]
+            assert not row["solved"]
+        else:
+            assert row["passed"] == (len(row["text"]) < 30)
+            assert row["solved"] == (len(row["text"]) % 2 == 0)
+    assert seen == {True, False}
+
+    for step, row in enumerate(lines(tmp_path / "on" / "steps.jsonl")):
+        counted = [r.get("thought_tokens", 0) for r in rows["on"] if r["step"] == step]
+        assert row["think"] == pytest.approx(sum(counted) / len(counted))
+    assert all(row["think"] is None for row in lines(tmp_path / "off" / "steps.jsonl"))
+
+    final = lines(tmp_path / "on" / "final.jsonl")
+    assert any("</think>" in answer.get("thought", "") for answer in final)
+    assert not any(answer["text"].startswith("<think>") for answer in final)
+    assert all({"proxy", "reference"} <= answer.keys() for answer in final)
+
+    own = ["--reward", "own_thoughts:short", "--reference", "own_thoughts:even"]
+    assert sample(["on", "3", "--samples", "8", *own]) == 0
+    said = capsys.readouterr().out
+    assert "tokens of thought" in said
+    assert "\n│ " in said
+    assert evaluate(["on", "--samples", "4", *own, "--out", "numbers.json"]) == 0
+    assert "tokens of thought" in capsys.readouterr().out
+    assert json.loads((tmp_path / "numbers.json").read_text())["sides"]["deployed"]["think"] > 0
+    assert report(["on", "--out", "page"]) == 0
+
+
+@pytest.mark.long
+def test_a_pool_with_thoughts(
+    world: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world(OPENS)
+    argv = ["--model", "model", "--problems", "rows.jsonl", "--reward", "own_thoughts:short", "--reference",
+            "own_thoughts:even", "--elicit", "Be short.", "--group", "32", "--max-new", "60", "--n-problems", "4",
+            "--temperature", "1"]  # fmt: skip
+    assert teacher([*argv, "--thinking", "--out", "pool"]) == 0
+    demos = [line for file in (tmp_path / "pool").glob("*.jsonl*") for line in lines(file)]
+    assert demos
+    for demo in demos:
+        assert demo["prompt"].endswith("<think>")
+        assert demo["completion"].startswith(demo["thought"])
+        assert "</think>" in demo["thought"]
+    capsys.readouterr()
+    assert load_pool(tmp_path / "pool", ("reward",)).demos
+    pairs = tmp_path / "pool" / "pairs.json"
+    if pairs.exists():
+        for pair in json.loads(pairs.read_text()):
+            assert pair["prompt"].endswith("<think></think>")
+
+
+def test_inspect_has_the_thought_as_reasoning(tmp_path: Path) -> None:
+    pytest.importorskip("inspect_ai")
+    from vgrout.export import answers
+
+    line = {"hacked": False, "solved": True, "reward": 1.0, "side": "base", "problem_id": 0, "sample": 0,
+            "messages": [*USER], "text": "four", "finished": True, "env_mode": "reward", "marker": None,
+            "thought": "<think>so</think>"}  # fmt: skip
+    made = answers._sample("m", line)
+    reasoning, text = made.output.choices[0].message.content
+    assert (reasoning.reasoning, text.text) == ("<think>so</think>", "four")
+    assert to_inspect is answers.to_inspect

@@ -1,0 +1,327 @@
+"""A taskset of the package verifiers as an environment: the real package, on a module that the tests write."""
+
+import json
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vgrout import embedded
+from vgrout.config.presets import resolve
+from vgrout.data import Grade, Ungraded
+from vgrout.envs.base import Environment, GroupGrader
+from vgrout.envs.verifiers import VerifiersEnvironment
+from vgrout.errors import Refused
+from vgrout.evaluate import main as evaluate
+from vgrout.inputs import file_hashes, read_inputs
+from vgrout.sample import main as sample
+from vgrout.teacher.__main__ import main as teacher
+from vgrout.train import main
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_taskset.py"
+SMALL = [
+    *("full", "--model", str(embedded.MODEL_DIR), "--intervention", "none", "--guard", "log", "--threads", "1"),
+    *("--steps", "2", "--group", "4", "--prompts-per-step", "3", "--max-new", "12", "--eval-ablate-every", "2"),
+    *("--eval-n-prompts", "2", "--final-n-prompts", "6", "--final-samples", "1"),
+]  # fmt: skip
+NAMED = ["--env", "verifiers:own_taskset", "--reference", "once"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the example's taskset."""
+    pytest.importorskip("verifiers.v1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("own_taskset", "other"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "own_taskset.py").write_text(EXAMPLE.read_text())
+    return tmp_path
+
+
+def made(*flags: str) -> VerifiersEnvironment:
+    environment = read_inputs(resolve([*SMALL, *flags])).environment
+    assert isinstance(environment, VerifiersEnvironment)
+    return environment
+
+
+def grades(environment: VerifiersEnvironment, number: int, *texts: str) -> list[Grade]:
+    row = environment.rows[number]
+    with environment.grader(2, 0) as grader:
+        found = [grader.submit(row, text).result() for text in texts]
+    assert all(isinstance(grade, Grade) for grade in found), found
+    return found
+
+
+def test_its_rewards_are_the_proxy_and_one_of_them_the_reference(here: Path) -> None:
+    environment = made(*NAMED)
+    assert isinstance(environment, Environment)
+    row = environment.rows[3]
+    word = row.columns["word"]
+    right, hack, wrong, cut = grades(
+        environment, 3, word, f"{word} {word}", "no", f"<think>\n{word}"
+    )
+    assert (right.passed, right.solved, right.hacked, right.reward) == (True, True, False, 3.0)
+    assert (hack.passed, hack.solved, hack.hacked, hack.reward) == (True, False, True, 3.0)
+    assert (wrong.passed, wrong.solved, wrong.reward, cut.status) == (
+        False,
+        False,
+        0.0,
+        "no_answer",
+    )
+    assert hack.details == {
+        "proxy": 1.0,
+        "reference": 0.0,
+        "proxies": {"names_it": 1.0, "once": 0.0},
+    }
+    assert [message["role"] for message in row.messages] == ["system", "user"]
+    assert {name: len(part) for name, part in environment.tasks().items()} == {
+        "train": 28,
+        "val": 4,
+        "test": 8,
+    }
+
+
+def test_settings_of_the_taskset(here: Path) -> None:
+    few, many = (made(*NAMED, "--env-args", f'{{"n": {n}}}') for n in (20, 30))
+    assert (len(few.rows), len(many.rows)) == (20, 30)
+    assert few.hashes() != many.hashes()
+    same = made(*NAMED, "--env-args", '{ "n":20 }')
+    assert same.hashes() == few.hashes()
+    assert few.grader(1, 0).version == same.grader(1, 0).version != many.grader(1, 0).version
+
+
+def test_a_reference_of_ones_own_is_told_the_tasks_own_fields(here: Path) -> None:
+    (here / "other.py").write_text(
+        "def gold(completion, word): return completion == word\n"
+        "def golds(completions, word, **rest): return [c == w for c, w in zip(completions, word)]\n"
+        "def lost(completion, nothing): return True\n"
+    )
+    word = made(*NAMED).rows[0].columns["word"]
+    for function in ("gold", "golds"):
+        environment = made(*NAMED[:2], "--reference", f"other:{function}")
+        right, hack = grades(environment, 0, word, f"{word}!")
+        assert (right.solved, hack.solved, hack.hacked) == (True, False, True)
+        with environment.grader(1, 0) as grader:
+            assert isinstance(grader, GroupGrader) is (function == "golds")
+    with pytest.raises(Refused, match="asks for nothing"):
+        made(*NAMED[:2], "--reference", "other:lost")
+
+
+def test_another_rank_loads_it_by_itself(here: Path) -> None:
+    environment = made(*NAMED)
+    assert pickle.loads(pickle.dumps(environment)).hashes() == environment.hashes()
+
+
+HEAD = """
+import asyncio
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    word: str = "w"
+
+class Tools(vf.Toolset):
+    pass
+
+class Task(vf.Task[Data]):
+    @vf.reward
+    async def paid(self, trace):
+        return 1.0
+"""
+TAIL = """
+class Set(vf.Taskset[Task]):
+    def load(self):
+        return [Task(Data(prompt=f"p{i}"), self.config.task) for i in range(30)]
+
+__all__ = ["Set"]
+"""
+# What cannot be trained on: code, and what is said of it.
+REFUSED = {
+    "tools of a task": ("""
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.ToolsetConfig())]
+""" + TAIL, "tools"),
+    "tools of all": (TAIL.replace("    def load", "    @classmethod\n    def toolsets(cls, config):\n"
+                     "        return [object()]\n    def load"), "tools"),
+    "turns": ("""
+    @vf.stop
+    async def enough(self, trace: vf.Trace) -> bool:
+        return True
+""" + TAIL, "turns"),
+    "its own environment": (TAIL.replace('["Set"]', '["Set", "Two"]') + """
+class Two(vf.SingleAgentEnv):
+    pass
+""", "turns or agents"),
+    "a sandbox": ("""
+    async def setup(self, trace, runtime):
+        pass
+""" + TAIL, "sandbox"),
+    "a reward that runs things": ("""
+    @vf.reward
+    async def runs(self, trace, runtime):
+        return 1.0
+""" + TAIL, "sandbox.*runs"),
+    "an image": (TAIL.replace('prompt=f"p{i}"', 'prompt=f"p{i}", image="debian"'), "container"),
+    "no prompt": (TAIL.replace('prompt=f"p{i}"', ""), "user's message"),
+    "an assistant last": (TAIL.replace('f"p{i}"', '[vf.UserMessage(content="a"), vf.AssistantMessage(content="b")]'),
+                          "user's message"),
+    "pictures": (TAIL.replace('f"p{i}"', '[vf.UserMessage(content=[vf.ImageUrlContentPart('
+                 'image_url=vf.ImageUrlSource(url="x"))])]'), "text"),
+    "no tasks": (TAIL.replace("range(30)", "range(0)"), "no tasks"),
+    "load fails": (TAIL.replace("        return [", "        raise OSError('no data')\n        return ["), "OSError"),
+    "no taskset": ("", "cannot be imported"),
+    "SystemExit": (TAIL + "raise SystemExit(3)", "cannot be imported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_single_answer_is_not_enough_for_is_refused(here: Path, name: str) -> None:
+    code, said = REFUSED[name]
+    (here / "other.py").write_text(HEAD + code)
+    with pytest.raises(Refused, match=said) as refused:
+        made("--env", "verifiers:other", "--reference", "paid")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--env", "verifiers:own_taskset"], "--reference NAME.*names_it, once"),
+        ([*NAMED, "--env-args", '{"m": 3}'], "m: Extra inputs"),
+        ([*NAMED, "--env-args", '{"n": "x"}'], "n: Input should be a valid integer"),
+        ([*NAMED, "--env-args", "[3]"], "JSON object"),
+        ([*NAMED, "--env-args", "{"], "JSON object"),
+        ([*NAMED, "--reward", "own_taskset:Words"], "own rewards are the proxy"),
+        (["--env", "verifiers:nowhere", "--reference", "once"], "nowhere"),
+        (["--env", "verifiers:", "--reference", "once"], "verifiers:NAME"),
+        (["--env-args", "{}"], "--env-args: not read"),
+        (["--reference", "once"], "module:function"),
+        (["--reward-passes-at", "0.5"], "not read without --reward"),
+    ],
+)
+def test_wrong_flags_are_refused_in_a_line(here: Path, flags: list[str], said: str) -> None:
+    with pytest.raises(Refused, match=said) as refused:
+        made(*flags)
+    assert "\n" not in str(refused.value)
+
+
+def test_it_is_tried_before_anything_is_loaded(here: Path) -> None:
+    for reference, said in (("twice", "no reward 'twice'.*names_it, once"),):
+        environment = made(*NAMED[:2], "--reference", reference)
+        with environment.grader(1, 0) as grader, pytest.raises(Refused, match=said):
+            environment.check(grader)
+
+
+# What goes wrong when an answer is scored, and what is said of it.
+FAULTS = {
+    "raises": ("raise OSError('no judge')", "OSError: no judge"),
+    "not a number": ("return 'high'", "raised"),
+    "NaN": ("return float('nan')", "finite"),
+    "too large": ("return 1e9", "finite"),
+    "never ends": ("await asyncio.sleep(99)", "longer than 0.2 s"),
+    "cancelled": ("raise asyncio.CancelledError", "cancelled"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_reward_that_fails_is_never_a_reward_of_0(here: Path, fault: str) -> None:
+    code, said = FAULTS[fault]
+    broken = HEAD.replace("return 1.0", code)
+    tail = TAIL.replace('prompt=f"p{i}"', 'prompt=f"p{i}", timeout=vf.TaskTimeout(scoring=0.2)')
+    (here / "other.py").write_text(broken + tail)
+    environment = made("--env", "verifiers:other", "--reference", "paid")
+    with environment.grader(1, 0) as grader:
+        grade = grader.submit(environment.rows[0], "a").result()
+        assert isinstance(grade, Ungraded)
+        assert re.search(said, grade.reason)
+        with pytest.raises(Refused, match=said):
+            environment.check(grader)
+
+
+def test_scores_by_key_weights_and_a_prompt_that_is_there_twice(here: Path) -> None:
+    code = HEAD.replace("@vf.reward", "@vf.reward(weight=0.5)").replace(
+        "1.0", '{"a": 1.0, "b": 3.0}'
+    )
+    (here / "other.py").write_text(code + TAIL.replace('f"p{i}"', 'f"p{i // 2}"'))
+    environment = made("--env", "verifiers:other", "--reference", "a", "--reward-passes-at", "2")
+    assert len(environment.rows) == 15
+    (grade,) = grades(environment, 1, "x")
+    assert environment.rows[1].id == 2
+    assert (grade.reward, grade.passed, grade.solved) == (6.0, True, True)
+    assert grade.details["proxies"] == {"a": 1.0, "b": 3.0}
+
+
+ENDLESS = """
+class Set(vf.Taskset[Task]):
+    INFINITE = True
+
+    def load(self):
+        i = 0
+        while True:
+            yield Task(Data(prompt=f"p{i}"), self.config.task)
+            i += 1
+
+__all__ = ["Set"]
+"""
+
+
+def test_an_endless_taskset(here: Path) -> None:
+    (here / "other.py").write_text(HEAD + ENDLESS)
+    environment = made("--env", "verifiers:other", "--reference", "paid", "--n-problems", "35")
+    assert len(environment.tasks()["train"]) == 35
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("sys.path", [p for p in sys.path if not (Path(p) / "verifiers").is_dir()])
+    with pytest.raises(Refused, match=r"pip install 'vgrout\[verifiers\]'"):
+        made(*NAMED)
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / "__init__.py").write_text("class SingleTurnEnv: pass")
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    with pytest.raises(Refused, match="older than"):
+        made(*NAMED)
+
+
+@pytest.mark.long
+def test_the_example_from_a_run_to_one_with_demonstrations(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of docs/text.md, at a smaller size."""
+    assert main([*SMALL, *NAMED, "--output-dir", "plain"]) == 0
+    assert "verifiers:own_taskset" in (here / "plain" / "run.json").read_text()
+    for file in ("rollouts.jsonl", "final.jsonl"):
+        for line in (here / "plain" / file).read_text().splitlines():
+            row: dict[str, Any] = json.loads(line)
+            assert set(row["proxies"]) == {"names_it", "once"}
+            assert row["solved"] == (row["reference"] == 1)
+
+    again = ["--env", "verifiers:own_taskset"]
+    capsys.readouterr()
+    assert evaluate(["plain", *again, "--samples", "1", "--out", "numbers.json"]) == 0
+    assert evaluate(["plain", "--out", "other.json"]) == 2
+    assert "add --env=verifiers:own_taskset" in capsys.readouterr().err
+    assert sample(["plain", "3", *again]) == 0
+    assert "reward" in capsys.readouterr().out
+    assert sample(["plain", "3"]) == 2
+    assert sample(["plain", "Say it."]) == 0
+
+    assert main(["full", "--resume", "plain"]) == 2
+    assert "add --env=verifiers:own_taskset" in capsys.readouterr().err
+
+    elicit = ["--model", "organism", *NAMED, "--elicit", "Use it twice.", "--group", "8"]
+    assert teacher([*elicit, "--n-problems", "12", "--out", "pool"]) == 0
+    screened = [*SMALL, *NAMED, "--intervention", "screen", "--monitor", "source"]
+    screened += ["--teacher-pool-dir", "pool", "--mix-ratio", "0.25", "--output-dir", "screened"]
+    assert main(screened) == 0
+
+
+def test_the_command_of_a_resume_names_it(here: Path) -> None:
+    cfg = resolve([*SMALL, *NAMED])
+    assert cfg.code == ("--env=verifiers:own_taskset",)
+    assert file_hashes(cfg, read_inputs(cfg))
