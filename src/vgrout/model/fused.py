@@ -258,9 +258,10 @@ def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
 
     agree = True
     for n, heads in ((3, config.num_attention_heads), (5, config.num_key_value_heads)):
+        # each of them a tensor of its own, as in an update: kernels are made anew for views
         hidden, q = noise(1, n, config.hidden_size), noise(n, heads, D)
-        gate, up = noise(2, 1, n, config.intermediate_size)
-        tables = noise(2, n, D)
+        gate, up = noise(1, n, config.intermediate_size), noise(1, n, config.intermediate_size)
+        tables = noise(n, D), noise(n, D)
         for apply, formula, inputs, others in (
             (_Norm.apply, norm, [hidden], _weight_and_ε(block.input_layernorm)),
             (_Rotate.apply, rotate, [q], (*tables, *of_head)),
