@@ -303,7 +303,7 @@ PRETRAINED = {  # as results.md names it → intervention, control, settings
 BASES = ("smollm2-201", "smollm2-202", "smollm2-203")
 JUDGE = (
     "monitor=llm_judge llm_judge_model=out/models/smollm2 llm_judge_prompt=studies/sums-judge.txt"
-    " llm_judge_max_new=4"
+    " llm_judge_max_new=4 llm_judge_timeout=1500.0"
 )
 SUMS = {
     "`none`": ("none", "none", ""),
@@ -400,7 +400,9 @@ def test_the_pretrained_table_is_of_recorded_runs() -> None:
 
 def test_the_table_of_sums_is_of_recorded_runs() -> None:
     table = text(docs("results")).partition("<!-- sums -->")[2].partition("\n\n")[0]
-    assert table.splitlines()[3:] == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
+    shown = table.splitlines()[3:]
+    assert len(shown) == len(SUMS)
+    assert shown == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:
