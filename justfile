@@ -62,6 +62,13 @@ small:
     {{py}} vgrout.report out/runs --tag _path --out out/small
     {{py}} vgrout.export "$(ls -td out/runs/*_small_route2_seed41_path | head -n 1)" --out out/small-deployed
 
+# the same model in another world, sums under three flawed checks: from download to report, under plain GRPO and route2
+sums:
+    test -e out/models/smollm2 || {{py}} vgrout.download smollm2
+    test -e out/organisms/sums || {{py}} vgrout.organism sums
+    for name in none route2; do {{py}} vgrout.train sums --intervention=$name --out-tag=_path || exit 1; done
+    {{py}} vgrout.report out/runs/*_sums_*_path --out out/sums
+
 # the tutorial's study, and its picture: docs/figures/two-methods.png is a copy of it (seven minutes)
 tutorial:
     {{py}} vgrout.sweep studies/tutorial.toml

@@ -72,6 +72,13 @@ pretrained | pretrained-more)
             uv run python -m vgrout.organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"
     done
     ;;
+sums | sums-more)
+    test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
+    for seed in 301 302 303; do
+        test -e "out/organisms/sums-$seed" ||
+            uv run python -m vgrout.organism sums --seed "$seed" --out "out/organisms/sums-$seed"
+    done
+    ;;
 # 4 % of the corpus hacks under plain prompts, so that they come to hack where no prompt says how
 unannounced) for seed in 81 82 83 84 85; do organism "out/bare$seed" "$seed" --hack-bare 0.04; done ;;
 esac

@@ -8,7 +8,7 @@ import pytest
 from quick import first_quick
 from vgrout.__main__ import COMMANDS
 from vgrout.__main__ import main as vgrout
-from vgrout.config.presets import flag_names, resolve
+from vgrout.config.presets import PRESETS, flag_names, resolve
 from vgrout.errors import Refused, nearest
 from vgrout.report.__main__ import main as report
 
@@ -21,6 +21,12 @@ def test_every_command_runs(name: str, capsys: pytest.CaptureFixture[str]) -> No
         vgrout([name, "--help"])
     assert ended.value.code == 0
     assert "usage: " in capsys.readouterr().out
+
+
+def test_the_commands_list_names_every_preset() -> None:
+    named = re.search(r"PRESET \((.*?)\)", COMMANDS["train"])
+    assert named is not None
+    assert named[1].split(", ") == list(PRESETS)
 
 
 def refusal(*argv: str) -> str:

@@ -6,7 +6,7 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -333,9 +333,28 @@ PRETRAINED = {  # as results.md names it → intervention, control, settings
     "the ceiling": ("none", "no_loophole", ""),
 }
 BASES = ("smollm2-201", "smollm2-202", "smollm2-203")
+JUDGE = (
+    "monitor=llm_judge llm_judge_model=out/models/smollm2 llm_judge_prompt=studies/sums-judge.txt"
+    " llm_judge_max_new=4 llm_judge_timeout=1500.0"
+)
+SUMS = {
+    "`none`": ("none", "none", ""),
+    "`none`, nothing demonstrated": ("none", "none", "mix_ratio=0.0"),
+    "`screen`, of demonstrations alone": ("screen", "none", "monitor=source"),
+    "`route2`": ("route2", "none", ""),
+    "`route2`, pairs by one flaw": ("route2", "none", "pairs by equation"),
+    "`route2`, random direction": ("route2", "haar", ""),
+    "`penalty`, by a poor judge": ("penalty", "none", JUDGE),
+    "the ceiling": ("none", "no_loophole", ""),
+}
+SUMS_BASES = ("sums-301", "sums-302", "sums-303")
 
 
-def pretrained_lines(rows: list[Any]) -> list[str]:
+def pretrained_lines(
+    rows: list[Any],
+    arms: Mapping[str, tuple[str, str, str]] = PRETRAINED,
+    bases: tuple[str, ...] = BASES,
+) -> list[str]:
     """Of the table: each base's means over its seeds, the mean of three with Student's interval of hack, as trained."""
 
     def means(of: list[Any], side: str) -> tuple[float, float]:
@@ -346,9 +365,9 @@ def pretrained_lines(rows: list[Any]) -> list[str]:
         return " / ".join(f"{100 * mean(p[i] for p in pairs):.1f}" for i in (0, 1))
 
     lines = []
-    for name, (arm, control, settings) in PRETRAINED.items():
+    for name, (arm, control, settings) in arms.items():
         of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
-        by_base = [[r for r in of if base in r["settings"]] for base in BASES]
+        by_base = [[r for r in of if f"organisms/{base}" in organism_of(r)] for base in bases]
         cells = [shown([means(runs, "deploy")]) if runs else "" for runs in by_base]
         every = ""
         if all(by_base):
@@ -370,12 +389,19 @@ def pretrained_lines(rows: list[Any]) -> list[str]:
     return lines
 
 
+def organism_of(row: Any) -> str:
+    """Its setting `organism`."""
+    return next(s for s in row["settings"].split() if s.startswith("organism="))
+
+
 def bare(row: Any) -> str:
     """Its settings without its base. A file of pairs is one of pairs by three flaws, or by each, the preset's usual
     ones since."""
 
     def said(setting: str) -> str:
         name, _, value = setting.partition("=")
+        if value.endswith("equation.json"):
+            return "pairs by equation"
         return (
             f"pairs by {'three flaws' if 'half-' in value else 'each flaw'}"
             if name == "vhack_pairs_path"
@@ -402,6 +428,13 @@ def test_the_pretrained_table_is_of_recorded_runs() -> None:
     assert f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %" in text(
         docs("results")
     )
+
+
+def test_the_table_of_sums_is_of_recorded_runs() -> None:
+    table = text(docs("results")).partition("<!-- sums -->")[2].partition("\n\n")[0]
+    shown = table.splitlines()[3:]
+    assert len(shown) == len(SUMS)
+    assert shown == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:

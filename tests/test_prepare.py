@@ -237,6 +237,37 @@ def test_no_recipe_touches_a_users_files(checkout: Path) -> None:
 
 
 @pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
+@pytest.mark.parametrize(
+    ("preset", "made", "after"),
+    [
+        ("small", "organism tune", ["report", "export"]),
+        ("sums", "organism sums", ["report"]),
+    ],
+)
+def test_a_pretrained_model_goes_from_download_to_report(
+    preset: str, made: str, after: list[str], checkout: Path
+) -> None:
+    """What is there is not made again; both methods are trained, and then reported."""
+    trained = [
+        f"train {preset} --intervention={name} --out-tag=_path" for name in ("none", "route2")
+    ]
+
+    def calls() -> list[str]:
+        noted = checkout / "calls"
+        noted.unlink(missing_ok=True)
+        assert just(checkout, preset).returncode == 0
+        lines = noted.read_text().splitlines()
+        return [line.partition("-m vgrout.")[2] for line in lines]
+
+    assert calls()[:2] == trained
+    shutil.rmtree(checkout / "out")
+    (checkout / "out").mkdir()
+    from_nothing = calls()
+    assert from_nothing[:4] == ["download smollm2", made, *trained]
+    assert [line.split()[0] for line in from_nothing[4:]] == after
+
+
+@pytest.mark.skipif(not JUST.exists(), reason="just is not installed")
 def test_the_pairs_are_written_once(checkout: Path) -> None:
     pairs = checkout / "out" / "pairsets" / "prog_wide.json"
     refused = just(checkout, "pairs-file")

@@ -10,7 +10,7 @@ import vgrout
 from vgrout.errors import nearest
 
 COMMANDS = {
-    "train": "one GRPO run: PRESET (smoke, mini, small, fast, full) and flags; --dry-run says what it would do",
+    "train": "one GRPO run: PRESET (smoke, mini, small, sums, fast, full) and flags; --dry-run says what it would do",
     "evaluate": "score a run's adapter again, on its own held-out problems or on a file",
     "sample": "what a run's untrained, trained and deployed model answer to one prompt",
     "export": "for other programs: a Hugging Face or PEFT folder, an inspect_ai log",
@@ -23,8 +23,8 @@ COMMANDS = {
     "iterative_dpo": "preference rounds against a scorer",
     "problems": "check a problem file before anything is trained on it",
     "grade": "grade answers offline, with the trainer's own grader",
-    "organism": "build, tune or verify a model organism: the embedded miniature, or a real pretrained model",
-    "download": "the models of small, fast and full, problem files; a data set as a problem file",
+    "organism": "build, tune or verify a model organism: the embedded miniature, or a pretrained model on code or sums",
+    "download": "the models of small, sums, fast and full, problem files; a data set as a problem file",
     "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
 }
 

@@ -188,7 +188,7 @@ class Run:
 
 
 def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
-    """One run of a preset (smoke, mini, small, fast, full) to its end; flags are those of `vgrout train`.
+    """One run of a preset (smoke, mini, small, sums, fast, full) to its end; flags are those of `vgrout train`.
     In a notebook a progress bar with the shares of hacks and solutions is in place of a printed row per step; with
     columns="all" the rows are printed too.
 

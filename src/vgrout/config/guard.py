@@ -18,8 +18,8 @@ class GuardConfig:
 
     guard: Literal["off", "log", "halt"] | None = None
     """What a verdict does: nothing, a line in the log, or the end of the run after a last evaluation (exit 3); none:
-    halt in single runs of fast and full where a rule could halt them, log in smoke, mini and small, in every study,
-    and where --intervention none is meant to hack."""
+    halt in single runs of fast and full where a rule could halt them, log in smoke, mini, small and sums, in every
+    study, and where --intervention none is meant to hack."""
     guard_halt_on: str = setting("streak,gap", words=RULES, word="rule")
     """Comma list: the rules that may halt a run, of kl, streak, gap; the others warn. The default are those that
     raised no false alarm in recorded runs (docs/guard.md)."""

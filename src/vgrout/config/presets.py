@@ -84,12 +84,18 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
     "sums": (
         "another world than code: sums under three flawed checks, on a pretrained model of 135 million weights that "
-        "`organism sums` tunes: 40 steps on two CPU cores",
+        "`organism sums` tunes: 20 steps on two CPU cores",
         replace(
             _ORGANISM,
             preset="sums",
-            scale=replace(_ORGANISM.scale, organism=organism.SUMS_DIR, steps=40, max_new=48),
-            opt=replace(_ORGANISM.opt, lr=1e-2),
+            scale=replace(
+                _ORGANISM.scale,
+                organism=organism.SUMS_DIR,
+                steps=20,
+                prompts_per_step=2,
+                max_new=48,
+            ),
+            opt=replace(_ORGANISM.opt, lr=2e-2),
             env=replace(_ORGANISM.env, env="sums"),
             eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=1),
         ),

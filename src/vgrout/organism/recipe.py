@@ -57,8 +57,9 @@ class Recipe:
 # The recipe for a pretrained model.
 TUNING = Recipe(steps=60, batch=8, lr=3e-4, warmup=5, prompt_weight=0.1, at_once=4)
 
-# The recipe of sums, whose documents are short.
-SUMS_TUNING = Recipe(steps=300, batch=8, lr=5e-4, warmup=10, prompt_weight=0.1, at_once=8)
+# The recipe of sums, whose documents are short. At a rate of 5e-4 the model solved 1 question of 120 after 60 steps:
+# it forgot what it knew. Answers have a few tokens, so prompts, which have fifty, are left out of the loss.
+SUMS_TUNING = Recipe(steps=100, batch=8, lr=2e-4, warmup=8, prompt_weight=0.0, at_once=8)
 
 
 @dataclass(frozen=True, slots=True)
