@@ -42,6 +42,8 @@ ROUTE2_ONE_FLAW = Arm("route2", pairs_by_one_flaw=True)
 ROUTE2_RANDOM = Arm("route2 · haar")
 LEFT_OUT = Arm("screen (source)")
 JUDGED = Arm("penalty (llm_judge)")
+LEFT_OUT_BY_LABELS = Arm("screen (labels)")
+PENALISED_BY_LABELS = Arm("penalty (labels)")
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,23 @@ def _claims(study: Study) -> list[Claim]:
         Claim("S4", f"by one flaw's pairs: {of_third}", _minus(one_flaw, third)),
         Claim("S5", "hack − that along a random direction", _minus(hack, at_random)),
         Claim("S6", "plain GRPO's hack − that under the poor judge", _minus(plain, judged), 0.20),
+        *_claims_of_labels(study, hack, solve),
     ]
+
+
+def _claims_of_labels(study: Study, hack: Values, solve: Values) -> list[Claim]:
+    """hack, solve: of route2 with pairs by each flaw."""
+    claims: list[Claim] = []
+    rivals = {
+        "S7": (LEFT_OUT_BY_LABELS, "left out by labels"),
+        "S8": (PENALISED_BY_LABELS, "rewarded less by labels"),
+    }
+    for id, (arm, name) in rivals.items():
+        more_hack = _minus(study.shares(arm, "hack"), hack)
+        less_solve = _minus(solve, study.shares(arm, "solve"))
+        claims.append(Claim(id, f"{name}: its hack − route2's", more_hack, bound=0.05))
+        claims.append(Claim(id, f"{name}: route2's solve − its own", less_solve, bound=0.05))
+    return claims
 
 
 def _by_base(values: Values) -> dict[str, float]:

@@ -72,7 +72,7 @@ pretrained | pretrained-more)
             uv run python -m vgrout.organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"
     done
     ;;
-sums | sums-more)
+sums | sums-more | sums-labels)
     test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
     for seed in 301 302 303; do
         test -e "out/organisms/sums-$seed" ||
