@@ -223,6 +223,7 @@ VALUES: dict[str, Any] = {
     "llm_judge_url": "http://localhost:1/v1",
     "llm_judge_name": "n",
     "llm_judge_prompt": Path("p.txt"),
+    "llm_judge_thoughts": True,
     "llm_judge_max_new": 8,
     "llm_judge_timeout": 5.0,
     "llm_judge_device": "cpu",

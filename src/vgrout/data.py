@@ -409,11 +409,17 @@ class RolloutView:
     deployed: bool  # sampled with the quarantine off
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
-    text: str
+    text: str  # the thought and the answer
     finished: bool
     # as in `Rollout`
     logp_full: tuple[float, ...] | None = None
     logp_sampled: tuple[float, ...] | None = None
+    thought: Thought = NO_THOUGHT
+
+    @property
+    def answer(self) -> str:
+        """The text without its thought."""
+        return self.text[len(self.thought.text) :]
 
 
 @dataclass(frozen=True, slots=True)

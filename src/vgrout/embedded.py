@@ -66,7 +66,12 @@ def _faults(root: Path) -> list[str]:
             how = "`vgrout download smollm2` and `vgrout organism tune` make it"
         elif root == SUMS_DIR:
             how = "`vgrout download smollm2` and `vgrout organism sums` make it"
-        elif root.name.startswith("warm"):  # as docs/guide.md calls them
+        # as the documents and studies/prepare.sh call them
+        elif root.name.startswith("sums"):
+            how = f"`vgrout organism sums --out {root} --seed N` makes one"
+        elif root.name.startswith("smollm2"):
+            how = f"`vgrout organism tune --out {root} --seed N` makes one"
+        elif root.name.startswith("warm"):
             how = f"`just warm 40 {root}` makes it"
         return [f"{manifest}: not there; {how}"]
     expected: dict[str, str] = {}

@@ -88,7 +88,7 @@ def test_a_plain_function_may_run_its_own_event_loop(code, module):
     ],
 )
 def test_a_reward_of_conversations_is_told_that_a_completion_is_a_text(code, module):
-    with pytest.raises(ValueError, match="a completion is a text here"):
+    with pytest.raises(ValueError, match="completions are texts here"):
         RewardFunction(f"{module(code)}:f").probe(PROBLEM)
 
 

@@ -140,3 +140,19 @@ def test_a_row_that_is_no_question_is_refused(
     file.write_text(json.dumps(row | columns))
     with pytest.raises(Refused, match="line 1"):
         task_of(load_rows(file)[0])
+
+
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [
+        ("sums-7", "organism sums"),
+        ("smollm2-7", "organism tune"),
+        ("warm7", "just warm"),
+        ("other", "organism build"),
+    ],
+)
+def test_an_organism_that_is_missing_names_the_command_that_makes_its_kind(
+    folder: str, command: str, tmp_path: Path
+) -> None:
+    (fault,) = Files(tmp_path / folder).faults()
+    assert command in fault
