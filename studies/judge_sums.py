@@ -116,13 +116,13 @@ def _claims(study: Study) -> list[Claim]:
 
     of_third = "hack − a third of plain GRPO's"
     return [
-        Claim("S1", f"by each flaw's pairs: {of_third}", _minus(hack, third)),
-        Claim("S1", "solve of the ceiling − its solve", _minus(ceiling_solve, solve), bound=0.10),
-        Claim("S2", "hack − plain GRPO's without demonstrations", _minus(hack, alone), bound=-0.10),
-        Claim("S3", "hack − that with demonstrations left out", _minus(hack, left_out)),
-        Claim("S4", f"by one flaw's pairs: {of_third}", _minus(one_flaw, third)),
-        Claim("S5", "hack − that along a random direction", _minus(hack, at_random)),
-        Claim("S6", "plain GRPO's hack − that under the poor judge", _minus(plain, judged), 0.20),
+        Claim("Q1", f"by each flaw's pairs: {of_third}", _minus(hack, third)),
+        Claim("Q1", "solve of the ceiling − its solve", _minus(ceiling_solve, solve), bound=0.10),
+        Claim("Q2", "hack − plain GRPO's without demonstrations", _minus(hack, alone), bound=-0.10),
+        Claim("Q3", "hack − that with demonstrations left out", _minus(hack, left_out)),
+        Claim("Q4", f"by one flaw's pairs: {of_third}", _minus(one_flaw, third)),
+        Claim("Q5", "hack − that along a random direction", _minus(hack, at_random)),
+        Claim("Q6", "plain GRPO's hack − that under the poor judge", _minus(plain, judged), 0.20),
         *_claims_of_labels(study, hack, solve),
     ]
 
@@ -131,8 +131,8 @@ def _claims_of_labels(study: Study, hack: Values, solve: Values) -> list[Claim]:
     """hack, solve: of route2 with pairs by each flaw."""
     claims: list[Claim] = []
     rivals = {
-        "S7": (LEFT_OUT_BY_LABELS, "left out by labels"),
-        "S8": (PENALISED_BY_LABELS, "rewarded less by labels"),
+        "Q7": (LEFT_OUT_BY_LABELS, "left out by labels"),
+        "Q8": (PENALISED_BY_LABELS, "rewarded less by labels"),
     }
     for id, (arm, name) in rivals.items():
         more_hack = _minus(study.shares(arm, "hack"), hack)
