@@ -364,7 +364,7 @@ def test_a_judge_file_shows_where_it_raised(
                 "--scorer",
                 "def f(prompt, answer):\n    return 'x'",
                 0,
-                "raised ValueError: could not",
+                "returned str, not a number",
             ),
             ("--scorer", "def f(:", 0, "cannot be imported (SyntaxError"),
         ],

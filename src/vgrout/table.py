@@ -163,11 +163,11 @@ class StepRow(Columns):
 
     hack_s: Rate = col(
         "frac",
-        "student rows that hack: the flawed check accepts, the reference tests reject",
+        "student rows that hack: the flawed check accepts, the reference rejects",
         should="rises under none; ELSE there is nothing to prevent",
         head="hack %",
     )
-    solve_s: Rate = col("frac", "student rows that the reference tests accept", head="solve %")
+    solve_s: Rate = col("frac", "student rows that the reference accepts", head="solve %")
     tries_s: Rate | None = col(
         "frac",
         "student rows that hack, or try to and fail",

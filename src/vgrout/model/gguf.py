@@ -152,7 +152,11 @@ def _run_apart(file: Path, flag: str, *folder: str) -> str:
     why = lines[-1][:200] if lines else f"it ended with {work.returncode}"
     if work.returncode == PACKAGE_FAULT:
         raise Refused(f"gguf is installed and cannot be imported ({why}): install it again")
-    if work.returncode in (FILE_FAULT, -signal.SIGXCPU):
+    # A count in the head may have asked for so much that nothing was left to say so in order.
+    starved = "in read_head" in errors and "MemoryError" in errors
+    if starved:
+        why = "MemoryError"
+    if starved or work.returncode in (FILE_FAULT, -signal.SIGXCPU):
         named = f"{flag} {file}".strip()
         raise Refused(
             f"{named}: cannot be converted ({why}); give a whole GGUF file of a chat model"
