@@ -46,7 +46,9 @@ def test_flops_are_torchs_own_count() -> None:
     counted = forward_flops(shape, [(8, [13])], share=True)
     assert counted - attention_flops(shape, 20, 0) == total - head - square
     assert attention_flops(shape, 20, 0) == 4 * 2 * 4 * 16 * 20 * 21 // 2
-    assert attention_flops(shape, 12, 8) + attention_flops(shape, 8, 0) == attention_flops(shape, 20, 0)
+    assert attention_flops(shape, 12, 8) + attention_flops(shape, 8, 0) == attention_flops(
+        shape, 20, 0
+    )
 
 
 def test_sharing_saves_the_copies_of_the_prompt_and_nothing_else() -> None:
