@@ -202,7 +202,7 @@ def test_the_card_that_is_here_has_a_row(
     # shapes for which the rates were not measured
     assert not table(capsys, "mini", "--intervention=none", "--dtype=bf16")
     assert not table(capsys, "fast", "--intervention=none", "--dtype=fp32")
-    assert not table(capsys, "fast", "--intervention=none", "--max-new=64", "--group=2")
+    assert not table(capsys, "fast", "--intervention=none", "--max-new=16")
 
 
 def test_a_card_that_is_here_and_full_does_not_hold_the_run(
