@@ -4,11 +4,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vgrout.config.presets import resolve
 from vgrout.model.source import BF16, FP32, KNOWN, Shapes
 from vgrout.model.step_time import (
     BY_CLIENT_NAME,
@@ -21,6 +24,7 @@ from vgrout.model.step_time import (
     step_time,
     update_seconds,
 )
+from vgrout.runs.preflight import step_lines
 from vgrout.train import main
 
 QWEN3_4B = KNOWN["Qwen/Qwen3-4B"]
@@ -131,17 +135,17 @@ def test_rates_apply_near_what_was_measured_alone() -> None:
 
 
 @pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, object], None]:
     """Sets the kind of this machine's card, and its free MiB."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def put(name: str, free: int) -> None:
+    def put(name: str, free: object) -> None:
         client = tmp_path / "bin" / "nvidia-smi"
         client.parent.mkdir()
         client.write_text(
             f'#!/bin/sh\ncase "$*" in -L) echo "GPU 0: {name} (UUID: GPU-0a)";; *=name*) echo "{name}";; '
-            f"*) echo {free};; esac\n"
+            f'*) echo "{free}";; esac\n'
         )
         client.chmod(0o755)
         monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
@@ -180,7 +184,7 @@ def test_a_dry_run_says_how_long_a_step_takes(
     assert "estimated" in text
     assert "H200" in text
     assert "nothing was measured on other cards" in text
-    assert "does not hold the run, which needs 38.7 GiB" in text
+    assert "RTX 4090, 24 GB does not hold the run: 22.4 of 38.7 GiB" in text
     none = table(capsys, "fast", "--intervention=none")
     for card in COMPARED[1:]:
         seconds = [float(row(lines, card.name)[-4]) for lines in (none, route2)]
@@ -189,7 +193,7 @@ def test_a_dry_run_says_how_long_a_step_takes(
 
 
 def test_the_card_that_is_here_has_a_row(
-    gpu: Callable[[str, int], None], capsys: pytest.CaptureFixture[str]
+    gpu: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu("NVIDIA H200", 140_000)
     lines = table(capsys, "fast", "--intervention=route2")
@@ -206,17 +210,43 @@ def test_the_card_that_is_here_has_a_row(
 
 
 def test_a_card_that_is_here_and_full_does_not_hold_the_run(
-    gpu: Callable[[str, int], None], capsys: pytest.CaptureFixture[str]
+    gpu: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu("NVIDIA A100-SXM4-80GB", 9_000)
-    assert "hold" in row(table(capsys, "fast", "--intervention=route2"), "A100 SXM, here")
+    found = " ".join(row(table(capsys, "fast", "--intervention=route2"), "A100 SXM, here"))
+    assert "not hold the run: 8.8 of 38.7 GiB" in found
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "Tesla T4", "", "[N/A]"])
-def test_of_a_card_that_is_not_known_nothing_is_said(
-    name: str, gpu: Callable[[str, int], None], capsys: pytest.CaptureFixture[str]
+def test_a_step_that_several_processes_share_has_no_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu(name, 60_000)
+    monkeypatch.chdir(tmp_path)
+    cfg = resolve(["fast", "--intervention=none"])
+    grader: Any = SimpleNamespace(description="graded by f, in this process", workers=1)
+    alone = step_lines(cfg, QWEN3_4B, [], grader)
+    assert "your reward" in " ".join(alone)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert step_lines(cfg, QWEN3_4B, [], grader) == []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    taught = replace(cfg, loss=replace(cfg.loss, teacher_tau=0.1, teacher_model="organism"))
+    assert step_lines(taught, QWEN3_4B, [], grader) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "free"),
+    [
+        ("NVIDIA H200 NVL", 60_000),
+        ("Tesla T4", 60_000),
+        ("", 60_000),
+        ("[N/A]", 60_000),
+        ("NVIDIA H200", "[Insufficient Permissions]"),  # as of a part of a card
+    ],
+)
+def test_of_a_card_that_is_not_known_nothing_is_said(
+    name: str, free: object, gpu: Callable[[str, object], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu(name, free)
     lines = table(capsys, "fast", "--intervention=none")
     assert len(lines) == 8
     assert not any("here" in line for line in lines)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vgrout import tracking
+from vgrout import ranks, tracking
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resumed
 from vgrout.config.run import Config, from_dict
@@ -311,17 +311,18 @@ def step_lines(cfg: Config, shapes: Shapes, prompts: Prompts, grader: Grader) ->
     """A table of the seconds that a step is expected to take, on cards of three sizes and on the one that is here.
 
     Empty where the measured rates do not apply: on a CPU, in fp32, for a much smaller or larger model, for a step of
-    few tokens, and where a second model takes part.
+    few tokens, where a second model takes part, and where several processes share a step.
     """
     load = step_load(cfg, prompts)
     if (
         device_of(cfg) != "cuda"
         or cfg.loss.teacher_model
+        or ranks.size() > 1
         or not rates_apply(shapes, ITEMSIZE[dtype_of(cfg)], load)
     ):
         return []
     unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
-    here = BY_CLIENT_NAME.get(model_name())
+    here, free = BY_CLIENT_NAME.get(model_name()), free_bytes()
     lines = [
         f"estimated by rates of {MEASURED_ON}; nothing was",
         "measured on other cards, and a slow host took a third longer",
@@ -331,9 +332,8 @@ def step_lines(cfg: Config, shapes: Shapes, prompts: Prompts, grader: Grader) ->
         if card is not here:
             room = card.gigabytes * 10**9
             lines.append(_step_row(str(card), card, unbound, shapes, prompts, room, grader))
-    if here is not None:
-        room = free_bytes() or here.gigabytes * 10**9
-        lines.append(_step_row(f"{here.name}, here", here, cfg, shapes, prompts, room, grader))
+    if here is not None and free is not None:  # of a part of a card nothing is known
+        lines.append(_step_row(f"{here.name}, here", here, cfg, shapes, prompts, free, grader))
     lines += _step_note(cfg, load, grader)
     return _headed("seconds", *lines)
 
@@ -351,7 +351,7 @@ def _step_row(
     made = memory_plan(cfg, shapes, prompts, room)
     if made.peak > room:
         least = memory_plan(cfg, shapes, prompts, 0).peak / GIB
-        return f"{name:<18}  does not hold the run, which needs {least:.1f} GiB"
+        return f"{name:<18}  does not hold the run: {room / GIB:.1f} of {least:.1f} GiB"
     workers = grader.workers if in_sandbox(grader) else 0
     took = step_time(card, shapes, step_load(cfg, prompts), rows=made.rows, workers=workers)
     all_steps = _duration(cfg.scale.steps * took.total)
