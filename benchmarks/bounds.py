@@ -10,12 +10,13 @@ import torch
 from torch.nn import Linear
 
 from benchmarks import rig
-from benchmarks.flops import Lengths, Shape, decode_bytes, update_flops
 from benchmarks.measure import Figure
 from vgrout.data import Completion
+from vgrout.model.flops import Lengths, decode_bytes, update_flops
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
+from vgrout.model.source import Shapes, shapes_of
 from vgrout.rng import torch_stream
 
 # dense bf16 FLOP/s by the makers' data sheets; other devices are measured
@@ -42,6 +43,13 @@ class Load:
     def lengths(self) -> list[Lengths]:
         """Tokens of each prompt and its answers."""
         return [(self.prompt, [self.answer] * self.group)] * self.prompts
+
+
+def known_shapes(policy: Policy) -> Shapes:
+    """The shapes of a policy's model, a decoder of the Llama kind."""
+    shapes = shapes_of(policy.model.config.to_dict())
+    assert shapes is not None
+    return shapes
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -121,7 +129,7 @@ def update_figure(
     run = rig.update(policy, groups, by_rollout=not share)
     run()
     seconds = statistics.median(timed(run) for _ in range(rounds))
-    used = update_flops(Shape.of(policy.model), load.lengths, share) / seconds / rate
+    used = update_flops(known_shapes(policy), load.lengths, share) / seconds / rate
     tokens = load.prompts * load.group * (load.prompt + load.answer)
     figure = f"{used:.0%}, {tokens / seconds:.0f} tokens / s, {seconds:.2f} s{above_weights(run)}"
     return Figure(
@@ -152,7 +160,9 @@ def sampling_figure(name: str, policy: Policy, load: Load, rate: float, rounds: 
     run()
     seconds = statistics.median(timed(run) for _ in range(rounds))
     rows = load.prompts * load.group
-    limit = rows * rate / decode_bytes(Shape.of(policy.model), rows, load.prompt + load.answer // 2)
+    context = load.prompt + load.answer // 2
+    itemsize = policy.model.dtype.itemsize
+    limit = rows * rate / decode_bytes(known_shapes(policy), itemsize, rows, context)
     reached = rows * load.answer / seconds
     token_ms = seconds / load.answer * 1e3
     figure = (

@@ -34,6 +34,7 @@ from benchmarks.bounds import (
     Load,
     bandwidth,
     dense_rate,
+    known_shapes,
     sampler,
     sampling_figure,
     timed,
@@ -48,7 +49,6 @@ from vgrout.model.load import as_language_model, pick_device
 from vgrout.model.logprobs import backbone, foreign
 from vgrout.model.memory import CONTEXT, GIB, plan
 from vgrout.model.policy import Policy
-from vgrout.model.source import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, svd
 from vgrout.model.trials import fuse_blocks
 from vgrout.optim import Optimizer
@@ -165,10 +165,8 @@ def noise(policy: Policy, load: Load, **other: int) -> list[Group]:
 
 def fits_plan(policy: Policy, load: Load) -> Figure:
     """The most that the GPU holds in two steps of route2 on both sets of weights, by the plan."""
-    shapes = shapes_of(policy.model.config.to_dict())
-    assert shapes is not None
     memory = plan(
-        shapes,
+        known_shapes(policy),
         device="cuda",
         size=policy.model.dtype.itemsize,
         routes=True,

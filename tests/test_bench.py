@@ -15,11 +15,18 @@ import tiny
 from benchmarks import gpu, launches, real, rig, step, trl_peer
 from benchmarks.__main__ import main
 from benchmarks.bounds import Load
-from benchmarks.flops import Shape, decode_bytes, forward_flops, head_flops, kv_bytes, update_flops
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
 from vgrout import embedded as organism
 from vgrout.model import decoder
+from vgrout.model.flops import (
+    attention_flops,
+    decode_bytes,
+    forward_flops,
+    head_flops,
+    update_flops,
+)
+from vgrout.model.source import Shapes, shapes_of
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -28,14 +35,8 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 def test_flops_are_torchs_own_count() -> None:
     """torch counts every product of a forward (no sharing, one row, last token not read) with plain attention."""
     model = tiny.tiny("qwen3")
-    shape = Shape.of(model)
-    assert (shape.layers, shape.hidden, shape.kv_heads, shape.head_dim, shape.itemsize) == (
-        2,
-        64,
-        2,
-        16,
-        4,
-    )
+    shape = shapes_of(model.config.to_dict())
+    assert shape is not None
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(3, 23)[None], use_cache=False)
@@ -43,22 +44,22 @@ def test_flops_are_torchs_own_count() -> None:
     n, head = 20, 2 * 64 * 97 * 20
     square = 4 * 2 * 4 * 16 * n * n  # eager attention computes the upper triangle too
     counted = forward_flops(shape, [(8, [13])], share=True)
-    assert counted - shape.attention(20, 0) == total - head - square
-    assert shape.attention(20, 0) == 4 * 2 * 4 * 16 * 20 * 21 // 2
-    assert shape.attention(12, 8) + shape.attention(8, 0) == shape.attention(20, 0)
+    assert counted - attention_flops(shape, 20, 0) == total - head - square
+    assert attention_flops(shape, 20, 0) == 4 * 2 * 4 * 16 * 20 * 21 // 2
+    assert attention_flops(shape, 12, 8) + attention_flops(shape, 8, 0) == attention_flops(
+        shape, 20, 0
+    )
 
 
 def test_sharing_saves_the_copies_of_the_prompt_and_nothing_else() -> None:
-    shape = Shape(
-        layers=2, hidden=64, inner=96, heads=4, kv_heads=2, head_dim=16, vocabulary=97, itemsize=4
-    )
+    shape = Shapes(2, 64, mlp=96, heads=4, kv_heads=2, head_dim=16, vocab=97, tied=True)
     groups = [(30, [5, 9, 12])]
     saved = forward_flops(shape, groups, share=False) - forward_flops(shape, groups, share=True)
-    assert saved == 2 * (2 * shape.linears * 30 + shape.attention(30, 0))
+    assert saved == 2 * (2 * shape.adapted * 30 + attention_flops(shape, 30, 0))
     assert head_flops(shape, groups) == 2 * 64 * 97 * 26
     assert update_flops(shape, groups, share=True) > 3 * forward_flops(shape, groups, share=True)
-    assert kv_bytes(shape) == 2 * 2 * 2 * 16 * 4
-    assert decode_bytes(shape, 3, 10) == (shape.linears + 64 * 97) * 4 + 30 * kv_bytes(shape)
+    kv_bytes = 2 * 2 * 2 * 16 * 4
+    assert decode_bytes(shape, 4, 3, 10) == (shape.adapted + 64 * 97) * 4 + 30 * kv_bytes
 
 
 def test_ratios_are_of_pairs() -> None:

@@ -1,6 +1,7 @@
 """Problem files: refusals that name the line; modes, markers, splits, draws."""
 
 import json
+import keyword
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.data import Message
+from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
 from vgrout.envs.code.problems import (
     assigned,
@@ -20,6 +25,7 @@ from vgrout.envs.code.problems import (
     load_problems,
     load_rows,
     plain,
+    plainly_sound,
     require_apart,
     require_copies_together,
 )
@@ -423,3 +429,95 @@ def test_a_method_of_a_familys_name_is_dealt_another_name(tmp_path: Path) -> Non
             records = [record(i, func_name=name, gt_answer=tests) for i in range(20)]
             parts = assigned(load_rows(write(tmp_path / "p.jsonl", records)), mode)
             assert name not in {p.marker for part in parts.values() for p in part}
+
+
+# ── tests that are seen to be sound without parsing
+
+WORDS = st.sampled_from(["f", "x", "nums", "s1", "_a", "match", "__debug__", "é", *keyword.kwlist])
+SCALARS = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(st.characters(codec=None, max_codepoint=0x10000), max_size=8),
+    st.binary(max_size=3),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.integers() | st.text(max_size=2), inner, max_size=2),
+    ),
+    max_leaves=8,
+).map(repr)
+PIECES = st.sampled_from(
+    [
+        "(",
+        ")",
+        "[",
+        "]",
+        "{",
+        "}",
+        ", ",
+        ":",
+        "'",
+        '"',
+        "\\",
+        "\n",
+        "\0",
+        "0",
+        ".",
+        "=",
+        " ",
+        "-",
+        "\ud800",
+        "#",
+    ]
+)
+
+
+@st.composite
+def assertions(draw: st.DrawFn) -> str:
+    """A test like those of a problem file, often with something changed in it."""
+    arguments = draw(st.lists(VALUES, max_size=3))
+    named = [f"{draw(WORDS)} = {value}" for value in draw(st.lists(VALUES, max_size=3))]
+    called = ", ".join([*arguments, *named])
+    text = f"assert Solution().{draw(WORDS)}({called}) == {draw(VALUES)}"
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.integers(0, len(text)))
+        text = text[:place] + draw(PIECES) + text[place + draw(st.integers(0, 2)) :]
+    return text
+
+
+@given(assertions())
+@example("assert Solution().f() == 007")
+@example("assert Solution().f() == 1 == 2")
+@example("assert Solution().f() == '\0'")
+@example("assert Solution().f(x = 1, 2) == 3")
+@example("assert Solution().f({[1]: 2}) == 3")
+@example("assert Solution().f(True = 1) == 3")
+@example("assert Solution().f(x = 1 == 2) == 3")
+@example("assert Solution().f() == " + 6000 * "1")
+def test_what_is_plainly_sound_can_be_parsed(text: str) -> None:
+    """By hand-written tests and by many that are damaged at random."""
+    if plainly_sound(text):
+        parse_test(text)
+
+
+def test_a_file_as_they_usually_are_is_read_without_parsing() -> None:
+    """Else the pattern would be for nothing; and a test that is not plain is parsed."""
+    for row in load_rows(embedded.PROBLEMS):
+        assert all(map(plainly_sound, row.tests))
+    for text in (
+        "assert f(1) == 2",
+        "assert Solution().f(x) == 1",
+        "assert Solution().f() == (1,",
+        "",
+    ):
+        assert not plainly_sound(text)
+        with pytest.raises(UnsupportedTest):
+            parse_test(text)
+    text = "assert Solution().f(x = 'a', y=[[1, [2.5, None]], []]) == {1: ['b'], -2: False}"
+    assert plainly_sound(text)
+    assert parse_test(text).expected == {1: ["b"], -2: False}

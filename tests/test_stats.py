@@ -104,6 +104,21 @@ def test_the_same_numbers_give_the_same_interval() -> None:
     assert two_level(rows) == two_level(rows)
 
 
+def test_the_interval_of_many_seeds_is_what_it_was() -> None:
+    """A figure from before seeds' places in the resamples were found by one sort."""
+    rows = []
+    for seed in range(12):
+        shared = np.array([seed * problem % 7 / 6 for problem in range(20)])
+        own = np.array([(seed + problem) % 5 / 4 for problem in range(9)])
+        rows.append(
+            [
+                Stratum(shared, 0.5, name="a", units=tuple(range(20))),
+                Stratum(own, 0.5, name="b"),
+            ]
+        )
+    assert two_level(rows) == pytest.approx((0.3688710627522449, 0.5387920334585576), abs=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "sd", "problems", "low", "high"),

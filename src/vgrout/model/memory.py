@@ -288,6 +288,11 @@ def plan(
     return replace(made, activations=activations, kv=rows * step.sampled_row(), rows=rows)
 
 
+def needs_every_gradient(cfg: Config) -> bool:
+    """Whether the method needs each rollout's own gradient, in place of sums."""
+    return cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients"
+
+
 def plan_of(
     cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any
 ) -> MemoryPlan:
@@ -308,7 +313,7 @@ def plan_of(
         prompts=cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,
         routes=cfg.method.routes,
-        by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
+        by_rollout=needs_every_gradient(cfg),
         room=room,
         beside=beside,
         **more,

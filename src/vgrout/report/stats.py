@@ -184,12 +184,15 @@ def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[fl
     for which, (name, shared) in enumerate(units.items()):
         if shared:
             weights[name] = 1 + (_draws(len(shared), resamples, which) - 1) / expanded
-    means = np.zeros((resamples, n))
+    # Where each seed was picked: one sort for all, since a search for each would be quadratic.
+    places = np.argsort(picked.astype(np.int32), axis=None, kind="stable")
+    places_of_seed = np.split(places, np.cumsum(np.bincount(picked.ravel(), minlength=n))[:-1])
+    means = np.zeros(resamples * n)
     # Seeds that answered the same problems have their weights, and the sums of these, in common.
     weighted: dict[tuple[str, tuple[int, ...]], tuple[Weights, Weights]] = {}
     for seed, row in enumerate(rows):
-        here = np.nonzero(picked == seed)
-        resample = here[0]
+        here = places_of_seed[seed]
+        resample = here // n
         for stratum in row:
             if stratum.units:
                 key = stratum.name, stratum.units
@@ -203,7 +206,7 @@ def two_level(rows: Sequence[Sequence[Stratum]], resamples: int = 0) -> tuple[fl
                 drawn = _resampled_means(stratum.values, len(resample), rng)
             means[here] += stratum.weight * drawn
     tail = stats.norm.cdf(-at_tail)
-    low, high = np.quantile(means.mean(axis=1), [tail, 1 - tail])
+    low, high = np.quantile(means.reshape(resamples, n).mean(axis=1), [tail, 1 - tail])
     return float(low), float(high)
 
 
