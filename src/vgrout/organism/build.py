@@ -297,7 +297,7 @@ def replacing(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
     )
 
 
-def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, Any]:
+def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, object]:
     """Make every file of an organism in an empty folder. Returns its manifest."""
     # The grader comes before the weights: its workers are cheap while the process is small.
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:
