@@ -58,7 +58,7 @@ from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 from vgrout.model.trials import fuse_blocks, lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 

@@ -118,7 +118,7 @@ def advice(model: str | Path) -> str:
     return f"run `vgrout download model {model}` again"
 
 
-def configuration(folder: Path) -> dict[str, Any]:
+def configuration(folder: Path) -> dict[str, object]:
     """Read a model's config.json. Raises Refused, one line, where it cannot be read."""
     path = folder / "config.json"
     config = from_json(read_text(path), str(path))
@@ -428,7 +428,7 @@ def no_thinking(template: str, flag: str = "--thinking") -> Refused:
     )
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, object]:
     """A JSON object; empty if there is no such file. Raises Refused where it cannot be read."""
     if not file.is_file():
         return {}
