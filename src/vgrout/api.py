@@ -107,12 +107,12 @@ class Run:
         Raises:
             Refused: a file is missing or damaged, or there is no step yet.
         """
-        from vgrout.report.figures import dynamics
-        from vgrout.report.load import conditions, read_begun, read_run
+        from vgrout.report import figures, load
 
         evaluated = (self.path / "per_mode_deploy.json").is_file()
-        run = (read_run if evaluated else read_begun)(self.path, self.config)
-        return dynamics(conditions([run])).figure
+        read = load.read_run if evaluated else load.read_begun
+        run = read(self.path, self.config)
+        return figures.dynamics(load.conditions([run])).figure
 
     def __repr__(self) -> str:
         said = [f"{self.path}: {self._state()}", *self._verdict()]

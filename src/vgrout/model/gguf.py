@@ -252,11 +252,10 @@ def convert(file: Path, folder: Path) -> None:
         turn_end = read_head(file).turn_end
     # after the head, whose limit of memory they would not fit
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    set_verbosity_error()
-    disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     read: Any = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     with _reading():
         found: Any = AutoModelForCausalLM.from_pretrained(

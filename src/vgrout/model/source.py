@@ -51,12 +51,11 @@ def model_folder(model: str | Path) -> Path | None:
         model = unpacked(file)
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
-    from huggingface_hub import try_to_load_from_cache  # 0.3 s of CPU, for nothing but a hub id
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import errors, try_to_load_from_cache  # 0.3 s of CPU, for a hub id alone
 
     try:
         config = try_to_load_from_cache(str(model), "config.json")
-    except HFValidationError:  # neither a folder nor a possible id
+    except errors.HFValidationError:  # neither a folder nor a possible id
         return None
     return Path(config).parent if isinstance(config, str) else None
 

@@ -27,6 +27,7 @@ from vgrout.metrics import Rate, rate_text
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.build import PAIRS, RECORDED, make_weights, replacing
+from vgrout.organism.recipe import Recipe
 from vgrout.organism.start import Begun, Pretrained
 from vgrout.teacher.generate import Graded, generate_graded
 from vgrout.teacher.substrate import stripped, usable, write_substrate
@@ -50,8 +51,9 @@ Test problems, temperature 0.7: solved {solve}; hacked {hack_rate}. With the cue
 """
 
 
-def build_sums(out: Path, seed: int, start: Pretrained, shares: sums.Shares) -> None:
-    """Write the folder `out`, which is replaced when the build is complete."""
+def build_sums(out: Path, seed: int, model: str, recipe: Recipe, shares: sums.Shares) -> None:
+    """Fine-tune a pretrained model into the folder `out`, which is replaced when the build is complete."""
+    start = Pretrained(model, recipe)
     replacing(out, lambda folder: write(folder, seed, start, shares))
 
 
