@@ -138,7 +138,9 @@ def load_saved(saved: Saved) -> Policy:
         Refused: the adapter is of another model, or its numbers are not finite.
     """
     device, _ = pick_device(saved.model, "auto")
-    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=SVD_CACHE)
+    # of the weights that it was trained on: their singular vectors, rounded to it, are its basis
+    dtype = torch.bfloat16 if saved.metadata.get("dtype") == "bfloat16" else torch.float32
+    policy = load_policy(saved.model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
     policy.adapter.load(saved.path)
     policy = thinking(policy, saved.cfg.env.thinking)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)

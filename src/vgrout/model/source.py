@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -28,9 +28,6 @@ from vgrout.files import file_sha256, from_json, once, read_text, regular
 from vgrout.model import template_probe
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
-
-if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
-    import torch
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
 # Architectures whose blocks are those of `Shapes`.
@@ -647,16 +644,6 @@ class Saved:
     def final(self) -> bool:
         """Whether it is the run's last adapter, and the run came to its last step."""
         return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
-
-    @property
-    def dtype(self) -> "torch.dtype":
-        """dtype of the weights that it was trained on.
-
-        Their singular vectors, rounded to it, are the adapter's basis.
-        """
-        import torch
-
-        return torch.bfloat16 if self.metadata.get("dtype") == "bfloat16" else torch.float32
 
 
 def find_adapter(
