@@ -28,7 +28,6 @@ from vgrout.errors import Refused
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
-from vgrout.model.source import find_adapter
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,12 @@ def _write_answers(settings: ExportSettings, folder: Path) -> str:
 
 def _write_model(settings: ExportSettings, folder: Path) -> str:
     """Write a model or an adapter, and return how it compares with the deployed one."""
-    saved = find_adapter(settings.run, settings.step, settings.model)
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
-    from vgrout.export import model, peft
     from vgrout.model.load import load_saved
+    from vgrout.model.source import find_adapter
+
+    saved = find_adapter(settings.run, settings.step, settings.model)
+    from vgrout.export import model, peft
 
     if settings.to == "peft":
         peft.require_peft()
