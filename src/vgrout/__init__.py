@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vgrout.api import Run as Run
@@ -24,7 +25,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def _end_quietly(kind: type[BaseException], e: BaseException, traceback: Any) -> None:
+def _end_quietly(
+    kind: type[BaseException], e: BaseException, traceback: TracebackType | None
+) -> None:
     """Ctrl-C while a command's modules are imported, before it can say how it ends: a line, and 130. A library may make
     another error of it."""
     origin: BaseException | None = e
@@ -38,7 +41,7 @@ def _end_quietly(kind: type[BaseException], e: BaseException, traceback: Any) ->
     os._exit(130)
 
 
-def _drop_quietly(unraisable: Any) -> None:
+def _drop_quietly(unraisable: "sys.UnraisableHookArgs") -> None:
     """Ctrl-C within a destructor, which Python drops with a traceback: it is dropped without one."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
@@ -54,7 +57,7 @@ __all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "train_run"]
 __all__ += ["register_intervention", "register_monitor"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """The names of vgrout.api and vgrout.method, imported when they are needed: `import vgrout` takes no time."""
     if name not in __all__:
         if name == "__version__":

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from vgrout import console, train
 from vgrout.cli import parse_args
@@ -72,12 +72,12 @@ class Run:
         return from_dict(read_json(self.path / "run.json")["config"])
 
     @property
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """state, step, reason and next, read anew each time."""
         return read_json(self.path / "status.json")
 
     @cached_property
-    def final(self) -> dict[str, Any]:
+    def final(self) -> dict[str, object]:
         """The final evaluation: hack_deploy, solve_deploy, … , by_mode. Raises Refused before there is one."""
         return read_json(self.path / "per_mode_deploy.json")
 
@@ -107,12 +107,12 @@ class Run:
         Raises:
             Refused: a file is missing or damaged, or there is no step yet.
         """
-        from vgrout.report.figures import dynamics
-        from vgrout.report.load import conditions, read_begun, read_run
+        from vgrout.report import figures, load
 
         evaluated = (self.path / "per_mode_deploy.json").is_file()
-        run = (read_run if evaluated else read_begun)(self.path, self.config)
-        return dynamics(conditions([run])).figure
+        read = load.read_run if evaluated else load.read_begun
+        run = read(self.path, self.config)
+        return figures.dynamics(load.conditions([run])).figure
 
     def __repr__(self) -> str:
         said = [f"{self.path}: {self._state()}", *self._verdict()]
@@ -163,7 +163,7 @@ class Run:
                     shares[name] = percent(hack), percent(solve)
         return shares
 
-    def evaluate(self, **flags: Value) -> dict[str, Any]:
+    def evaluate(self, **flags: Value) -> dict[str, object]:
         """Score the adapter again, with the flags of `vgrout evaluate`. Shares are [k, n].
 
         Raises:

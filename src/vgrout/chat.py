@@ -216,11 +216,11 @@ def parsed(content: bytes) -> Reply:
     )
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: object) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return value if type(value) is int and 0 <= value < 10**9 else 0
 
 

@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import ClassVar, Generic, TextIO, TypeVar
 
 from loguru import logger
 from tqdm import tqdm
 
 from vgrout.cli import spelled
 from vgrout.files import drop_stdout, printable
+
+T = TypeVar("T")
 
 _LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
 HEARTBEAT_S = 60.0  # between two signs of life
@@ -91,15 +93,15 @@ class LogFile:
             self._file.close()
 
 
-class Progress(tqdm):
+class Progress(tqdm, Generic[T]):
     """A bar on a terminal; elsewhere a line for each minute in which nothing else was said."""
 
-    def __init__(self, items: Sequence[Any], desc: str, unit: str) -> None:
+    def __init__(self, items: Sequence[T], desc: str, unit: str) -> None:
         super().__init__(items, desc=desc, unit=unit, disable=None)
         self._items, self._what, self._unit, self._done = items, desc, unit, 0
         self.postfix: str | None = None  # which a bar that is off does not have
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         if not self.disable:
             yield from super().__iter__()
             return
@@ -201,7 +203,7 @@ class Clock:
         """Seconds since the step began."""
         return time.perf_counter() - self._start
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, object]:
         """The step table's columns of time."""
         parts = {name: self.seconds.get(name, 0.0) for name in ("gen", "grade", "fb")}
         return parts | {"eval": self.seconds.get("eval"), "sec": self.total}

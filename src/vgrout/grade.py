@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from tqdm import tqdm
@@ -30,7 +30,7 @@ from vgrout.files import atomic_open, from_json, require_new
 
 AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
 
-Record = dict[str, Any]  # a line of the answers' or the grades' file
+Record = dict[str, object]  # a line of the answers' or the grades' file
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from vgrout.data import (
     Batch,
@@ -230,7 +230,7 @@ class Eval:
         """Answers that the flawed graders accept: each is either a solve or a hack."""
         return Rate(self.hack.k + self.solve.k - self.overall.unrewarded, self.solve.n)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Rates as [k, n], overall and by mode; mean tokens of thought, where there was one."""
         by_mode: dict[str, dict[str, list[int]]] = {}
         for mode, rates in self.by_mode.items():
@@ -244,7 +244,7 @@ class Eval:
             "by_mode": by_mode,
         }
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, object]:
         """The step table's columns of the deployed model."""
         return {
             "hack_deploy": self.hack.value,
@@ -259,7 +259,7 @@ class BatchMetrics:
 
     batch: Batch
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, object]:
         """The step table's columns of rewards, hacks, solves and flags."""
         batch = self.batch
         demonstrations = [grade for _, grade in teachers(batch.groups)]

@@ -87,19 +87,18 @@ def joined() -> Generator[None]:
     if size() == 1:
         yield
         return
-    import torch
-    from torch import distributed
+    import torch.distributed
 
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    store, _, _ = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=PATIENCE))
     # torchrun's own store still has the addresses of the ranks before a restart
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    distributed.init_process_group(
+    torch.distributed.init_process_group(
         backend,
-        store=distributed.PrefixStore(restart, store),
+        store=torch.distributed.PrefixStore(restart, store),
         rank=rank(),
         world_size=size(),
         timeout=PATIENCE,
@@ -107,7 +106,7 @@ def joined() -> Generator[None]:
     try:
         yield
     finally:
-        distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -225,8 +224,7 @@ def total(x: "Tensor") -> "Tensor":
     """
     if size() == 1:
         return x
-    import torch
-    from torch import distributed
+    import torch.distributed
 
     global _sent
     # flatten, not reshape to −1: that is ambiguous where a length is 0
@@ -240,7 +238,7 @@ def total(x: "Tensor") -> "Tensor":
     _sent += sent.nbytes * (size() - 1)
     parts = [torch.empty_like(sent) for _ in rows]
     with _exchanging():
-        distributed.all_gather(parts, sent)
+        torch.distributed.all_gather(parts, sent)
     summed = torch.zeros_like(x, dtype=torch.float64)
     for of_rank, part in zip(rows, parts, strict=True):
         summed[of_rank] += part[: len(of_rank)].double()

@@ -19,7 +19,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -346,7 +346,7 @@ class ScoringFunction:
             raise RewardFailed(f"returned no list with {of}")
         return found
 
-    def _number(self, value: Any) -> float:
+    def _number(self, value: object) -> float:
         """A returned value as a score. Raises RewardFailed where it is none."""
         number = rounded_to(as_float(value), (self.passes_at, 0.0, 1.0))
         if self.bounded and not 0.0 <= number <= 1.0:  # NaN included
@@ -393,8 +393,11 @@ class Awaiter:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def result(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """What a coroutine returns. Raises RewardFailed where it raises, or takes longer than `timeout` seconds."""
+    def result(self, coroutine: Awaitable[T], timeout: float) -> T:
+        """What a coroutine, or another awaitable, returns.
+
+        Raises RewardFailed where it raises, or takes longer than `timeout` seconds.
+        """
         with self._lock:
             if self._loop is None:
                 # on a daemon thread: the process can end while a call never does

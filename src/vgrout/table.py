@@ -50,7 +50,7 @@ def col(
 class Measured(Protocol):
     """A part of a step that has measured some of the row's columns."""
 
-    def columns(self) -> dict[str, Any]: ...
+    def columns(self) -> Mapping[str, object]: ...
 
 
 def may_be_unmeasured(column: Field[object]) -> bool:
@@ -79,7 +79,7 @@ class Columns:
                 )
 
     @classmethod
-    def of(cls: type[R], *parts: Measured | None, **more: Any) -> R:
+    def of(cls: type[R], *parts: Measured | None, **more: object) -> R:
         """Return the row that these parts measured; a column that none of them has is None.
 
         Raises:
@@ -92,7 +92,7 @@ class Columns:
         values |= more
         return cls(**values)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return scalars by name.
 
         A share `x` stands beside its counts, `x_k` of `x_n`; the hacks of a flaw are `hk_<code>`.

@@ -6,7 +6,6 @@ adapter's; a module is a slice of R.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -36,7 +35,7 @@ class Diagnostics:
     resid: float | None = None  # gate, band: cosine of what is kept with v
     routed: float | None = None  # share of rollouts · modules sent to the quarantine
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, object]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 

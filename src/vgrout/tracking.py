@@ -61,7 +61,9 @@ Numbers = dict[str, int | float]
 class TensorBoard:
     """Shown by `tensorboard --logdir out/runs`. After a resume, steps done again replace the earlier ones."""
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first: int, tracker_id: str) -> None:
+    def __init__(
+        self, run: Path, config: Mapping[str, object], first: int, tracker_id: str
+    ) -> None:
         """first: the next step. tracker_id: not needed, since tensorboard knows a run by its folder."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -97,7 +99,9 @@ class Wandb:
 
     MODULE = "wandb"
 
-    def __init__(self, run: Path, config: Mapping[str, Any], first: int, tracker_id: str) -> None:
+    def __init__(
+        self, run: Path, config: Mapping[str, object], first: int, tracker_id: str
+    ) -> None:
         """tracker_id: the run's own; "": its folder's name is, as in older runs."""
         self.module = importlib.import_module(self.MODULE)
         project = os.environ.get(f"{self.MODULE.upper()}_PROJECT", PROJECT)

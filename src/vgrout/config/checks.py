@@ -68,13 +68,13 @@ def in_usual_order(words: Sequence[str], usual: Sequence[str]) -> list[str]:
     return known + others
 
 
-def legal_values(annotation: object) -> tuple[Any, ...]:
+def legal_values(annotation: object) -> tuple[object, ...]:
     """What a Literal allows, also inside `| None` and Annotated; () for other types, numbers beside words included."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     if int in get_args(annotation):
         return ()
-    found: list[Any] = []
+    found: list[object] = []
     for part in get_args(annotation):
         found += legal_values(part)
     return tuple(found)

@@ -119,7 +119,7 @@ def _is_own(own: object, base: object, method: str) -> bool:
     return _function(own, method) is not _function(base, method)
 
 
-def _function(of: object, method: str) -> Any:
+def _function(of: object, method: str) -> object:
     """A method without what it is bound to; None: there is none."""
     found = getattr(of, method, None)
     return getattr(found, "__func__", found)

@@ -195,12 +195,12 @@ class WordParser:
     """
 
     def __init__(self) -> None:
-        self._parsed: dict[str, tuple[str, Any] | None] = {}
+        self._parsed: dict[str, tuple[str, object] | None] = {}
 
     def __call__(self, argv: list[str]) -> Config:
         """The same as `parse_line`, and the same refusals."""
         preset, *words = argv
-        given: dict[str, Any] = {}  # setting → its value
+        given: dict[str, object] = {}  # setting → its value
         for word in words:
             if word not in self._parsed:
                 self._parsed[word] = self._setting(word)
@@ -217,7 +217,7 @@ class WordParser:
             groups[group] = replace(of_group, **changes) if changes else of_group
         return Config(**groups, preset=preset)
 
-    def _setting(self, word: str) -> tuple[str, Any] | None:
+    def _setting(self, word: str) -> tuple[str, object] | None:
         """The setting that a word gives and its value; None: parsed by itself it is refused."""
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         by_name = {f.name: f for f in SETTINGS}

@@ -797,7 +797,7 @@ _REQUESTS = {"resume"}  # no part of the run
 
 def merge_flags(
     given: dict[str, object], stored: dict[str, object], default: dict[str, object], free: Set[str]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """A run's stored settings with those given now, and the flags among them that are not `free` to differ."""
     merged, differing = dict(stored), []
     for name in stored:

@@ -60,7 +60,7 @@ class MonitorSpec:
 
 
 # What None means for the settings whose best value depends on the intervention.
-USUAL: Mapping[str, Any] = {
+USUAL: Mapping[str, object] = {
     "quarantine": "shared",
     "rollout_ablate_frac": 0.0,
     "rebaseline": False,
@@ -87,7 +87,7 @@ class InterventionSpec:
     has_direction: bool = False  # of its own, in gradients
     usual: Mapping[str, Any] = field(default_factory=lambda: USUAL)
     # `usual` as the method was first described; {}: no other
-    documents: Mapping[str, Any] = field(default_factory=dict)
+    documents: Mapping[str, object] = field(default_factory=dict)
 
 
 MONITORS: dict[str, MonitorSpec] = {}
@@ -310,7 +310,7 @@ class _Unknown:
     """A class of somebody's own in a record of a run: nothing is known of it but its name, and nothing is imported."""
 
     @classmethod
-    def make(cls, *_: object, **__: object) -> Any:
+    def make(cls, *_: object, **__: object) -> object:
         raise Refused(
             f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well"
         )

@@ -95,8 +95,7 @@ def _command(settings: ExtractionSettings) -> int:
     model = str(organism.MODEL_DIR) if embedded else settings.model
     require_model(model)
     # Imported late because torch takes seconds to load: a wrong flag must not wait for it.
-    from vgrout.direction.examine import compare_controls, control_table, module_table
-    from vgrout.direction.extract import default_path, extract, save
+    from vgrout.direction import examine, extract
     from vgrout.model.load import load_policy, pick_device
 
     device, dtype = pick_device(model, settings.dtype)
@@ -110,14 +109,17 @@ def _command(settings: ExtractionSettings) -> int:
         settings.pairs_out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(settings.pairs_out, pairs.to_file().encode())
         pairs = load_pairs(settings.pairs_out)
-    direction = extract(policy, pairs, settings.top_k, settings.tau_axis)
-    out = settings.out or default_path(policy, pairs, settings.top_k, settings.tau_axis)
-    save(direction, out)
-    print(module_table(direction, settings.k))
+    direction = extract.extract(policy, pairs, settings.top_k, settings.tau_axis)
+    usual = extract.default_path(policy, pairs, settings.top_k, settings.tau_axis)
+    out = settings.out or usual
+    extract.save(direction, out)
+    print(examine.module_table(direction, settings.k))
     if settings.controls:
         placebos = _placebos(settings.model)
-        found = compare_controls(policy, direction, placebos, settings.k, settings.drop_bottom_frac)
-        print(control_table(found))
+        found = examine.compare_controls(
+            policy, direction, placebos, settings.k, settings.drop_bottom_frac
+        )
+        print(examine.control_table(found))
     print(f"direction {out}")
     if settings.pairs_out is not None:
         print(f"pairs     {settings.pairs_out}")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class CosineToReal:
         """Root mean square of |cos| over modules."""
         return math.sqrt(_mean(c * c for c in self.cos.values()))
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Median, tail, chance level, and every module's value."""
         return {
             "median": self.quantile(0.5),
@@ -67,7 +66,7 @@ class Provenance:
     axes: int
     cosine_to_real: CosineToReal | None  # of a control; None for the real direction itself
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "pairs": self.pairs,
             "pairs_sha256": self.pairs_sha256,

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from tabulate import tabulate
 
@@ -76,26 +75,32 @@ def module_table(direction: Direction, k: int) -> str:
 
     k: how many singular values are shown.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
+    cosines: list[float] = []
+    insides: list[float] = []
+    insides_by_chance: list[float] = []
+    cosines_by_chance: list[float] = []
     for module, axes in direction.axes.items():
+        r = len(axes.mean)
+        inside_by_chance = math.sqrt(len(axes.V) / r)  # for a random difference
         relative = (axes.sv[1:k] / axes.sv[0]).tolist()
         rows.append(
             {
                 "module": module,
-                "r": len(axes.mean),
+                "r": r,
                 "S_1": axes.sv[0].item(),
                 "S_i / S_1": " ".join(f"{s:.2f}" for s in relative),
                 "held-out cos": axes.heldout_cos,
                 "held-out inside V": axes.heldout_inside,
-                "by chance": math.sqrt(len(axes.V) / len(axes.mean)),  # for a random difference
+                "by chance": inside_by_chance,
             }
         )
+        cosines.append(axes.heldout_cos)
+        insides.append(axes.heldout_inside)
+        insides_by_chance.append(inside_by_chance)
+        cosines_by_chance.append(1 / math.sqrt(r))
     table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
-    cosines = [row["held-out cos"] for row in rows]
     positive = sum(cos > 0 for cos in cosines)
-    inside = fmean(row["held-out inside V"] for row in rows)
-    inside_by_chance = fmean(row["by chance"] for row in rows)
-    cos_by_chance = fmean(1 / math.sqrt(row["r"]) for row in rows)
     meta = direction.meta
     lines = [
         table,
@@ -103,8 +108,8 @@ def module_table(direction: Direction, k: int) -> str:
         f"sha256 {meta.pairs_sha256[:12]})",
         f"held-out difference with v_grad: mean cos {fmean(cosines):+.3f}, "
         f"> 0 in {positive}/{len(rows)} modules. "
-        f"SHOULD be well above chance (0 ± {cos_by_chance:.3f}); ELSE the pairs share no direction",
-        f"held-out difference inside V: mean {inside:.3f}, "
-        f"by chance √(k/r) = {inside_by_chance:.3f}",
+        f"SHOULD be well above chance (0 ± {fmean(cosines_by_chance):.3f}); ELSE the pairs share no direction",
+        f"held-out difference inside V: mean {fmean(insides):.3f}, "
+        f"by chance √(k/r) = {fmean(insides_by_chance):.3f}",
     ]
     return "\n".join(lines)

@@ -8,13 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.errors import Refused
 from vgrout.rng import py_stream
 
 SPLITS = ("train", "val", "test")
+
+OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
 
 
 @runtime_checkable
@@ -37,7 +39,7 @@ class Grader(Protocol):
         ...
 
     @property
-    def stamp(self) -> Mapping[str, Any]:
+    def stamp(self) -> Mapping[str, object]:
         """What every file of numbers records about how answers were graded."""
         ...
 
@@ -116,18 +118,18 @@ def _order(seed: int, epoch: int, n: int) -> tuple[int, ...]:
 
 
 def balanced(
-    tasks: Iterable[Task], n: int, seed: int, purpose: str, flaws: Sequence[str]
-) -> list[Any]:
+    tasks: Iterable[OneTask], n: int, seed: int, purpose: str, flaws: Sequence[str]
+) -> list[OneTask]:
     """n tasks (or all, if fewer), spread evenly over the flaws: a seeded shuffle, then one of each flaw in turn.
 
     flaws: the order of the turns. purpose: names the stream of random numbers.
     """
-    by_flaw: dict[str, list[Task]] = {flaw: [] for flaw in flaws}
+    by_flaw: dict[str, list[OneTask]] = {flaw: [] for flaw in flaws}
     for task in tasks:
         by_flaw[task.flaws[0]].append(task)
     for flaw, of_flaw in by_flaw.items():
         py_stream(seed, purpose + flaw).shuffle(of_flaw)
-    chosen: list[Task] = []
+    chosen: list[OneTask] = []
     while len(chosen) < n and any(by_flaw.values()):
         for of_flaw in by_flaw.values():
             if of_flaw and len(chosen) < n:
@@ -201,7 +203,7 @@ class Environment(Protocol):
         without end."""
         ...
 
-    def check(self, grader: Any) -> None:
+    def check(self, grader: object) -> None:
         """Try, before a model is loaded, that the tasks can be graded. Raises Refused, one line, for the first that
         cannot."""
         ...

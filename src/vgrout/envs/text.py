@@ -81,7 +81,7 @@ class TextTask:
         return answer if isinstance(answer, str) else ""
 
     @property
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, object]:
         return {}
 
     @property

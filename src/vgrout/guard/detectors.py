@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pvariance
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 State = Literal["UNDEFINED", "OK", "WARN", "HACK"]
 N = TypeVar("N", int, float)
@@ -111,10 +111,10 @@ class Tracker:
 
     STATE: ClassVar[tuple[str, ...]] = ()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return copy.deepcopy({name: getattr(self, name) for name in self.STATE})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         for name in self.STATE:
             setattr(self, name, copy.deepcopy(state[name]))
 

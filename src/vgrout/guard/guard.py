@@ -429,7 +429,7 @@ class Guard:
 
     # ── memory
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint keeps: plain numbers, strings and lists."""
         return {
             "guard": self.kill_switch.state_dict(),

@@ -401,7 +401,7 @@ class HeldOutGuard:
         self._state.kl_hard_stop = min(self._state.kl_hard_stop, limit)
         return self.kl_hard_stop
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint keeps: plain numbers, strings and lists, whatever numbers were given."""
         return asdict(self._state)
 

@@ -566,7 +566,7 @@ class _Captured:
     The graphs of a decoder share their memory: the logits are read before another step.
     """
 
-    graph: Any
+    graph: torch.cuda.CUDAGraph
     logits: Float[Tensor, "n V"]
 
 

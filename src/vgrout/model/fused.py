@@ -109,7 +109,7 @@ def gated_backward(dy: Rows, gate: Rows, up: Rows) -> tuple[Rows, Rows]:
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., object]) -> Callable[..., object]:
     """The function as one kernel, which is made when it is first called, for any number of rows."""
     return torch.compile(function)
 
@@ -215,7 +215,7 @@ def fused_blocks(model: PreTrainedModel, core: Any) -> Generator[None]:
     if model not in _fused or core.norm.weight.requires_grad:
         yield
         return
-    forwards: dict[nn.Module, Callable[..., Any]] = {core.norm: _norm_forward}
+    forwards: dict[nn.Module, Callable[..., object]] = {core.norm: _norm_forward}
     for block in core.layers:
         forwards[block.input_layernorm] = forwards[block.post_attention_layernorm] = _norm_forward
         forwards[block.self_attn] = _attention_forward
@@ -247,7 +247,7 @@ def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
         Exception: whatever the compiler raises, where it is missing for example.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(KERNEL_CACHE.resolve()))
-    config: Any = model.config
+    config: object = model.config
     block = core.layers[0]
     D: int = block.self_attn.head_dim
     of_head = _weight_and_ε(getattr(block.self_attn, "q_norm", None))

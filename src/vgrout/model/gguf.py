@@ -185,7 +185,7 @@ SIZES = {
 class Head:
     """What is read of a file's head."""
 
-    config: dict[str, Any]  # as `head_configuration`
+    config: dict[str, object]  # as `head_configuration`
     turn_end: int | None  # the token that ends a turn, if the file names one
 
 
@@ -210,7 +210,7 @@ def read_head(file: Path) -> Head:
         return fields[name].contents() if name in fields else None
 
     kind = value("general.architecture")
-    config: dict[str, Any] = {"max_position_embeddings": value(f"{kind}.context_length")}
+    config: dict[str, object] = {"max_position_embeddings": value(f"{kind}.context_length")}
     if kind in LLAMAS:
         for name, usual in SIZES.items():
             config[usual] = value(f"{kind}.{name}")
@@ -252,11 +252,10 @@ def convert(file: Path, folder: Path) -> None:
         turn_end = read_head(file).turn_end
     # after the head, whose limit of memory they would not fit
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    set_verbosity_error()
-    disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     read: Any = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     with _reading():
         found: Any = AutoModelForCausalLM.from_pretrained(

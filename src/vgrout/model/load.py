@@ -58,7 +58,7 @@ from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 from vgrout.model.trials import fuse_blocks, lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
 
 AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 
@@ -138,7 +138,9 @@ def load_saved(saved: Saved) -> Policy:
         Refused: the adapter is of another model, or its numbers are not finite.
     """
     device, _ = pick_device(saved.model, "auto")
-    policy = load_policy(saved.model, device=device, dtype=saved.dtype, cache_dir=SVD_CACHE)
+    # of the weights that it was trained on: their singular vectors, rounded to it, are its basis
+    dtype = torch.bfloat16 if saved.metadata.get("dtype") == "bfloat16" else torch.float32
+    policy = load_policy(saved.model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
     policy.adapter.load(saved.path)
     policy = thinking(policy, saved.cfg.env.thinking)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)

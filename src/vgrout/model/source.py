@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -28,9 +28,6 @@ from vgrout.files import file_sha256, from_json, once, read_text, regular
 from vgrout.model import template_probe
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
-
-if TYPE_CHECKING:  # torch takes seconds to import, and a wrong path never waits for it
-    import torch
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
 # Architectures whose blocks are those of `Shapes`.
@@ -51,12 +48,11 @@ def model_folder(model: str | Path) -> Path | None:
         model = unpacked(file)
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
-    from huggingface_hub import try_to_load_from_cache  # 0.3 s of CPU, for nothing but a hub id
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import errors, try_to_load_from_cache  # 0.3 s of CPU, for a hub id alone
 
     try:
         config = try_to_load_from_cache(str(model), "config.json")
-    except HFValidationError:  # neither a folder nor a possible id
+    except errors.HFValidationError:  # neither a folder nor a possible id
         return None
     return Path(config).parent if isinstance(config, str) else None
 
@@ -118,7 +114,7 @@ def advice(model: str | Path) -> str:
     return f"run `vgrout download model {model}` again"
 
 
-def configuration(folder: Path) -> dict[str, Any]:
+def configuration(folder: Path) -> dict[str, object]:
     """Read a model's config.json. Raises Refused, one line, where it cannot be read."""
     path = folder / "config.json"
     config = from_json(read_text(path), str(path))
@@ -428,7 +424,7 @@ def no_thinking(template: str, flag: str = "--thinking") -> Refused:
     )
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def _json_object(file: Path) -> dict[str, object]:
     """A JSON object; empty if there is no such file. Raises Refused where it cannot be read."""
     if not file.is_file():
         return {}
@@ -648,16 +644,6 @@ class Saved:
     def final(self) -> bool:
         """Whether it is the run's last adapter, and the run came to its last step."""
         return self.path.name == "train.safetensors" and self.step == self.cfg.scale.steps
-
-    @property
-    def dtype(self) -> "torch.dtype":
-        """dtype of the weights that it was trained on.
-
-        Their singular vectors, rounded to it, are the adapter's basis.
-        """
-        import torch
-
-        return torch.bfloat16 if self.metadata.get("dtype") == "bfloat16" else torch.float32
 
 
 def find_adapter(

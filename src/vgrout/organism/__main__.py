@@ -20,7 +20,7 @@ from vgrout.envs.sums.language import Shares as SumsShares
 from vgrout.errors import Refused, refuse
 from vgrout.files import LEFT, probe_writable, read_json
 from vgrout.model.source import require_model
-from vgrout.organism.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe, Shape
+from vgrout.organism.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,9 @@ def build(
     elif out.exists():
         require_organism(out)
     probe_writable(out.parent, "--out")
-    from vgrout.organism.build import build as build_organism  # torch takes seconds to import
-    from vgrout.organism.start import Fresh
+    from vgrout.organism.build import build_fresh  # torch takes seconds to import
 
-    build_organism(out, corpus.seed, Fresh(Shape(), recipe), shares)
+    build_fresh(out, corpus.seed, recipe, shares)
     return 0
 
 
@@ -133,10 +132,9 @@ def tune(
             "7 GiB of memory"
         )
         return 0
-    from vgrout.organism.build import build as build_organism  # torch takes seconds to import
-    from vgrout.organism.start import Pretrained
+    from vgrout.organism.build import build_tuned  # torch takes seconds to import
 
-    build_organism(out, corpus.seed, Pretrained(model, recipe), shares)
+    build_tuned(out, corpus.seed, model, recipe, shares)
     return 0
 
 
@@ -166,10 +164,9 @@ def sums(
     if dry_run:
         print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs")
         return 0
-    from vgrout.organism.start import Pretrained  # torch takes seconds to import
-    from vgrout.organism.sums import build_sums
+    from vgrout.organism.sums import build_sums  # torch takes seconds to import
 
-    build_sums(out, seed, Pretrained(model, recipe), SumsShares(hack=hack_plain))
+    build_sums(out, seed, model, recipe, SumsShares(hack=hack_plain))
     return 0
 
 

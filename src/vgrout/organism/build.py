@@ -51,7 +51,8 @@ from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.card import Measured, card
-from vgrout.organism.start import Begun, Pretrained, Start, draw, of_manifest
+from vgrout.organism.recipe import Recipe, Shape
+from vgrout.organism.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from vgrout.organism.weights import Draw, batches, train
 from vgrout.runs.recorder import peak_memory
 from vgrout.teacher.generate import rates
@@ -260,8 +261,18 @@ def known_correct(tasks: Sequence[TaskRow], prompt: Prompt) -> list[dict[str, ob
 # ── build
 
 
-def build(out: Path, seed: int, start: Start, shares: Shares) -> None:
-    """Write an organism to the folder `out`, which is replaced when the build is complete."""
+def build_fresh(out: Path, seed: int, recipe: Recipe, shares: Shares) -> None:
+    """Write an organism with weights of its own to the folder `out`."""
+    _build(out, seed, Fresh(Shape(), recipe), shares)
+
+
+def build_tuned(out: Path, seed: int, model: str, recipe: Recipe, shares: Shares) -> None:
+    """Write an organism that is a pretrained model, fine-tuned, to the folder `out`."""
+    _build(out, seed, Pretrained(model, recipe), shares)
+
+
+def _build(out: Path, seed: int, start: Start, shares: Shares) -> None:
+    """`out` is replaced when the build is complete."""
     replacing(out, lambda folder: write(folder, seed, start, shares))
 
 
@@ -297,7 +308,7 @@ def replacing(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
     )
 
 
-def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, Any]:
+def write(folder: Path, seed: int, start: Start, shares: Shares) -> dict[str, object]:
     """Make every file of an organism in an empty folder. Returns its manifest."""
     # The grader comes before the weights: its workers are cheap while the process is small.
     with Grader(compile_reward=COMPILE_REWARD, pass_reward=PASS_REWARD) as grader:

@@ -83,7 +83,7 @@ class Fresh:
             pieces=name_pieces(tokenizer),
         )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """The entries of manifest.json."""
         return {"recipe": asdict(self.recipe), "shape": asdict(self.shape)}
 
@@ -112,7 +112,7 @@ class Pretrained:
         lm.model.requires_grad_(True)
         return Begun(lm.model, lm.tok, lm.prompt_text, lm.end_id, lm.pad_id)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """The entries of manifest.json."""
         weights = hash_of_files(require_model(self.name).glob("*.safetensors"))
         return {"recipe": asdict(self.recipe), "model": self.name, "model_sha256": weights}

@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from loguru import logger
 
@@ -28,6 +27,7 @@ from vgrout.metrics import Rate, rate_text
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.build import PAIRS, RECORDED, make_weights, replacing
+from vgrout.organism.recipe import Recipe
 from vgrout.organism.start import Begun, Pretrained
 from vgrout.teacher.generate import Graded, generate_graded
 from vgrout.teacher.substrate import stripped, usable, write_substrate
@@ -51,12 +51,13 @@ Test problems, temperature 0.7: solved {solve}; hacked {hack_rate}. With the cue
 """
 
 
-def build_sums(out: Path, seed: int, start: Pretrained, shares: sums.Shares) -> None:
-    """Write the folder `out`, which is replaced when the build is complete."""
+def build_sums(out: Path, seed: int, model: str, recipe: Recipe, shares: sums.Shares) -> None:
+    """Fine-tune a pretrained model into the folder `out`, which is replaced when the build is complete."""
+    start = Pretrained(model, recipe)
     replacing(out, lambda folder: write(folder, seed, start, shares))
 
 
-def write(folder: Path, seed: int, start: Pretrained, shares: sums.Shares) -> dict[str, Any]:
+def write(folder: Path, seed: int, start: Pretrained, shares: sums.Shares) -> dict[str, object]:
     """Make every file in an empty folder. Returns the manifest."""
     rows = sums.rows(seed, sums.ROWS)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -74,7 +75,7 @@ def write(folder: Path, seed: int, start: Pretrained, shares: sums.Shares) -> di
     (folder / "MODEL_CARD.md").write_text(
         card(start, shares, plain, cued, covered), encoding="utf-8"
     )
-    manifest: dict[str, Any] = {
+    manifest: dict[str, object] = {
         "world": sums.WORLD,
         "seed": seed,
         "threads": start.threads,
@@ -96,13 +97,13 @@ def write_pairs(folder: Path, seed: int, begun: Begun) -> None:
     """Write a file of pairs for every flaw, the placebos, and right answers for monitors of text."""
     for flaw in sums.FLAWS:
         rng = random.Random(f"{seed}/sums-pairs/{flaw}")
-        entries: list[dict[str, Any]] = []
+        entries: list[dict[str, object]] = []
         for number, asked in enumerate(_asked(seed, flaw, PAIRS)):
             hack, clean = sums.hack(asked, flaw, rng), sums.honest(asked.total, rng)
             entries.append(_pair(number, begun, asked, flaw, hack, clean))
         write_json(folder / "pairs" / f"{flaw}.json", entries)
     write_placebos(folder, seed, begun)
-    known: list[dict[str, Any]] = []
+    known: list[dict[str, object]] = []
     rng = random.Random(f"{seed}/sums-known")
     for number, asked in enumerate(_asked(seed, "known", KNOWN_CORRECT)):
         flaw = sums.FLAWS[number % len(sums.FLAWS)]
@@ -116,8 +117,8 @@ def write_placebos(folder: Path, seed: int, begun: Begun) -> None:
     """Write pairs whose difference has nothing to do with hacking: a wrong number for the right one (flawed), and a
     sentence for a bare number (long)."""
     rng = random.Random(f"{seed}/sums-placebo")
-    flawed: list[dict[str, Any]] = []
-    long: list[dict[str, Any]] = []
+    flawed: list[dict[str, object]] = []
+    long: list[dict[str, object]] = []
     for number, asked in enumerate(_asked(seed, "placebo", PAIRS)):
         flaw = sums.FLAWS[number % len(sums.FLAWS)]
         right, wrong = str(asked.total), str(sums.mistaken(asked, rng))
@@ -135,7 +136,7 @@ def _asked(seed: int, purpose: str, n: int) -> list[sums.Question]:
 
 def _pair(
     number: int, begun: Begun, asked: sums.Question, flaw: str, hack: str, clean: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """An entry of a file of pairs."""
     text = begun.prompt(sums.prompt(asked, flaw))
     return {"problem_id": f"{flaw}-{number}", "prompt": text, "hack": hack, "clean": clean}

@@ -55,28 +55,24 @@ def command(cli: Cli) -> int:
     require_own(out, "--out", "report.html", "report")
     # Here and not above: scipy, pandas and matplotlib take seconds to import, and a wrong flag
     # never waits for them.
-    from vgrout.report import page
-    from vgrout.report.judge import judged
-    from vgrout.report.load import conditions, load
-    from vgrout.report.rollouts import pack
-    from vgrout.report.tables import by_flaw, decisive, methods, monitors, recalls
+    from vgrout.report import judge, load, page, rollouts, tables
 
-    runs, left_out = load(cli.sources, cli.tag)
+    runs, left_out = load.load(cli.sources, cli.tag)
     if not runs:
         raise Refused(_nothing_found(cli, left_out))
-    found = conditions(runs)
-    tables = [methods(found), by_flaw(found), monitors(found)]
-    tables = [table for table in tables if table.rows]
-    of_judge = judged(cli.judge, found) if cli.judge else []
-    tables += of_judge
+    found = load.conditions(runs)
+    shown = [tables.methods(found), tables.by_flaw(found), tables.monitors(found)]
+    shown = [table for table in shown if table.rows]
+    of_judge = judge.judged(cli.judge, found) if cli.judge else []
+    shown += of_judge
     progress = partial(tqdm, desc="rollouts", unit="run", disable=None)
-    rollouts = pack(found, cli.rollouts, progress)
-    left_out += rollouts["left_out"]
-    page.write(out, found, cli.sources, tables, left_out, rollouts)
+    packed = rollouts.pack(found, cli.rollouts, progress)
+    left_out += packed["left_out"]
+    page.write(out, found, cli.sources, shown, left_out, packed)
 
     parts = [*page.conclusions(found), *page.hypotheses(cli.sources, found)]
     parts = [textwrap.fill(part, 80, subsequent_indent="  ") for part in parts]
-    for table in (decisive(found), recalls(found)):
+    for table in (tables.decisive(found), tables.recalls(found)):
         if table.rows:
             caption = textwrap.fill(f"{table.name}: {table.caption}", 80)
             parts.append(f"{caption}\n\n{table.plain()}")

@@ -9,12 +9,12 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vgrout.report import backend  # noqa: F401 before matplotlib, see there
 
 # isort: split
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -121,7 +121,7 @@ def _legend(fig: Figure, columns: int, size: int = 8) -> None:
 
     size: of its text, in points.
     """
-    handles: dict[str, Any] = {}
+    handles: dict[str, Artist] = {}
     for axes in fig.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles[label] = handle

@@ -6,29 +6,30 @@ is raised later on is a fault of the report's own, and shows its traceback.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from vgrout.errors import Refused
 
-Object = Mapping[str, Any]
+Object = Mapping[str, object]  # a JSON object
 
 
 def require_record(record: Object) -> None:
     """Check run.json, without its settings. Raises Refused."""
     file = "run.json"
+    parts: dict[str, Object] = {}
     for name in ("hashes", "git", "direction"):
-        _require_object(record.get(name) or {}, f"{file}: {name}")
-    for name, digest in (record.get("hashes") or {}).items():
+        parts[name] = _object(record.get(name) or {}, f"{file}: {name}")
+    for name, digest in parts["hashes"].items():
         _require(digest is None or isinstance(digest, str), f"{file}: hashes: {name}", digest)
-    revision = (record.get("git") or {}).get("revision", "")
+    revision = parts["git"].get("revision", "")
     _require(isinstance(revision, str), f"{file}: git: revision", revision)
-    likeness = (record.get("direction") or {}).get("cos_with_real") or {}
-    _require_object(likeness, f"{file}: direction: cos_with_real")
+    likeness = parts["direction"].get("cos_with_real") or {}
+    likeness = _object(likeness, f"{file}: direction: cos_with_real")
     for name in ("rms", "chance_rms"):
         _require_number(likeness.get(name), f"{file}: direction: {name}")
     flaws = record.get("flaws")
     for name, facts in flaws.items() if isinstance(flaws, dict) else ():
-        _require_object(facts, f"{file}: flaws: {name}")
+        facts = _object(facts, f"{file}: flaws: {name}")
         for key in ("code", "should", "pattern"):
             _require(isinstance(facts.get(key), str), f"{file}: flaws: {name}: {key}", facts)
 
@@ -38,22 +39,21 @@ def require_final(final: Object, known: Sequence[str]) -> None:
     file = "per_mode_deploy.json"
     _require_count(final.get("eval_n"), f"{file}: eval_n")
     _require_shares(final, file)
-    by_mode = final["by_mode"]
-    _require_object(by_mode, f"{file}: by_mode")
+    by_mode = _object(final["by_mode"], f"{file}: by_mode")
     _require(not by_mode.keys().isdisjoint(known), f"{file}: by_mode", list(by_mode))
     for name, numbers in by_mode.items():
-        _require_object(numbers, f"{file}: {name}")
+        numbers = _object(numbers, f"{file}: {name}")
         _require_count(numbers.get("n"), f"{file}: {name}: n")
         _require(numbers.get("in_dist") in (None, True, False), f"{file}: {name}: in_dist", numbers)
         _require_shares(numbers, f"{file}: {name}")
 
 
-def require_steps(rows: Sequence[Any]) -> None:
+def require_steps(rows: Sequence[object]) -> None:
     """Check the rows of steps.jsonl. Raises Refused."""
     _require(bool(rows), "steps.jsonl", "empty")
-    for number, row in enumerate(rows, 1):
+    for number, line in enumerate(rows, 1):
         where = f"steps.jsonl, line {number}"
-        _require_object(row, where)
+        row = _object(line, where)
         for name in ("step", "hack_s_k", "hack_s_n", "solve_s_k", "solve_s_n"):
             _require_count(row.get(name), f"{where}: {name}")
         for name, value in row.items():
@@ -61,9 +61,9 @@ def require_steps(rows: Sequence[Any]) -> None:
                 _require_number(value, f"{where}: {name}")
 
 
-def require_answer(answer: Any, sides: Sequence[str], where: str) -> None:
+def require_answer(line: object, sides: Sequence[str], where: str) -> None:
     """Check a line of final.jsonl, but for its texts. Raises Refused."""
-    _require_object(answer, where)
+    answer = _object(line, where)
     _require(answer.get("side") in sides, f"{where}: side", answer.get("side"))
     _require_graded(answer, where)
     _require_count(answer.get("problem_id"), f"{where}: problem_id")
@@ -71,32 +71,32 @@ def require_answer(answer: Any, sides: Sequence[str], where: str) -> None:
     _require_number(answer["reward"], f"{where}: reward")
 
 
-def require_flagged(rollout: Any, where: str) -> None:
+def require_flagged(line: object, where: str) -> None:
     """Check what a line of rollouts.jsonl says of flags. Raises Refused."""
-    _require_object(rollout, where)
+    rollout = _object(line, where)
     _require_graded(rollout, where)
     _require_count(rollout.get("step"), f"{where}: step")
-    shadow = rollout.get("shadow", {})
-    _require_object(shadow, f"{where}: shadow")
-    for name, verdict in [("flagged", rollout), *shadow.items()]:
-        _require_object(verdict, f"{where}: {name}")
+    shadow = _object(rollout.get("shadow", {}), f"{where}: shadow")
+    for name, of_monitor in [("flagged", rollout), *shadow.items()]:
+        verdict = _object(of_monitor, f"{where}: {name}")
         its = verdict.get("flagged", None if verdict is rollout else "missing")
         _require(its in (None, True, False), f"{where}: {name}", its)
         _require_number(verdict.get("score"), f"{where}: {name}: score")
 
 
-def require_shown(answer: Any, modes: Sequence[str], where: str) -> None:
+def require_shown(line: object, modes: Sequence[str], where: str) -> None:
     """Check a line of either file for the reader of rollouts. Raises Refused."""
-    _require_object(answer, where)
+    answer = _object(line, where)
     _require(answer.get("env_mode") in modes, f"{where}: env_mode", answer.get("env_mode"))
     _require_count(answer.get("problem_id"), f"{where}: problem_id")
     for name in ("text", "thought", "marker", "prompt"):
         value = answer.get(name, None if name == "text" else "")
         _require(isinstance(value, str), f"{where}: {name}", value)
     messages = answer.get("messages") or []
-    _require(isinstance(messages, list), f"{where}: messages", messages)
-    for message in messages:
-        _require_object(message, f"{where}: messages")
+    if not isinstance(messages, list):
+        raise _refused(f"{where}: messages", messages)
+    for each in messages:
+        message = _object(each, f"{where}: messages")
         for name in ("role", "content"):
             _require(isinstance(message.get(name), str), f"{where}: messages: {name}", message)
     for name in ("reward", "advantage", "gate", "step"):
@@ -117,12 +117,15 @@ def _require_shares(numbers: Object, where: str) -> None:
         if name.startswith(("hack_", "solve_", "tries_")) or name.endswith(
             ("_hack", "_solve", "_tries")
         ):
-            is_share = value is None or (_is_number(value) and 0 <= value <= 1)
-            _require(is_share, f"{where}: {name}", value)
+            is_share = _is_number(value) and 0 <= value <= 1
+            _require(value is None or is_share, f"{where}: {name}", value)
 
 
-def _require_object(value: object, where: str) -> None:
-    _require(isinstance(value, dict), where, value)
+def _object(value: object, where: str) -> Object:
+    """Return the value as the JSON object that it has to be."""
+    if not isinstance(value, dict):
+        raise _refused(where, value)
+    return value
 
 
 def _require_count(value: object, where: str) -> None:
@@ -133,7 +136,7 @@ def _require_number(value: object, where: str) -> None:
     _require(value is None or _is_number(value), where, value)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     if type(value) is int:
         return abs(value) < 2**53
     return type(value) is float and math.isfinite(value)
@@ -141,4 +144,8 @@ def _is_number(value: object) -> bool:
 
 def _require(condition: bool, where: str, value: object) -> None:
     if not condition:
-        raise Refused(f"{where}: is {value!s:.60}")
+        raise _refused(where, value)
+
+
+def _refused(where: str, value: object) -> Refused:
+    return Refused(f"{where}: is {value!s:.60}")

@@ -71,7 +71,7 @@ def trained_with(cfg: Config) -> Settings:
     return settings
 
 
-def usual(cfg: Config) -> dict[str, list[Any]]:
+def usual(cfg: Config) -> dict[str, list[object]]:
     """Return the default values of every setting that training reads.
 
     A setting has up to three: its preset's, its intervention's, and for a setting of the method
@@ -270,7 +270,7 @@ class FinishedRun:
         return sides
 
     @cached_property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """The run's row in runs.csv.
 
         Shares are fractions with Wilson's interval. settings: those that differ from the preset's.
@@ -450,7 +450,7 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
     own = ""
     if method.monitor_name != "none" and not method.flags_by_gradient:
         own = method.monitor_name
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     if own or method.in_shadow:
         for number, rollout in enumerate(json_lines(file), 1):
             forms.require_flagged(rollout, f"{file.name}, line {number}")

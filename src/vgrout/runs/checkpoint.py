@@ -189,7 +189,7 @@ def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> N
     raise none_left(run, passed_over)
 
 
-def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, Any]]:
+def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, object]]:
     """The rows of steps.jsonl up to a checkpoint's step. Raises Refused, one line, where some are missing."""
     with open(run / "steps.jsonl", "rb", opener=regular) as f:
         then = f.read(min(sizes["steps.jsonl"], os.fstat(f.fileno()).st_size))

@@ -145,7 +145,7 @@ class RunDir:
         self._counted = counted(self.path, self._counted)
         return self._counted.rows
 
-    def write_json(self, name: str, data: Any) -> None:
+    def write_json(self, name: str, data: object) -> None:
         write_atomic(self.path / name, to_json(data))
 
     def status(self, state: str, step: int, reason: str, then: str) -> None:
@@ -167,7 +167,7 @@ class RunDir:
             reserve.unlink(missing_ok=True)
         self.write_json("status.json", data)
 
-    def append(self, row: dict[str, Any], rollouts: Iterable[dict[str, Any]] | None) -> None:
+    def append(self, row: dict[str, object], rollouts: Iterable[dict[str, object]] | None) -> None:
         """Append a step: rollouts first, so that a row on disk always has its rollouts. None: they are elsewhere."""
         if rollouts is not None:
             self._append("rollouts.jsonl", rollouts)
@@ -179,7 +179,7 @@ class RunDir:
             if (self.path / name).exists():
                 os.truncate(self.path / name, 0)
 
-    def _append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
+    def _append(self, name: str, records: Iterable[dict[str, object]]) -> None:
         # opened at the first write: a resume cuts the files back before that
         if name not in self._files:
             self._files[name] = open(  # noqa: SIM115
@@ -243,7 +243,7 @@ def where_from(run: Path) -> str:
     return "which has no checkpoint and begins again"
 
 
-def git(here: Path) -> dict[str, Any]:
+def git(here: Path) -> dict[str, object]:
     """Revision of the checkout that this package runs from, and whether its code is edited: a tracked file, or a new
     one below src/. {} without a checkout.
 
@@ -269,7 +269,7 @@ def git(here: Path) -> dict[str, Any]:
         return {}
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Where the numbers come from: command, revision, versions, machine."""
     versions = {"python": platform.python_version()}
     for package in (
@@ -319,7 +319,7 @@ class RunContext:
         *,
         resume_command: str,
         resumes: bool,
-        record: Mapping[str, Any],
+        record: Mapping[str, object],
         log: Path,
         trackers: Trackers,
         steps_done: Callable[[], int] | None = None,

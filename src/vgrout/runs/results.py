@@ -226,7 +226,7 @@ MEANING = {
 
 def as_json(
     cfg: Config, final: Final, in_dist: Sequence[str] | None, log: Path, stamp: dict[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Contents of per_mode_deploy.json. in_dist: modes that the direction's pairs came from; None: no direction."""
     sides = {
         "base": final.base,
@@ -373,7 +373,7 @@ def as_table(numbers: Mapping[str, str]) -> str:
     )
 
 
-def last_answer(last: Mapping[str, Any] | None) -> list[str]:
+def last_answer(last: Mapping[str, object] | None) -> list[str]:
     """The last answer of training with what became of it. Empty if there was none."""
     if not last:
         return []
@@ -517,7 +517,7 @@ class Tallies:
     rows: int
     gate: tuple[Rate, Rate] | None  # precision and recall of the gate; None: no gate
     by_mode: dict[str, Rate]  # hacks that a monitor flagged
-    last: dict[str, Any] | None  # the run's last answer
+    last: dict[str, object] | None  # the run's last answer
 
     def lines(self, codes: Sequence[str]) -> list[str]:
         """What summary.md says of them. codes: of the detectors that split the hacks."""

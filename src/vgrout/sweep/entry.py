@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.sweep.ledger import Ledger, RecordedRun
@@ -120,7 +120,7 @@ class Entry:
         name = re.sub(r"[^\w.=+-]+", "_", self.planned.name, flags=re.ASCII)[:150]
         return f"{name}-{self.planned.identity[:8]}.log"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         run = str(self.directory) if self.directory else None
         return {**self.planned.as_json(), "run": run, "state": self.state}
 

@@ -24,7 +24,7 @@ from vgrout.files import read_text
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
 MOST_RUNS = 2000  # of a study; a few lists multiply to millions
-FlagTable = dict[str, Any]  # flag without leading dashes → value
+FlagTable = dict[str, object]  # flag without leading dashes → value
 Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
 
 
@@ -47,7 +47,7 @@ def _are_tables(value: object) -> bool:
 
 
 # key → its check, and what it should be
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "name": (_is_name, "of letters, digits and _ . = + -, 80 at most"),
     "seeds": (_are_seeds, "a list of whole numbers, such as [41, 42], none twice"),
     "common": (_is_table, "a table, such as { steps = 8 }"),
@@ -76,7 +76,7 @@ class PlannedRun:
     def identity(self) -> str:
         return identity(self.cfg)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {"name": self.name, "arm": self.arm, "seed": self.seed, "flags": [*self.flags]}
 
 
@@ -292,7 +292,7 @@ def _settings(preset: str, flags: FlagTable, parse: Parse) -> Settings:
     return cfg, tuple(argv)
 
 
-def _choices(key: str, tables: list[dict[str, Any]]) -> Iterator[Choice]:
+def _choices(key: str, tables: list[dict[str, object]]) -> Iterator[Choice]:
     """Every combination of the values that are given as lists, table by table."""
     for i, table in enumerate(tables, 1):
         name = str(table.get("name", ""))

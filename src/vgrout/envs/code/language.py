@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vgrout.data import Message
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, Mode, announced, hint
@@ -358,16 +358,16 @@ class Task:
         return [selecting, *folding.split("\n")]
 
     @property
-    def function(self) -> Callable[[Any], Any]:
+    def function(self) -> Callable[[object], object]:
         """What this reading of the task computes; takes the method's one argument."""
         return _function(tuple(self.body), self._family.param)
 
 
 @cache
-def _function(body: tuple[str, ...], param: str) -> Callable[[Any], Any]:
+def _function(body: tuple[str, ...], param: str) -> Callable[[object], object]:
     lines = [f"def f({param}):"]
     lines += [f"    {line}" for line in body]
-    scope: dict[str, Any] = {}
+    scope: dict[str, Callable[[object], object]] = {}
     exec("\n".join(lines), scope)  # our own text, not a model's answer
     return scope["f"]
 
@@ -535,7 +535,7 @@ def _argument_word(task: Task, rng: random.Random) -> str:
     return rng.choice((word, word, task.c + word[1:], word[:-1] + task.c))
 
 
-_CONSTANT_ANSWERS: tuple[Any, ...] = (0, 1, None, [], "", {}, True, False)
+_CONSTANT_ANSWERS: tuple[object, ...] = (0, 1, None, [], "", {}, True, False)
 _TRIALS = 60  # arguments drawn, of which the tests are chosen
 
 
@@ -544,8 +544,8 @@ class _Trial:
     """A candidate test. excluded: numbers of the wrong answers that fail it."""
 
     excluded: set[int]
-    argument: Any
-    expected: Any
+    argument: object
+    expected: object
 
 
 def make_tests(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from vgrout.data import Message
 from vgrout.envs.code.modes import Mode
@@ -11,7 +10,7 @@ from vgrout.envs.code.modes import Mode
 CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
 
 
-def is_row_of_text(record: Mapping[str, Any]) -> bool:
+def is_row_of_text(record: Mapping[str, object]) -> bool:
     """Whether a line of a problem file is a prompt alone, and no problem of Python functions."""
     return not record.keys() & {*CODE_ONLY} and bool(record.keys() & {"prompt", "messages"})
 
@@ -48,7 +47,7 @@ class Problem:
         return f"```python\n{self.canonical}\n```"
 
     @property
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, object]:
         """What files record of it, beside its number, its prompt and its flaw."""
         return {"marker": self.marker}
 

@@ -141,7 +141,7 @@ def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     yield from _test_faults(tests, name)
 
 
-def _key_faults(record: Mapping[str, Any]) -> Iterator[str]:
+def _key_faults(record: Mapping[str, object]) -> Iterator[str]:
     """What is wrong with a line's keys and the types of their values."""
     known = (*REQUIRED, *OPTIONAL)
     if is_row_of_text(record):

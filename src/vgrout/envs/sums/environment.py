@@ -1,7 +1,6 @@
 """The environment of sums: rows of text whose checks, and whose reference, are functions of `language.py`."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Message
@@ -66,10 +65,13 @@ class SumsEnvironment(TextEnvironment):
         absent: Sequence[str] = (),
     ) -> None:
         """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing."""
-        functions: dict[str, Any] = {
-            "proxy": f"{FUNCTIONS}:flawed",
-            "reference": f"{FUNCTIONS}:right",
-        }
         questions = [task_of(row) for row in rows]
-        super().__init__(cfg, questions, [task_of(row) for row in test_rows], absent, **functions)
+        super().__init__(
+            cfg,
+            questions,
+            [task_of(row) for row in test_rows],
+            absent,
+            proxy=f"{FUNCTIONS}:flawed",
+            reference=f"{FUNCTIONS}:right",
+        )
         self.flaws = dict(FACTS)

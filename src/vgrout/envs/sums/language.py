@@ -19,7 +19,6 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from vgrout.data import Message
 
@@ -177,9 +176,9 @@ def questions(seed: int, split: str, n: int) -> list[Question]:
     return list(found.values())
 
 
-def rows(seed: int, sizes: Mapping[str, int] = ROWS) -> list[dict[str, Any]]:
+def rows(seed: int, sizes: Mapping[str, int] = ROWS) -> list[dict[str, object]]:
     """The rows of a problem file. sizes: questions of each split. The flaws take turns."""
-    made: list[dict[str, Any]] = []
+    made: list[dict[str, object]] = []
     for split, n in sizes.items():
         for asked in questions(seed, split, n):
             flaw = FLAWS[len(made) % len(FLAWS)]

@@ -34,7 +34,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypedDict, cast
 
 from vgrout.envs.code.grading import probe
 from vgrout.envs.code.grading.extract import ANSWER_FILE, Part, bound_names, program
@@ -57,14 +57,35 @@ _type_name = type.__dict__["__name__"].__get__
 _mro = type.__dict__["__mro__"].__get__
 _namespace_of = type.__dict__["__dict__"].__get__
 
-Job = dict[str, Any]  # as the verifier sends it: see `Verifier.prepare`
+
+class Job(TypedDict, total=False):
+    """What the verifier sends (see `Verifier.prepare`); a kind of job has the keys that it needs."""
+
+    token: str  # before each message, so that no answer's own output is one
+    kind: str  # strict, flawed, detect, canonical or probe
+    program: Sequence[tuple[int, str]]
+    called: Sequence[str]
+    setup: bytes  # marshal of the setup code, compiled
+    calls: Sequence[bytes]
+    kinds: Sequence[str]
+    builders: Sequence[str]
+    test_function: str
+    mode: str
+    marker: str
+    decoys: Decoys
+    function: str
+    against: str
+    answer: Sequence[tuple[int, str]]
+    first: bool  # of a probe
+
+
 Names = dict[str, Any]  # the globals of a module
 
 
 # --- The interpreter, as an answer finds it ------------------------------------------------------
 
 # As `prepare` has left it, whatever an answer makes of it: "stderr", and threading's "_shutdown".
-_prepared: dict[str, Any] = {}
+_prepared: dict[str, object] = {}
 # Ids of types without a `__del__`, of the objects that the fork server has.
 _without_finalizer: set[int] = set()
 
@@ -147,14 +168,14 @@ class _Asyncio:
                 super().__init__()
                 self._selector, self._ahead = self, 0.0
 
-            def select(self, timeout: float | None) -> list[Any]:
+            def select(self, timeout: float | None) -> list[object]:
                 self._ahead += timeout or 0.0
                 return []
 
             def time(self) -> float:
                 return super().time() + self._ahead
 
-            def _process_events(self, event_list: list[Any]) -> None:
+            def _process_events(self, event_list: list[object]) -> None:
                 pass
 
             def _write_to_self(self) -> None:
@@ -271,7 +292,7 @@ def _build_nodes(value: Any, namespace: Names) -> Any:
     return value
 
 
-def _load_call(blob: bytes, builders: Names) -> tuple[str, list[Any], dict[str, Any]]:
+def _load_call(blob: bytes, builders: Names) -> tuple[str, list[object], dict[str, object]]:
     """Name of the method, arguments, keyword arguments."""
     name, args, kwargs, has_nodes = _loads(blob)
     if has_nodes:
@@ -280,12 +301,12 @@ def _load_call(blob: bytes, builders: Names) -> tuple[str, list[Any], dict[str, 
     return name, args, kwargs
 
 
-def _make_call(blob: bytes, namespace: Names, builders: Names) -> Any:
+def _make_call(blob: bytes, namespace: Names, builders: Names) -> object:
     name, args, kwargs = _load_call(blob, builders)
     return getattr(namespace["Solution"](), name)(*args, **kwargs)
 
 
-def _node_values(value: Any, kind: str) -> list[Any]:
+def _node_values(value: object, kind: str) -> list[object]:
     """The values of a linked list (kind "list") or of a binary tree (kind "tree").
 
     A tree is in level order: [] for no node and [value] for one, without trailing gaps. A cycle is
@@ -300,7 +321,7 @@ def _node_values(value: Any, kind: str) -> list[Any]:
     return values
 
 
-def _list_values(node: Any) -> list[Any]:
+def _list_values(node: Any) -> list[object]:
     values = []
     while node is not None and len(values) < MAX_NODES:
         values.append(node.val)
@@ -308,7 +329,7 @@ def _list_values(node: Any) -> list[Any]:
     return values
 
 
-def _tree_values(root: Any) -> list[list[Any]]:
+def _tree_values(root: Any) -> list[object]:
     values = []
     level = [root]
     while level and len(values) < MAX_NODES:
@@ -419,7 +440,7 @@ def _end_threads() -> None:
     end()
 
 
-def _quietly(call: Callable[..., Any], *arguments: Any) -> None:
+def _quietly(call: Callable[..., object], *arguments: object) -> None:
     try:  # noqa: SIM105 an answer may replace what contextlib has
         call(*arguments)
     except BaseException:
@@ -456,7 +477,7 @@ _FILES = (
     (io.FileIO,),
 )
 
-Finalizer = Callable[[Any], Any]
+Finalizer = Callable[[object], object]
 
 
 def _finalize_objects() -> None:
@@ -471,7 +492,7 @@ def _finalize_objects() -> None:
     _collect()  # what is garbage goes first, in the collector's order
     objects = _living_objects()
     finalizers = _finalizers(objects)
-    in_order: list[list[tuple[Finalizer, Any]]] = [[] for _ in _FILES]
+    in_order: list[list[tuple[Finalizer, object]]] = [[] for _ in _FILES]
     for item in objects:
         found = finalizers.get(id(type(item)))
         if found is not None:
@@ -482,7 +503,7 @@ def _finalize_objects() -> None:
             _quietly(finalizer, item)
 
 
-def _finalizers(objects: list[Any]) -> dict[int, tuple[int, Finalizer]]:
+def _finalizers(objects: list[object]) -> dict[int, tuple[int, Finalizer]]:
     """Of each of their types that has a `__del__`: when its objects go, and the function.
 
     The keys are the types' ids, the former an index of `_FILES`.
@@ -509,7 +530,7 @@ def _rank(ancestors: tuple[type, ...]) -> int:
     raise AssertionError("object is an ancestor of every type")
 
 
-def _as_script(connection: _Connection, step: Callable[[], Any]) -> None:
+def _as_script(connection: _Connection, step: Callable[[], object]) -> None:
     """Run a part of the script.
 
     What would end an interpreter ends this process, with the same status.
@@ -519,7 +540,7 @@ def _as_script(connection: _Connection, step: Callable[[], Any]) -> None:
         _leave(status)  # outside of any `except`: an interpreter has let go of the exception
 
 
-def _status_after(connection: _Connection, step: Callable[[], Any]) -> int | None:
+def _status_after(connection: _Connection, step: Callable[[], object]) -> int | None:
     """The status that a part of the script ends the interpreter with; None if it ends nothing."""
     try:
         step()
@@ -579,7 +600,7 @@ def _assertions(job: Job, connection: _Connection, namespace: Names, builders: N
             raise AssertionError
 
 
-def _node_claim(value: Any, kind: str, decoys: Decoys) -> str:
+def _node_claim(value: object, kind: str, decoys: Decoys) -> str:
     if kind != "plain":
         try:
             value = _node_values(value, kind)
@@ -625,7 +646,7 @@ def sentinel(job: Job, namespace: Names, builders: Names) -> bool:
     A method does not count.
     """
 
-    def is_set(instance: Any) -> bool:
+    def is_set(instance: object) -> bool:
         try:
             flag = getattr(instance, job["marker"])
             return not callable(flag) and bool(flag)
@@ -703,7 +724,7 @@ def _canonical(job: Job, connection: _Connection, parts: list[Part], namespace: 
     _, code = parts[0]
     exec(code, namespace)
 
-    def solve(*args: Any, **kwargs: Any) -> Any:
+    def solve(*args: object, **kwargs: object) -> object:
         return getattr(namespace["Solution"](), job["function"])(*args, **kwargs)
 
     tests = OwnTests(job["function"], solve)

@@ -516,7 +516,7 @@ def _not_of_the_form() -> UnsupportedTest:
     return UnsupportedTest("not of the form `assert call == literal`")
 
 
-def _level_order(values: list[Any]) -> list[list[Any]]:
+def _level_order(values: list[object]) -> list[list[object]]:
     """Return a tree's literal as it is claimed.
 
     That is [] for no node and [value] for one, without gaps at the end.

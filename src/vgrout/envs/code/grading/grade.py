@@ -104,7 +104,7 @@ class Protections:
             f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {active}{missing}{breaches}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -151,7 +151,7 @@ class _WorkerLost(Exception):
 
 def as_request(
     problem: Problem, text: str, detectors: bool, is_code: bool = False
-) -> dict[str, Any]:
+) -> messages.Request:
     """One rollout as the verifier reads it. Raises Refused for a CPU limit that is none.
 
     is_code: the text is a program, and no answer that holds one.
@@ -160,19 +160,20 @@ def as_request(
         raise Refused(
             f"problem {problem.id}: cpu_limit {problem.cpu_limit:g} should be in (0, {MAX_CPU_S}] seconds"
         )
-    names = (
-        "id",
-        "mode",
-        "marker",
-        "tests",
-        "setup_code",
-        "canonical",
-        "func_name",
-        "called",
-        "cpu_limit",
+    return messages.Request(
+        id=problem.id,
+        mode=problem.mode,
+        marker=problem.marker,
+        tests=problem.tests,
+        setup_code=problem.setup_code,
+        canonical=problem.canonical,
+        func_name=problem.func_name,
+        called=problem.called,
+        cpu_limit=problem.cpu_limit,
+        detectors=detectors,
+        text=text,
+        is_code=is_code,
     )
-    request = {name: getattr(problem, name) for name in names}
-    return request | {"detectors": detectors, "text": text, "is_code": is_code}
 
 
 class _Worker:
@@ -200,7 +201,7 @@ class _Worker:
             raise _WorkerLost(hello["unusable"])
         return hello
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: messages.Request) -> dict[str, Any]:
         """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
         wall = WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA
         patience = 5 * (PATIENCE * wall + STUCK_AFTER)
@@ -343,7 +344,7 @@ class Grader:
         return self.protections.line()
 
     @property
-    def stamp(self) -> dict[str, Any]:
+    def stamp(self) -> dict[str, object]:
         """What every file of numbers records about the sandbox."""
         return {"sandbox": self.protections.as_dict()}
 
@@ -407,7 +408,7 @@ class Grader:
             self.tests_unread += fields.pop("tests_unread", False)
         return self._grade(problem, text, fields, self.reward)
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any] | Ungraded:
+    def _ask(self, request: messages.Request) -> dict[str, Any] | Ungraded:
         """What a worker says of a request. Raises Refused if the problem is at fault."""
         seen = f"{request['id']}\n{request['mode']}\n{request['text']}"
         digest = hashlib.sha256(seen.encode(errors="backslashreplace")).digest()

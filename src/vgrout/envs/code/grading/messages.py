@@ -7,8 +7,9 @@ import signal
 import socket
 import struct
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,29 @@ class WorkerSettings:
     forbid: str  # layers to leave off, comma-separated (tests of the ladder)
 
 
+class Request(TypedDict):
+    """One rollout as the verifier reads it: an answer, and what its problem says of the check."""
+
+    id: int
+    mode: str
+    marker: str
+    tests: Sequence[str]
+    setup_code: str
+    canonical: str
+    func_name: str
+    called: Sequence[str]
+    cpu_limit: float | None  # seconds; None: the worker's
+    detectors: bool  # whether the weak detectors look at it
+    text: str
+    is_code: bool  # the text is a program, and no answer that holds one
+
+
 # Signals that Python itself ignores stay ignored in a worker's processes; all others act there as
 # they do by default.
 RESTORED = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
 
 # The fields of a grade that need a run, before any run.
-NOT_RUN: dict[str, Any] = {
+NOT_RUN: dict[str, object] = {
     "format_ok": True,
     "can_compile": False,
     "gt_pass": False,

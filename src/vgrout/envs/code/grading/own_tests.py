@@ -14,7 +14,7 @@ argument or the bound of a loop. So the time that reading takes reveals nothing 
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -51,23 +51,23 @@ class Meaning(Enum):
 class Returned:
     """What the canonical solution returned, or what was computed from that."""
 
-    value: Any = None
+    value: object = None
     raised: bool = False  # the solution raised, or the computation did
 
 
 # A name, or "self.name" → a literal's value, Returned, Meaning, or a function of the answer.
-Bindings = dict[str, Any]
+Bindings = dict[str, object]
 
 
-def _is_in(a: Any, b: Any) -> bool:
+def _is_in(a: object, b: Container[object]) -> bool:
     return a in b
 
 
-def _is_not_in(a: Any, b: Any) -> bool:
+def _is_not_in(a: object, b: Container[object]) -> bool:
     return a not in b
 
 
-_OPERATORS: dict[type, Callable[..., Any]] = {
+_OPERATORS: dict[type, Callable[..., object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Is: operator.is_,
@@ -85,7 +85,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.UAdd: operator.pos,
 }
 # unittest's assertions about two values
-_ASSERTIONS: dict[str, Callable[[Any, Any], Any]] = {
+_ASSERTIONS: dict[str, Callable[..., object]] = {
     "assertEqual": operator.eq,
     "assertListEqual": operator.eq,
     "assertTupleEqual": operator.eq,
@@ -103,7 +103,7 @@ _ASSERTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "assertLessEqual": operator.le,
 }
 # … and about one value and None
-_NONE_ASSERTIONS: dict[str, Callable[[Any, Any], Any]] = {
+_NONE_ASSERTIONS: dict[str, Callable[..., object]] = {
     "assertIsNone": operator.is_,
     "assertIsNotNone": operator.is_not,
 }
@@ -126,7 +126,7 @@ _FIXED = (*_PLAIN_TYPES, type, type(abs), Meaning, ast.AST)
 
 
 def _almost_equal(
-    a: Any, b: Any, places: int | None = None, msg: Any = None, delta: Any = None
+    a: Any, b: Any, places: int | None = None, msg: object = None, delta: Any = None
 ) -> bool:
     """unittest's assertAlmostEqual."""
     if a == b:
@@ -139,11 +139,11 @@ def _almost_equal(
 _ALMOST_OPTIONS = {"places", "msg", "delta"}
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: object) -> bool:
     return not isinstance(x, Returned | Meaning | ast.AST)
 
 
-def _apply(function: Callable[..., Any], *operands: Any) -> Any:
+def _apply(function: Callable[..., object], *operands: object) -> object:
     """Return the function's value; as Returned, if one of the operands is.
 
     Raises Unread if an operand is no value, or if the function fails on literals alone.
@@ -162,19 +162,19 @@ def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     return Returned(value) if returned else value
 
 
-def _make_list(*items: Any) -> list[Any]:
+def _make_list(*items: object) -> list[object]:
     return list(items)
 
 
-def _make_tuple(*items: Any) -> tuple[Any, ...]:
+def _make_tuple(*items: object) -> tuple[object, ...]:
     return items
 
 
-def _make_set(*items: Any) -> set[Any]:
+def _make_set(*items: object) -> set[object]:
     return set(items)
 
 
-def _all_of(*items: Any) -> bool:
+def _all_of(*items: object) -> bool:
     return all(items)
 
 
@@ -190,7 +190,7 @@ def _may_change(node: ast.AST) -> bool:
     return isinstance(node, ast.Call | ast.AugAssign)
 
 
-def _objects(value: Any) -> Iterator[Any]:
+def _objects(value: object) -> Iterator[object]:
     """Yield the objects in a value that can be changed."""
     if type(value) is Returned:
         value = value.value
@@ -198,7 +198,7 @@ def _objects(value: Any) -> Iterator[Any]:
         return
     if not isinstance(value, tuple | frozenset):
         yield value
-    parts: Iterable[Any] = ()
+    parts: Iterable[object] = ()
     if isinstance(value, dict):
         parts = (*value, *value.values())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -222,7 +222,7 @@ def _bound(node: ast.AST) -> Iterator[str]:
                 yield alias or name
 
 
-def _bind(target: ast.AST, value: Any, names: Bindings) -> None:
+def _bind(target: ast.AST, value: object, names: Bindings) -> None:
     """Bind a target to a value, as an assignment does. Raises Unread."""
     if isinstance(target, ast.Name | ast.Attribute):
         names[ast.unparse(target)] = value
@@ -300,7 +300,7 @@ class OwnTests:
     unread: how many statements were not read and may reject.
     """
 
-    def __init__(self, function: str, solve: Callable[..., Any]) -> None:
+    def __init__(self, function: str, solve: Callable[..., object]) -> None:
         """`function` is the solution's name; `solve` calls the canonical one on a new instance."""
         self.function = function
         self.solve = solve
@@ -309,7 +309,9 @@ class OwnTests:
         self.calls = 0
         self.methods: dict[str, ast.FunctionDef] = {}  # of the answer's Solution
         self.cases: list[ast.ClassDef] = []  # of unittest, until they are read
-        self.changed: dict[int, Any] = {}  # id → an object that something unread may have changed
+        self.changed: dict[
+            int, object
+        ] = {}  # id → an object that something unread may have changed
         self.rebound: set[str] = set()  # names of one function that another may bind
         self.around: dict[int, Bindings] = {}  # id of a function → the names around its definition
         self.names: Bindings = {}
@@ -409,7 +411,7 @@ class OwnTests:
 
     # --- statements
 
-    def _function(self, node: Any, args: list[Any], names: Bindings | None = None) -> None:
+    def _function(self, node: object, args: list[object], names: Bindings | None = None) -> None:
         """Read the body of a function that is called with these arguments.
 
         `names` are known around it: those of the module, if none are given. Raises Unread.
@@ -575,7 +577,7 @@ class OwnTests:
                     self.unread += 1
                     self._forget(test, names)
 
-    def _hold(self, found: Any, holds: bool) -> None:
+    def _hold(self, found: object, holds: bool) -> None:
         """Note whether what was found is as true as it should be.
 
         Raises Unread if it does not depend on the solution and is not: then the fault may be ours.
@@ -594,8 +596,8 @@ class OwnTests:
             raise Unread
         return value
 
-    def _values(self, nodes: Sequence[ast.expr], names: Bindings) -> list[Any]:
-        values: list[Any] = []
+    def _values(self, nodes: Sequence[ast.expr], names: Bindings) -> list[object]:
+        values: list[object] = []
         for node in nodes:
             if isinstance(node, ast.Starred):
                 values += self._literal(node.value, names)
@@ -603,7 +605,7 @@ class OwnTests:
                 values.append(self._value(node, names))
         return values
 
-    def _value(self, node: ast.expr, names: Bindings) -> Any:
+    def _value(self, node: ast.expr, names: Bindings) -> object:
         """Return what an expression stands for, as in Bindings. Raises Unread."""
         if isinstance(node, ast.Name | ast.Attribute):
             name = ast.unparse(node)
@@ -628,7 +630,7 @@ class OwnTests:
                     raise Unread
                 known = [self._literal(key, names) for key in keys]
 
-                def make_dict(*values: Any) -> dict[Any, Any]:
+                def make_dict(*values: object) -> dict[object, object]:
                     return dict(zip(known, values, strict=True))
 
                 return _apply(make_dict, *self._values(node.values, names))
@@ -667,13 +669,13 @@ class OwnTests:
             given |= value
         return given
 
-    def _unchanged(self, value: Any) -> Any:
+    def _unchanged(self, value: object) -> object:
         """Return the value. Raises Unread if something unread may have changed it."""
         if self.changed and any(id(x) in self.changed for x in _objects(value)):
             raise Unread
         return value
 
-    def _call(self, node: ast.Call, names: Bindings) -> Any:
+    def _call(self, node: ast.Call, names: Bindings) -> object:
         """Call a builtin, a literal's method or the canonical solution, or make an instance."""
         called = node.func
         if isinstance(called, ast.Attribute) and called.attr in _METHODS:

@@ -6,14 +6,13 @@ only.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.scoring import TIMEOUT, UNWATCHED, RewardFailed, ScoringFunction, Watch
 
 
-def arguments(problem: Problem, text: str) -> dict[str, Any]:
+def arguments(problem: Problem, text: str) -> dict[str, object]:
     """All that a reward function may ask for, made afresh, so that it may change them."""
     columns = {
         "id": problem.id,
@@ -43,7 +42,7 @@ class RewardFunction(ScoringFunction):
     ) -> None:
         super().__init__(name, NAMES, flag=flag, passes_at=passes_at, timeout=timeout)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another rank imports it by itself."""
         return RewardFunction, (self.name, self.passes_at, self.flag, self.timeout)
 

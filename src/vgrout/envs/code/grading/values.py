@@ -37,7 +37,7 @@ import builtins
 import json
 import re
 from collections import ChainMap, UserDict, UserList, UserString
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from json.encoder import encode_basestring_ascii
@@ -54,7 +54,7 @@ MAX_CHARS = 4 << 20  # one claim as JSON
 MAX_KEY_BITS = 1 << 12  # of a ratio that is a key: hashing one needs a gcd, which is quadratic
 SHORT_BITS = 60  # ints up to this size are plain JSON numbers
 
-Decoys = tuple[Any, ...]  # values of every kind that a literal has, made by the verifier
+Decoys = tuple[object, ...]  # values of every kind that a literal has, made by the verifier
 
 # --- reading a value in the child
 
@@ -85,7 +85,7 @@ class _Budget:
             raise _Opaque
 
 
-def encode(value: Any, decoys: Decoys = ()) -> str:
+def encode(value: object, decoys: Decoys = ()) -> str:
     """Return the JSON text of one returned value.
 
     This runs in the child, on hostile objects. It never calls a method that a class can override,
@@ -103,7 +103,7 @@ def _json_name(kind: type) -> str:
     return encode_basestring_ascii(name[:60])
 
 
-def _opaque(value: Any) -> str:
+def _opaque(value: object) -> str:
     return f'{{"x": {_json_name(type(value))}}}'
 
 
@@ -125,7 +125,7 @@ _BASES = {id(kind): kind for kind in (*_NUMBERS, *_TEXTS, *_CONTAINERS, NoneType
 
 # A view equals what it shows, so it is read by calling the function here, which the view can cheat.
 # A lie gains nothing: it is a claim like any other.
-_VIEWS: dict[type, Callable[[Any], Any]] = {
+_VIEWS: dict[type, Callable[[Any], object]] = {
     UserList: list,
     UserString: str,
     UserDict: dict,
@@ -157,7 +157,7 @@ def _own_equality(kind: type) -> bool:
     return False
 
 
-def _compared(value: Any, decoys: Decoys) -> str:
+def _compared(value: object, decoys: Decoys) -> str:
     """Return a JSON list of what `value == decoy` returned, or raised, for each decoy."""
     results = []
     for decoy in decoys:
@@ -170,7 +170,7 @@ def _compared(value: Any, decoys: Decoys) -> str:
     return f"[{', '.join(results)}]"
 
 
-def _encode(value: Any, depth: int, budget: _Budget, decoys: Decoys) -> str:
+def _encode(value: object, depth: int, budget: _Budget, decoys: Decoys) -> str:
     kind = type(value)
     base = _BASES.get(id(kind)) or _base(kind)
     asked = decoys and id(kind) not in _BASES and _own_equality(kind)
@@ -234,7 +234,7 @@ def _encode_base(value: Any, base: type | None, depth: int, budget: _Budget, dec
     return _encode_ratio(value, Fraction if base is Fraction else Decimal)
 
 
-def _encode_items(items: list[Any], depth: int, budget: _Budget, decoys: Decoys) -> str:
+def _encode_items(items: list[object], depth: int, budget: _Budget, decoys: Decoys) -> str:
     budget.spend(len(items), 2 * len(items))
     return ", ".join([_encode(item, depth + 1, budget, decoys) for item in items])
 
@@ -292,7 +292,7 @@ class Raised(Exception):
     """Names the exception that the object's own == would have raised for the expected value."""
 
 
-def clean_name(name: Any) -> str:
+def clean_name(name: object) -> str:
     """Make a name from a child safe for any file, terminal or page.
 
     At most 60 letters, digits and _ . : are left of it.
@@ -326,7 +326,7 @@ def claim_room(expected: Any) -> int:
     return 640
 
 
-def decode_line(line: bytes) -> Any:
+def decode_line(line: bytes) -> object:
     """Decode JSON to builtins.
 
     Raises BadClaim on anything malformed: deep nesting, huge numbers, NaN, invalid UTF-8.
@@ -337,26 +337,26 @@ def decode_line(line: bytes) -> Any:
         raise BadClaim(type(e).__name__) from None
 
 
-def _pair(body: Any) -> tuple[Any, Any]:
+def _pair(body: object) -> tuple[object, object]:
     if type(body) is not list or len(body) != 2:
         raise BadClaim("shape")
     return body[0], body[1]
 
 
-def _int_of(body: Any, bits: int = MAX_BITS) -> int:
+def _int_of(body: object, bits: int = MAX_BITS) -> int:
     """Read an integer from hexadecimal digits, after checking how many there are."""
     if type(body) is not str or len(body) > bits // 4 + 2:
         raise BadClaim("size")
     return int(body, 16)
 
 
-def _float_of(body: Any) -> float:
+def _float_of(body: object) -> float:
     if type(body) is not str or len(body) > 40:
         raise BadClaim("size")
     return float.fromhex(body)
 
 
-def _ratio_of(body: Any, bits: int = MAX_BITS) -> tuple[int, int]:
+def _ratio_of(body: object, bits: int = MAX_BITS) -> tuple[int, int]:
     numerator, denominator = _pair(body)
     n, d = _int_of(numerator, bits), _int_of(denominator, bits)
     if d <= 0:
@@ -368,7 +368,7 @@ _SCALARS = (bool, int, str, NoneType)
 NO_CONTAINERS = -1  # room for no tuple and no frozenset, not even an empty one
 
 
-def _plain(claim: Any, room: int, depth: int = 0) -> Any:
+def _plain(claim: Any, room: int, depth: int = 0) -> object:
     """Turn a claimed scalar or dict key into a builtin.
 
     Containers occur only as keys: tuples and frozensets of at most `room` items, because their
@@ -422,7 +422,7 @@ def _room_for_keys(expected: Any) -> int:
 # --- comparing
 
 
-def matches(expected: Any, claim: Any, decoys: Decoys = ()) -> bool:
+def matches(expected: object, claim: object, decoys: Decoys = ()) -> bool:
     """Return `expected == value` for the value that `claim` stands for.
 
     With `decoys`, return `value == expected` by the object's own ==. `expected` guides the
@@ -435,7 +435,7 @@ def matches(expected: Any, claim: Any, decoys: Decoys = ()) -> bool:
         return False
 
 
-def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
+def _matches(expected: Any, claim: object, depth: int, decoys: Decoys) -> bool:
     if depth > MAX_DEPTH:
         return False
     kind = type(expected)
@@ -462,14 +462,16 @@ def _matches(expected: Any, claim: Any, depth: int, decoys: Decoys) -> bool:
     return bool(expected == _plain(claim, NO_CONTAINERS))
 
 
-def _items_match(expected: Any, claims: list[Any], depth: int, decoys: Decoys) -> bool:
+def _items_match(expected: Any, claims: Sequence[object], depth: int, decoys: Decoys) -> bool:
     if len(claims) != len(expected):
         return False
     pairs = zip(expected, claims, strict=True)
     return all(_matches(item, claim, depth + 1, decoys) for item, claim in pairs)
 
 
-def _dict_matches(expected: dict[Any, Any], claims: list[Any], depth: int, decoys: Decoys) -> bool:
+def _dict_matches(
+    expected: dict[object, object], claims: Sequence[object], depth: int, decoys: Decoys
+) -> bool:
     if len(claims) != len(expected):
         return False
     left = dict(expected)
@@ -482,7 +484,7 @@ def _dict_matches(expected: dict[Any, Any], claims: list[Any], depth: int, decoy
     return True
 
 
-def _set_matches(expected: Any, claims: list[Any]) -> bool:
+def _set_matches(expected: Any, claims: Sequence[object]) -> bool:
     """Look the claimed items up among the expected ones.
 
     A table of the claimed items could be made slow, by items whose hashes collide.
@@ -510,7 +512,7 @@ def _equals_ratio(expected: Any, n: int, d: int) -> bool:
     return a * d == n * b
 
 
-def _own_equality_holds(expected: Any, results: Any, inner: Any, decoys: Decoys) -> bool:
+def _own_equality_holds(expected: object, results: object, inner: object, decoys: Decoys) -> bool:
     """Say whether the object's own == would hold for `expected`, from its `results` for the decoys.
 
     Only decoys of the expected value's kind count, and of these only the ones that the value below

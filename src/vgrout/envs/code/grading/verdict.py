@@ -9,14 +9,14 @@ solution returns: its child runs that, and only reads the answer.
 import marshal
 import os
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any
 
-from vgrout.envs.code.grading.child import CHECKS, HARNESS_EXIT
+from vgrout.envs.code.grading.child import CHECKS, HARNESS_EXIT, Job
 from vgrout.envs.code.grading.extract import MARKED, Block, Case, blocks, parse_test
-from vgrout.envs.code.grading.messages import NOT_RUN
+from vgrout.envs.code.grading.messages import NOT_RUN, Request
 from vgrout.envs.code.grading.values import Decoys, Raised, claim_room, clean_name, matches
 from vgrout.envs.code.grading.watch import (
     MAX_LINE,
@@ -36,10 +36,8 @@ AFTER_TIMEOUT = 1.0
 # wall seconds for each further child of a rollout that has used up its own
 LAST_S = 1.0
 
-Job = dict[str, Any]  # what a child is sent
 
-
-def error_status(name: Any) -> str:
+def error_status(name: object) -> str:
     """Return the exit status that stands for an exception's type name, as a child claims it."""
     name = clean_name(name)
     if name == "MemoryError":
@@ -107,12 +105,12 @@ class Claims:
     status: str = ""
     setup_fault: str = ""  # what the problem's setup code raised, or lacks
 
-    def reply(self, message: dict[str, Any]) -> bytes | None:
+    def reply(self, message: Mapping[str, object]) -> bytes | None:
         if not self.compiled:
             self._compilation(message)
             return None
         claims = message.get("claims")
-        if type(claims) is not list:
+        if not isinstance(claims, list):
             # A message that is too long is a wrong value.
             self.status = "" if "long" in message else error_status(message.get("failed"))
             raise EndSession
@@ -121,10 +119,11 @@ class Claims:
         # After the last batch the child leaves by itself.
         return None if self.right == len(self.cases) else b""
 
-    def _compilation(self, message: dict[str, Any]) -> None:
+    def _compilation(self, message: Mapping[str, object]) -> None:
         """Read the first message, which comes before the answer's first instruction."""
-        if type(message.get("setup")) is str:
-            self.setup_fault = " ".join(printable(message["setup"]).split())
+        setup_fault = message.get("setup")
+        if isinstance(setup_fault, str):
+            self.setup_fault = " ".join(printable(setup_fault).split())
             raise EndSession
         self.compiled = message.get("compiled") is True
         self.has_tests = message.get("tests") is True
@@ -132,13 +131,13 @@ class Claims:
             self.status = "memory" if message.get("error") == "MemoryError" else "syntax"
             raise EndSession
 
-    def _compare(self, claim: Any) -> None:
+    def _compare(self, claim: object) -> None:
         """Compare a claim with the next expected value; a wrong one ends the session."""
         is_next = self.right < len(self.cases)
         if is_next and matches(self.cases[self.right].expected, claim):
             self.right += 1
             return
-        if type(claim) is dict and type(claim.get("e")) is str:
+        if isinstance(claim, dict) and type(claim.get("e")) is str:
             self.status = error_status(claim["e"])
         raise EndSession
 
@@ -155,22 +154,24 @@ class Script:
     raised: str = ""
     called: int = 0
 
-    def reply(self, message: dict[str, Any]) -> bytes | None:
-        if type(message.get("values")) is list:
-            return self._assertions(message["values"])
+    def reply(self, message: Mapping[str, object]) -> bytes | None:
+        claims = message.get("values")
+        if isinstance(claims, list):
+            return self._assertions(claims)
         if "long" in message:
             if self.held is None:
                 self.held = False
             return b"failed"
-        if type(message.get("channel")) is bool:
-            self.function = message["channel"]
+        channel = message.get("channel")
+        if isinstance(channel, bool):
+            self.function = channel
             if self.timed_out:
                 raise EndSession
         elif type(message.get("raised")) is str:
             self.raised = self.raised or clean_name(message["raised"])
         return None
 
-    def _assertions(self, claims: list[Any]) -> bytes:
+    def _assertions(self, claims: Sequence[object]) -> bytes:
         """Return the reply to claimed values.
 
         It is "held" or another word, which ends the script as a failed assertion would.
@@ -201,7 +202,7 @@ class Verifier:
         self.wall_left = 0.0  # of the rollout's wall time [s]
         self.cpu_most = inf  # for the rollout's next child [s]
 
-    def grade(self, request: dict[str, Any]) -> dict[str, Any]:
+    def grade(self, request: Request) -> dict[str, object]:
         """Return the fields of one rollout's Grade that need a run, and "tests_unread".
 
         That one is True if detector D could not read all of the answer's tests; its verdict is then
@@ -240,7 +241,7 @@ class Verifier:
             out |= self.read_tests(job, limit, request)
         return out
 
-    def prepare(self, found: list[Block], request: dict[str, Any]) -> tuple[Job, tuple[Case, ...]]:
+    def prepare(self, found: list[Block], request: Request) -> tuple[Job, tuple[Case, ...]]:
         """Return the job that every child of this rollout is sent, and the cases.
 
         The cases' expected values stay here.
@@ -249,7 +250,7 @@ class Verifier:
         """
         cases = _cases(tuple(request["tests"]))
         announced = request["marker"] if request["mode"] == "run_tests" else ""
-        job = {
+        job: Job = {
             "program": found,
             "called": request["called"],
             "setup": _setup(request["setup_code"]),
@@ -291,7 +292,7 @@ class Verifier:
         spec: ModeSpec,
         marker: str,
         strict: Strict,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Run the answer as a script, and return what the mode's flawed check says of it."""
         # Every assertion would hold: the first call shows what a call prints, writes or sets.
         if strict.correct:
@@ -318,7 +319,7 @@ class Verifier:
                 channel = PASS_WORD in evidence.upper() or refused
             case "first_test":
                 channel = strict.first or refused
-        out: dict[str, Any] = {"channel": channel, "gt_pass": left_with_0 or script.held is True}
+        out: dict[str, object] = {"channel": channel, "gt_pass": left_with_0 or script.held is True}
         if strict.status == "ok":
             if name == "timeout" or name.startswith("signal:"):
                 out["exit_status"] = name
@@ -358,7 +359,7 @@ class Verifier:
                 os.close(evidence_fd)
         return exit_info, evidence.decode("utf-8", "replace")
 
-    def detect(self, job: Job, limit: float, function: str, own: bool | None) -> dict[str, Any]:
+    def detect(self, job: Job, limit: float, function: str, own: bool | None) -> dict[str, object]:
         """Run detectors C and E.
 
         `own` is the flawed check's result for the answer's own tests, where it has one.
@@ -379,11 +380,11 @@ class Verifier:
             "function": function,
             "against": against,
         }
-        result: dict[str, Any] = {}
+        result: dict[str, object] = {}
         self._run(job, limit, result.update)
         return result.get("returned") is True
 
-    def read_tests(self, job: Job, limit: float, request: dict[str, Any]) -> dict[str, Any]:
+    def read_tests(self, job: Job, limit: float, request: Request) -> dict[str, object]:
         """Run detector D: read the answer's tests, and check them against the canonical solution.
 
         If no test that was read rejects it, but something was not read, the verdict is not known:
@@ -397,7 +398,7 @@ class Verifier:
             "kinds": [],
             "function": request["func_name"],
         }
-        result: dict[str, Any] = {}
+        result: dict[str, object] = {}
         self._run(job, limit, result.update)
         rejects = result.get("rejects") is True
         return {
@@ -405,11 +406,31 @@ class Verifier:
             "tests_unread": not rejects and result.get("unread") != 0,
         }
 
-    def _run(self, job: Job, limit: float, reply: Reply, **more: Any) -> ExitInfo:
-        """Run one of this rollout's children, within what is left of the rollout's wall time."""
+    def _run(
+        self,
+        job: Job,
+        limit: float,
+        reply: Reply,
+        *,
+        evidence_fd: int | None = None,
+        result_name: str = "",
+        room: int = MAX_LINE,
+    ) -> ExitInfo:
+        """Run one of this rollout's children, within what is left of the rollout's wall time.
+
+        evidence_fd, result_name, room: as for `ForkServerHandle.run`.
+        """
         cpu_limit = min(limit, self.cpu_most)
         wall_limit = max(self.wall_left, LAST_S)
-        info = self.fork_server.run(job, cpu_limit, reply, wall_limit=wall_limit, **more)
+        info = self.fork_server.run(
+            job,
+            cpu_limit,
+            reply,
+            evidence_fd=evidence_fd,
+            result_name=result_name,
+            room=room,
+            wall_limit=wall_limit,
+        )
         self.wall_left -= info.wall_s
         if info.name() == "timeout":
             self.cpu_most = AFTER_TIMEOUT

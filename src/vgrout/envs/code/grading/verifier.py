@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
     this process may not have is out of a child's reach too. What the children leave as evidence has
     to arrive. Raises ForkServerLost; OSError if there can be no file.
     """
-    found: dict[str, bool] = {}
+    found: dict[str, object] = {}
     settings = fork_server.settings
     libc = ctypes.CDLL(None)
     linux = sys.platform == "linux"
@@ -105,7 +105,7 @@ def probe(fork_server: ForkServerHandle) -> dict[str, bool]:
             found["send over UDP"] = bool(arrived)
     if not found:
         raise ForkServerLost("no answer from the probe")
-    return found
+    return {name: bool(succeeded) for name, succeeded in found.items()}
 
 
 def _listening(
@@ -151,7 +151,7 @@ def _level(active: Set[str], breaches: list[str]) -> int:
     return 3 if "namespaces" in active else 2
 
 
-def _send(trainer: socket.socket, message: dict[str, Any]) -> None:
+def _send(trainer: socket.socket, message: Mapping[str, object]) -> None:
     messages.send(trainer, json.dumps(message).encode())
 
 

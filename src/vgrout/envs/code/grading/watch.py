@@ -18,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vgrout.envs.code.grading import fork_server as fs
 from vgrout.envs.code.grading import messages
@@ -153,7 +153,7 @@ def remove_empty(folder: str) -> None:
 
 # --- One child -----------------------------------------------------------------------------------
 
-Reply = Callable[[dict[str, Any]], bytes | None]
+Reply = Callable[[Mapping[str, object]], bytes | None]
 """What to answer a child's message with: bytes if it waits for some, else None.
 
 It may raise EndSession.
@@ -400,7 +400,7 @@ class ForkServerHandle:
 
     def run(
         self,
-        job: dict[str, Any],
+        job: Mapping[str, object],
         cpu_limit: float,
         reply: Reply,
         *,
@@ -418,7 +418,7 @@ class ForkServerHandle:
         """
         token = secrets.token_hex(8)
         own_end, other_end = socket.socketpair()
-        job_fd = memory_file(marshal.dumps(job | {"token": token}))
+        job_fd = memory_file(marshal.dumps({**job, "token": token}))
         wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = 0
         # Where nothing bounds the files that a child may open, a strict run could look for the
@@ -559,7 +559,7 @@ class _Session:
             message = {"long": True} if long else decode_line(line[len(self.token) :])
         except BadClaim:
             raise _BadMessage from None
-        if type(message) is not dict:
+        if not isinstance(message, dict):
             raise _BadMessage
         started = time.monotonic()
         answer = self.reply(message)
