@@ -124,7 +124,7 @@ def card(saved: Saved, library: str, said: str, use: Sequence[str]) -> str:
     code = "\n".join(use)
     return (
         f"---\nlibrary_name: {library}\n{base}---\n# {saved.cfg.run_id}\n\n{said}\n\n"
-        f"Trained in {world(saved)}. {prompting(saved)}\n\n"
+        f"Trained on {world(saved)}. {prompting(saved)}\n\n"
         "A model from a study of reward hacking: it may hack the checks that its prompts describe. "
         f"Not for use.\n\n```python\n{code}\n```\n"
     )
