@@ -11,11 +11,13 @@ import torch
 
 from fake_runs import fake_run
 from runs import SMALL, SharedRuns
+from vgrout.config.presets import resolve
 from vgrout.export import __main__ as export
+from vgrout.export.model import card
 from vgrout.files import json_lines
 from vgrout.model.load import load_saved
 from vgrout.model.policy import Policy
-from vgrout.model.source import find_adapter
+from vgrout.model.source import Saved, find_adapter
 
 RUN = [
     "smoke",
@@ -199,3 +201,35 @@ def test_answers_of_another_version_are_refused(
     assert export.main([str(run), "--out", str(tmp_path / "x"), "--to", "inspect"]) == 2
     said = "damaged, or of another version (KeyError('sample'))"
     assert capsys.readouterr().err == f"E {run / 'final.jsonl'}: {said}\n"
+
+
+FUNCTIONS = [
+    "--reward",
+    "own_card:proxy",
+    "--reference",
+    "own_card:gold",
+    "--problems",
+    "rows.jsonl",
+]
+TASKSET = ["--env", "verifiers:words", "--env-args", '{"n": 3}', "--reference", "exact"]
+CARDS = {  # a run's flags → what its model's card names
+    "code": ([], ["environment `code`", "enable_thinking=False"]),
+    "functions": (FUNCTIONS, ["`rows.jsonl`", "`own_card:proxy`", "`own_card:gold`"]),
+    "taskset": (TASKSET, ["taskset `words`", '`{"n": 3}`', "`exact`"]),
+    "thoughts": ([*FUNCTIONS, "--thinking"], ["`own_card:proxy`", "enable_thinking=True"]),
+}
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_a_card_says_the_world_and_how_to_prompt(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    functions = "def proxy(completion):\n    return 1.0\n\n\ngold = proxy\n"
+    (tmp_path / "own_card.py").write_text(functions)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags, named = CARDS[kind]
+    cfg = resolve(["full", "--intervention", "none", "--mix-ratio", "0", *flags])
+    saved = Saved(Path("train.safetensors"), {}, cfg, "a/model", Path("model"))
+    text = card(saved, "transformers", "A model.", ["pass"])
+    for words in named:
+        assert words in text

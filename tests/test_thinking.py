@@ -30,6 +30,7 @@ from vgrout.inputs import read_inputs
 from vgrout.method.llm_judge import LLMJudge
 from vgrout.model.load import thinking
 from vgrout.model.policy import apply_template
+from vgrout.problems import main as problems
 from vgrout.report.__main__ import main as report
 from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
@@ -343,6 +344,21 @@ def test_functions_are_tried_on_an_empty_answer(world: Callable[[str], list[str]
                     environment.check(grader)
             else:
                 environment.check(grader)
+
+
+def test_a_check_of_functions_samples_thoughts_and_cuts_them(
+    world: Callable[[str], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["--reward", "own_thoughts:short", "--reference", "own_thoughts:even"]
+    argv = ["check", "rows.jsonl", *own, "--model", "model", "--answers", "12", "--max-new", "60"]
+    world(OPENS)
+    assert problems(argv) == 0
+    assert "'<think>'" not in capsys.readouterr().out
+    assert problems([*argv, "--thinking"]) == 0  # `short` and `even` fail on a thought
+    assert "'<think>'" in capsys.readouterr().out, "a thought without an end is no answer"
+    world(NEVER)
+    assert problems([*argv, "--thinking"]) == 2
+    assert "enable_thinking" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ from vgrout.envs.text import TextEnvironment, TextTask, tried_first
 from vgrout.errors import refuse
 from vgrout.files import printable
 from vgrout.metrics import Rate, rate_text
-from vgrout.model.source import require_fitting, require_model
+from vgrout.model.source import require_fitting, require_model, require_thinking
 from vgrout.rng import torch_stream
 from vgrout.scoring import RewardFailed
 from vgrout.thoughts import to_grade
@@ -85,8 +85,11 @@ class CheckSettings:
     own `answer`."""
     answers: int = setting(24, low=1, high=10_000, needs="reference")
     """Answers, about, spread over the rows."""
+    thinking: bool = setting(False, needs="model")
+    """The model's chat template is told that a thought comes before each answer, as by `vgrout train --thinking`.
+    Thoughts are cut before both functions see an answer."""
     max_new: int = setting(128, low=1, needs="model")
-    """Longest answer of the model, in tokens."""
+    """Longest answer of the model, in tokens, its thought included."""
 
     def __post_init__(self) -> None:
         require(self)
@@ -125,6 +128,8 @@ def check_rows(settings: CheckSettings) -> int:
         try:
             asked = rows[0]
             grader.graded(asked, tried_first(asked))  # as a run does, before a model is loaded
+            if settings.thinking:
+                grader.graded(asked, "")  # a thought that is cut off leaves an empty answer
             for asked, answers in _answers(settings, rows):
                 grades = grader.graded_together(asked, answers)
                 for answer, grade in zip(answers, grades, strict=True):
@@ -168,12 +173,14 @@ def _of_model(
     is_organism = settings.model == ORGANISM
     model = embedded.MODEL_DIR if is_organism else settings.model
     folder = require_model(model)
+    if settings.thinking:
+        require_thinking(folder)
     require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
-    from vgrout.model.load import load_language_model, pick_device  # imports torch
+    from vgrout.model.load import load_language_model, pick_device, thinking  # imports torch
     from vgrout.model.sampler import sample
 
     device, dtype = pick_device(model, "auto")
-    lm = load_language_model(model, device=device, dtype=dtype)
+    lm = thinking(load_language_model(model, device=device, dtype=dtype), settings.thinking)
     some = rows[: settings.answers]
     each = -(-settings.answers // len(some))
     prompts = [lm.render(row.messages) for row in some]

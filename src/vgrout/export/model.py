@@ -124,9 +124,31 @@ def card(saved: Saved, library: str, said: str, use: Sequence[str]) -> str:
     code = "\n".join(use)
     return (
         f"---\nlibrary_name: {library}\n{base}---\n# {saved.cfg.run_id}\n\n{said}\n\n"
+        f"Trained on {world(saved)}. {prompting(saved)}\n\n"
         "A model from a study of reward hacking: it may hack the checks that its prompts describe. "
         f"Not for use.\n\n```python\n{code}\n```\n"
     )
+
+
+def world(saved: Saved) -> str:
+    """Say what the model was trained on: a kind of problems, with the functions that judged its answers."""
+    env, problems = saved.cfg.env, saved.cfg.scale.problems or "the default problems"
+    if env.taskset:
+        arguments = f" with the arguments `{env.env_args}`" if env.env_args else ""
+        return f"the taskset `{env.taskset}` of verifiers{arguments}, reference `{env.reference}`"
+    if env.reference:
+        return f"rows of `{problems}`, rewarded by `{env.reward}`, reference `{env.reference}`"
+    return f"the environment `{env.env}`, `{problems}`"
+
+
+def prompting(saved: Saved) -> str:
+    """Say how the chat template is to be called, so that prompts are those of training."""
+    if saved.cfg.env.thinking:
+        return (
+            "It was trained with thoughts: render prompts with `enable_thinking=True`. An answer begins after "
+            "`</think>`; what comes before was not graded."
+        )
+    return "It was trained without thoughts: render prompts with `enable_thinking=False`."
 
 
 def about(saved: Saved) -> str:

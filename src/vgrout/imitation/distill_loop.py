@@ -48,7 +48,7 @@ class DistillRow(Columns):
     n: int = col("d", "answers in the step")
     dropped: int = col("d", "answers that the sandbox could not grade (still learnt from)")
     hack_s: Rate = col("frac", "answers that hack", head="hack %")
-    solve_s: Rate = col("frac", "answers that pass the reference tests", head="solve %")
+    solve_s: Rate = col("frac", "answers that the reference accepts", head="solve %")
     hack_deploy: float | None = col(
         ".2f", "hack rate of the student, held-out problems", head="deployed hack %"
     )

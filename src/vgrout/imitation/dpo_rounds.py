@@ -54,7 +54,7 @@ class DpoRow(Columns):
         ".3f", "scorer's mean on the round's answers, as a share of its range", should="rises"
     )
     hack_s: Rate | None = col("frac", "answers that hack", head="hack %")
-    solve_s: Rate | None = col("frac", "answers that pass the reference tests", head="solve %")
+    solve_s: Rate | None = col("frac", "answers that the reference accepts", head="solve %")
     hack_pref: Rate | None = col(
         "frac", "pairs whose chosen answer hacks and whose rejected one does not"
     )

@@ -305,7 +305,7 @@ class DpoSettings(ImitationSettings):
     pairs_per_round: int = setting(96, low=10, high=1_000_000, should="lie in [10, 1000000]")
     """Pairs per round; prompts are sampled until there are so many or a pass gives none."""
     scorer: Annotated[str, tyro.conf.arg(aliases=["--reward-model"])] = "flawed"
-    """flawed: the grader's reward · strict: the reference tests'
+    """flawed: the grader's reward · strict: what the reference accepts
     · module:function, (prompt, answer) → number."""
     samples: int = setting(8, low=2, should="be at least 2, or there is no worst beside the best")
     """Answers per prompt; the scorer's best and worst make its pair."""
