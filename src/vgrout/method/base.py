@@ -126,7 +126,7 @@ class StepGradient:
         """For each row of g, a rollout that is in it."""
         first: dict[int, Row] = {}
         for row in self.rows:
-            first.setdefault(row.at, row)
+            first.setdefault(row.row_of_g, row)
         return [first[n] for n in range(len(self.g))]
 
     def _column(self, of: Callable[[Row], bool]) -> Bool[Tensor, "N 1"]:

@@ -215,7 +215,7 @@ class Method:
                         advantages[b],
                         flagged=flagged[b],
                         known_hack=known[b],
-                        at=row_of_g.setdefault(key, len(row_of_g)),
+                        row_of_g=row_of_g.setdefault(key, len(row_of_g)),
                     )
                 )
         return rows

@@ -162,7 +162,7 @@ def _try_method(setup: Setup, method: Method, own: Iterable[type]) -> None:
 
 def _try_step(method: Method, batch: Batch) -> None:
     batch = method.flag(batch)
-    at = [row.at for row in batch.rows]
+    at = [row.row_of_g for row in batch.rows]
     if not at:
         return
     δS = method.policy.adapter.δS
