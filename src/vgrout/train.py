@@ -16,7 +16,7 @@ Exit codes are those of runs/context.py. Every exit after the run directory was 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from loguru import logger
@@ -192,21 +192,7 @@ def launch(
         if cfg.run.dry_run:
             print_plan(cfg, inputs, grader, path, named=named)
             return FINISHED
-        command = ["train", cfg.preset, *cfg.repeated]
-        record: dict[str, object] = {
-            "config": cfg.as_dict(),
-            "beside_documents": beside_documents(cfg.method),
-            "hashes": hashes,
-        }
-        run = RunContext.begin(
-            " ".join(command),
-            path,
-            cfg.run_id,
-            grader,
-            record=record,
-            trackers=Trackers(cfg.run.trackers),
-            given=cfg.run.output_dir,
-        )
+        run = begin_run(cfg, path, grader, hashes)
         if on_run:
             on_run(run)
         with run:
@@ -219,6 +205,30 @@ def launch(
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
         return run.code
+
+
+def begin_run(
+    cfg: Config,
+    path: Path | None,
+    grader: Grader,
+    hashes: Mapping[str, str | None],
+) -> RunContext:
+    """Make the run's folder, or open that of the run to resume, and start its log. path: as in `launch`."""
+    command = ["train", cfg.preset, *cfg.repeated]
+    record = {
+        "config": cfg.as_dict(),
+        "beside_documents": beside_documents(cfg.method),
+        "hashes": hashes,
+    }
+    return RunContext.begin(
+        " ".join(command),
+        path,
+        cfg.run_id,
+        grader,
+        record=record,
+        trackers=Trackers(cfg.run.trackers),
+        given=cfg.run.output_dir,
+    )
 
 
 def print_plan(
