@@ -181,8 +181,10 @@ class _Update:
 
 def _is_finite(g: Gradients, metrics: LossMetrics) -> bool:
     """Whether the update may be learnt from: its gradients on every rank, its loss, and all that was measured."""
-    numbers = [number for number in metrics.columns().values() if number is not None]
-    measured = all(map(math.isfinite, numbers))
+    measured = True
+    for number in metrics.columns().values():
+        if number is not None and not math.isfinite(number):
+            measured = False
     own_gradients = bool(g.isfinite().all())
     unsound: list[int] = []  # ranks where a gradient is not finite
     if ranks.size() > 1:  # all ranks have to ask
