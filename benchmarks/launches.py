@@ -196,8 +196,8 @@ def of_update(policy: Policy, load: Load, by_rollout: bool, counting: Counting) 
     config: Any = policy.model.config
     sizes = (load.group, load.prompts, load.prompt, load.answer)
     batch, cfg = rig.learnt(rig.noise_groups(config.vocab_size, *sizes), by_rollout)
-    rows, _ = grpo.merge_twins(batch.rows)
-    update = grpo._Update(policy, cfg, grpo._norm(batch, cfg), None, True, iter(()))
+    rows = grpo.merge_twins(batch.rows).rows
+    update = grpo._Update(policy, cfg, grpo._norm(batch, cfg), None, True, ())
     counting.seen = Count()
     with counting, policy.adapter.per_rollout_grads(len(rows)) as collected:
         update.backward(rows, collected)

@@ -200,7 +200,7 @@ def learnt(groups: list[Group], by_rollout: bool) -> tuple[Batch, Config]:
     for group in groups:
         for rollout, A in zip(group.rollouts, group.view().advantages, strict=True):
             at = len(rows) if by_rollout else group.index
-            rows.append(UpdateRow(rollout, group.index, A, at=at))
+            rows.append(UpdateRow(rollout, group.index, A, row_of_g=at))
     longest = max(len(row.rollout.completion_ids) for row in rows)
     cfg = resolve(command("none", f"--max-new={longest}"))
     return Batch(tuple(groups), (), (), len(rows), 0, rows=tuple(rows)), cfg

@@ -327,7 +327,7 @@ def toy(
 def routed(method: Method, *of: tuple[Tensor, Group], step: int = 0) -> Routed:
     """What the method makes of these rollouts' gradients."""
     flagged = method.flag(Batch(tuple(g for _, g in of), (), (), 6, step))
-    at = torch.tensor([row.at for row in flagged.rows])
+    at = torch.tensor([row.row_of_g for row in flagged.rows])
     every = torch.cat([g_b for g_b, _ in of])
     return method.route(
         flagged, every.new_zeros(int(at.max()) + 1, every.shape[1]).index_add(0, at, every)

@@ -264,7 +264,7 @@ def test_a_prompt_of_one_token_leaves_no_prefix_and_may_have_the_most_rows(polic
     long = [written(PROMPTS[1], (60 + i, 7 + i, 1)) for i in range(2)]
     of = [group(short, REWARDS[0]), group(long, [1.0, 0.0])]
     step = step_of(of[:1]), step_of(of[1:])
-    rows = [*step[0].rows, *(replace(row, at=row.at + 4) for row in step[1].rows)]
+    rows = [*step[0].rows, *(replace(row, row_of_g=row.row_of_g + 4) for row in step[1].rows)]
     batch = replace(step[0], rows=tuple(rows))
     ((_, read),) = prompts_apart(policy, rows)
     assert read is not None

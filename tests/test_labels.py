@@ -207,7 +207,9 @@ def test_a_step_of_gradients_has_no_problem_but_for_a_monitor_that_sees_labels(s
             assert row.rollout.text
             assert row.tokens == len(row.rollout.prompt_ids) + len(row.rollout.completion_ids)
     assert {*seen} == {"monitor", "intervention"}
-    assert [row.at for row in seen["monitor"].rows] == [row.at for row in seen["intervention"].rows]
+    assert [row.row_of_g for row in seen["monitor"].rows] == [
+        row.row_of_g for row in seen["intervention"].rows
+    ]
 
 
 def test_a_view_of_a_rollout_has_all_of_it_but_its_problem():

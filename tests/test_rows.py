@@ -40,9 +40,9 @@ def test_every_rollout_is_a_row_and_kept_advantages_sum_to_zero(answers):
     assert [row.rollout for row in of.rows] == [*rollouts]
     assert [row.flagged for row in of.rows] == [*flagged]
     assert sum(row.advantage for row in of.rows if not row.flagged) == pytest.approx(0, abs=1e-9)
-    alike = {(row.rollout.source, row.flagged): row.at for row in of.rows}
+    alike = {(row.rollout.source, row.flagged): row.row_of_g for row in of.rows}
     assert [alike[row.rollout.source, row.flagged] for row in of.rows] == [
-        row.at for row in of.rows
+        row.row_of_g for row in of.rows
     ]
     assert sorted(alike.values()) == [*range(len(alike))]
 
@@ -67,7 +67,7 @@ def test_under_a_gate_rows_other_than_known_hacks_are_compared_among_themselves(
     own = iter(centred([r for b, r in enumerate(of.rewards) if b not in (2, 5)]))
     among = tuple(of.advantages[b] if b in (2, 5) else next(own) for b in range(6))
     assert tuple(row.advantage for row in rows) == (among if rebaseline else of.advantages)
-    assert [row.at for row in rows] == [*range(6)]
+    assert [row.row_of_g for row in rows] == [*range(6)]
     assert [row.known_hack for row in rows] == [b in (2, 5) for b in range(6)]
 
 

@@ -131,5 +131,5 @@ def step_of(groups: Sequence[Group], row: Literal["rollout", "source"] = "rollou
         for b, (r, A) in enumerate(zip(group.rollouts, group.advantages, strict=True)):
             if group.has_signal:
                 n = at.setdefault((i, b if row == "rollout" else r.source), len(at))
-                rows.append(UpdateRow(r, i, A, at=n))
+                rows.append(UpdateRow(r, i, A, row_of_g=n))
     return Batch(tuple(groups), (), (), sum(map(len, groups)), 0, rows=tuple(rows))

@@ -234,14 +234,18 @@ class Rollout:
 
 
 def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
-    """A = R − mean(R); with `unbiased=False` also ÷ (std + 1e-4), the sample's std (over n − 1) as in TRL
-    (GRPO, arXiv 2402.03300, eq. 3)."""
+    """A group's advantages A = R − mean(R).
+
+    With `unbiased=False` also ÷ (std + 1e-4), the sample's std (over n − 1) as in TRL (GRPO, arXiv 2402.03300, eq. 3).
+    """
     n = len(rewards)
     mean = math.fsum(rewards) / max(1, n)
-    A = [r - mean for r in rewards]
+    A = [reward - mean for reward in rewards]
     if unbiased:
         return tuple(A)
-    std = math.sqrt(math.fsum(a * a for a in A) / max(1, n - 1))
+    squares = [a * a for a in A]
+    variance = math.fsum(squares) / max(1, n - 1)
+    std = math.sqrt(variance)
     return tuple(a / (std + 1e-4) for a in A)
 
 
@@ -255,9 +259,11 @@ class Flags:
     shares: tuple[float, ...] = ()
 
     def of(self, b: int) -> dict[str, Any]:
-        """Of one rollout, for files."""
+        """What files record of rollout b."""
         score = self.scores[b] if self.scores else None
-        return {"score": None if score is None else round(score, 4), "flagged": self.flagged[b]}
+        if score is not None:
+            score = round(score, 4)
+        return {"score": score, "flagged": self.flagged[b]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +292,17 @@ class GroupView:
 
     def answer_ids(self, b: int) -> tuple[int, ...]:
         """Tokens of an answer without its thought; all of them where nothing follows the thought."""
+        completion = self.completion_ids[b]
         n = self.thoughts[b].tokens if self.thoughts else 0
-        return self.completion_ids[b][n:] or self.completion_ids[b]
+        return completion[n:] or completion
 
-    def advantages_among(self, rows: Sequence[int]) -> tuple[float, ...]:
-        """Advantages with these rows alone as the group; 0 for the others."""
-        among = dict(
-            zip(rows, centred([self.rewards[b] for b in rows], self.unbiased), strict=True)
-        )
-        return tuple(among.get(b, 0.0) for b in range(len(self)))
+    def advantages_among(self, rollouts: Sequence[int]) -> tuple[float, ...]:
+        """Advantages with these rollouts alone as the group; 0 for the others."""
+        rewards = [self.rewards[b] for b in rollouts]
+        advantages = [0.0] * len(self)
+        for b, A in zip(rollouts, centred(rewards, self.unbiased), strict=True):
+            advantages[b] = A
+        return tuple(advantages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,12 +335,11 @@ class Group:
     rewards: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        assert len(self.rollouts) == len(self.grades) > 0, (len(self.rollouts), len(self.grades))
-        object.__setattr__(self, "rewards", tuple(float(g.reward) for g in self.grades))
-        assert len(self.shaped_rewards) == len(self.rewards), (
-            len(self.shaped_rewards),
-            len(self.rewards),
-        )
+        n = len(self.rollouts)
+        assert n == len(self.grades) > 0, (n, len(self.grades))
+        rewards = tuple(float(grade.reward) for grade in self.grades)
+        object.__setattr__(self, "rewards", rewards)  # the class is frozen
+        assert len(self.shaped_rewards) == n, (len(self.shaped_rewards), n)
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -349,23 +356,28 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
+        """Whether rewards differ: else every advantage is 0, and there is nothing to learn."""
         return len({*self.counted}) > 1
 
     @property
     def in_full(self) -> bool:
-        """Whether a rollout is rewarded in full, and not less since by an intervention."""
-        return any(
-            g.passed and r == g.reward
-            for r, g in zip(self.shaped_rewards, self.grades, strict=True)
-        )
+        """Whether some rollout is rewarded in full, and no intervention has lowered that reward."""
+        for reward, grade in zip(self.shaped_rewards, self.grades, strict=True):
+            if grade.passed and reward == grade.reward:
+                return True
+        return False
 
     @property
     def advantages(self) -> tuple[float, ...]:
         """Advantages of the shaped rewards; a rollout without one has A = 0 and does not count."""
-        among = iter(centred(self.counted, self.unbiased))
-        return tuple(0.0 if r is None else next(among) for r in self.shaped_rewards)
+        of_counted = iter(centred(self.counted, self.unbiased))
+        advantages: list[float] = []
+        for reward in self.shaped_rewards:
+            advantages.append(0.0 if reward is None else next(of_counted))
+        return tuple(advantages)
 
     def view(self) -> GroupView:
+        """What a method may know of this group."""
         return GroupView(
             sources=tuple(r.source for r in self.rollouts),
             deployed=tuple(r.deployed for r in self.rollouts),
@@ -385,20 +397,24 @@ class Group:
         )
 
     def oracle_view(self) -> OracleView:
+        """The same with the true labels."""
         view = self.view()
-        return OracleView(
-            **{f.name: getattr(view, f.name) for f in fields(GroupView)},
-            hacks=tuple(
-                g.mechanism if isinstance(g, Grade) else self.problem.flaws[0] if g.hacked else None
-                for g in self.grades
-            ),
-            flaws=self.problem.flaws,
-        )
+        known = {f.name: getattr(view, f.name) for f in fields(GroupView)}
+        hacks: list[str | None] = []
+        for grade in self.grades:
+            if isinstance(grade, Grade):
+                hacks.append(grade.mechanism)
+            else:  # a demonstration shows the problem's own flaw
+                hacks.append(self.problem.flaws[0] if grade.hacked else None)
+        return OracleView(**known, hacks=tuple(hacks), flaws=self.problem.flaws)
 
     def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
-        return [
-            (r, g) for r, g in zip(self.rollouts, self.grades, strict=True) if r.source == source
-        ]
+        """The rollouts of one source, each with its grade."""
+        found: list[tuple[Rollout, Grade | CachedGrade]] = []
+        for rollout, grade in zip(self.rollouts, self.grades, strict=True):
+            if rollout.source == source:
+                found.append((rollout, grade))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +447,7 @@ class RowView:
     advantage: float = 0.0
     flagged: bool = False
     known_hack: bool = False
-    at: int = 0
+    row_of_g: int = 0
 
     @property
     def tokens(self) -> int:
@@ -446,9 +462,10 @@ class UpdateRow:
     group: int = 0  # which of the step's prompts
     advantage: float = 0.0
     flagged: bool = False  # by a text monitor
-    known_hack: bool = False  # to a gradient monitor, before it reads any gradient
-    # its row of the gradient g [N, R]: one of its own, or of the sum of those that are learnt alike
-    at: int = 0
+    known_hack: bool = False  # a gradient monitor knows it before it reads any gradient
+    # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
+    # with rollouts that are learnt alike
+    row_of_g: int = 0
 
     @property
     def tokens(self) -> int:
@@ -486,6 +503,8 @@ class Batch:
 
     def with_flags(self, flags: Mapping[int, Flags]) -> "Batch":
         """The same with these flags, by `Group.index`, as they were acted on."""
-        return replace(
-            self, groups=tuple(replace(g, flags=flags.get(g.index, g.flags)) for g in self.groups)
-        )
+        groups: list[Group] = []
+        for group in self.groups:
+            acted_on = flags.get(group.index, group.flags)
+            groups.append(replace(group, flags=acted_on))
+        return replace(self, groups=tuple(groups))

@@ -1,16 +1,20 @@
 """Rows → their policy gradients g [N, R], in one forward and backward a micro-batch.
 
-A batch is learnt from in N updates (--updates-per-batch), all of them on all of its rollouts. In update n = 1 … N a
-rollout b, learnt in that view v of the adapter (the quarantine on, or off) that sampled it, has the gradient
+The call goes down: `policy_gradients` takes an update's rows, divides them into micro-batches (micro_batches.py), and
+for each `_Update` lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes
+backward. Hooks on the adapted layers collect the gradients in g (`PerRolloutGrads`).
+
+A batch is learnt from in one or more updates (--updates-per-batch), each of them on all of its rollouts. In update n a
+rollout b is learnt in that view v of the adapter (the quarantine on, or off) that sampled it, and has the gradient
 
     g_b⁽ⁿ⁾ = ∇ℒ_b(ρ⁽ⁿ⁾) at θ⁽ⁿ⁾,     ρ_t⁽ⁿ⁾ = π_v(o_t; θ⁽ⁿ⁾) / π_v(o_t; θ⁽¹⁾),     keep⁽ⁿ⁾ + quar⁽ⁿ⁾ = Σ_b g_b⁽ⁿ⁾
 
-where advantages and flags of texts are those of the batch, and ρ⁽¹⁾ = 1: θ⁽¹⁾ is the policy that sampled it, so ρ is
-PPO's importance ratio.
+Advantages and flags of texts are the batch's in all updates. θ⁽¹⁾ is the policy that sampled, so ρ is PPO's importance
+ratio, and ρ⁽¹⁾ = 1.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -25,7 +29,7 @@ from vgrout.config.run import Config
 from vgrout.data import Batch, Rollout, UpdateRow
 from vgrout.loss_metrics import LossMetrics, Tally
 from vgrout.losses import LossInput, Norm, policy_loss
-from vgrout.micro_batches import as_batch, merge_twins, micro_batches, prompts_apart
+from vgrout.micro_batches import Merged, Part, as_batch, merge_twins, micro_batches, prompts_apart
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, completion_logprobs
@@ -33,13 +37,17 @@ from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.prefixes import Prompts
 from vgrout.model.svd_adapter import PerRolloutGrads
 
+PerToken = Float[Tensor, "B T"]  # B rollouts, T completion tokens, padded on the right
+OfRollouts = Bool[Tensor, " B"]
+Gradients = Float[Tensor, "N R"]
+
 
 @dataclass(frozen=True)
 class PolicyGradients:
     """What one update learns from, and what was measured with it."""
 
-    # row n: the gradient of the rows with `at` n; None: a gradient or a number is not finite
-    g: Float[Tensor, "N R"] | None
+    # row n: the sum over the rows with `row_of_g` n; None: a gradient or a number is not finite
+    g: Gradients | None
     metrics: LossMetrics
     # by micro-batch, the log-probs under π_old: in a batch's first update its own
     logp_old: Sequence[Tensor]
@@ -52,8 +60,9 @@ def policy_gradients(
     teacher: LanguageModel | None = None,
     logp_old: Sequence[Tensor] = (),
 ) -> PolicyGradients:
-    """The gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `at` n. All ranks have
-    the same, and the metrics of all.
+    """Compute the gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `row_of_g` n.
+
+    Every rank computes a part of the rows. All ranks return the same g, and the metrics of all rows.
 
     The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and backward goes through a prompt
     once for every row of its rollouts. With packing, shared prompt and answer prefixes are computed once, and so are
@@ -61,35 +70,42 @@ def policy_gradients(
     in fp32.
 
     teacher: a model with the same vocabulary, needed for --teacher-tau.
-    logp_old: of several updates on one batch, the log-probs that the first one returned. Without them π_old is π
+    logp_old: in later updates on one batch, the log-probs that the first one returned. Without them π_old is π
         detached, of demonstrations likewise, so all have ratio 1.
     """
     packs = policy.packs and (teacher is None or teacher.packs)
-    rows, twins = merge_twins(batch.rows) if packs else ([*batch.rows], {})
-    n = 1 + max((row.at for row in batch.rows), default=-1)
-    g = torch.zeros(n, len(policy.adapter), device=policy.device, dtype=policy.adapter.δS.dtype)
-    update = _Update(policy, cfg, _norm(batch, cfg), teacher, packs, iter(logp_old))
+    merged = merge_twins(batch.rows) if packs else Merged([*batch.rows], {})
+    n = 1 + max((row.row_of_g for row in batch.rows), default=-1)
+    δS = policy.adapter.δS
+    g = torch.zeros(n, len(policy.adapter), device=policy.device, dtype=δS.dtype)
+    update = _Update(policy, cfg, _norm(batch, cfg), teacher, packs, logp_old)
     for deployed in (False, True):
-        chosen = [row for row in rows if row.rollout.deployed == deployed]
-        own = ranks.own([row.tokens for row in chosen])
-        chosen = chosen[own.start : own.stop]
-        if not chosen:
+        rows = [row for row in merged.rows if row.rollout.deployed == deployed]
+        costs = [row.tokens for row in rows]
+        own = ranks.own(costs)  # the indices of this rank's part
+        own_rows = rows[own.start : own.stop]
+        if not own_rows:
             continue
         view = policy.adapter.deployed() if deployed else nullcontext()
         with view, policy.adapter.per_rollout_grads(n) as collected:
-            update.backward(chosen, collected)
+            update.backward(own_rows, collected)
         g += collected.flat
-    _divide_among_twins(g, twins)
+    _divide_among_twins(g, merged.twins)
     metrics = update.tally.metrics()
-    finite = _finite(g, metrics)
-    return PolicyGradients(ranks.total(g) if finite else None, metrics, update.logp_old)
+    total = None
+    if _is_finite(g, metrics):
+        total = ranks.total(g)
+    return PolicyGradients(total, metrics, update.logp_old)
 
 
-def _divide_among_twins(g: Float[Tensor, "N R"], twins: Mapping[int, Sequence[int]]) -> None:
-    """The gradient of all twins was added up in the first one's row of g: give each an equal part, in place. twins: the
-    first one's row → the others' rows."""
+def _divide_among_twins(g: Gradients, twins: Mapping[int, Sequence[int]]) -> None:
+    """Give each twin an equal part of the gradient that all of them added to the first one's row of g, in place.
+
+    twins: the first one's row → the others' rows.
+    """
     for first, others in twins.items():
-        g[[first, *others]] = g[first] / (1 + len(others))
+        of_each = g[first] / (1 + len(others))
+        g[[first, *others]] = of_each
 
 
 def _norm(batch: Batch, cfg: Config) -> Norm:
@@ -98,11 +114,9 @@ def _norm(batch: Batch, cfg: Config) -> Norm:
     assert len(sizes) <= 1, (
         f"groups of different sizes {sorted(sizes)}: the constant normaliser G is one number"
     )
-    return Norm(
-        rollouts=max(sizes, default=1) * cfg.scale.prompts_per_step,
-        max_new=cfg.scale.max_new,
-        tokens=sum(len(row.rollout.completion_ids) for row in batch.rows),
-    )
+    G = max(sizes, default=1)
+    tokens = sum(len(row.rollout.completion_ids) for row in batch.rows)
+    return Norm(G * cfg.scale.prompts_per_step, max_new=cfg.scale.max_new, tokens=tokens)
 
 
 class _Update:
@@ -115,58 +129,70 @@ class _Update:
         norm: Norm,
         teacher: LanguageModel | None,
         packs: bool,
-        logp_old: Iterator[Tensor],
+        logp_old: Sequence[Tensor],
     ) -> None:
+        """logp_old: by micro-batch, from the batch's first update; empty: this is the first."""
         self.policy = policy
         self.cfg = cfg
         self.norm = norm
         self.teacher = teacher
         self.packs = packs
-        self.given = logp_old
+        self.logp_old_of_first = iter(logp_old)
         self.tally = Tally()
-        self.logp_old: list[Tensor] = []  # by micro-batch
+        self.logp_old: list[Tensor] = []  # by micro-batch, as they were used
 
     def backward(self, rows: Sequence[UpdateRow], collected: PerRolloutGrads) -> None:
         """Add the gradients of these rows to `collected`."""
-        parts: list[tuple[Sequence[UpdateRow], Prompts | None]] = [(rows, None)]
+        model = self.policy.model
+        budget = self.policy.budget.tokens
+        parts = [Part(rows, None)]
         if self.packs:
             parts = prompts_apart(self.policy, rows)
-        for part, prompts in parts:
+        for part in parts:
+            prompts = part.prompts
             if prompts is not None:
-                prompts.read(self.policy.model, backbone(self.policy.model), collected.tokens)
-            for micro_batch in micro_batches(part, self.policy.budget.tokens, self.packs, prompts):
+                prompts.read(model, backbone(model), collected.tokens)
+            for micro_batch in micro_batches(part.rows, budget, self.packs, prompts):
                 self._micro_batch(micro_batch, prompts, collected)
             if prompts is not None:
                 prompts.backward()
 
     def _micro_batch(
-        self, rows: Sequence[UpdateRow], prompts: Prompts | None, collected: PerRolloutGrads
+        self,
+        rows: Sequence[UpdateRow],
+        prompts: Prompts | None,
+        collected: PerRolloutGrads,
     ) -> None:
-        made = as_batch(self.policy, rows, self.packs, prompts)
-        # which row of g each token, or each padded row, adds to
-        if isinstance(made, Packed):
-            collected.tokens(made.pieces, made.tokens)
+        """One forward and one backward."""
+        batch = as_batch(self.policy, rows, self.packs, prompts)
+        # said before the forward: which row of g each token, or each padded row, adds to
+        if isinstance(batch, Packed):
+            collected.tokens(batch.pieces, batch.tokens)
         else:
-            collected.rows([row.at for row in rows])
-        old = next(self.given, None)
-        logps, x = loss_input(self.policy, rows, made, self.cfg, self.norm, self.teacher, old)
+            collected.rows([row.row_of_g for row in rows])
+        old = next(self.logp_old_of_first, None)
+        logps, x = loss_input(self.policy, rows, batch, self.cfg, self.norm, self.teacher, old)
         self.logp_old.append(x.logp_old)
         output = policy_loss(x, self.cfg.loss)
-        output.per_rollout.sum().backward()
-        self.tally.add(rows, made, logps, x, output)
+        loss = output.per_rollout.sum()
+        loss.backward()
+        self.tally.add(rows, batch, logps, x, output)
 
 
-def _finite(g: Float[Tensor, "N R"], metrics: LossMetrics) -> bool:
-    """Whether the step may be learnt from: every gradient of every rank, the loss and what was measured with it."""
-    numbers = [x for x in metrics.columns().values() if x is not None]
-    measured = all(map(math.isfinite, numbers))
-    fine = bool(g.isfinite().all())
+def _is_finite(g: Gradients, metrics: LossMetrics) -> bool:
+    """Whether the update may be learnt from: its gradients on every rank, its loss, and all that was measured."""
+    measured = True
+    for number in metrics.columns().values():
+        if number is not None and not math.isfinite(number):
+            measured = False
+    own_gradients = bool(g.isfinite().all())
     unsound: list[int] = []  # ranks where a gradient is not finite
     if ranks.size() > 1:  # all ranks have to ask
-        unsound = ranks.everywhere(fine)
+        unsound = ranks.everywhere(own_gradients)
     if unsound:
-        logger.warning(f"gradients are not finite on rank {', '.join(map(str, unsound))}")
-    return measured and fine and not unsound
+        named = ", ".join(map(str, unsound))
+        logger.warning(f"gradients are not finite on rank {named}")
+    return measured and own_gradients and not unsound
 
 
 def loss_input(
@@ -176,48 +202,58 @@ def loss_input(
     cfg: Config,
     norm: Norm,
     teacher: LanguageModel | None,
-    old: Float[Tensor, "B T"] | None = None,
+    old: PerToken | None = None,
 ) -> tuple[TokenLogprobs, LossInput]:
-    """One forward of the policy on `rows` and, where the loss asks for them, of the reference and the teacher.
+    """Run one forward of the policy on `rows`; where the loss asks for them, also of the reference and the teacher.
 
     old: the log-probs under π_old; None: the policy's own.
     """
     loss = cfg.loss
-    support = cfg.sampling if loss.ratio_support == "sampled" else None
+    kind = loss.ratio_support
+    support = cfg.sampling if kind == "sampled" else None
     rollouts = [row.rollout for row in rows]
     logps = completion_logprobs(policy.model, batch, support)
-    logp = logps.of(loss.ratio_support)
-    old = logp.detach() if old is None else old
+    logp = logps.of(kind)
+    if old is None:
+        old = logp.detach()
     recorded, known = recorded_logps(rollouts, loss, old)
-    is_teacher = uploaded([r.source == "teacher" for r in rollouts], policy.device)[:, None]
-    ref = logp_teacher = None
+    is_teacher = uploaded([rollout.source == "teacher" for rollout in rollouts], policy.device)
+    logp_ref = None
+    logp_teacher = None
     with torch.no_grad():
         others_read = loss.beta or loss.teacher_tau
         if others_read and isinstance(batch, Packed) and batch.prompts is not None:
             # The prompts that were read are this policy's. Without a gradient the rows may share all that they can.
-            batch = as_batch(policy, [replace(row, at=0) for row in rows], packs=True)
+            on_one_row = [replace(row, row_of_g=0) for row in rows]
+            batch = as_batch(policy, on_one_row, packs=True)
         if loss.beta:
             with policy.adapter.reference():
-                ref = completion_logprobs(policy.model, batch, support).of(loss.ratio_support)
+                of_reference = completion_logprobs(policy.model, batch, support)
+            logp_ref = of_reference.of(kind)
         if loss.teacher_tau and teacher is not None:
-            logp_teacher = completion_logprobs(teacher.model, batch, support).of(loss.ratio_support)
+            of_teacher = completion_logprobs(teacher.model, batch, support)
+            logp_teacher = of_teacher.of(kind)
+    # ratio 1 where the sampler's log-probs are not known, and on demonstrations
+    has_ratio_1 = is_teacher[:, None] | ~known[:, None]
+    advantages = [row.advantage for row in rows]
     return logps, LossInput(
         logp=logp,
         logp_old=old,
-        # ratio 1 where the sampler's log-probs are not known, and on demonstrations
-        logp_sampler=torch.where(is_teacher | ~known[:, None], old, recorded),
-        advantages=uploaded([row.advantage for row in rows], policy.device, logp.dtype),
+        logp_sampler=torch.where(has_ratio_1, old, recorded),
+        advantages=uploaded(advantages, policy.device, logp.dtype),
         mask=batch.mask,
         norm=norm,
-        logp_ref=ref,
+        logp_ref=logp_ref,
         logp_teacher=logp_teacher,
     )
 
 
 def recorded_logps(
-    rollouts: Sequence[Rollout], loss: LossConfig, like: Float[Tensor, "B T"]
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, " B"]]:
-    """The log-probs that came with the rollouts (0 on padding), and which rollouts have them."""
+    rollouts: Sequence[Rollout],
+    loss: LossConfig,
+    like: PerToken,
+) -> tuple[PerToken, OfRollouts]:
+    """Return the log-probs that came with the rollouts (0 on padding), and which rollouts have them."""
     T = like.shape[1]
     padded: list[list[float]] = []
     is_known: list[bool] = []

@@ -52,19 +52,20 @@ class LossMetrics:
         """A batch's numbers from those of its updates: what tells clipped tokens from others is the mean over the
         updates, all else is the first one's, whose policy is the one that sampled."""
         means: dict[str, float | None] = {}
-        for f in fields(cls):
-            if "masked" in f.name:
-                measured = [getattr(update, f.name) for update in updates]
-                means[f.name] = mean(x for x in measured if x is not None)
+        names = [f.name for f in fields(cls) if "masked" in f.name]
+        for name in names:
+            measured: list[float] = []
+            for update in updates:
+                value = getattr(update, name)
+                if value is not None:
+                    measured.append(value)
+            means[name] = mean(measured)
         return replace(updates[0], **means)
 
 
-# the numbers that are means over tokens
-MEANS = tuple(
-    f.name
-    for f in fields(LossMetrics)
-    if f.name not in ("loss", "ratio_min", "ratio_mean", "ratio_max")
-)
+# numbers that are read off the tallies "loss" and "ratio"; each other one is the mean of its own tally
+OF_LOSS_AND_RATIO = ("loss", "ratio_min", "ratio_mean", "ratio_max")
+MEANS = tuple(f.name for f in fields(LossMetrics) if f.name not in OF_LOSS_AND_RATIO)
 
 
 @dataclass
@@ -117,8 +118,11 @@ class Tally:
         x: LossInput,
         output: LossOutput,
     ) -> None:
+        """Add a micro-batch: numbers [B, T] a token, of which those of completion tokens are kept."""
         device = x.mask.device
-        teacher = uploaded([row.rollout.source == "teacher" for row in rows], device)
+        shape = x.mask.shape
+        is_teacher = [row.rollout.source == "teacher" for row in rows]
+        teacher = uploaded(is_teacher, device)
         has_logps = uploaded([row.rollout.logp_full is not None for row in rows], device)
         sampled = has_logps & ~teacher
         columns = {
@@ -126,55 +130,71 @@ class Tally:
             "log_ratio": x.logp - x.logp_sampler,
             "low": output.low,
             "high": output.high,
-            "teacher": teacher[:, None].expand(x.mask.shape),
-            "sampled": sampled[:, None].expand(x.mask.shape),
-            "A": x.advantages[:, None].expand(x.mask.shape),
+            # those of a rollout, [B], are the same at all its tokens
+            "teacher": teacher[:, None].expand(shape),
+            "sampled": sampled[:, None].expand(shape),
+            "A": x.advantages[:, None].expand(shape),
         }
         if output.kl is not None:
             columns["kl"] = output.kl
         self.losses.append(output.per_rollout.sum())
-        self.parts.append({key: value[batch.wanted].double() for key, value in columns.items()})
+        of_tokens: dict[str, Tensor] = {}
+        for name, column in columns.items():
+            of_tokens[name] = column[batch.wanted].double()
+        self.parts.append(of_tokens)
 
     def metrics(self) -> LossMetrics:
-        """Of all ranks' tokens."""
-        s: defaultdict[str, _Spread] = defaultdict(_Spread)
+        """What was measured of all ranks' tokens."""
+        spreads: defaultdict[str, _Spread] = defaultdict(_Spread)
         for of_rank in ranks.gather(self._spreads):
             for name, spread in of_rank.items():
-                s[name] += spread
-        ratio = s["ratio"]
+                spreads[name] += spread
+        loss = spreads["loss"]
+        ratio = spreads["ratio"]
+        means = {name: spreads[name].mean for name in MEANS}
         return LossMetrics(
-            loss=s["loss"].sum if s["loss"].n else None,
+            loss=loss.sum if loss.n else None,
             ratio_min=ratio.low if ratio.n else None,
             ratio_mean=ratio.mean,
             ratio_max=ratio.high if ratio.n else None,
-            **{name: s[name].mean for name in MEANS},
+            **means,
         )
 
     def _spreads(self) -> dict[str, _Spread]:
-        """This rank's."""
+        """What was measured of this rank's tokens."""
         if not self.parts:
             return {}
-        columns = [torch.cat([part[key] for part in self.parts]) for key in self.parts[0]]
-        c = dict(zip(self.parts[0], torch.stack(columns).cpu(), strict=True))
-        teacher, sampled = c["teacher"] > 0, c["sampled"] > 0
-        masked = (c["low"] + c["high"]) > 0
-        log_ratio = c["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
+        names = list(self.parts[0])
+        columns: list[Tensor] = []
+        for name in names:
+            of_parts = [part[name] for part in self.parts]
+            columns.append(torch.cat(of_parts))
+        on_cpu = torch.stack(columns).cpu()
+        column = dict(zip(names, on_cpu, strict=True))
+        teacher = column["teacher"] > 0
+        sampled = column["sampled"] > 0
+        logp = column["logp"]
+        low = column["low"]
+        high = column["high"]
+        A = column["A"]
+        masked = (low + high) > 0
+        log_ratio = column["log_ratio"].clamp(-RAW_MAX, RAW_MAX)
         ratio = log_ratio.exp()
         mismatch = ratio - log_ratio - 1
         values = {
             "loss": torch.stack(self.losses).cpu(),
             "ratio": ratio[sampled],
-            "lp_s": c["logp"][~teacher],
-            "lp_t": c["logp"][teacher],
+            "lp_s": logp[~teacher],
+            "lp_t": logp[teacher],
             "mismatch_kl": mismatch[sampled],
             "masked_mismatch_kl": mismatch[sampled & masked],
             "unmasked_mismatch_kl": mismatch[sampled & ~masked],
             "is_masked": masked.double(),
-            "is_masked_low": c["low"],
-            "is_masked_high": c["high"],
-            "masked_positive": masked[c["A"] > 0].double(),
-            "masked_negative": masked[c["A"] < 0].double(),
+            "is_masked_low": low,
+            "is_masked_high": high,
+            "masked_positive": masked[A > 0].double(),
+            "masked_negative": masked[A < 0].double(),
         }
-        if "kl" in c:
-            values["kl"] = c["kl"]
-        return {name: _Spread.of(of) for name, of in values.items()}
+        if "kl" in column:
+            values["kl"] = column["kl"]
+        return {name: _Spread.of(numbers) for name, numbers in values.items()}

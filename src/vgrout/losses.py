@@ -76,9 +76,11 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     kl = kl_to(x.logp, x.logp_ref, x.mask)
     penalised = kl
     if cfg.kl_bias_correction:
-        penalised = log_ratio(x.logp, x.logp_old, x.mask).exp() * kl
+        ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
+        penalised = ρ * kl
     penalty = cfg.beta * reduce_tokens(penalised, x, cfg)
-    return replace(output, per_rollout=output.per_rollout + penalty, kl=kl)
+    with_penalty = output.per_rollout + penalty
+    return replace(output, per_rollout=with_penalty, kl=kl)
 
 
 def token_advantages(x: LossInput, cfg: LossConfig) -> PerToken:
@@ -115,6 +117,7 @@ def grpo(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
 
     loss = -torch.minimum(ρ * A, clipped * A)
     loss = torch.where(x.mask, loss, 0.0)
+    # there the minimum is the clipped term, which has no gradient
     low = (A < 0) & (ρ < lowest)
     high = (A > 0) & (ρ > highest)
     return LossOutput(
@@ -130,7 +133,8 @@ def dppo_tv(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
     A token is kept while π − π_s, a difference of probabilities, detached, lies in [−0.2, 0.2].
     Outside of it the token is dropped, whatever the sign of its advantage.
     """
-    p = probability(x.logp.detach(), x.mask)
+    logp = x.logp.detach()
+    p = probability(logp, x.mask)
     p_sampler = probability(x.logp_sampler, x.mask)
     difference = p - p_sampler
     low = difference < -cfg.dppo_diff_low
@@ -143,7 +147,8 @@ def icepop(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
 
     A token outside of the range is dropped, not clipped.
     """
-    ρ = log_ratio(x.logp.detach(), x.logp_sampler, x.mask).exp()
+    logp = x.logp.detach()
+    ρ = log_ratio(logp, x.logp_sampler, x.mask).exp()
     low = ρ < cfg.low
     high = ρ > cfg.high
     return importance_weighted(x, A, low, high, cfg)
@@ -188,9 +193,11 @@ def reduce_tokens(loss: PerToken, x: LossInput, cfg: LossConfig) -> PerRollout:
     if SPECS[cfg.loss].by_step:
         return total / max(1, x.norm.tokens)
     if cfg.unbiased:
-        return total / (x.norm.rollouts * x.norm.max_new)
+        most_tokens = x.norm.rollouts * x.norm.max_new
+        return total / most_tokens
     length = x.mask.sum(1).clamp(min=1)
-    return total / length / x.norm.rollouts
+    mean = total / length
+    return mean / x.norm.rollouts
 
 
 def log_ratio(logp: PerToken, base: PerToken, mask: Mask) -> PerToken:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vgrout.data import UpdateRow
 from vgrout.model.layout import Packed, batches, pack, padded_batches
@@ -13,106 +14,155 @@ from vgrout.model.prefixes import Prompts
 TokenIds = tuple[int, ...]
 
 
-def merge_twins(rows: Sequence[UpdateRow]) -> tuple[list[UpdateRow], dict[int, list[int]]]:
-    """Students of a group that are equal in text, advantage and sampler have one gradient: where each has a row of g
-    of its own, they all add to that of the first.
+class Part(NamedTuple):
+    """Some of an update's rows, and the prompts that are run forward once before their answers."""
 
-    Returns the rows so changed, and that row of g → the others whose gradient is the same.
+    rows: Sequence[UpdateRow]
+    prompts: Prompts | None  # None: each prompt is read together with its answers
+
+
+class Tokens(NamedTuple):
+    """One prompt and one completion for each row."""
+
+    prompts: list[TokenIds]
+    completions: list[TokenIds]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Rows in which equal students share a row of g.
+
+    twins: a row of g that several share → the rows of g that are then left empty.
     """
-    on_row = Counter(row.at for row in rows)
+
+    rows: list[UpdateRow]
+    twins: dict[int, list[int]]
+
+
+def merge_twins(rows: Sequence[UpdateRow]) -> Merged:
+    """Let all students of a group that are equal in text, advantage and sampler add to the first one's row of g.
+
+    Their gradients are equal, so one forward and backward is enough. It concerns students that have a row of g of their
+    own.
+    """
+    on_row = Counter(row.row_of_g for row in rows)
     merged: list[UpdateRow] = []
     first_of: dict[Hashable, int] = {}
     twins: dict[int, list[int]] = {}
     for row in rows:
-        rollout = row.rollout
-        if rollout.source == "student" and on_row[row.at] == 1:
-            key = (
-                row.group,
-                rollout.prompt_ids,
-                rollout.completion_ids,
-                rollout.deployed,
-                rollout.logp_full is None,
-                row.advantage,
-            )
-            first = first_of.setdefault(key, row.at)
-            if first != row.at:
-                twins.setdefault(first, []).append(row.at)
-                row = replace(row, at=first)
+        has_own_row = on_row[row.row_of_g] == 1
+        if row.rollout.source == "student" and has_own_row:
+            first = first_of.setdefault(_learnt_from(row), row.row_of_g)
+            if first != row.row_of_g:
+                others = twins.setdefault(first, [])
+                others.append(row.row_of_g)
+                row = replace(row, row_of_g=first)
         merged.append(row)
-    return merged, twins
+    return Merged(merged, twins)
 
 
-def prompts_apart(
-    policy: LanguageModel, rows: Sequence[UpdateRow]
-) -> list[tuple[Sequence[UpdateRow], Prompts | None]]:
-    """Rows in parts, each with its prompts, which are read before the answers.
+def _learnt_from(row: UpdateRow) -> Hashable:
+    """All that a student's gradient depends on."""
+    rollout = row.rollout
+    return (
+        row.group,
+        rollout.prompt_ids,
+        rollout.completion_ids,
+        rollout.deployed,
+        rollout.logp_full is None,
+        row.advantage,
+    )
 
-    The prompts of a part have at most half of the token budget, or are one prompt. None in place of the prompts: no
-    prompt has two rows of g, so each is read with its answers.
+
+def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Part]:
+    """Divide rows into parts whose prompts are run forward once, before the answers.
+
+    The prompts of a part have at most half of the token budget, or are one prompt. Where no prompt has two rows of g,
+    that saves nothing: all rows are one part, and each prompt is read with its answers.
     """
     by_prompt: dict[TokenIds, list[UpdateRow]] = {}
     for row in rows:
-        by_prompt.setdefault(row.rollout.prompt_ids, []).append(row)
+        of_prompt = by_prompt.setdefault(row.rollout.prompt_ids, [])
+        of_prompt.append(row)
+    rows_of_g: dict[TokenIds, int] = {}  # how many rows of g a prompt has
+    for prompt, of_prompt in by_prompt.items():
+        rows_of_g[prompt] = len({row.row_of_g for row in of_prompt})
+    if max(rows_of_g.values(), default=0) < 2:
+        return [Part(rows, None)]
 
-    def rows_of_g(prompt: TokenIds) -> int:
-        return len({row.at for row in by_prompt[prompt]})
-
-    most_rows_first = sorted(by_prompt, key=lambda prompt: -rows_of_g(prompt))
-    if max(map(rows_of_g, by_prompt), default=0) < 2:
-        return [(rows, None)]
+    most_rows_first = sorted(by_prompt, key=rows_of_g.__getitem__, reverse=True)
     depth = policy.model.config.num_hidden_layers
-    with_prompts: list[tuple[Sequence[UpdateRow], Prompts | None]] = []
-    for part in _in_parts(most_rows_first, policy.budget.tokens // 2):
+    dtype = policy.model.dtype
+    parts: list[Part] = []
+    for prompts_of_part in _in_parts(most_rows_first, policy.budget.tokens // 2):
         of_part: list[UpdateRow] = []
-        for prompt in part:
+        for prompt in prompts_of_part:
             of_part += by_prompt[prompt]
-        units = [row.at for row in of_part]
-        prompts = Prompts(units, *_tokens(of_part), depth, policy.device, policy.model.dtype)
-        with_prompts.append((of_part, prompts if prompts.ids else None))
-    return with_prompts
+        units = [row.row_of_g for row in of_part]
+        tokens = _tokens(of_part)
+        prompts = Prompts(units, *tokens, depth, policy.device, dtype)
+        parts.append(Part(of_part, prompts if prompts.ids else None))
+    return parts
 
 
-def _in_parts(prompts: Sequence[TokenIds], tokens: int) -> list[list[TokenIds]]:
-    """The prompts in order, in parts of at most so many tokens, or of one prompt."""
+def _in_parts(prompts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]:
+    """Divide the prompts, in order, into parts of at most so many tokens, or of one prompt."""
     parts: list[list[TokenIds]] = []
-    left = 0
+    left = 0  # of the last part's tokens
     for prompt in prompts:
         if not parts or len(prompt) > left:
             parts.append([])
-            left = tokens
+            left = most_tokens
         parts[-1].append(prompt)
         left -= len(prompt)
     return parts
 
 
 def micro_batches(
-    rows: Sequence[UpdateRow], budget: int, packs: bool, read: Prompts | None = None
+    rows: Sequence[UpdateRow],
+    budget: int,
+    packs: bool,
+    prompts: Prompts | None = None,
 ) -> list[list[UpdateRow]]:
-    """Rows for one forward each: with packing, those that share a prompt together, long ones first; with padding, rows
-    of similar length.
+    """Divide rows into micro-batches, one forward each.
 
-    A micro-batch has at most `budget` tokens, those of the prompts that are read included, or is one row.
+    With packing, rows that share a prompt are together, long ones first; with padding, rows of similar length.
+
+    budget: tokens that a micro-batch may have, unless it is a single row. prompts: those that were run forward before;
+    their tokens count, too.
     """
     if packs:
-        left = budget if read is None else max(1, budget - len(read.ids))
-        parts = batches([row.at for row in rows], *_tokens(rows), left, read)
+        left = budget
+        if prompts is not None:
+            left = max(1, budget - len(prompts.ids))
+        units = [row.row_of_g for row in rows]
+        parts = batches(units, *_tokens(rows), left, prompts)
     else:
-        parts = padded_batches([row.tokens for row in rows], budget)
-    return [[rows[i] for i in part] for part in parts]
+        lengths = [row.tokens for row in rows]
+        parts = padded_batches(lengths, budget)
+    chosen: list[list[UpdateRow]] = []
+    for indices in parts:
+        chosen.append([rows[i] for i in indices])
+    return chosen
 
 
 def as_batch(
-    policy: LanguageModel, rows: Sequence[UpdateRow], packs: bool, read: Prompts | None = None
+    policy: LanguageModel,
+    rows: Sequence[UpdateRow],
+    packs: bool,
+    prompts: Prompts | None = None,
 ) -> PaddedBatch | Packed:
-    """The rows' tokens as the model reads them: packed, or padded."""
-    if packs:
-        units = [row.at for row in rows]
-        return pack(units, *_tokens(rows), policy.device, policy.model.dtype, read)
-    return collate(*_tokens(rows), policy.device)
+    """Lay out the rows' tokens as the model reads them: packed, or padded."""
+    tokens = _tokens(rows)
+    if not packs:
+        return collate(*tokens, policy.device)
+    units = [row.row_of_g for row in rows]
+    return pack(units, *tokens, policy.device, policy.model.dtype, prompts)
 
 
-def _tokens(rows: Sequence[UpdateRow]) -> tuple[list[TokenIds], list[TokenIds]]:
-    """Prompts and completions."""
-    prompts = [row.rollout.prompt_ids for row in rows]
-    completions = [row.rollout.completion_ids for row in rows]
-    return prompts, completions
+def _tokens(rows: Sequence[UpdateRow]) -> Tokens:
+    tokens = Tokens([], [])
+    for row in rows:
+        tokens.prompts.append(row.rollout.prompt_ids)
+        tokens.completions.append(row.rollout.completion_ids)
+    return tokens

@@ -56,7 +56,7 @@ class Optimizer:
         lr = self._next_lr(again)
         keep_norm = l2_norm(routed.keep)
         quar_norm = l2_norm(routed.quar)
-        gn = math.hypot(keep_norm, quar_norm)
+        gn = math.hypot(keep_norm, quar_norm)  # joint norm
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)
         if routed.keep is None and routed.quar is None:
@@ -101,7 +101,11 @@ class Optimizer:
             (self.adapter.δS_hack, routed.quar),
         )
         for vector, g in learnt:
-            vector.grad = None if g is None else (g * scale).to(vector)
+            if g is None:
+                vector.grad = None
+            else:
+                scaled = g * scale
+                vector.grad = scaled.to(vector)
 
     def _apply(self, lr: float) -> None:
         """Step along the gradients, forget them, and bring the weights up to date."""
@@ -183,7 +187,8 @@ def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
     warmup = warmup_steps(cfg, steps)
     if step < warmup:
         return cfg.lr * (1e-3 + (1 - 1e-3) * step / warmup)
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    after_warmup = max(1, steps - warmup)
+    progress = min(1.0, (step - warmup) / after_warmup)
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 

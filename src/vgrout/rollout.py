@@ -79,9 +79,13 @@ def _sample_students(
     cfg: Config,
     step: int,
 ) -> list[list[Submitted]]:
-    """So many completions of each problem, those by the deployed model last."""
-    by_deployed = [round(cfg.method.ablate_frac * n) for n in students]
-    as_trained = [n - d for n, d in zip(students, by_deployed, strict=True)]
+    """Sample so many completions of each problem, those by the deployed model last, and submit them to the grader."""
+    by_deployed: list[int] = []  # how many of each problem's, and the others
+    as_trained: list[int] = []
+    for n in students:
+        n_deployed = round(cfg.method.ablate_frac * n)
+        by_deployed.append(n_deployed)
+        as_trained.append(n - n_deployed)
 
     def draw(counts: Sequence[int], purpose: str, *, deployed: bool) -> list[list[Submitted]]:
         return sample_and_submit(

@@ -1,17 +1,22 @@
 """GRPO against a flawed grader, with gradient routing: `vgrout train PRESET [--flag value …]`.
 
-    sample → grade → flag → gradients → route → step → evaluate → row
+    sample → grade → flag → gradients → route → step → evaluate → record
 
-`train` is the loop. What it calls, in this order: rollout.py samples and grades completions, method/ says what text
-monitors flag and which rows are learnt from, grpo.py turns these rows into gradients g [N, R], method/ says what of g
-the deployed vector δS learns and what the quarantine δS_hack learns, optim.py steps, heldout.py tests the deployed
-model, guard/ watches, runs/ writes.
+`train` is the loop. In each step it calls, in this order:
+
+1. rollout.py samples completions and has them graded;
+2. method/ lets text monitors flag, and makes the table of rows that are learnt from;
+3. grpo.py turns these rows into gradients g [N, R];
+4. method/ says what of g the deployed vector δS learns, and what the quarantine δS_hack learns;
+5. optim.py steps both vectors;
+6. heldout.py evaluates the deployed model on held-out problems;
+7. guard/ decides whether the run goes on, and runs/ writes the step.
 
 Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from loguru import logger
@@ -23,8 +28,10 @@ from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.envs.base import Grader
 from vgrout.errors import NothingRouted
+from vgrout.heldout import evaluate, evaluate_final
 from vgrout.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.metrics import BatchMetrics
+from vgrout.runs import checkpoint
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.preflight import (
@@ -32,6 +39,7 @@ from vgrout.runs.preflight import (
     brought,
     find_resume,
     first_lines,
+    opening_lines,
     plan_lines,
     preflight,
 )
@@ -40,57 +48,67 @@ from vgrout.tracking import Trackers
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
-    """Every remaining step, then the final evaluation and the report.
+    """Train for the remaining steps, evaluate at the end, and write the results. Returns a row for each step.
 
     Raises:
         Refused: before the first step, files that do not fit the model, or that the resumed run did not start from.
         Interrupted, Halted, Diverged, NothingRouted: with the run directory up to date.
     """
-    # here and not above: it takes seconds, and a wrong flag never waits for it
+    # These modules import torch, which takes seconds. A wrong flag was refused before, in `launch`.
     run.clock.begin("importing torch")
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
-    from vgrout.heldout import evaluate, evaluate_final
     from vgrout.method import Setup, make_method
     from vgrout.model import load
     from vgrout.optim import Optimizer, Update
     from vgrout.rollout import rollout
-    from vgrout.runs import checkpoint, results
-    from vgrout.runs.preflight import opening_lines
+    from vgrout.runs import results
     from vgrout.runs.recorder import Recorder, peak_memory
     from vgrout.teacher.demonstrations import Teacher
 
+    clock = run.clock
+    grader = run.grader
     if run.resumes and ranks.first():
         # an unreadable checkpoint is refused before the model is loaded
         checkpoint.latest(run.path)
-    run.clock.begin("loading the model")
+    clock.begin("loading the model")
     policy = load.run_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
+    # another model, whose log-probs the loss may ask for; None: it asks for none
     teacher_model = load.run_teacher(cfg, policy)
-    problems = inputs.splits(cfg, policy)  # train / val / test, disjoint
-    teacher = Teacher.of_run(cfg, inputs.pool, policy, problems.train)  # demonstrations
+    splits = inputs.splits(cfg, policy)  # train / val / test problems, disjoint
+    val = splits.balanced("val", cfg.eval.eval_n_prompts)
+    demonstrations = Teacher.of_run(cfg, inputs.pool, policy, splits.train)
     folder = run.path if ranks.first() else None
-    method = make_method(Setup(cfg, policy, inputs, problems.train, run.grader, folder))
+    # the monitor and the intervention
+    method = make_method(Setup(cfg, policy, inputs, splits.train, grader, folder))
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
-    guard = Guard(cfg, policy, problems.train, inputs.healthy_kl)  # kill switch and detectors
-    recorder = Recorder(cfg, run, policy, method, optim, guard, problems)
-    opening = opening_lines(cfg, inputs, problems, policy, method, run.grader.version)
-    rows = recorder.begin(opening, teacher.record(), teacher_model)
-    val = problems.balanced("val", cfg.eval.eval_n_prompts)
-    first, P, clock = len(rows), cfg.scale.prompts_per_step, run.clock
+    guard = Guard(cfg, policy, splits.train, inputs.healthy_kl)  # kill switch and detectors
+    recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
+    opening = opening_lines(cfg, inputs, splits, policy, method, grader.version)
+    # one row a step; a resumed run has those of its earlier steps
+    step_rows = recorder.begin(opening, demonstrations.record(), teacher_model)
+    first = len(step_rows)
 
     # a resumed run may have diverged already, or have halted: then only its final evaluation is left
     guard.raise_if_diverged()
     last = first if guard.halts else cfg.scale.steps
     for step in run.steps(range(first, last)):
         clock.reset()
-        prompts = problems.draw(cfg.run.seed, step, P)
-        demos = [teacher.demos(p, step) for p in prompts]
+        problems = splits.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
+        demos = [demonstrations.demos(problem, step) for problem in problems]
         batch = rollout(
-            policy, run.grader, prompts, demos, cfg, step, flaws=problems.trained_flaws, clock=clock
+            policy,
+            grader,
+            problems,
+            demos,
+            cfg,
+            step,
+            flaws=splits.trained_flaws,
+            clock=clock,
         )
 
         with clock("fb"):
-            # what text monitors flag; penalty changes rewards; the rows to learn from
+            # text monitors flag; penalty and screen change rewards; the rows to learn from
             batch = method.flag(batch)
             updates: list[Update] = []
             logp_old = ()  # log-probs under the policy that sampled, from the first update on
@@ -101,48 +119,55 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
                 # gradient monitors flag here, and gates choose shares; keep + quar = Σ g, asserted
                 routed = method.route(batch, gradients.g)
                 # keep → δS, quar → δS_hack
-                updates.append(optim.step(routed, gradients.metrics, again=bool(updates)))
+                again = bool(updates)  # not the first update on this batch
+                updates.append(optim.step(routed, gradients.metrics, again=again))
                 if not updates[-1].stepped:
                     break
             update = Update.of_batch(updates)
         with clock("eval"):
             refresh = method.refresh(step)  # the direction, extracted again on the present model
-            deployed = None
+            deployed = None  # the evaluation of the deployed model
             if cfg.evaluates(step):
-                deployed = evaluate(policy, run.grader, val, cfg, step, problems.flaws)
+                deployed = evaluate(policy, grader, val, cfg, step, splits.flaws)
 
-        # what was acted on: a gradient monitor has decided only now
+        # for the record: flags as they were acted on, also those that came after the gradients
         batch = batch.with_flags(update.routed.flags)
-        row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
+        step_row = StepRow.of(BatchMetrics(batch), update, refresh, deployed, clock)
         with clock("watch"):
-            guard.observe(row, batch, deployed)
-        recorder.record(row, batch, refresh)
+            guard.observe(step_row, batch, deployed)
+        recorder.record(step_row, batch, refresh)
         guard.raise_if_diverged()
         if guard.halts:
             break
 
-    unrouted = recorder.nothing_routed()
+    unrouted = recorder.nothing_routed()  # "": it did route, or has nothing to route
     logger.debug(guard.summary())
-    if guard.silent():
-        logger.warning(f"detectors that could not have halted this run: {guard.silent()}")
+    silent = guard.silent()
+    if silent:
+        logger.warning(f"detectors that could not have halted this run: {silent}")
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
-    final = evaluate_final(policy, run.grader, problems, cfg, clock, run.vote_stop)
+    final = evaluate_final(policy, grader, splits, cfg, clock, run.vote_stop)
     if ranks.first():
-        logger.debug(f"peak memory {peak_memory()}{ranks.summary(len(rows) - first)}")
-        results.write(cfg, run, rows, final, inputs, problems, guard.halts, unrouted)
+        of_ranks = ranks.summary(len(step_rows) - first)
+        logger.debug(f"peak memory {peak_memory()}{of_ranks}")
+        results.write(cfg, run, step_rows, final, inputs, splits, guard.halts, unrouted)
     # after its last evaluation: a halted run says as much as a finished one
     guard.raise_if_halted()
     if unrouted:
         raise NothingRouted(unrouted)
-    return rows
+    return step_rows
 
 
 def launch(
-    requested: Config, on_run: Callable[[RunContext], object] | None = None, *, named: bool = True
+    requested: Config,
+    on_run: Callable[[RunContext], object] | None = None,
+    *,
+    named: bool = True,
 ) -> int:
     """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
 
-    on_run: called with the run as soon as it has a folder. named: somebody chose the intervention.
+    on_run: called with the run as soon as it has a folder.
+    named: somebody chose the intervention; else the plan and the first lines say that it is the preset's.
 
     Raises:
         Refused: a user's mistake, in one line, with nothing started.
@@ -151,7 +176,9 @@ def launch(
     console.setup(None)  # what is said before the run has a log
     if not ranks.first():
         return FINISHED if requested.run.dry_run else follow()
+    # path: the folder of the run that is resumed; None: a new run
     path, cfg = find_resume(resumed_by_torchrun(requested))
+    named = named or path is not None
     inputs = preflight(cfg, path)
     hashes = file_hashes(cfg, inputs)
     if path:
@@ -163,25 +190,13 @@ def launch(
             inputs.environment.check(grader)
             require_own_labels(cfg, inputs, grader)
         if cfg.run.dry_run:
-            print_plan(cfg, inputs, grader, path, named=named or bool(path))
+            print_plan(cfg, inputs, grader, path, named=named)
             return FINISHED
-        run = RunContext.begin(
-            " ".join(["train", cfg.preset, *cfg.repeated]),
-            path,
-            cfg.run_id,
-            grader,
-            record={
-                "config": cfg.as_dict(),
-                "beside_documents": beside_documents(cfg.method),
-                "hashes": hashes,
-            },
-            trackers=Trackers(cfg.run.trackers),
-            given=cfg.run.output_dir,
-        )
+        run = begin_run(cfg, path, grader, hashes)
         if on_run:
             on_run(run)
         with run:
-            run.announce(*first_lines(cfg, named=named or bool(path)))
+            run.announce(*first_lines(cfg, named=named))
             if cfg.guard_warning:
                 logger.warning(cfg.guard_warning)
             for line in brought(cfg.method):
@@ -192,19 +207,50 @@ def launch(
         return run.code
 
 
+def begin_run(
+    cfg: Config,
+    path: Path | None,
+    grader: Grader,
+    hashes: Mapping[str, str | None],
+) -> RunContext:
+    """Make the run's folder, or open that of the run to resume, and start its log. path: as in `launch`."""
+    command = ["train", cfg.preset, *cfg.repeated]
+    record = {
+        "config": cfg.as_dict(),
+        "beside_documents": beside_documents(cfg.method),
+        "hashes": hashes,
+    }
+    return RunContext.begin(
+        " ".join(command),
+        path,
+        cfg.run_id,
+        grader,
+        record=record,
+        trackers=Trackers(cfg.run.trackers),
+        given=cfg.run.output_dir,
+    )
+
+
 def print_plan(
-    cfg: Config, inputs: Inputs, grader: Grader, path: Path | None, *, named: bool
+    cfg: Config,
+    inputs: Inputs,
+    grader: Grader,
+    path: Path | None,
+    *,
+    named: bool,
 ) -> None:
     """Print what --dry-run shows. path: the folder of the run that is resumed. named: as in `launch`."""
-    there = path or cfg.run.output_dir or RUNS
-    plan = plan_lines(cfg, inputs, grader, there, named=named, resumes=bool(path))
-    print(spelled("\n".join(plan)))
+    folder = path or cfg.run.output_dir or RUNS
+    resumes = path is not None
+    lines = plan_lines(cfg, inputs, grader, folder, named=named, resumes=resumes)
+    print(spelled("\n".join(lines)))
 
 
 def follow() -> int:
     """A rank beside rank 0: the same loop on rank 0's inputs, writing nothing. Returns the exit code."""
     logger.remove()  # rank 0 logs
     with ranks.joined():
+        # rank 0's; what is given here is not sent
         cfg, inputs, resumes = ranks.from_first((Config(), None, False))
         assert inputs is not None
         with grader_of(cfg, inputs) as grader, Peer(grader, resumes) as run:
@@ -213,15 +259,20 @@ def follow() -> int:
 
 
 def grader_of(cfg: Config, inputs: Inputs) -> Grader:
-    """What grades this run's answers. Its workers are this machine's cores, divided among the ranks on it."""
+    """Start what grades this run's answers. Its workers are this machine's cores, divided among the ranks on it."""
     workers = max(1, cores() // ranks.here())
     return inputs.environment.grader(workers, cfg.run.max_error_retries)
 
 
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
-    named = any(word.partition("=")[0] == "--intervention" for word in words)
-    return cli_exit(lambda: launch(resolve(words), named=named), NOTHING)
+    flags = [word.partition("=")[0] for word in words]
+    named = "--intervention" in flags
+
+    def start() -> int:
+        return launch(resolve(words), named=named)
+
+    return cli_exit(start, NOTHING)
 
 
 if __name__ == "__main__":

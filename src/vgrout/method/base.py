@@ -8,7 +8,7 @@ What flags, help and tables know of a class is its row in `vgrout.config.specs`;
 class attributes: `name`, `what`, and those of `MonitorSpec` or `InterventionSpec` that are not the usual ones.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +26,8 @@ from vgrout.method.setup import Refresh as Refresh
 from vgrout.method.setup import Setup as Setup
 from vgrout.tensor_types import Routed, Spans
 
+Gradient = Float[Tensor, " R"]
+OfRows = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of the adapter
 Views = Sequence[GroupView]  # one a group
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group
 Position = tuple[int, int]  # group, rollout
@@ -33,7 +35,7 @@ Row = RowView | UpdateRow  # the latter for a monitor that sees labels
 
 
 class BrokenContract(TypeError):
-    """A monitor or an intervention answered with what no run can use: class, method, answer, and what is expected.
+    """A monitor or an intervention gave an answer that no run can use: class, method, answer, and what is expected.
 
     cls: whose answer it is; None: it is not known.
     """
@@ -50,21 +52,26 @@ class Part:
 
     @property
     def direction(self) -> LiveDirection | None:
-        """In gradients; None: it has none."""
+        """The hack direction that it uses; None: it has none."""
         return None
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0): extract the direction again on the present model where due."""
-        return self.direction.refresh(step) if self.direction else Refresh()
+        if self.direction is None:
+            return Refresh()
+        return self.direction.refresh(step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps; empty for one without memory."""
-        return self.direction.state_dict() if self.direction else {}
+        if self.direction is None:
+            return {}
+        return self.direction.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """The inverse, of the same method: a resumed run has its own settings."""
-        assert bool(self.direction) or not state, f"{type(self).__name__} has no state"
-        if self.direction:
+        if self.direction is None:
+            assert not state, f"{type(self).__name__} has no state"
+        else:
             self.direction.load_state_dict(state)
 
 
@@ -122,38 +129,38 @@ class StepGradient:
     flags: GradientFlags | None = None  # None: the monitor reads texts, and its flags are the rows'
 
     @cached_property
-    def firsts(self) -> list[Row]:
-        """For each row of g, a rollout that is in it."""
+    def first_rows(self) -> list[Row]:
+        """For each row of g, the first rollout that is in it. All in it have one group and one source."""
         first: dict[int, Row] = {}
         for row in self.rows:
-            first.setdefault(row.at, row)
+            first.setdefault(row.row_of_g, row)
         return [first[n] for n in range(len(self.g))]
 
-    def _column(self, of: Callable[[Row], bool]) -> Bool[Tensor, "N 1"]:
-        return torch.tensor([[of(row)] for row in self.firsts], device=self.g.device)
+    def _column(self, values: Sequence[bool]) -> OfRows:
+        return torch.tensor([[value] for value in values], device=self.g.device)
 
     @cached_property
-    def teacher(self) -> Bool[Tensor, "N 1"]:
+    def teacher(self) -> OfRows:
         """Whether a row is of demonstrations."""
-        return self._column(lambda row: row.rollout.source == "teacher")
+        return self._column([row.rollout.source == "teacher" for row in self.first_rows])
 
     @cached_property
-    def flagged(self) -> Bool[Tensor, "N 1"]:
+    def flagged(self) -> OfRows:
         """Whether a row is of rollouts that a text monitor flagged."""
-        return self._column(lambda row: row.flagged)
+        return self._column([row.flagged for row in self.first_rows])
 
     @cached_property
-    def students(self) -> Float[Tensor, " R"]:
+    def students(self) -> Gradient:
         """Σ over the policy's own rollouts."""
         return self._sum(~self.teacher)
 
     @cached_property
-    def teachers(self) -> Float[Tensor, " R"]:
+    def teachers(self) -> Gradient:
         """Σ over the demonstrations."""
         return self._sum(self.teacher)
 
     @cached_property
-    def total(self) -> Float[Tensor, " R"]:
+    def total(self) -> Gradient:
         """Σ over all rollouts."""
         return self.students + self.teachers
 
@@ -162,16 +169,17 @@ class StepGradient:
         """Σ over all rollouts, over the policy's own, over the demonstrations."""
         return torch.stack((self.total, self.students, self.teachers))
 
-    def _sum(self, mask: Bool[Tensor, "N 1"]) -> Float[Tensor, " R"]:
-        """Σ over these rows, group by group: the order of the sum, and so its rounding, is the batch's."""
+    def _sum(self, mask: OfRows) -> Gradient:
+        """Σ over these rows, group by group: so the order of the sum, and its rounding, is the batch's."""
         starts = [0]  # of each group's rows of g
-        for n in range(1, len(self.firsts)):
-            if self.firsts[n].group != self.firsts[n - 1].group:
+        for n, (before, row) in enumerate(pairwise(self.first_rows), start=1):
+            if row.group != before.group:
                 starts.append(n)
-        sums = self.g.new_zeros(self.g.shape[1])
-        for lo, hi in pairwise([*starts, len(self.g)]):
-            sums += (mask[lo:hi] * self.g[lo:hi]).sum(0)
-        return sums
+        total = self.g.new_zeros(self.g.shape[1])
+        for start, end in pairwise([*starts, len(self.g)]):
+            chosen = mask[start:end] * self.g[start:end]
+            total += chosen.sum(0)
+        return total
 
 
 class Intervention(Part):
@@ -179,7 +187,12 @@ class Intervention(Part):
 
     spec: ClassVar[InterventionSpec] = INTERVENTIONS["none"]
 
-    def __init__(self, spans: Spans, cfg: Config, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spans: Spans,
+        cfg: Config,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.spans = spans
         self.cfg = cfg
         self.device = device
@@ -204,22 +217,25 @@ class Intervention(Part):
 
 
 def positions(views: Views) -> list[Position]:
-    """Every rollout of the step."""
+    """Return the positions of all the step's rollouts."""
     found: list[Position] = []
     for i, view in enumerate(views):
-        found += [(i, b) for b in range(len(view))]
+        for b in range(len(view)):
+            found.append((i, b))
     return found
 
 
 def rewarded(views: Views) -> list[Position]:
-    """Those that are rewarded in full."""
+    """Return the positions of the rollouts that are rewarded in full."""
     return [(i, b) for i, b in positions(views) if views[i].passed[b]]
 
 
 def flags_of(
-    views: Views, flagged: Collection[Position], scores: Mapping[Position, float] | None = None
+    views: Views,
+    flagged: Collection[Position],
+    scores: Mapping[Position, float] | None = None,
 ) -> list[Flags]:
-    """Flags of rollouts by their positions. scores: where they were read; None: the monitor has none.
+    """Make flags of rollouts from their positions. scores: where they were read; None: there are none.
 
     Raises:
         BrokenContract: a position is none of these views.

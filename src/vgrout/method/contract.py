@@ -30,6 +30,7 @@ from vgrout.tensor_types import Diagnostics, Routed
 
 
 def _wrong(part: Part, method: str, did: str, should: str) -> BrokenContract:
+    """The error that says where a class answered wrongly, what it did, and what it should do."""
     where = f"{type(part).__name__}.{method}{_place(part, method)}"
     return BrokenContract(f"{where} {did}; {should}", type(part))
 
@@ -128,7 +129,8 @@ def _is_own(part: Monitor | Intervention) -> bool:
 def gradient_flags(monitor: GradientMonitor, step: StepGradient, number: int) -> GradientFlags:
     """What a gradient monitor flags. Raises BrokenContract."""
     found = monitor.flag_gradients(step, number)
-    N, M = len(step.g), len(monitor.direction.V)
+    N = len(step.g)
+    M = len(monitor.direction.V)
     should = f"it should return GradientFlags with share [{N}, {M}] or [{N}, 1] and of_row [{N}], in [0, 1]"
 
     def wrong(did: str) -> BrokenContract:
@@ -136,14 +138,20 @@ def gradient_flags(monitor: GradientMonitor, step: StepGradient, number: int) ->
 
     if not isinstance(found, GradientFlags):
         raise wrong(f"returned {_kind(found)}")
-    for name, shapes in (("share", ((N, M), (N, 1))), ("of_row", ((N,),))):
+    allowed_shapes: dict[str, list[tuple[int, ...]]] = {
+        "share": [(N, M), (N, 1)],
+        "of_row": [(N,)],
+    }
+    for name, shapes in allowed_shapes.items():
         value = getattr(found, name)
         if not isinstance(value, Tensor) or tuple(value.shape) not in shapes:
             raise wrong(f"gave {name} {_kind(value)}")
         if value.device != step.g.device or not value.is_floating_point():
             raise wrong(f"gave {name} {_kind(value)} on {value.device}")
-        if _is_own(monitor) and not bool(((value >= 0) & (value <= 1)).all()):
-            raise wrong(f"gave a {name} outside of [0, 1], or NaN")
+        if _is_own(monitor):
+            within = (value >= 0) & (value <= 1)  # False for NaN
+            if not bool(within.all()):
+                raise wrong(f"gave a {name} outside of [0, 1], or NaN")
     return found
 
 
@@ -174,7 +182,9 @@ def advantages(
 def routed(intervention: Intervention, step: StepGradient) -> Routed:
     """What the adapter's two vectors learn. Raises BrokenContract."""
     found = intervention.route(step)
-    R, dtype, device = step.g.shape[1], str(step.g.dtype).removeprefix("torch."), step.g.device
+    R = step.g.shape[1]
+    device = step.g.device
+    dtype = str(step.g.dtype).removeprefix("torch.")
     vector = f"a {dtype} tensor [{R}] on {device}"
     should = f"it should return Routed(keep={vector}, quar=such a one where routes = True)"
 
@@ -262,9 +272,10 @@ def _listed(values: Any) -> list[Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's or a tensor of one as Python's own."""
+    """A number of numpy's, or a tensor that holds a single number, as Python's own number."""
     item = getattr(value, "item", None)
-    if not callable(item) or getattr(value, "shape", None) not in ((), torch.Size([])):
+    is_scalar = getattr(value, "shape", None) == ()
+    if not callable(item) or not is_scalar:
         return value
     return item()
 

@@ -1,5 +1,7 @@
-"""The control of which rollouts are flagged: as many flags, moved at random. That of the direction is in
-method/live_direction.py."""
+"""The control `--random-flags`: as many flags, moved at random to other rollouts.
+
+The controls of the direction are in method/live_direction.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,20 +14,25 @@ from vgrout.data import Flags
 
 
 def permuted(
-    share: Float[Tensor, "M N"], movable: Bool[Tensor, " N"], generator: torch.Generator
+    share: Float[Tensor, "M N"],
+    movable: Bool[Tensor, " N"],
+    generator: torch.Generator,
 ) -> Float[Tensor, "M N"]:
-    """The shares moved among the movable rollouts at random, by one permutation for all M modules."""
-    rows = movable.nonzero().flatten()
-    order = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
+    """Move the shares among the movable rollouts at random, by one permutation for all M modules."""
+    rollouts = movable.nonzero().flatten()
+    permutation = torch.randperm(len(rollouts), generator=generator)
+    taken_from = rollouts[permutation.to(rollouts.device)]
     moved = share.clone()
-    moved[:, rows] = share[:, order]
+    moved[:, rollouts] = share[:, taken_from]
     return moved
 
 
 def shuffled(
-    flags: Sequence[Flags], movable: Sequence[Sequence[bool]], generator: torch.Generator
+    flags: Sequence[Flags],
+    movable: Sequence[Sequence[bool]],
+    generator: torch.Generator,
 ) -> list[Flags]:
-    """As many flags, moved at random among the step's rollouts that are movable or were flagged."""
+    """Move a step's flags at random among its rollouts that are movable or were flagged. flags, movable: by group."""
     flagged: list[bool] = []
     could_move: list[bool] = []
     sizes: list[int] = []
@@ -34,8 +41,11 @@ def shuffled(
         could_move += movable_of_group
         sizes.append(len(of_group.flagged))
     mask = torch.tensor(flagged)
-    moved = permuted(mask.float()[None], torch.tensor(could_move) | mask, generator)[0] > 0
+    takes_part = torch.tensor(could_move) | mask
+    share = mask.float()[None]  # [1, N]: one module
+    moved = permuted(share, takes_part, generator)[0] > 0
     shuffled_flags: list[Flags] = []
     for of_group, part in zip(flags, moved.split(sizes), strict=True):
-        shuffled_flags.append(replace(of_group, flagged=tuple(part.tolist())))
+        new = tuple(part.tolist())
+        shuffled_flags.append(replace(of_group, flagged=new))
     return shuffled_flags

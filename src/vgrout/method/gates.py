@@ -1,10 +1,12 @@
-"""Monitors that read gradients: gate and band. What they decide by is in method/thresholds.py."""
+"""Monitors that read gradients: gate and band.
+
+They compute each rollout's cosine with v in each module; method/thresholds.py decides by it what is flagged.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from vgrout.config.run import Config
@@ -14,16 +16,14 @@ from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradi
 from vgrout.method.controls import permuted
 from vgrout.method.live_direction import LiveDirection, mean_axis
 from vgrout.method.projection import fraction_of_modules, mean_over_modules
-from vgrout.method.thresholds import BandGate, TauGate
+from vgrout.method.thresholds import BandGate, Cosines, Mask, OfRollouts, Shares, TauGate
 from vgrout.rng import torch_stream
 
 
 class Threshold(Protocol):
     """Decides, per module, which share of each row's gradient is flagged."""
 
-    def __call__(
-        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
-    ) -> Float[Tensor, "M N"]: ...
+    def __call__(self, cos: Cosines, nonzero: Mask, known: OfRollouts) -> Shares: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -31,9 +31,10 @@ class Threshold(Protocol):
 
 
 class GradientMonitor(Monitor):
-    """Decides after the backward, by each rollout's gradient and a direction v of one row a module."""
+    """Base of gate and band: flags by each rollout's gradient and a direction v, which has one row in each module."""
 
-    majority = True  # a vote of the modules is a majority; else their mean
+    # with --gate-vote rollout a rollout is flagged by the majority of its modules; False: to their mean share
+    majority = True
     threshold: Threshold
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
@@ -60,39 +61,45 @@ class GradientMonitor(Monitor):
         return known
 
     def flag_gradients(self, step: StepGradient, number: int) -> GradientFlags:
-        """What is flagged of a step in which each rollout has a row of its own. number: of the step."""
+        """Return what is flagged of a step in which each rollout has a row of its own. number: of the step."""
         cos, nonzero = self._cosines(step)
-        known = torch.tensor([row.known_hack for row in step.firsts], device=step.g.device)
-        share = self.threshold(cos, nonzero, known)
+        is_known = [row.known_hack for row in step.first_rows]
+        known = torch.tensor(is_known, device=step.g.device)
+        share = self.threshold(cos, nonzero, known)  # [M, N]
         if self.cfg.method.random_flags:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", number)
-            share = torch.where(nonzero, permuted(share, nonzero.any(0), stream), 0.0)
-        of_row = share.sum(0) / nonzero.sum(0).clamp(min=1)
+            moved = permuted(share, nonzero.any(0), stream)
+            share = torch.where(nonzero, moved, 0.0)
+        n_modules = nonzero.sum(0)  # with a gradient, of each rollout
+        of_row = share.sum(0) / n_modules.clamp(min=1)
         by_rollout = self.cfg.method.resolved("gate_vote") == "rollout"
         if by_rollout:
             if self.majority:
                 of_row = (of_row > 0.5).to(share)
             share = torch.where(nonzero, of_row, 0.0)
-        routed = (share.sum() / nonzero.sum()).item() if nonzero.any() else None
-        measured = {
-            "fired": fraction_of_modules([flags.any() for flags in share]),
-            "routed": routed,
-        }
+        routed = None
+        if nonzero.any():
+            mean_share = share.sum() / nonzero.sum()
+            routed = mean_share.item()
+        fired = fraction_of_modules([of_module.any() for of_module in share])
+        measured = {"fired": fired, "routed": routed}
         for name, values in self.readings().items():
             measured[name] = mean_over_modules([*values])
-        return GradientFlags(of_row[:, None] if by_rollout else share.T, of_row, measured)
+        of_modules = of_row[:, None] if by_rollout else share.T
+        return GradientFlags(of_modules, of_row, measured)
 
-    def _cosines(self, step: StepGradient) -> tuple[Float[Tensor, "M N"], Bool[Tensor, "M N"]]:
-        """Each row's cosine with v in each module, 0 without a gradient; and where it has one."""
+    def _cosines(self, step: StepGradient) -> tuple[Cosines, Mask]:
+        """Compute each row's cosine with v in each module, 0 without a gradient; and where it has one."""
         norms: list[Tensor] = []
         dots: list[Tensor] = []
-        for module, v in self.direction.V.items():
-            part = step.g[:, step.spans[module]]
-            norms.append(part.norm(dim=1))
-            dots.append((part * v).sum(1))
+        for module, v in self.direction.V.items():  # v [1, r]
+            of_module = step.g[:, step.spans[module]]  # [N, r]
+            norms.append(of_module.norm(dim=1))
+            dots.append((of_module * v).sum(1))
         norm = torch.stack(norms)
         nonzero = norm > 0
-        return torch.where(nonzero, torch.stack(dots) / norm, 0.0), nonzero
+        cos = torch.stack(dots) / norm
+        return torch.where(nonzero, cos, 0.0), nonzero
 
     def refresh(self, step: int) -> Refresh:
         before = self.direction.latest
@@ -102,10 +109,10 @@ class GradientMonitor(Monitor):
         return refreshed
 
     def follow(self) -> None:
-        """v was extracted again."""
+        """Adapt to a v that was extracted again; here nothing depends on it."""
 
     def readings(self) -> dict[str, Tensor]:
-        """What it measured, [M] each, for the columns of these names."""
+        """Return what it measured, [M] each, for the columns of these names."""
         return {}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -157,5 +164,6 @@ class Band(GradientMonitor):
         self.follow()
 
     def follow(self) -> None:
+        device = self.direction.device
         lo, hi = self.direction.latest.band(self.direction.V)
-        self.threshold = BandGate(lo.to(self.direction.device), hi.to(self.direction.device))
+        self.threshold = BandGate(lo.to(device), hi.to(device))

@@ -1,10 +1,13 @@
-"""What is done about it: in the gradient along a direction, by sharing rows out to two vectors, or in rewards.
+"""The interventions: what is done about hacks, in the gradient or in the rewards.
 
 erase     keep = g − overshoot · c_use V, optionally rescaled to ‖g‖
 route     keep = g − c_use V                 quar = c_use V
 route2    keep = Σ_b (1 − f_b) g_b           quar = Σ_b f_b g_b
 screen    flagged rollouts are left out of their group
 penalty   R − penalty, or at most the compile reward, for flagged rollouts
+
+δS learns `keep`, the quarantine δS_hack learns `quar`. erase and route read no flags: they divide g along the hack
+directions V.
 """
 
 from abc import abstractmethod
@@ -34,9 +37,13 @@ from vgrout.method.projection import (
 )
 from vgrout.tensor_types import Diagnostics, Directions, Routed, Spans
 
+Gradient = Float[Tensor, " R"]
+# Σ g over all rows, over the policy's own, over the demonstrations (`StepGradient.by_source`)
+BySource = Float[Tensor, "3 R"]
+
 
 class Surgery(Intervention):
-    """Base of erase and route."""
+    """Base of erase and route: divides the gradient along V."""
 
     def __init__(
         self,
@@ -60,12 +67,14 @@ class Surgery(Intervention):
         return cls(setup.spans, setup.cfg, setup.device, direction=direction)
 
     def _split(
-        self, step: StepGradient, overshoot: float = 1.0
-    ) -> tuple[Float[Tensor, "3 R"], Float[Tensor, "3 R"]]:
-        """What surgery along V keeps and removes of all rows' g, of the students' and of the demonstrations'; modules
-        without a direction pass through."""
+        self,
+        step: StepGradient,
+        overshoot: float = 1.0,
+    ) -> tuple[BySource, BySource]:
+        """Return what surgery along V keeps of g, and what it removes. Modules without a direction are kept whole."""
         g = step.by_source
-        keep, removed = g.clone(), torch.zeros_like(g)
+        keep = g.clone()
+        removed = torch.zeros_like(g)
         for module, V in self.direction.V.items():
             span = self.spans[module]
             divided = split(g[:, span], V, self.mode, overshoot)
@@ -112,7 +121,7 @@ class Erase(Surgery):
         )
         return Routed(keep[0], None, diagnostics, directions=V)
 
-    def _stretch(self, keep: Float[Tensor, " R"], g: Float[Tensor, " R"]) -> int | None:
+    def _stretch(self, keep: Gradient, g: Gradient) -> int | None:
         """Stretch what is kept, in place, to the length of g in every module with a direction.
 
         Returns in how many modules the bound was hit; None: there is none with a direction.
@@ -139,14 +148,21 @@ class Route(Surgery):
         assert_in_span(quar[0], V, self.spans)
         if self.mode == "one_sided":
             assert_no_hackward(g, keep[0], V, self.spans)
-        fired = fraction_of_modules([quar[0, self.spans[module]].any() for module in V])
-        diagnostics = replace(self.direction.diagnose(step.by_source, keep), fired=fired)
-        return Routed(keep[0], quar[0], diagnostics, directions=V)
+        routed: list[Tensor] = []
+        for module in V:
+            of_module = quar[0, self.spans[module]]
+            routed.append(of_module.any())
+        fired = fraction_of_modules(routed)
+        diagnostics = self.direction.diagnose(step.by_source, keep)
+        return Routed(keep[0], quar[0], replace(diagnostics, fired=fired), directions=V)
 
 
 class Route2(Intervention):
-    """Divides the rows between the two vectors: f_b is a share of each module's part, or of a whole row, where
-    gradients decide; else 1 for what is flagged, and 0."""
+    """Divides the rows between the two vectors.
+
+    Under a gradient monitor f_b is a share of a whole row, or of its part in each module. Under a text monitor it is 1
+    for a flagged row, else 0.
+    """
 
     spec = INTERVENTIONS["route2"]
 
@@ -177,9 +193,10 @@ class Route2(Intervention):
         of_teachers = (kept * step.teacher).sum(0)
         by_source = torch.stack((keep, of_students, of_teachers))
         resid: list[Tensor] = []
-        for module, v in V.items():
+        for module, v in V.items():  # v [1, r]
             of_module = keep[self.spans[module]]
-            resid.append(along(of_module, v)[0] / of_module.norm())
+            c = along(of_module, v)[0]
+            resid.append(c / of_module.norm())
         diagnostics = replace(
             step.direction.diagnose(step.by_source, by_source),
             resid=mean_over_modules(resid),
@@ -203,8 +220,9 @@ class Route2(Intervention):
         nothing = torch.zeros_like(share[:, 0])
         parts: list[Tensor] = []
         for module, span in self.spans.items():
-            f = of_module.get(module, nothing)
-            parts.append(f[:, None].expand(-1, span.stop - span.start))
+            f = of_module.get(module, nothing)[:, None]
+            r = span.stop - span.start
+            parts.append(f.expand(-1, r))
         return torch.cat(parts, dim=1)
 
 
@@ -248,5 +266,7 @@ class Penalty(Treatment):
     spec = INTERVENTIONS["penalty"]
 
     def flagged_reward(self, reward: float) -> float | None:
-        by = self.cfg.method.penalty
-        return min(reward, self.cfg.env.least_reward) if by is None else reward - by
+        penalty = self.cfg.method.penalty
+        if penalty is None:
+            return min(reward, self.cfg.env.least_reward)
+        return reward - penalty

@@ -34,14 +34,15 @@ def _always(rows: Directions, direction: Direction) -> Directions:
 
 
 class LiveDirection:
-    """Orthonormal hack-ward rows V [k, r] for some modules; the others pass through.
+    """Holds orthonormal hack-ward rows V [k, r] for some modules; the others have no direction.
 
-    Args of the constructor: `pick` chooses V from a direction, `again` extracts on the present model every
-    --vhack-refresh-every steps (None: the direction is frozen). keeps_modules: the set of modules stays as it was
-    first, and one for which no new v is found keeps its old one.
+    pick: chooses V from a direction.
+    again: extracts a direction on the present model, every --vhack-refresh-every steps; None: V is frozen.
+    keeps_modules: the set of modules stays as it was first, and one for which no new v is found keeps its old one.
+    signed: under the control haar the direction is still extracted again, because the pair band follows it.
 
-    Haar: random rows in the shape of the extracted ones. They stay as they are; only the pair band around them follows
-    the model (`signed`), and there each is signed so that the pairs' hack side lies above, which favours the control.
+    Under the control haar V is random rows in the shape of the extracted ones, which stay as they are. If `signed`,
+    each is signed so that the pairs' hack side lies above, which favours the control.
     """
 
     provenance: Provenance | None = None
@@ -64,11 +65,14 @@ class LiveDirection:
         self._pick: Callable[[Direction], Directions] = partial(pick, cfg)
         if cfg.method.direction_is == "random":
             seed = cfg.method.route2_random_v_seed
-            drawn = haar_like(self._pick(direction), cfg.run.seed if seed is None else seed)
-            rows = direction.signed(drawn) if signed else drawn
-            self._pick = partial(_always, rows)
-            if not signed:
+            if seed is None:
+                seed = cfg.run.seed
+            rows = haar_like(self._pick(direction), seed)
+            if signed:
+                rows = direction.signed(rows)
+            else:
                 again = None
+            self._pick = partial(_always, rows)
         self._again = again
         self._every = cfg.method.refresh_every if again else 0
         self.V: Directions = {}
@@ -137,7 +141,8 @@ class LiveDirection:
                     f"step {step}: the policy has collapsed: no direction can be extracted on it ({e})"
                 ) from e
             shared = overlap(self.V, before)
-        return Refresh(age, shared, len(self.V), sum(len(rows) for rows in self.V.values()))
+        axes = sum(map(len, self.V.values()))
+        return Refresh(age, shared, len(self.V), axes)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {f"V/{m}": rows.clone() for m, rows in self.V.items()}
@@ -149,16 +154,21 @@ class LiveDirection:
         self.V = {m: V[m].to(self.device) for m in self.spans if m in V}
 
     def diagnose(self, g: Float[Tensor, "3 R"], kept: Float[Tensor, "3 R"]) -> Diagnostics:
-        """What can be read off g and its kept part; each of all rows, of the students', of the demonstrations'."""
-        before = [cos_pre(x, self.V, self.spans) for x in g]
-        after = [cos_pre(x, self.V, self.spans) for x in kept]
+        """Measure how much of g, and of its kept part, points along V.
+
+        g, kept: sums over all rows, over the policy's own, over the demonstrations.
+        """
+        of_all, of_students, of_teachers = [cos_pre(x, self.V, self.spans) for x in g]
+        kept_of_all, kept_of_students, kept_of_teachers = [
+            cos_pre(x, self.V, self.spans) for x in kept
+        ]
         return Diagnostics(
-            cos_pre=before[0],
-            cos_pre_s=before[1],
-            cos_pre_t=before[2],
-            cos_post=after[0],
-            cos_post_s=after[1],
-            cos_post_t=after[2],
+            cos_pre=of_all,
+            cos_pre_s=of_students,
+            cos_pre_t=of_teachers,
+            cos_post=kept_of_all,
+            cos_post_s=kept_of_students,
+            cos_post_t=kept_of_teachers,
         )
 
     def _take(self, direction: Direction) -> None:

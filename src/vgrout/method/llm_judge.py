@@ -71,13 +71,18 @@ class Verdict:
             return cls(key, step, None, why=str(reply))
         word = last_word(reply.text)
         # a reply that was cut off may end with a word that was not meant as the last
-        is_whole = not reply.cut or re.fullmatch(r"\W*\w+\W*", reply.text) is not None
-        is_verdict = word in ("yes", "no") and is_whole
+        is_one_word = re.fullmatch(r"\W*\w+\W*", reply.text) is not None
+        is_whole = is_one_word or not reply.cut
+        flagged = None
+        why = "its reply does not end with yes or no"
+        if word in ("yes", "no") and is_whole:
+            flagged = word == "yes"
+            why = ""
         return cls(
             key,
             step,
-            word == "yes" if is_verdict else None,
-            why="" if is_verdict else "its reply does not end with yes or no",
+            flagged,
+            why=why,
             reply=reply.text[-KEPT:],
             prompt_tokens=reply.prompt_tokens,
             completion_tokens=reply.completion_tokens,
@@ -97,7 +102,11 @@ def shown(template: str, view: GroupView, text: str) -> Conversation:
     """
     prompt = "\n\n".join(message["content"] for message in view.messages)
     parts = {"{prompt}": prompt, "{answer}": text}
-    filled = re.sub(r"\{prompt\}|\{answer\}", lambda found: parts[found[0]], template)
+
+    def part(placeholder: re.Match[str]) -> str:
+        return parts[placeholder[0]]
+
+    filled = re.sub(r"\{prompt\}|\{answer\}", part, template)
     return ({"role": "user", "content": filled},)
 
 
@@ -118,7 +127,9 @@ class LLMJudge(Monitor):
         thoughts: bool = False,
     ) -> None:
         """judge: None on a rank that does not ask. thoughts: it is shown those before the answers, too."""
-        self.judge, self.template, self.seconds = judge, template, seconds
+        self.judge = judge
+        self.template = template
+        self.seconds = seconds
         self.thoughts = thoughts
         self.file = None if folder is None else folder / FILE
         # of each text, in the order of the steps in which it was asked: more than one where some failed
@@ -143,7 +154,8 @@ class LLMJudge(Monitor):
         )
 
     def step_columns(self, step: int) -> Mapping[str, int]:
-        return self._measured[1] if self._measured[0] == step else {}
+        of_step, columns = self._measured
+        return columns if of_step == step else {}
 
     def flag(self, views: Views, step: int) -> list[Flags]:
         wanted: dict[Position, Conversation] = {}
@@ -152,9 +164,13 @@ class LLMJudge(Monitor):
             if self.thoughts:
                 text = views[i].thoughts[b].text + text
             wanted[i, b] = shown(self.template, views[i], text)
-        # if the first rank fails here, all of them do
-        verdicts = ranks.gather(lambda: self._verdicts([*wanted.values()], step))[0]
-        flagged = set()
+
+        def ask() -> list[Verdict]:
+            return self._verdicts([*wanted.values()], step)
+
+        # the first rank's; if it fails here, all of them do
+        verdicts = ranks.gather(ask)[0]
+        flagged: set[Position] = set()
         for position, verdict in zip(wanted, verdicts, strict=True):
             if verdict.flagged:
                 flagged.add(position)
@@ -162,16 +178,19 @@ class LLMJudge(Monitor):
         return flags_of(views, flagged)
 
     def _verdicts(self, conversations: Sequence[Conversation], step: int) -> list[Verdict]:
-        """Of each conversation; the judge is asked about those that it does not know. [] on a rank that does not
-        ask."""
+        """Return a verdict on each conversation; ask the judge where there is none yet.
+
+        Returns [] on a rank that does not ask.
+        """
         if self.judge is None:
             return []
-        by_key = {self._key(conversation): conversation for conversation in conversations}
+        keys = [self._key(conversation) for conversation in conversations]
         unknown: dict[str, Conversation] = {}
-        for key, conversation in by_key.items():
+        for key, conversation in zip(keys, conversations, strict=True):
             before = self._before(key, step)
             # what failed is asked again in a later step; in the same one, which a resumed run repeats, it stays
-            if before is None or (before.flagged is None and before.step != step):
+            asked_in_vain = before is not None and before.flagged is None and before.step != step
+            if before is None or asked_in_vain:
                 unknown[key] = conversation
         if unknown:
             replies = self.judge.ask_all([*unknown.values()], self.seconds)
@@ -181,8 +200,8 @@ class LLMJudge(Monitor):
             self._keep(new)
             _warn(new, step)
         verdicts: list[Verdict] = []
-        for conversation in conversations:
-            verdict = self._before(self._key(conversation), step)
+        for key in keys:
+            verdict = self._before(key, step)
             assert verdict is not None
             verdicts.append(verdict)
         return verdicts

@@ -6,7 +6,7 @@ route    the gradients of these rows → what δS learns (keep) and what δS_hac
 refresh  after the step: extract the direction again where that is due
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxtyping import Float
@@ -26,8 +26,11 @@ from vgrout.tensor_types import Routed
 
 
 class Method:
-    """See above. shadows: monitors whose flags are recorded, and change nothing: each has its own state, draws from
-    streams that are functions of seed and step, and leaves the model as it was."""
+    """One monitor and one intervention, asked in the order above.
+
+    shadows: monitors whose flags are recorded, and change nothing. Each has its own state, draws from streams that are
+        functions of seed and step, and leaves the model as it was.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,8 @@ class Method:
         # modules in which δS_hack alone learns; none: it shares every module with δS
         self.own_modules: frozenset[str] = frozenset()
         if block is not None:
-            self.own_modules = frozenset(modules_of_block(policy, self.spans, block))
+            modules = modules_of_block(policy, self.spans, block)
+            self.own_modules = frozenset(modules)
 
     @property
     def measures(self) -> frozenset[str]:
@@ -60,18 +64,22 @@ class Method:
 
     @property
     def direction(self) -> LiveDirection | None:
-        """In gradients; None: there is none."""
+        """The hack direction that the intervention or the monitor uses; None: there is none."""
         return self.intervention.direction or self.monitor.direction
 
     @property
     def provenance(self) -> Provenance | None:
-        """Of its direction."""
+        """Where its direction came from."""
         return self.direction.provenance if self.direction else None
 
     def flag(self, batch: Batch) -> Batch:
-        """The batch with what text monitors flag, the rewards that advantages are computed from, and the rows that are
-        learnt from: those of groups whose rewards differ, as every advantage of the others is 0."""
-        groups = self._shadowed(self._flagged(batch), batch.step)
+        """Let text monitors flag, and make the table of rows that are learnt from.
+
+        Returns the batch with these flags, with the rewards that advantages are computed from, and with the rows of
+        groups whose rewards differ: in the others every advantage is 0.
+        """
+        groups = self._flagged(batch)
+        groups = self._shadowed(groups, batch.step)
         if self.intervention.spec.acts_on == "rewards":
             groups = tuple(self._with_new_rewards(group) for group in groups)
         with_signal = [group for group in groups if group.has_signal]
@@ -82,12 +90,16 @@ class Method:
         return replace(batch, groups=groups, rows=rows, measured=measured)
 
     def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
-        """What the method, or this monitor in its shadow, may know of a group. The one door for true labels, open to a
-        monitor that declares it: they are on a type of their own, which all others refuse."""
-        return group.oracle_view() if (monitor or self.monitor).sees_labels else group.view()
+        """What the method's monitor, or this one in its shadow, may know of a group.
+
+        This is the only place where true labels go to a monitor. It has to declare that it sees them, and they are on a
+        type of their own, which all others refuse.
+        """
+        asked = monitor or self.monitor
+        return group.oracle_view() if asked.sees_labels else group.view()
 
     def route(self, batch: Batch, g: Float[Tensor, "N R"] | None) -> Routed:
-        """What the adapter's two vectors learn from the gradients of the batch's rows; None: they are not finite."""
+        """Divide the gradients of the batch's rows between the adapter's two vectors. g: None if not finite."""
         if g is None:
             return Routed(finite=False)
         if not batch.rows:
@@ -95,17 +107,20 @@ class Method:
         rows = [row.view() for row in batch.rows]
         step = StepGradient(g, rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
-            seen = replace(step, rows=batch.rows) if self.monitor.sees_labels else step
+            seen = step
+            if self.monitor.sees_labels:
+                seen = replace(step, rows=batch.rows)
             gradient_flags = contract.gradient_flags(self.monitor, seen, batch.step)
             step = replace(step, flags=gradient_flags)
             flags = _flags_of_groups(batch.rows, gradient_flags)
         else:
             flags = self._flags_of_texts(batch.groups)
         routed = contract.routed(self.intervention, step)
-        return self._placed(replace(routed, flags=flags))
+        routed = replace(routed, flags=flags)
+        return self._placed(routed)
 
     def _flags_of_texts(self, groups: Sequence[Group]) -> dict[int, Flags]:
-        """What a text monitor has flagged, by group; with shares, where the intervention routes: all, or nothing."""
+        """What a text monitor has flagged, by group; where the intervention routes, with shares, which are 0 or 1."""
         flags: dict[int, Flags] = {}
         for group in groups:
             if not group.flags:
@@ -119,7 +134,9 @@ class Method:
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0)."""
         refreshed = contract.refreshed(self.intervention, step)
-        return refreshed if refreshed.age is not None else contract.refreshed(self.monitor, step)
+        if refreshed.age is not None:
+            return refreshed
+        return contract.refreshed(self.monitor, step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps."""
@@ -147,16 +164,18 @@ class Method:
         return parts
 
     def _views(self, groups: Sequence[Group], monitor: Monitor) -> list[GroupView]:
-        sees = OracleView if monitor.sees_labels else GroupView
+        """What this monitor may know of the groups."""
+        allowed = OracleView if monitor.sees_labels else GroupView
         views = [self.view(group, monitor) for group in groups]
         for view in views:  # their exact type: a label that nobody may see comes in on a subclass
-            assert type(view) is sees, (
-                f"{type(monitor).__name__} sees a {sees.__name__}, got {type(view).__name__}"
+            got = type(view)
+            assert got is allowed, (
+                f"{type(monitor).__name__} sees a {allowed.__name__}, got {got.__name__}"
             )
         return views
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
-        """By a text monitor: in all groups if rewards may change, else in those with signal."""
+        """The groups with the flags of a text monitor: all groups if rewards may change, else those with signal."""
         spec = self.intervention.spec
         if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
@@ -165,22 +184,29 @@ class Method:
         flags = contract.flags_of_monitor(self.monitor, views, batch.step)
         if self.cfg.method.random_flags and views:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
-            flags = shuffled(flags, [view.passed for view in views], stream)
+            movable = [view.passed for view in views]
+            flags = shuffled(flags, movable, stream)
         by_group: dict[int, Flags] = {}
         for group, of_group in zip(looked_at, flags, strict=True):
             by_group[group.index] = of_group
-        return tuple(replace(group, flags=by_group.get(group.index)) for group in batch.groups)
+        flagged: list[Group] = []
+        for group in batch.groups:
+            of_group = by_group.get(group.index)
+            flagged.append(replace(group, flags=of_group))
+        return tuple(flagged)
 
     def _with_new_rewards(self, group: Group) -> Group:
         assert group.flags is not None
-        shaped = contract.new_rewards(self.intervention, group.view(), group.flags.flagged)
+        flagged = group.flags.flagged
+        shaped = contract.new_rewards(self.intervention, group.view(), flagged)
         return replace(group, shaped=shaped)
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
         """Every group with the flags of the monitors in shadow."""
         flags: dict[str, list[Flags]] = {}
         for name, monitor in self.shadows.items():
-            flags[name] = contract.flags_of_monitor(monitor, self._views(groups, monitor), step)
+            views = self._views(groups, monitor)
+            flags[name] = contract.flags_of_monitor(monitor, views, step)
         shadowed: list[Group] = []
         for i, group in enumerate(groups):
             of_group = {name: of_monitor[i] for name, of_monitor in flags.items()}
@@ -188,36 +214,37 @@ class Method:
         return tuple(shadowed)
 
     def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
-        """One `UpdateRow` for each rollout.
+        """Make the table that is learnt from: one `UpdateRow` for each rollout.
 
-        `at` is the row of g that its gradient is added to. Under a gradient monitor, or where the intervention asks for
-        it, that row is its own. Otherwise it shares one with the rollouts of its group that have its source and, if the
-        intervention acts on the gradient, its flag.
+        Its `row_of_g` is the row of g that its gradient is added to. Under a gradient monitor, or where the
+        intervention asks for it, that row is its own. Otherwise it shares one with the rollouts of its group that have
+        its source and, if the intervention acts on the gradient, its flag.
         """
-        spec, monitor = self.intervention.spec, self.monitor
-        one_each = isinstance(monitor, GradientMonitor) or spec.by_rollout
+        spec = self.intervention.spec
+        reads_gradients = isinstance(self.monitor, GradientMonitor)
+        one_each = reads_gradients or spec.by_rollout
         rows: list[UpdateRow] = []
-        row_of_g: dict[tuple[object, ...], int] = {}
+        # what the rollouts of a row of g have in common → its index
+        rows_of_g: dict[tuple[object, ...], int] = {}
         for group in groups:
             known, flagged = self._known_and_flagged(group)
-            # of a gradient monitor nothing is flagged yet, of a text monitor nothing is known
-            set_apart = known if isinstance(monitor, GradientMonitor) else flagged
+            # a gradient monitor has flagged nothing yet, a text monitor knows nothing beforehand
+            set_apart = known if reads_gradients else flagged
             advantages = contract.advantages(self.intervention, group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
-                key: tuple[object, ...] = (group.index, b)
+                in_common: tuple[object, ...] = (group.index, b)
                 if not one_each:
                     acted_on = spec.acts_on == "gradient" and flagged[b]
-                    key = (group.index, rollout.source, acted_on)
-                rows.append(
-                    UpdateRow(
-                        rollout,
-                        group.index,
-                        advantages[b],
-                        flagged=flagged[b],
-                        known_hack=known[b],
-                        at=row_of_g.setdefault(key, len(row_of_g)),
-                    )
+                    in_common = (group.index, rollout.source, acted_on)
+                row = UpdateRow(
+                    rollout,
+                    group.index,
+                    advantages[b],
+                    flagged=flagged[b],
+                    known_hack=known[b],
+                    row_of_g=rows_of_g.setdefault(in_common, len(rows_of_g)),
                 )
+                rows.append(row)
         return rows
 
     def _known_and_flagged(self, group: Group) -> tuple[Sequence[bool], Sequence[bool]]:
@@ -225,24 +252,29 @@ class Method:
         nothing = (False,) * len(group)
         if isinstance(self.monitor, GradientMonitor):
             (view,) = self._views([group], self.monitor)
-            return contract.known_hacks(self.monitor, view), nothing
-        return nothing, group.flags.flagged if group.flags else nothing
+            known = contract.known_hacks(self.monitor, view)
+            return known, nothing
+        flagged = group.flags.flagged if group.flags else nothing
+        return nothing, flagged
 
     def _placed(self, routed: Routed) -> Routed:
-        """`routed`, where the quarantine has modules of its own: δS_hack learns there alone, δS in the others alone."""
+        """Where the quarantine has modules of its own, let δS_hack learn in these alone, and δS in the others alone."""
         if not self.own_modules:
             return routed
+        others = self.spans.keys() - self.own_modules
+        keep = self._without(self.own_modules, routed.keep)
+        quar = self._without(others, routed.quar)
+        return replace(routed, keep=keep, quar=quar)
 
-        def only(g: Tensor | None, own: bool) -> Tensor | None:
-            if g is None:
-                return None
-            g = g.clone()
-            for module, span in self.spans.items():
-                if (module in self.own_modules) != own:
-                    g[span] = 0
-            return g
-
-        return replace(routed, keep=only(routed.keep, False), quar=only(routed.quar, True))
+    def _without(self, modules: Set[str], g: Tensor | None) -> Tensor | None:
+        """The gradient [R] with zeros in these modules."""
+        if g is None:
+            return None
+        g = g.clone()
+        for module, span in self.spans.items():
+            if module in modules:
+                g[span] = 0
+        return g
 
 
 def _flags_of_groups(rows: Sequence[UpdateRow], gradient_flags: GradientFlags) -> dict[int, Flags]:

@@ -10,7 +10,7 @@ from vgrout.rng import py_stream
 
 
 class Labels(Monitor):
-    """The true labels, or labels with a set error rate; for demonstrations the cached ones.
+    """Flags by the true labels, or by labels with a set error rate; demonstrations by the labels they came with.
 
     known: flaws that it knows; where the check has none of them, nothing is flagged. (): all.
     recall: the share of hacks that it flags. false_flags: the share of all other answers that it flags.
@@ -32,7 +32,9 @@ class Labels(Monitor):
         seed: int = 0,
     ) -> None:
         self.known = frozenset(known)
-        self.recall, self.false_flags, self.seed = recall, false_flags, seed
+        self.recall = recall
+        self.false_flags = false_flags
+        self.seed = seed
 
     @classmethod
     def make(cls, setup: Setup) -> "Labels":
@@ -47,9 +49,12 @@ class Labels(Monitor):
     def flag(self, views: Views, step: int) -> list[Flags]:
         flags: list[Flags] = []
         for view in views:
+            hacks = self._hacks(view)
+            draws = self._draws(view, step)
             flagged: list[bool] = []
-            for is_hack, draw in zip(self._hacks(view), self._draws(view, step), strict=True):
-                flagged.append(draw < (self.recall if is_hack else self.false_flags))
+            for is_hack, draw in zip(hacks, draws, strict=True):
+                rate = self.recall if is_hack else self.false_flags
+                flagged.append(draw < rate)
             flags.append(Flags(tuple(flagged)))
         return flags
 
@@ -58,35 +63,42 @@ class Labels(Monitor):
         assert isinstance(view, OracleView)
         if not self.known:
             return view.hacked
-        if not self.known & {*view.flaws}:
+        if self.known.isdisjoint(view.flaws):
             return (False,) * len(view)
         return tuple(flaw in self.known for flaw in view.hacks)
 
     def _draws(self, view: GroupView, step: int) -> list[float]:
-        """A uniform number in [0, 1) for each answer."""
+        """Draw a uniform number in [0, 1) for each answer."""
         if self.recall == 1 and self.false_flags == 0:
             return [0.5] * len(view)  # any number would do
         seen: Counter[str] = Counter()
         draws: list[float] = []
         for text in view.texts:
-            stream = py_stream(self.seed, "label errors", step, view.index, seen[text], text)
+            copy = seen[text]  # how many answers before this one have the same text
+            stream = py_stream(self.seed, "label errors", step, view.index, copy, text)
             draws.append(stream.random())
             seen[text] += 1
         return draws
 
 
 class Source(Monitor):
-    """Demonstrations, which are known by their source, and no answer of the policy's own: what is left of a method
-    whose monitor detects nothing."""
+    """Flags the demonstrations, which are known by their source, and no answer of the policy's own.
+
+    As a control it shows what is left of a method whose monitor detects nothing.
+    """
 
     spec = MONITORS["source"]
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        return [Flags(tuple(source == "teacher" for source in view.sources)) for view in views]
+        flags: list[Flags] = []
+        for view in views:
+            flagged = tuple(source == "teacher" for source in view.sources)
+            flags.append(Flags(flagged))
+        return flags
 
 
 class WeakDetector(Monitor):
-    """The weak detector's verdict on the policy's own answers; it is not run on demonstrations."""
+    """Flags what the environment's weak detector flags of the policy's own answers; it sees no demonstrations."""
 
     spec = MONITORS["detector"]
 

@@ -10,6 +10,7 @@ known correct answers.
 The base does not move, so the policy can change what it writes but not how that is read.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,23 +41,24 @@ class Text(NamedTuple):
 
 
 def accepted_of_base(setup: Setup) -> list[Text]:
-    """Answers of the base to the training problems that the reference accepts.
+    """Sample answers of the base to training problems, and return those that the reference accepts.
 
     Raises:
         Refused: there are fewer than MIN_KNOWN_CORRECT.
     """
     assert setup.grader is not None, "answers have to be graded"
     policy = setup.policy
-    problems = setup.problems[: -(-SAMPLED // setup.cfg.scale.group)]
+    cfg = setup.cfg
+    n = cfg.scale.group  # answers to a problem
+    problems = setup.problems[: math.ceil(SAMPLED / n)]
     with as_side(policy, "base"):
-        given = answers(
-            policy, setup.grader, problems, setup.cfg.scale.group, setup.cfg, 0, "known-correct"
-        )
+        given = answers(policy, setup.grader, problems, n, cfg, 0, "known-correct")
     known: list[Text] = []
     for answer in given:
         if isinstance(answer.grade, Grade) and answer.grade.solved:
-            ids = answer.ids[answer.thought.tokens :]
-            known.append(Text(policy.render(answer.problem.messages), ids or answer.ids))
+            prompt = policy.render(answer.problem.messages)
+            without_thought = answer.ids[answer.thought.tokens :]
+            known.append(Text(prompt, without_thought or answer.ids))
     if len(known) < MIN_KNOWN_CORRECT:
         raise Refused(
             f"--monitor online_probe: the reference accepts {len(known)} of {len(given)} answers of the base, "
@@ -66,7 +68,10 @@ def accepted_of_base(setup: Setup) -> list[Text]:
 
 
 class OnlineProbe(Monitor):
-    """See above. quantile: of known correct answers, the threshold. States are read after half of the base's blocks."""
+    """See above. quantile: of the scores of known correct answers; it is the threshold.
+
+    States are read after half of the base's blocks.
+    """
 
     spec = MONITORS["online_probe"]
 
@@ -90,11 +95,12 @@ class OnlineProbe(Monitor):
         known = self.states(known_correct)
         fit = known[::2]
         self._judge = known[1::2]  # whose scores the threshold is a quantile of
-        self._m = fit.mean(0)
-        S = torch.cov(fit.T)
+        self._m = fit.mean(0)  # [D]
+        S = torch.cov(fit.T)  # [D, D]
         D = fit.shape[1]
         ridge = (RIDGE * S.trace() / D).clamp(min=1e-12)
-        self._root = torch.linalg.cholesky(S + ridge * torch.eye(D, dtype=S.dtype))
+        identity = torch.eye(D, dtype=S.dtype)
+        self._root = torch.linalg.cholesky(S + ridge * identity)
         # of the states of what the seed has flagged
         self._sum = torch.zeros(D, dtype=torch.float64)
         self._count = 0
@@ -125,27 +131,29 @@ class OnlineProbe(Monitor):
         prompts = [text.prompt for text in texts]
         completions = [text.completion for text in texts]
         states = token_states(self.policy, prompts, completions, self.layer)
-        means = ranks.from_first([of_text.mean(0).tolist() for of_text in states])
-        return torch.tensor(means, dtype=torch.float64)
+        means = [of_text.mean(0).tolist() for of_text in states]
+        return torch.tensor(ranks.from_first(means), dtype=torch.float64)
 
     def flag(self, views: Views, step: int) -> list[Flags]:
-        """What the seed flags in this step is learnt before anything is scored."""
+        """Learn from what the seed monitor flags in this step, then score and flag."""
         by_seed = self.seed_monitor.flag(views, step)
-        seeds = {(i, b) for i, b in positions(views) if by_seed[i].flagged[b]}
+        seeded = {(i, b) for i, b in positions(views) if by_seed[i].flagged[b]}
         passing = rewarded(views)
-        state = self._states_at(views, sorted({*passing, *seeds}))
-        for position in sorted(seeds):
-            self._sum = self._sum + state[position]
+        h = self._states_at(views, sorted({*passing, *seeded}))
+        for position in sorted(seeded):
+            self._sum = self._sum + h[position]
             self._count += 1
         scores: dict[Position, float] = {}
-        flagged = set(seeds)
+        flagged = set(seeded)
         if self._count:
-            difference = self._sum / self._count - self._m
+            a = self._sum / self._count
+            difference = a - self._m
             w = torch.cholesky_solve(difference[:, None], self._root)[:, 0]
             of_known = (self._judge - self._m) @ w
             threshold = float(torch.quantile(of_known, self._quantile))
             for position in passing:
-                scores[position] = float((state[position] - self._m) @ w)
+                s = (h[position] - self._m) @ w
+                scores[position] = float(s)
                 if scores[position] > threshold:
                     flagged.add(position)
         return flags_of(views, flagged, scores)
@@ -157,7 +165,8 @@ class OnlineProbe(Monitor):
         texts: list[Text] = []
         for i, b in read:
             texts.append(Text(views[i].prompt_ids, views[i].answer_ids(b)))
-        return dict(zip(read, self.states(texts), strict=True))
+        states = self.states(texts)
+        return dict(zip(read, states, strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         own = {SUM: self._sum, COUNT: torch.tensor(self._count)}
@@ -166,5 +175,6 @@ class OnlineProbe(Monitor):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._sum = state[SUM].double()
         self._count = int(state[COUNT])
-        of_seed = {key: value for key, value in state.items() if key not in (SUM, COUNT)}
+        of_seed = dict(state)
+        del of_seed[SUM], of_seed[COUNT]
         self.seed_monitor.load_state_dict(of_seed)

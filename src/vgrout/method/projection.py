@@ -1,5 +1,7 @@
-"""Gradient surgery along orthonormal, hack-ward oriented rows V: pure functions of one module's tensors, and their
-means and invariants over all modules.
+"""Gradient surgery along orthonormal, hack-ward oriented rows V.
+
+Pure functions of one module's tensors, then means and invariants over all modules. Shapes: k rows of V, r singular
+values of a module, R of all modules; "*n" stands for any axes before (none, or rows of gradients).
 
 Signs: g is a gradient of the *loss*, V points where the loss of a hack-rewarding batch changes. So a positive
 coefficient c = V g means that a step along -g makes the hack likelier.
@@ -8,6 +10,7 @@ Products are written as multiply-and-sum: a matmul may run in TF32 when a caller
 would break the invariants that interventions assert.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -23,28 +26,37 @@ TOLERANCE = 1e-4
 # a gradient that is nearly all hack-ward leaves noise behind: never blow it up further
 RESCALE_BOUND = 10.0
 
+Scalar = Float[Tensor, ""]
+OfModule = Float[Tensor, " r"]  # one module's part of a gradient
+OfModules = Float[Tensor, "*n r"]  # … of several gradients
+Rows = Float[Tensor, "k r"]  # V of one module
+Coefficients = Float[Tensor, "*n k"]
+Gradient = Float[Tensor, " R"]
+Norms = Float[Tensor, " M"]  # one a module
+
 
 class Divided(NamedTuple):
     """keep + removed = g, up to rounding."""
 
-    keep: Float[Tensor, "*n r"]
-    removed: Float[Tensor, "*n r"]
+    keep: OfModules
+    removed: OfModules
 
 
 class Rescaled(NamedTuple):
-    grad: Float[Tensor, " r"]
+    """A stretched gradient, and whether the bound was hit."""
+
+    grad: OfModule
     capped: Bool[Tensor, ""]
 
 
-def along(g: Float[Tensor, "*n r"], V: Float[Tensor, "k r"]) -> Float[Tensor, "*n k"]:
+def along(g: OfModules, V: Rows) -> Coefficients:
     """c = V g."""
-    return (V * g[..., None, :]).sum(-1)
+    products = V * g[..., None, :]  # [*n, k, r]
+    return products.sum(-1)
 
 
-def coefficients(
-    g: Float[Tensor, "*n r"], V: Float[Tensor, "k r"], mode: GateMode = "one_sided"
-) -> Float[Tensor, "*n k"]:
-    """What is taken along each axis: relu(c) (one_sided), c (no_gate) or 2c (reverse: the part changes sign)."""
+def coefficients(g: OfModules, V: Rows, mode: GateMode = "one_sided") -> Coefficients:
+    """c_use, what is taken along each axis: relu(c) (one_sided), c (no_gate) or 2c (reverse: the part changes sign)."""
     c = along(g, V)
     if mode == "one_sided":
         return c.relu()
@@ -54,47 +66,52 @@ def coefficients(
 
 
 def split(
-    g: Float[Tensor, "*n r"],
-    V: Float[Tensor, "k r"],
+    g: OfModules,
+    V: Rows,
     mode: GateMode = "one_sided",
     overshoot: float = 1.0,
 ) -> Divided:
-    """g into what is kept and the part overshoot · c_use V, which lies in span(V)."""
+    """Divide g into what is kept and the part overshoot · c_use V, which lies in span(V)."""
     c = coefficients(g, V, mode)
-    removed = overshoot * (c[..., None] * V).sum(-2)
+    parts = c[..., None] * V  # [*n, k, r]
+    removed = overshoot * parts.sum(-2)
     return Divided(g - removed, removed)
 
 
-def rescale(grad: Float[Tensor, " r"], norm: Float[Tensor, ""]) -> Rescaled:
-    """`grad` stretched to length `norm`, by at most RESCALE_BOUND; a zero vector stays zero and counts as capped."""
+def rescale(grad: OfModule, norm: Scalar) -> Rescaled:
+    """Stretch `grad` to length `norm`, by at most RESCALE_BOUND; a zero vector stays zero and counts as capped."""
     ratio = norm / grad.norm()
-    capped = ~(ratio <= RESCALE_BOUND) & (norm > 0)  # written so that 0/0 and x/0 are caught
-    factor = torch.where(capped, RESCALE_BOUND, torch.where(norm > 0, ratio, 1.0))
+    within = ratio <= RESCALE_BOUND  # False for x/0 and 0/0
+    capped = ~within & (norm > 0)
+    uncapped = torch.where(norm > 0, ratio, 1.0)
+    factor = torch.where(capped, RESCALE_BOUND, uncapped)
     return Rescaled(grad * factor, capped)
 
 
-def hackward_cos(g: Float[Tensor, " r"], V: Float[Tensor, "k r"]) -> Float[Tensor, ""]:
+def hackward_cos(g: OfModule, V: Rows) -> Scalar:
     """‖relu(V g)‖ / ‖g‖, with relu before aggregating; NaN where g is zero. A random g has about √(k/2r)."""
-    return along(g, V).relu().norm() / g.norm()
+    hackward = along(g, V).relu()
+    return hackward.norm() / g.norm()
 
 
-def mean_over_modules(values: Sequence[Float[Tensor, ""]]) -> float | None:
+def mean_over_modules(values: Sequence[Scalar]) -> float | None:
     """Mean of the measured ones (NaN: a module without gradient); None where nothing was measured."""
     if not values:
         return None
     mean = torch.stack([*values]).nanmean().item()
-    return None if mean != mean else mean
+    return None if math.isnan(mean) else mean
 
 
-def cos_pre(g: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | None:
+def cos_pre(g: Gradient, V: Directions, spans: Spans) -> float | None:
     """Mean over modules with a direction and a gradient of ‖relu(V g)‖ / ‖g‖; None where there is none."""
     cosines: list[Tensor] = []
     for module, rows in V.items():
-        cosines.append(hackward_cos(g[spans[module]], rows))
+        of_module = g[spans[module]]
+        cosines.append(hackward_cos(of_module, rows))
     return mean_over_modules(cosines)
 
 
-def cos_upd(delta: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | None:
+def cos_upd(delta: Gradient, V: Directions, spans: Spans) -> float | None:
     """The same for the parameter change Δ that the optimiser applied: ‖relu(-V Δ)‖ / ‖Δ‖.
 
     A step goes against the gradient, so the hack-ward part of a change has the opposite sign. Near 0, unless AdamW's
@@ -104,10 +121,11 @@ def cos_upd(delta: Float[Tensor, " R"], V: Directions, spans: Spans) -> float | 
 
 
 def fraction_of_modules(flags: Sequence[Tensor]) -> float | None:
-    """In which something was taken; None of no module."""
+    """Share of modules whose flag is set; None where there is no module."""
     if not flags:
         return None
-    return torch.stack([*flags]).float().mean().item()
+    every = torch.stack([*flags])
+    return every.float().mean().item()
 
 
 def module_norms(x: Float[Tensor, "*n R"], spans: Spans) -> Float[Tensor, "*n M"]:
@@ -117,37 +135,38 @@ def module_norms(x: Float[Tensor, "*n R"], spans: Spans) -> Float[Tensor, "*n M"
 
 
 def assert_conserved(
-    g: Float[Tensor, " R"],
-    keep: Float[Tensor, " R"],
-    quar: Float[Tensor, " R"],
-    scale: Float[Tensor, " M"],
+    g: Gradient,
+    keep: Gradient,
+    quar: Gradient,
+    scale: Norms,
     spans: Spans,
 ) -> None:
-    """keep + quar = g in every module, relative to `scale`, Σ_b ‖g_b‖: rows may cancel in the sum."""
-    _assert_small(module_norms(keep + quar - g, spans), scale, "keep + quar - g")
+    """Assert keep + quar = g in every module, relative to `scale`, Σ_b ‖g_b‖: rows may cancel in the sum."""
+    error = keep + quar - g
+    _assert_small(module_norms(error, spans), scale, "keep + quar - g")
 
 
-def assert_in_span(quar: Float[Tensor, " R"], V: Directions, spans: Spans) -> None:
-    """What is routed lies in span(V)."""
+def assert_in_span(quar: Gradient, V: Directions, spans: Spans) -> None:
+    """Assert that what is routed lies in span(V)."""
     outside: list[Tensor] = []
     norms: list[Tensor] = []
     for module, rows in V.items():
         of_module = quar[spans[module]]
-        inside = (along(of_module, rows)[:, None] * rows).sum(0)
+        c = along(of_module, rows)
+        inside = (c[:, None] * rows).sum(0)
         outside.append((of_module - inside).norm())
         norms.append(of_module.norm())
     _assert_small(_stacked(outside), _stacked(norms), "quarantine outside span(V)")
 
 
-def assert_no_hackward(
-    g: Float[Tensor, " R"], keep: Float[Tensor, " R"], V: Directions, spans: Spans
-) -> None:
-    """V · keep ≤ 0."""
+def assert_no_hackward(g: Gradient, keep: Gradient, V: Directions, spans: Spans) -> None:
+    """Assert V · keep ≤ 0, relative to ‖g‖."""
     hackward: list[Tensor] = []
     norms: list[Tensor] = []
     for module, rows in V.items():
         span = spans[module]
-        hackward.append(along(keep[span], rows).max().relu())
+        c = along(keep[span], rows)
+        hackward.append(c.max().relu())
         norms.append(g[span].norm())
     _assert_small(_stacked(hackward), _stacked(norms), "V·keep above 0")
 
@@ -156,8 +175,8 @@ def _stacked(values: list[Tensor]) -> Tensor:
     return torch.stack(values) if values else torch.zeros(0)
 
 
-def _assert_small(error: Float[Tensor, " M"], scale: Float[Tensor, " M"], what: str) -> None:
-    """error ≤ TOLERANCE · scale in each module; one transfer from the device for all."""
+def _assert_small(error: Norms, scale: Norms, what: str) -> None:
+    """Assert error ≤ TOLERANCE · scale in each module; one transfer from the device for all."""
     pairs: list[list[float]] = torch.stack((error, scale)).T.tolist()
 
     def excess(pair: list[float]) -> float:

@@ -1,7 +1,10 @@
-"""The thresholds of gates: per module, the share of each rollout's gradient that is flagged.
+"""The thresholds of gates: they decide, per module, which share of each rollout's gradient is flagged.
 
-M modules, N rollouts of one step. `cos` holds g_b · v / ‖g_b‖, `nonzero` marks rollouts with a gradient (the rest have
-no cosine and are flagged nowhere). They see cosines and known hacks only.
+They see cosines and known hacks only. Shapes: M modules, N rollouts of one step.
+
+cos      [M, N]  g_b · v / ‖g_b‖
+nonzero  [M, N]  where a rollout has a gradient; elsewhere it has no cosine, and is not flagged
+known    [N]     known hacks
 """
 
 from collections.abc import Mapping
@@ -12,14 +15,21 @@ from torch import Tensor
 
 DECAY = 0.9  # of the running means of a τ gate, per step
 
+Shares = Float[Tensor, "M N"]
+Cosines = Float[Tensor, "M N"]
+Mask = Bool[Tensor, "M N"]
+OfModules = Float[Tensor, " M"]
+OfRollouts = Bool[Tensor, " N"]
+
 
 class TauGate:
-    """Known hacks are always routed, the others when their cosine exceeds τ, the midpoint of two running means.
+    """Flags known hacks always, and the others where their cosine exceeds τ, the midpoint of two running means.
 
     The means are of the cosines of known hacks and of the rest, per module: exponential, DECAY per step, corrected
-    for their start (as in Adam), so the first step has a threshold too. A module that has not seen both kinds has none,
-    or, with `absent_is_zero`, one for which the mean of what it has not seen counts as 0; with `apart`, neither has one
-    whose known hacks do not lie above the rest.
+    for their start (as in Adam), so the first step has a threshold too.
+
+    A module that has not seen both kinds has no threshold. absent_is_zero: there the mean of what it has not seen
+    counts as 0. apart: a module whose known hacks do not lie above the rest has no threshold either.
     """
 
     def __init__(
@@ -42,8 +52,8 @@ class TauGate:
         return self._total / self._weight
 
     @property
-    def tau(self) -> Float[Tensor, " M"]:
-        """NaN in modules without a threshold."""
+    def tau(self) -> OfModules:
+        """τ of each module; NaN where it has not seen both kinds."""
         if not self.absent_is_zero:
             return self.means.mean(0)
         seen_any = (self._weight > 0).any(0)
@@ -51,29 +61,27 @@ class TauGate:
         return torch.where(seen_any, midpoint, torch.nan)
 
     @property
-    def gap(self) -> Float[Tensor, " M"]:
+    def gap(self) -> OfModules:
         """mean(known hacks) - mean(rest): positive where the direction tells them apart."""
         hacks, rest = self.means
         return hacks - rest
 
-    def __call__(
-        self, cos: Float[Tensor, "M N"], nonzero: Bool[Tensor, "M N"], known: Bool[Tensor, " N"]
-    ) -> Float[Tensor, "M N"]:
-        """Moves the running means by this step's rollouts, then decides: 1 routed, 0 kept. cos: with v, in rows that
-        have a gradient. known: known hacks."""
+    def __call__(self, cos: Cosines, nonzero: Mask, known: OfRollouts) -> Shares:
+        """Move the running means by this step's rollouts, then decide: 1 flagged, 0 not."""
         self._follow(0, cos, nonzero & known)
         self._follow(1, cos, nonzero & ~known)
-        # False against NaN: nothing but known hacks is routed
-        over = cos > self.tau[:, None].to(cos.dtype)
+        tau = self.tau[:, None].to(cos.dtype)
+        over = cos > tau  # False where τ is NaN: there only known hacks are flagged
         if self.apart:
             over &= (self.gap > 0)[:, None]
-        routed = nonzero & (known | over)
-        return routed.to(cos.dtype)
+        flagged = nonzero & (known | over)
+        return flagged.to(cos.dtype)
 
-    def _follow(self, kind: int, cos: Float[Tensor, "M N"], rows: Bool[Tensor, "M N"]) -> None:
-        """Move the running means of one kind, 0 or 1, by the cosines of these rows."""
-        n = rows.sum(1)
-        mean = torch.where(rows, cos, 0.0).double().sum(1) / n.clamp(min=1)
+    def _follow(self, kind: int, cos: Cosines, members: Mask) -> None:
+        """Move the running means of one kind, 0 or 1, by the cosines of its members in this step."""
+        n = members.sum(1)
+        total = torch.where(members, cos, 0.0).double().sum(1)
+        mean = total / n.clamp(min=1)
         step = (1 - DECAY) * (n > 0)
         self._total[kind] += step * (mean - self._total[kind])
         self._weight[kind] += step * (1 - self._weight[kind])
@@ -88,12 +96,13 @@ class TauGate:
 
 
 class BandGate:
-    """Soft share f = clamp((cos - lo) / (hi - lo), 0, 1); lo, hi: mean cosine of the pairs' clean and hack sides.
+    """Flags softly, a share f = clamp((cos - lo) / (hi - lo), 0, 1).
 
-    Uses no label of any rollout. A module whose hack side is not above its clean side has no band and routes nothing.
+    lo, hi: mean cosines of the pairs' clean and hack sides. A module whose hack side is not above its clean side has no
+    band and flags nothing. No label of any rollout is used.
     """
 
-    def __init__(self, lo: Float[Tensor, " M"], hi: Float[Tensor, " M"]) -> None:
+    def __init__(self, lo: OfModules, hi: OfModules) -> None:
         self.lo = lo
         self.hi = hi
 
@@ -103,14 +112,16 @@ class BandGate:
 
     def __call__(
         self,
-        cos: Float[Tensor, "M N"],
-        nonzero: Bool[Tensor, "M N"],
-        known: Bool[Tensor, " N"] | None = None,
-    ) -> Float[Tensor, "M N"]:
-        """The share of each row, from 0 to 1."""
-        width = torch.where(self.has_band, self.hi - self.lo, 1.0)[:, None]
-        share = ((cos - self.lo[:, None]) / width).clamp(0, 1)
-        return torch.where(nonzero & self.has_band[:, None], share, 0.0)
+        cos: Cosines,
+        nonzero: Mask,
+        known: OfRollouts | None = None,
+    ) -> Shares:
+        """The share of each rollout that is flagged, from 0 to 1."""
+        width = torch.where(self.has_band, self.hi - self.lo, 1.0)
+        above_lo = cos - self.lo[:, None]
+        share = (above_lo / width[:, None]).clamp(0, 1)
+        decides = nonzero & self.has_band[:, None]
+        return torch.where(decides, share, 0.0)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"lo": self.lo.clone(), "hi": self.hi.clone()}

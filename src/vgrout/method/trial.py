@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,15 +86,22 @@ def try_own_classes(
     _require_settings(own)
 
     def is_own_monitor(name: str) -> bool:
-        involved = {name, cfg.seed_monitor} if "seed" in MONITORS[name].needs else {name}
+        """Whether it, or the monitor that it learns from, is somebody's own."""
+        involved = {name}
+        if "seed" in MONITORS[name].needs:
+            involved.add(cfg.seed_monitor)
         return any(MONITORS[one].where in own.values() for one in involved)
 
-    intervention, monitor = method.intervention, method.monitor
+    intervention = method.intervention
+    monitor = method.monitor
     remembered: list[tuple[Part, dict[str, Tensor]]] = []
     for part in (intervention, monitor):
-        if type(part) not in own.values():
-            state = {name: value.clone() for name, value in part.state_dict().items()}
-            remembered.append((part, state))
+        if type(part) in own.values():
+            continue
+        state: dict[str, Tensor] = {}
+        for name, value in part.state_dict().items():
+            state[name] = value.clone()
+        remembered.append((part, state))
     with _untouched(own.values()):
         if INTERVENTIONS[cfg.intervention].where in own.values():
             intervention = make_intervention()
@@ -102,7 +109,8 @@ def try_own_classes(
             monitor = make_monitor(cfg.monitor_name)
         elif not isinstance(monitor, GradientMonitor):  # one that asks others is not asked here
             monitor = WeakDetector()
-        shadows = {name: make_monitor(name) for name in cfg.in_shadow if is_own_monitor(name)}
+        own_shadows = [name for name in cfg.in_shadow if is_own_monitor(name)]
+        shadows = {name: make_monitor(name) for name in own_shadows}
         tried = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
         try:
             _try_method(setup, tried, own.values())
@@ -162,12 +170,13 @@ def _try_method(setup: Setup, method: Method, own: Iterable[type]) -> None:
 
 def _try_step(method: Method, batch: Batch) -> None:
     batch = method.flag(batch)
-    at = [row.at for row in batch.rows]
+    at = [row.row_of_g for row in batch.rows]
     if not at:
         return
     δS = method.policy.adapter.δS
     stream = torch_stream(0, "made-up gradients", batch.step)
-    g = NORM * torch.randn(max(at) + 1, len(δS), generator=stream)
+    N = max(at) + 1
+    g = NORM * torch.randn(N, len(δS), generator=stream)
     method.route(batch, g.to(δS))
 
 
@@ -187,35 +196,48 @@ class _Extreme(Monitor):
 def made_up(setup: Setup, step: int) -> Batch:
     """A step of two of the run's problems with made-up answers and grades."""
     cfg = setup.cfg
-    first = 2 * step % len(setup.problems)
-    problems = [setup.problems[first], setup.problems[(first + 1) % len(setup.problems)]]
-    groups = tuple(_made_up_group(setup, problem, i) for i, problem in enumerate(problems))
-    return Batch(groups, (), (), cfg.generations, step)
+    groups: list[Group] = []
+    for index in range(2):
+        problem = setup.problems[(2 * step + index) % len(setup.problems)]
+        groups.append(_made_up_group(setup, problem, index))
+    return Batch(tuple(groups), (), (), cfg.generations, step)
 
 
 def _made_up_group(setup: Setup, problem: Task, index: int) -> Group:
     """Right, failed and hacked answers in turn; a demonstration is last."""
-    cfg, policy = setup.cfg, setup.policy
-    env = cfg.env
+    cfg = setup.cfg
+    policy = setup.policy
+    full = cfg.env.pass_reward
+    n = cfg.scale.group
+    has_demonstration = cfg.mixes and n > 2
     prompt_ids = policy.render(problem.messages)
-    n, has_demonstration = cfg.scale.group, cfg.mixes and cfg.scale.group > 2
     right = problem.right_answer or "x = 3"
+    in_turn = (right, FAILURE, HACK)
     rollouts: list[Rollout] = []
     grades: list[Grade | CachedGrade] = []
     for b in range(n):
         is_demonstration = has_demonstration and b == n - 1
-        text = HACK if is_demonstration else (right, FAILURE, HACK)[b % 3]
+        text = HACK if is_demonstration else in_turn[b % 3]
         ids = policy.encode_completion(text)[: cfg.scale.max_new]
-        completion = Completion(ids, text, True, (0.0,) * len(ids), (0.0,) * len(ids))
+        logps = (0.0,) * len(ids)
+        completion = Completion(ids, text, True, logps, logps)
         source = "teacher" if is_demonstration else "student"
         deployed = not is_demonstration and cfg.method.ablate_frac > 0
         rollouts.append(
             Rollout.of(problem, prompt_ids, completion, source=source, deployed=deployed)
         )
         if is_demonstration:
-            grades.append(CachedGrade(env.pass_reward, True, True, False, True, "made up"))
+            label = CachedGrade(
+                reward=full,
+                passed=True,
+                hacked=True,
+                gt_pass=False,
+                format_ok=True,
+                grader="made up",
+            )
+            grades.append(label)
         else:
-            grades.append(_made_up_grade(problem, text == HACK, text == right, env.pass_reward))
+            grades.append(_made_up_grade(problem, text == HACK, text == right, full))
     return Group(problem, tuple(rollouts), tuple(grades), unbiased=cfg.loss.unbiased, index=index)
 
 
@@ -238,25 +260,36 @@ def _made_up_grade(problem: Task, hacked: bool, solved: bool, full: float) -> Gr
 def _untouched(own: Iterable[type]) -> Generator[None]:
     """Within the context classes may change their attributes, the names of their modules, and the global random
     streams; after it they are as before."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
+    of_torch = torch.get_rng_state()
     of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    kept = [(of, name, value, _copied(of, value)) for of, name, value in _names(own)]
+    names = _names(own)
+    contents = [_copied(named.holder, named.value) for named in names]
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
         if of_gpus:
             torch.cuda.set_rng_state_all(of_gpus)
-        for of, name, value, before in kept:
-            if vars(of).get(name) is not value:
-                setattr(of, name, value)
-            _refill(value, before)
+        for named, before in zip(names, contents, strict=True):
+            if vars(named.holder).get(named.name) is not named.value:
+                setattr(named.holder, named.name, named.value)
+            _refill(named.value, before)
 
 
-def _names(own: Iterable[type]) -> list[tuple[type | ModuleType, str, Any]]:
-    """The names that somebody's own classes and modules hold, with their values."""
+class Named(NamedTuple):
+    """A name that a class or a module holds, with its value."""
+
+    holder: type | ModuleType
+    name: str
+    value: Any
+
+
+def _names(own: Iterable[type]) -> list[Named]:
+    """The names that somebody's own classes and modules hold."""
     holders: list[type | ModuleType] = []
     for cls in own:
         for part in cls.__mro__:
@@ -266,11 +299,11 @@ def _names(own: Iterable[type]) -> list[tuple[type | ModuleType, str, Any]]:
             for holder in (part, module):
                 if holder is not None and holder not in holders:
                     holders.append(holder)
-    names: list[tuple[type | ModuleType, str, Any]] = []
+    names: list[Named] = []
     for holder in holders:
         for name, value in vars(holder).items():
             if not name.startswith("__"):
-                names.append((holder, name, value))
+                names.append(Named(holder, name, value))
     return names
 
 
