@@ -566,7 +566,7 @@ class _Captured:
     The graphs of a decoder share their memory: the logits are read before another step.
     """
 
-    graph: torch.cuda.CUDAGraph
+    graph: Any  # a torch.cuda.CUDAGraph; in tests one that stands in for it
     logits: Float[Tensor, "n V"]
 
 
