@@ -442,6 +442,26 @@ def test_the_table_of_sums_is_of_recorded_runs() -> None:
     assert shown == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
 
 
+def test_the_table_of_label_quality_is_of_recorded_runs() -> None:
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    for row in recall().read("label-quality"):
+        settings = dict(setting.split("=") for setting in row["settings"].split())
+        flagged = f"{100 * float(settings.get('label_recall', 1)):.0f} %"
+        wrongly = f"{100 * float(settings.get('label_false_flags', 0)):.0f} %"
+        if "monitor" in settings:
+            found.setdefault((flagged, wrongly, row["arm"]), []).append(row)
+    table = text(docs("results")).partition("<!-- labels -->")[2].partition("\n\n")[0]
+    shown = table.splitlines()[3:]
+    assert 3 * len(shown) == len(found)
+    for line in shown:
+        flagged, wrongly, *cells = line.strip("| ").split(" | ")
+        for arm, cell in zip(("penalty", "screen", "route2"), cells, strict=True):
+            runs = found[flagged, wrongly, arm]
+            assert len(runs) == 5
+            means = [mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve")]
+            assert cell == f"{100 * means[0]:.1f} / {100 * means[1]:.1f}"
+
+
 def test_the_table_of_rules_is_of_recorded_flags() -> None:
     make, page = recall(), text(docs("results"))
     monitors, styles = make.read("shadow-monitors"), make.read("shadow-styles")
