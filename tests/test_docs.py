@@ -235,7 +235,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
     probe = "monitor=online_probe", seed
     penalised = runs_of(shown, "penalty", labels)
     of_readme: dict[str, list[Any]] = {
-        "learnt from (plain GRPO)": runs_of(shown, "none"),
+        "used like others (plain GRPO)": runs_of(shown, "none"),
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
         "rewarded less |": [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
@@ -247,7 +247,10 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         known = [float(r[f"hack_deploy_{known_flaw(r)}"]) for r in runs if known_flaw(r)]
         assert cells[5] == (f"{100 * mean(known):.1f}" if known else ""), start
     rows: dict[str, tuple[list[Any], list[Any]]] = {
-        "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
+        "learnt from: `none`": (
+            of_readme["used like others (plain GRPO)"],
+            runs_of(attempts, "none"),
+        ),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (
