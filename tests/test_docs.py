@@ -235,7 +235,7 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
     probe = "monitor=online_probe", seed
     penalised = runs_of(shown, "penalty", labels)
     of_readme: dict[str, list[Any]] = {
-        "learnt from (plain GRPO)": runs_of(shown, "none"),
+        "used like others (plain GRPO)": runs_of(shown, "none"),
         "left out": runs_of(routing, "screen", labels),
         "routed to a quarantine": runs_of(routing, "route2", labels),
         "rewarded less |": [r for r in penalised if known_flaw(r) in ("run_tests", "exit_code")],
@@ -247,7 +247,10 @@ def test_the_numbers_of_the_tables_are_means_of_recorded_runs() -> None:
         known = [float(r[f"hack_deploy_{known_flaw(r)}"]) for r in runs if known_flaw(r)]
         assert cells[5] == (f"{100 * mean(known):.1f}" if known else ""), start
     rows: dict[str, tuple[list[Any], list[Any]]] = {
-        "learnt from: `none`": (of_readme["learnt from (plain GRPO)"], runs_of(attempts, "none")),
+        "learnt from: `none`": (
+            of_readme["used like others (plain GRPO)"],
+            runs_of(attempts, "none"),
+        ),
         "left out: `screen`": (of_readme["left out"], []),
         "routed: `route2`": (of_readme["routed to a quarantine"], []),
         "rewarded less: `penalty`": (
@@ -440,6 +443,26 @@ def test_the_table_of_sums_is_of_recorded_runs() -> None:
     shown = table.splitlines()[3:]
     assert len(shown) == len(SUMS)
     assert shown == pretrained_lines(recall().read("sums"), SUMS, SUMS_BASES)
+
+
+def test_the_table_of_label_quality_is_of_recorded_runs() -> None:
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    for row in recall().read("label-quality"):
+        settings = dict(setting.split("=") for setting in row["settings"].split())
+        flagged = f"{100 * float(settings.get('label_recall', 1)):.0f} %"
+        wrongly = f"{100 * float(settings.get('label_false_flags', 0)):.0f} %"
+        if "monitor" in settings:
+            found.setdefault((flagged, wrongly, row["arm"]), []).append(row)
+    table = text(docs("results")).partition("<!-- labels -->")[2].partition("\n\n")[0]
+    shown = table.splitlines()[3:]
+    assert 3 * len(shown) == len(found)
+    for line in shown:
+        flagged, wrongly, *cells = line.strip("| ").split(" | ")
+        for arm, cell in zip(("penalty", "screen", "route2"), cells, strict=True):
+            runs = found[flagged, wrongly, arm]
+            assert len(runs) == 5
+            means = [mean(float(r[f"{what}_deploy"]) for r in runs) for what in ("hack", "solve")]
+            assert cell == f"{100 * means[0]:.1f} / {100 * means[1]:.1f}"
 
 
 def test_the_table_of_rules_is_of_recorded_flags() -> None:
