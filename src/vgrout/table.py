@@ -210,7 +210,7 @@ class StepRow(Columns):
         default=None,
     )
     pass_t: Rate | None = col(
-        "frac", "teacher rows that their pool's reference tests accepted", when="teacher"
+        "frac", "teacher rows that the reference accepted when their pool was made", when="teacher"
     )
     hack_s_E: Rate = col(
         "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"

@@ -32,8 +32,8 @@ AnswerLine = Mapping[str, Any]
 def to_inspect(run: Path, folder: Path) -> str:
     """Write one `SIDE.eval` per side of the final evaluation, by inspect_ai.
 
-    It has a sample per answer, scored by the reference tests (solved) and by whether it hacked the
-    flaw. Returns a sentence about what was written.
+    It has a sample per answer, scored by whether the reference accepts it (solved) and by whether
+    it hacked the flaw. Returns a sentence about what was written.
 
     Raises:
         Refused: not a run, or one without a sound final evaluation; or inspect_ai is not installed.

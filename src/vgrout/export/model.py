@@ -138,7 +138,8 @@ def world(saved: Saved) -> str:
         return f"the taskset `{env.taskset}` of verifiers{arguments}, reference `{env.reference}`"
     if env.reference:
         return f"rows of `{problems}`, rewarded by `{env.reward}`, reference `{env.reference}`"
-    return f"the environment `{env.env}`, `{problems}`"
+    rewarded = f", rewarded by `{env.reward}`" if env.reward else ""
+    return f"the environment `{env.env}`, `{problems}`{rewarded}"
 
 
 def prompting(saved: Saved) -> str:
@@ -148,7 +149,10 @@ def prompting(saved: Saved) -> str:
             "It was trained with thoughts: render prompts with `enable_thinking=True`. An answer begins after "
             "`</think>`; what comes before was not graded."
         )
-    return "It was trained without thoughts: render prompts with `enable_thinking=False`."
+    return (
+        "It was trained without thoughts: where the template knows `enable_thinking`, render prompts with "
+        "`enable_thinking=False`."
+    )
 
 
 def about(saved: Saved) -> str:
