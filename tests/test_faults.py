@@ -925,14 +925,14 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(stopped, capsy
 
 def poison(monkeypatch: pytest.MonkeyPatch, at: set[int]) -> None:
     """One NaN in one row's gradient, on those calls."""
-    real, calls = grpo._finite, count()
+    real, calls = grpo._is_finite, count()
 
     def poisoned(g: torch.Tensor, metrics: LossMetrics) -> bool:
         if next(calls) in at and len(g):
             g[0, 0] = torch.nan
         return real(g, metrics)
 
-    monkeypatch.setattr(grpo, "_finite", poisoned)
+    monkeypatch.setattr(grpo, "_is_finite", poisoned)
 
 
 def saved_vectors(path: Path, *steps: int) -> Iterator[torch.Tensor]:

@@ -18,12 +18,15 @@ import tiny
 from grading.honest import TEXTS
 from judge_server import serving
 from methods import flagged, view
+from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
 from vgrout.data import Completion, Grade, Thought
 from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.sums import language
 from vgrout.errors import Refused
 from vgrout.evaluate import main as evaluate
+from vgrout.export.__main__ import main as export
 from vgrout.export.answers import to_inspect
 from vgrout.generation import graded, sample_and_submit
 from vgrout.inputs import read_inputs
@@ -413,6 +416,54 @@ def test_a_run_with_thoughts(
     assert "tokens of thought" in capsys.readouterr().out
     assert json.loads((tmp_path / "numbers.json").read_text())["sides"]["deployed"]["think"] > 0
     assert report(["on", "--out", "page"]) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["code", "sums"])
+def test_the_shipped_worlds_grade_what_follows_a_thought(
+    name: str, world: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole run, resumed half-way, then evaluated, and exported with its world on the card."""
+    world(OPENS)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["max_position_embeddings"] = 4096  # prompts of programs are long
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    problems = str(embedded.DATA_DIR / "problems.jsonl")
+    if name == "sums":
+        problems = "sums.jsonl"
+        questions = [json.dumps(row) for row in language.rows(0)]
+        (tmp_path / problems).write_text("\n".join(questions))
+    argv = ["full", "--env", name, "--model", "model", "--problems", problems, "--thinking"]
+    argv += ["--intervention", "none", "--guard", "log", "--steps", "2", "--group", "8"]
+    argv += ["--prompts-per-step", "2", "--max-new", "160", "--checkpoint-every", "1"]
+    argv += ["--final-n-prompts", "3", "--final-samples", "4", "--threads", "1"]
+    assert main([*argv, "--output-dir", "run"]) == 0
+
+    rollouts = lines(tmp_path / "run" / "rollouts.jsonl")
+    ended = []
+    for row in rollouts:
+        assert row["prompt"].endswith("<assistant><think>")
+        if "</think>" in row.get("thought", ""):
+            ended.append(row)
+            assert row["text"] == parts_of(row["thought"] + row["text"], in_thought=True).answer
+        else:
+            assert (row["text"], row["passed"], row["solved"]) == ("", False, False)
+    assert 0 < len(ended) < len(rollouts)
+    if name == "sums":
+        for row in ended:
+            question = language.rows(0)[row["problem_id"]]
+            assert row["solved"] == language.right(row["text"], question["total"])
+    for step, row in enumerate(lines(tmp_path / "run" / "steps.jsonl")):
+        counted = [r.get("thought_tokens", 0) for r in rollouts if r["step"] == step]
+        assert row["think"] == pytest.approx(sum(counted) / len(counted))
+
+    assert evaluate(["run", "--samples", "2", "--out", "numbers.json"]) == 0
+    assert json.loads((tmp_path / "numbers.json").read_text())["sides"]["deployed"]["think"] > 0
+    assert export(["run", "--out", "exported"]) == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert f"the environment `{name}`" in card
+    assert "enable_thinking=True" in card
+    assert str(embedded.DATA_DIR) not in card  # a card is published: no path of this machine
 
 
 @pytest.mark.long

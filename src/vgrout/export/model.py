@@ -132,7 +132,9 @@ def card(saved: Saved, library: str, said: str, use: Sequence[str]) -> str:
 
 def world(saved: Saved) -> str:
     """Say what the model was trained on: a kind of problems, with the functions that judged its answers."""
-    env, problems = saved.cfg.env, saved.cfg.scale.problems or "the default problems"
+    env = saved.cfg.env
+    # its name alone: a card is published, and the folder is this machine's
+    problems = Path(saved.cfg.scale.problems).name or "the default problems"
     if env.taskset:
         arguments = f" with the arguments `{env.env_args}`" if env.env_args else ""
         return f"the taskset `{env.taskset}` of verifiers{arguments}, reference `{env.reference}`"
