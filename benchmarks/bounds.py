@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -12,37 +12,13 @@ from torch.nn import Linear
 from benchmarks import rig
 from benchmarks.measure import Figure
 from vgrout.data import Completion
-from vgrout.model.flops import Lengths, decode_bytes, update_flops
+from vgrout.model.flops import decode_bytes, update_flops
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import Shapes, shapes_of
+from vgrout.model.step_time import BY_CLIENT_NAME, Load
 from vgrout.rng import torch_stream
-
-# dense bf16 FLOP/s by the makers' data sheets; other devices are measured
-DENSE = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is sampled and learnt from."""
-
-    group: int  # answers to a prompt
-    prompts: int
-    prompt: int  # tokens of a prompt
-    answer: int  # tokens of an answer
-
-    @property
-    def lengths(self) -> list[Lengths]:
-        """Tokens of each prompt and its answers."""
-        return [(self.prompt, [self.answer] * self.group)] * self.prompts
 
 
 def known_shapes(policy: Policy) -> Shapes:
@@ -79,9 +55,9 @@ def dense_rate(policy: Policy, tokens: int = 1024) -> float:
     Else they are measured on products with the model's own weights, forward and backward.
     """
     if policy.device.type == "cuda":
-        for part, rate in DENSE.items():
-            if part in torch.cuda.get_device_name():
-                return rate
+        card = BY_CLIENT_NAME.get(torch.cuda.get_device_name())
+        if card is not None:
+            return card.products
     flops = seconds = 0.0
     for name, layer in policy.model.named_modules():
         if not isinstance(layer, Linear) or name not in policy.adapter.sites:

@@ -203,14 +203,8 @@ def test_answers_of_another_version_are_refused(
     assert capsys.readouterr().err == f"E {run / 'final.jsonl'}: {said}\n"
 
 
-FUNCTIONS = [
-    "--reward",
-    "own_card:proxy",
-    "--reference",
-    "own_card:gold",
-    "--problems",
-    "rows.jsonl",
-]
+FUNCTIONS = ["--reward", "own_card:proxy", "--reference", "own_card:gold"]
+FUNCTIONS += ["--problems", "rows.jsonl"]
 TASKSET = ["--env", "verifiers:words", "--env-args", '{"n": 3}', "--reference", "exact"]
 CARDS = {  # a run's flags → what its model's card names
     "code": ([], ["environment `code`", "enable_thinking=False"]),

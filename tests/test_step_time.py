@@ -222,9 +222,13 @@ def test_a_step_that_several_processes_share_has_no_estimate(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cfg = resolve(["fast", "--intervention=none"])
-    grader: Any = SimpleNamespace(description="graded by f, in this process", workers=1)
+    grader: Any = SimpleNamespace(stamp={}, workers=1)
     alone = step_lines(cfg, QWEN3_4B, [], grader)
     assert "your reward" in " ".join(alone)
+    in_sandbox: Any = SimpleNamespace(stamp={"sandbox": {}}, workers=1)
+    assert "your reward" not in " ".join(step_lines(cfg, QWEN3_4B, [], in_sandbox))
+    rewarded = replace(cfg, env=replace(cfg.env, reward="mine:f", mix_ratio=0.0))
+    assert "your reward" in " ".join(step_lines(rewarded, QWEN3_4B, [], in_sandbox))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert step_lines(cfg, QWEN3_4B, [], grader) == []

@@ -7,7 +7,6 @@ right one the skill against the share of other answers that they flag wrongly. T
 dot for each run, and a line through the means over seeds.
 """
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,7 @@ from statistics import mean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-# Okabe and Ito's, as in recall.py.
-BLACK, BLUE, RED, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#7F7F7F"
-RUNS = Path(__file__).resolve().parents[1] / "runs" / "label-quality.csv"
+from recall import BLACK, BLUE, GREEN, GREY, RED, read  # beside this file
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ LINES = (
 def recorded() -> list[Run]:
     """Return the runs of the study."""
     found = []
-    for row in csv.DictReader(RUNS.read_text(encoding="utf-8").splitlines()):
+    for row in read("label-quality"):
         settings = dict(setting.split("=", 1) for setting in row["settings"].split())
         run = Run(
             row["arm"],

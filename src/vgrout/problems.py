@@ -127,9 +127,8 @@ def check_rows(settings: CheckSettings) -> int:
     with environment.grader(settings.workers or 1, 0) as grader:
         try:
             asked = rows[0]
-            grader.graded(asked, tried_first(asked))  # as a run does, before a model is loaded
-            if settings.thinking:
-                grader.graded(asked, "")  # a thought that is cut off leaves an empty answer
+            for answer in tried_first(asked, thinking=settings.thinking):
+                grader.graded(asked, answer)  # as a run does, before a model is loaded
             for asked, answers in _answers(settings, rows):
                 grades = grader.graded_together(asked, answers)
                 for answer, grade in zip(answers, grades, strict=True):

@@ -15,6 +15,7 @@ from vgrout.data import Flags
 # orthonormal rows, oriented hack-ward; k = 1 for v_grad. "_": k and r are not the same in every
 # module
 Directions = dict[str, Float[Tensor, "_k _r"]]
+Gradient = Float[Tensor, " R"]
 Spans = Mapping[str, slice]  # module → its part of R, in the model's order
 
 
@@ -43,8 +44,8 @@ class Diagnostics:
 class Routed:
     """What the two adapter vectors learn in an update: keep → δS, quar → δS_hack. None: that one is not stepped."""
 
-    keep: Float[Tensor, " R"] | None = None
-    quar: Float[Tensor, " R"] | None = None
+    keep: Gradient | None = None
+    quar: Gradient | None = None
     diag: Diagnostics = field(default_factory=Diagnostics)
     # by `Group.index`: as they were acted on
     flags: Mapping[int, Flags] = field(default_factory=dict)

@@ -358,9 +358,15 @@ def fingerprint(proxy: Proxy, reference: Reference) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
-def tried_first(row: TextTask) -> str:
-    """The answer on which a user's functions are tried before anything is loaded: the row's own, or a few words."""
-    return row.right_answer or "I do not know."
+def tried_first(row: TextTask, *, thinking: bool) -> list[str]:
+    """The answers on which a user's functions are tried before anything is loaded.
+
+    The row's own right answer, or a few words; with thoughts also none, which a thought that is cut off leaves.
+    """
+    answers = [row.right_answer or "I do not know."]
+    if thinking:
+        answers.append("")
+    return answers
 
 
 def names_for(rows: Sequence[TextTask]) -> set[str]:
@@ -503,10 +509,7 @@ class TextEnvironment:
         if self.absent:  # a dry run names the missing file
             return
         row = self.rows[0]
-        answers = [tried_first(row)]
-        if self.cfg.env.thinking:
-            answers.append("")  # a thought that is cut off leaves an empty answer
-        for answer in answers:
+        for answer in tried_first(row, thinking=self.cfg.env.thinking):
             try:
                 grader.graded(row, answer)
             except RewardFailed as e:

@@ -24,9 +24,8 @@ from vgrout.data import Flags, GroupView, RowView, UpdateRow
 from vgrout.method.live_direction import LiveDirection
 from vgrout.method.setup import Refresh as Refresh
 from vgrout.method.setup import Setup as Setup
-from vgrout.tensor_types import Routed, Spans
+from vgrout.tensor_types import Gradient, Routed, Spans
 
-Gradient = Float[Tensor, " R"]
 OfRows = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of the adapter
 Views = Sequence[GroupView]  # one a group
 Rewards = tuple[float | None, ...]  # one a rollout; None: left out of its group

@@ -35,9 +35,8 @@ from vgrout.method.projection import (
     rescale,
     split,
 )
-from vgrout.tensor_types import Diagnostics, Directions, Routed, Spans
+from vgrout.tensor_types import Diagnostics, Directions, Gradient, Routed, Spans
 
-Gradient = Float[Tensor, " R"]
 # Σ g over all rows, over the policy's own, over the demonstrations (`StepGradient.by_source`)
 BySource = Float[Tensor, "3 R"]
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.tensor_types import Directions, Spans
+from vgrout.tensor_types import Directions, Gradient, Spans
 
 GateMode = Literal["one_sided", "no_gate", "reverse"]
 # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows
@@ -31,7 +31,6 @@ OfModule = Float[Tensor, " r"]  # one module's part of a gradient
 OfModules = Float[Tensor, "*n r"]  # … of several gradients
 Rows = Float[Tensor, "k r"]  # V of one module
 Coefficients = Float[Tensor, "*n k"]
-Gradient = Float[Tensor, " R"]
 Norms = Float[Tensor, " M"]  # one a module
 
 

@@ -8,7 +8,7 @@ below. On other cards these rates are assumed, and nothing was measured.
 
 from dataclasses import dataclass
 
-from vgrout.model.flops import decode_bytes, forward_flops, update_flops
+from vgrout.model.flops import Lengths, decode_bytes, forward_flops, update_flops
 from vgrout.model.source import BF16, Shapes
 
 
@@ -77,7 +77,7 @@ class Load:
     group: int  # answers to a prompt
     prompt: int  # tokens of a prompt
     answer: int  # tokens of an answer
-    by_rollout: bool  # each answer has a gradient of its own
+    by_rollout: bool = False  # each answer has a gradient of its own
     updates: int = 1  # on the same answers
     reference: bool = False  # the adapter's zero reads every answer, for the KL
 
@@ -87,7 +87,7 @@ class Load:
         return self.prompts * self.group
 
     @property
-    def lengths(self) -> list[tuple[int, list[int]]]:
+    def lengths(self) -> list[Lengths]:
         """Tokens of each prompt and of its answers."""
         return [(self.prompt, [self.answer] * self.group)] * self.prompts
 

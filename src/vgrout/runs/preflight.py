@@ -363,7 +363,7 @@ def _step_row(
 def _step_note(cfg: Config, load: Load, grader: Grader) -> list[str]:
     """What the table's figures are of, and what they leave out."""
     left_out = ["evaluations"]
-    if not in_sandbox(grader):
+    if cfg.env.reward or not in_sandbox(grader):
         left_out.append("your reward")
     if "llm_judge" in cfg.method.watching:
         left_out.append("the judge")
@@ -383,7 +383,7 @@ def _duration(seconds: float) -> str:
 
 def in_sandbox(grader: Grader) -> bool:
     """Whether answers are programs that run in the sandbox."""
-    return grader.description.startswith("sandbox")
+    return "sandbox" in grader.stamp
 
 
 def guard_line(cfg: Config) -> str:
