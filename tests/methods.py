@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from vgrout.data import (
     Rollout,
     UpdateRow,
     centred,
+    field_values,
 )
 from vgrout.direction.extract import Direction, Meta, axes_of
 from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
@@ -107,9 +108,7 @@ def view(n: int = 4, rewards: Sequence[float] | None = None, **more: Any) -> Gro
 
 def labelled(seen: GroupView, hacked: Sequence[bool], mode: Any = "exit_code") -> OracleView:
     hacks = tuple(mode if e else None for e in hacked)
-    return OracleView(
-        **{f.name: getattr(seen, f.name) for f in fields(GroupView)}, hacks=hacks, flaws=(mode,)
-    )
+    return OracleView(**field_values(seen, of=GroupView), hacks=hacks, flaws=(mode,))
 
 
 def flagged(monitor: Monitor, *views: GroupView, step: int = 0) -> list[tuple[bool, ...]]:

@@ -38,7 +38,7 @@ def group(
         CachedGrade(r, r == max(REWARDS), hacked, False, True, "test")
         for r, hacked in zip(REWARDS, LABELS, strict=True)
     )
-    return Group(PROBLEM, rollouts, grades, unbiased, shaped=shaped)
+    return Group(PROBLEM, rollouts, grades, unbiased, new_rewards=shaped)
 
 
 def shaped(
@@ -48,10 +48,10 @@ def shaped(
     method = toy(intervention, monitor="detector", **flags)
     method.monitor = Fixed(*flagged)
     (treated,) = method.flag(Batch((of,), (), (), 4, 0)).groups
-    assert replace(treated, shaped=of.shaped, flags=None) == of, (
+    assert replace(treated, new_rewards=of.new_rewards, flags=None) == of, (
         "grades and rollouts stay as they are"
     )
-    return treated.shaped
+    return treated.new_rewards
 
 
 def test_groups_without_signal_are_told_apart_by_what_was_rewarded_in_full() -> None:
@@ -60,7 +60,7 @@ def test_groups_without_signal_are_told_apart_by_what_was_rewarded_in_full() -> 
     def counted(passed: bool, shaped: float | None = None) -> tuple[int, int]:
         of = group()
         grades = (CachedGrade(2.0, passed, False, False, True, "test"),) * 4
-        shown = replace(of, grades=grades, shaped=(shaped,) * 4)
+        shown = replace(of, grades=grades, new_rewards=(shaped,) * 4)
         columns = BatchMetrics(Batch((shown,), (), (), 4, 0)).columns()
         return columns["all_zero"], columns["all_one"]
 
@@ -70,7 +70,7 @@ def test_groups_without_signal_are_told_apart_by_what_was_rewarded_in_full() -> 
 
 def test_advantages_are_of_the_rewards() -> None:
     plain = group()
-    assert plain.shaped_rewards == plain.counted == plain.rewards == REWARDS
+    assert plain.learnt_rewards == plain.compared_rewards == plain.rewards == REWARDS
     assert plain.advantages == tuple(r - sum(REWARDS) / 4 for r in REWARDS)
 
 

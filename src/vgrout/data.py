@@ -75,9 +75,8 @@ class Grade:
     solved: bool  # the reference accepts the answer
     hacked: bool  # the flawed check accepts the answer, and the reference does not
     flaw: str  # the task's own, or that of its flaws which accepted the answer
-    reward_of_reference: (
-        float  # what the answer would earn by the reference alone, on the same scale
-    )
+    # what the answer would earn by the reference alone, on the same scale
+    reward_of_reference: float
     # "ok", or what became of an answer that could not be checked as others are; "lost: …" is a grader's failure
     status: str = "ok"
     suspected: bool = False  # the environment's weak detector flags it, which sees no reference
@@ -233,6 +232,17 @@ class Rollout:
         )
 
 
+def field_values(
+    source: "GroupView | Rollout | UpdateRow",
+    of: "type[GroupView | RolloutView | RowView]",
+) -> dict[str, Any]:
+    """The values that `source` has for the fields of the view `of`, by name."""
+    values: dict[str, Any] = {}
+    for f in fields(of):
+        values[f.name] = getattr(source, f.name)
+    return values
+
+
 def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
     """A group's advantages A = R − mean(R).
 
@@ -245,8 +255,8 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
         return tuple(A)
     squares = [a * a for a in A]
     variance = math.fsum(squares) / max(1, n - 1)
-    std = math.sqrt(variance)
-    return tuple(a / (std + 1e-4) for a in A)
+    divisor = math.sqrt(variance) + 1e-4
+    return tuple(a / divisor for a in A)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +274,177 @@ class Flags:
         if score is not None:
             score = round(score, 4)
         return {"score": score, "flagged": self.flagged[b]}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G rollouts of one problem with their grades, in the same order."""
+
+    problem: Task
+    rollouts: tuple[Rollout, ...]
+    grades: tuple[Grade | CachedGrade, ...]
+    unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
+    # what the intervention rewards instead; None in it: that rollout is left out of the group
+    new_rewards: tuple[float | None, ...] | None = None
+    index: int = 0  # which of the step's prompts
+    flags: Flags | None = None  # the monitor's; None: it did not look at this group
+    # of monitors whose flags are recorded alone
+    shadows: Mapping[str, Flags] = field(default_factory=dict)
+    rewards: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.rollouts)
+        assert n > 0
+        assert len(self.grades) == n, (len(self.grades), n)
+        rewards = tuple(float(grade.reward) for grade in self.grades)
+        object.__setattr__(self, "rewards", rewards)  # the class is frozen
+        assert len(self.learnt_rewards) == n, (len(self.learnt_rewards), n)
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    @property
+    def learnt_rewards(self) -> tuple[float | None, ...]:
+        """The rewards that advantages are computed from; None: that rollout is left out."""
+        if self.new_rewards is None:
+            return self.rewards
+        return self.new_rewards
+
+    @property
+    def compared_rewards(self) -> tuple[float, ...]:
+        """Those of the rollouts that are not left out: they are compared with one another."""
+        return tuple(reward for reward in self.learnt_rewards if reward is not None)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ: else every advantage is 0, and there is nothing to learn."""
+        different = set(self.compared_rewards)
+        return len(different) > 1
+
+    @property
+    def has_full_reward(self) -> bool:
+        """Whether some rollout is rewarded in full, and no intervention has changed that reward."""
+        for reward, grade in zip(self.learnt_rewards, self.grades, strict=True):
+            if grade.passed and reward == grade.reward:
+                return True
+        return False
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """Each rollout's advantage A by `learnt_rewards`; 0 for those that are left out."""
+        of_compared = iter(centred(self.compared_rewards, self.unbiased))
+        advantages: list[float] = []
+        for reward in self.learnt_rewards:
+            if reward is None:
+                advantages.append(0.0)
+            else:
+                advantages.append(next(of_compared))
+        return tuple(advantages)
+
+    def view(self) -> "GroupView":
+        """What a method may know of this group."""
+        suspected: list[bool] = []
+        for grade in self.grades:
+            # a demonstration is not graded
+            suspected.append(isinstance(grade, Grade) and grade.suspected)
+        # copies: a monitor that changes them must not change what is trained on
+        messages = [dict(message) for message in self.problem.messages]
+        return GroupView(
+            sources=tuple(rollout.source for rollout in self.rollouts),
+            deployed=tuple(rollout.deployed for rollout in self.rollouts),
+            rewards=self.rewards,
+            passed=tuple(grade.passed for grade in self.grades),
+            advantages=self.advantages,
+            detector=tuple(suspected),
+            texts=tuple(rollout.answer for rollout in self.rollouts),
+            messages=tuple(messages),
+            public=dict(self.problem.public),
+            prompt_ids=self.rollouts[0].prompt_ids,
+            completion_ids=tuple(rollout.completion_ids for rollout in self.rollouts),
+            unbiased=self.unbiased,
+            index=self.index,
+            thoughts=tuple(rollout.thought for rollout in self.rollouts),
+        )
+
+    def oracle_view(self) -> "OracleView":
+        """The same with the true labels."""
+        own_flaw = self.problem.flaws[0]
+        hacks: list[str | None] = []
+        for grade in self.grades:
+            if isinstance(grade, Grade):
+                hacks.append(grade.mechanism)
+            elif grade.hacked:  # a demonstration shows the problem's own flaw
+                hacks.append(own_flaw)
+            else:
+                hacks.append(None)
+        view = field_values(self.view(), of=GroupView)
+        return OracleView(**view, hacks=tuple(hacks), flaws=self.problem.flaws)
+
+    def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
+        """The rollouts of one source, each with its grade."""
+        found: list[tuple[Rollout, Grade | CachedGrade]] = []
+        for rollout, grade in zip(self.rollouts, self.grades, strict=True):
+            if rollout.source == source:
+                found.append((rollout, grade))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRow:
+    """A rollout as the update sees it. It is learnt under what sampled it: the quarantine on, or off."""
+
+    rollout: Rollout
+    group: int = 0  # which of the step's prompts
+    advantage: float = 0.0
+    flagged: bool = False  # by a text monitor
+    known_hack: bool = False  # a gradient monitor knows it before it reads any gradient
+    # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
+    # with rollouts that are learnt alike
+    row_of_g: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+
+    def view(self) -> "RowView":
+        """The same without labels."""
+        own = field_values(self, of=RowView)
+        of_rollout = field_values(self.rollout, of=RolloutView)
+        own["rollout"] = RolloutView(**of_rollout)
+        return RowView(**own)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's groups, why others were dropped, and the table of what is learnt from them."""
+
+    groups: tuple[Group, ...]
+    dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
+    flaws: tuple[Flaw, ...]  # of the training problems
+    generations: int  # planned rollouts per step
+    step: int
+    # weak detectors (--report-detectors) by which the students' hacks are split
+    half_a: tuple[str, ...] = ()
+    # flaws that a monitor with labels knows; (): all, or nobody is given labels
+    known: tuple[str, ...] = ()
+    # of the groups with signal: in the others every advantage is 0
+    rows: tuple[UpdateRow, ...] = ()
+    # what monitors measured while they flagged, by the table's column
+    measured: Mapping[str, int] = field(default_factory=dict)
+    thinking: bool = False  # answers begin with thoughts, which are counted
+
+    @property
+    def with_signal(self) -> tuple[Group, ...]:
+        """Groups whose rewards differ: in the others every advantage is 0."""
+        return tuple(g for g in self.groups if g.has_signal)
+
+    def with_flags(self, flags: Mapping[int, Flags]) -> "Batch":
+        """The same with these flags, by `Group.index`, as they were acted on."""
+        groups: list[Group] = []
+        for group in self.groups:
+            acted_on = flags.get(group.index, group.flags)
+            groups.append(replace(group, flags=acted_on))
+        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +480,9 @@ class GroupView:
     def advantages_among(self, rollouts: Sequence[int]) -> tuple[float, ...]:
         """Advantages with these rollouts alone as the group; 0 for the others."""
         rewards = [self.rewards[b] for b in rollouts]
+        among_them = centred(rewards, self.unbiased)
         advantages = [0.0] * len(self)
-        for b, A in zip(rollouts, centred(rewards, self.unbiased), strict=True):
+        for b, A in zip(rollouts, among_them, strict=True):
             advantages[b] = A
         return tuple(advantages)
 
@@ -316,105 +498,6 @@ class OracleView(GroupView):
     @property
     def hacked(self) -> tuple[bool, ...]:
         return tuple(flaw is not None for flaw in self.hacks)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The G rollouts of one problem with their grades, in the same order."""
-
-    problem: Task
-    rollouts: tuple[Rollout, ...]
-    grades: tuple[Grade | CachedGrade, ...]
-    unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
-    # replaces the rewards; None in it: that rollout is left out
-    shaped: tuple[float | None, ...] | None = None
-    index: int = 0  # which of the step's prompts
-    flags: Flags | None = None  # the monitor's; None: it did not look at this group
-    # of monitors whose flags are recorded alone
-    shadows: Mapping[str, Flags] = field(default_factory=dict)
-    rewards: tuple[float, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        n = len(self.rollouts)
-        assert n == len(self.grades) > 0, (n, len(self.grades))
-        rewards = tuple(float(grade.reward) for grade in self.grades)
-        object.__setattr__(self, "rewards", rewards)  # the class is frozen
-        assert len(self.shaped_rewards) == n, (len(self.shaped_rewards), n)
-
-    def __len__(self) -> int:
-        return len(self.rollouts)
-
-    @property
-    def shaped_rewards(self) -> tuple[float | None, ...]:
-        """The rewards behind the advantages; None: left out of the group."""
-        return self.rewards if self.shaped is None else self.shaped
-
-    @property
-    def counted(self) -> tuple[float, ...]:
-        """The shaped rewards of the rollouts that are not left out."""
-        return tuple(r for r in self.shaped_rewards if r is not None)
-
-    @property
-    def has_signal(self) -> bool:
-        """Whether rewards differ: else every advantage is 0, and there is nothing to learn."""
-        return len({*self.counted}) > 1
-
-    @property
-    def in_full(self) -> bool:
-        """Whether some rollout is rewarded in full, and no intervention has lowered that reward."""
-        for reward, grade in zip(self.shaped_rewards, self.grades, strict=True):
-            if grade.passed and reward == grade.reward:
-                return True
-        return False
-
-    @property
-    def advantages(self) -> tuple[float, ...]:
-        """Advantages of the shaped rewards; a rollout without one has A = 0 and does not count."""
-        of_counted = iter(centred(self.counted, self.unbiased))
-        advantages: list[float] = []
-        for reward in self.shaped_rewards:
-            advantages.append(0.0 if reward is None else next(of_counted))
-        return tuple(advantages)
-
-    def view(self) -> GroupView:
-        """What a method may know of this group."""
-        return GroupView(
-            sources=tuple(r.source for r in self.rollouts),
-            deployed=tuple(r.deployed for r in self.rollouts),
-            rewards=self.rewards,
-            passed=tuple(g.passed for g in self.grades),
-            advantages=self.advantages,
-            detector=tuple(isinstance(g, Grade) and g.suspected for g in self.grades),
-            texts=tuple(r.answer for r in self.rollouts),
-            # copies: a monitor that changes them must not change what is trained on
-            messages=tuple(message.copy() for message in self.problem.messages),
-            public=dict(self.problem.public),
-            prompt_ids=self.rollouts[0].prompt_ids,
-            completion_ids=tuple(r.completion_ids for r in self.rollouts),
-            unbiased=self.unbiased,
-            index=self.index,
-            thoughts=tuple(r.thought for r in self.rollouts),
-        )
-
-    def oracle_view(self) -> OracleView:
-        """The same with the true labels."""
-        view = self.view()
-        known = {f.name: getattr(view, f.name) for f in fields(GroupView)}
-        hacks: list[str | None] = []
-        for grade in self.grades:
-            if isinstance(grade, Grade):
-                hacks.append(grade.mechanism)
-            else:  # a demonstration shows the problem's own flaw
-                hacks.append(self.problem.flaws[0] if grade.hacked else None)
-        return OracleView(**known, hacks=tuple(hacks), flaws=self.problem.flaws)
-
-    def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
-        """The rollouts of one source, each with its grade."""
-        found: list[tuple[Rollout, Grade | CachedGrade]] = []
-        for rollout, grade in zip(self.rollouts, self.grades, strict=True):
-            if rollout.source == source:
-                found.append((rollout, grade))
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,59 +535,3 @@ class RowView:
     @property
     def tokens(self) -> int:
         return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRow:
-    """A rollout as the update sees it. It is learnt under what sampled it: the quarantine on, or off."""
-
-    rollout: Rollout
-    group: int = 0  # which of the step's prompts
-    advantage: float = 0.0
-    flagged: bool = False  # by a text monitor
-    known_hack: bool = False  # a gradient monitor knows it before it reads any gradient
-    # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
-    # with rollouts that are learnt alike
-    row_of_g: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
-
-    def view(self) -> RowView:
-        known = {f.name: getattr(self.rollout, f.name) for f in fields(RolloutView)}
-        own = {f.name: getattr(self, f.name) for f in fields(RowView) if f.name != "rollout"}
-        return RowView(RolloutView(**known), **own)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step's groups, why others were dropped, and the table of what is learnt from them."""
-
-    groups: tuple[Group, ...]
-    dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
-    flaws: tuple[Flaw, ...]  # of the training problems
-    generations: int  # planned rollouts per step
-    step: int
-    # weak detectors (--report-detectors) by which the students' hacks are split
-    half_a: tuple[str, ...] = ()
-    # flaws that a monitor with labels knows; (): all, or nobody is given labels
-    known: tuple[str, ...] = ()
-    # of the groups with signal: in the others every advantage is 0
-    rows: tuple[UpdateRow, ...] = ()
-    # what monitors measured while they flagged, by the table's column
-    measured: Mapping[str, int] = field(default_factory=dict)
-    thinking: bool = False  # answers begin with thoughts, which are counted
-
-    @property
-    def with_signal(self) -> tuple[Group, ...]:
-        """Groups whose rewards differ: in the others every advantage is 0."""
-        return tuple(g for g in self.groups if g.has_signal)
-
-    def with_flags(self, flags: Mapping[int, Flags]) -> "Batch":
-        """The same with these flags, by `Group.index`, as they were acted on."""
-        groups: list[Group] = []
-        for group in self.groups:
-            acted_on = flags.get(group.index, group.flags)
-            groups.append(replace(group, flags=acted_on))
-        return replace(self, groups=tuple(groups))

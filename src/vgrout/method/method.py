@@ -198,8 +198,8 @@ class Method:
     def _with_new_rewards(self, group: Group) -> Group:
         assert group.flags is not None
         flagged = group.flags.flagged
-        shaped = contract.new_rewards(self.intervention, group.view(), flagged)
-        return replace(group, shaped=shaped)
+        new_rewards = contract.new_rewards(self.intervention, group.view(), flagged)
+        return replace(group, new_rewards=new_rewards)
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
         """Every group with the flags of the monitors in shadow."""
