@@ -73,12 +73,18 @@ def policy_gradients(
     logp_old: in later updates on one batch, the log-probs that the first one returned. Without them π_old is π
         detached, of demonstrations likewise, so all have ratio 1.
     """
+    adapter = policy.adapter
     packs = policy.packs and (teacher is None or teacher.packs)
-    merged = merge_twins(batch.rows) if packs else Merged([*batch.rows], {})
-    n = 1 + max((row.row_of_g for row in batch.rows), default=-1)
-    δS = policy.adapter.δS
-    g = torch.zeros(n, len(policy.adapter), device=policy.device, dtype=δS.dtype)
-    update = _Update(policy, cfg, _norm(batch, cfg), teacher, packs, logp_old)
+    merged = Merged([*batch.rows], {})
+    if packs:
+        merged = merge_twins(batch.rows)
+    N = 0
+    for row in batch.rows:
+        N = max(N, row.row_of_g + 1)
+    R = len(adapter)
+    g = torch.zeros(N, R, device=policy.device, dtype=adapter.δS.dtype)
+    norm = _norm(batch, cfg)
+    update = _Update(policy, cfg, norm, teacher, packs, logp_old)
     for deployed in (False, True):
         rows = [row for row in merged.rows if row.rollout.deployed == deployed]
         costs = [row.tokens for row in rows]
@@ -86,8 +92,10 @@ def policy_gradients(
         own_rows = rows[own.start : own.stop]
         if not own_rows:
             continue
-        view = policy.adapter.deployed() if deployed else nullcontext()
-        with view, policy.adapter.per_rollout_grads(n) as collected:
+        view = nullcontext()
+        if deployed:
+            view = adapter.deployed()
+        with view, adapter.per_rollout_grads(N) as collected:
             update.backward(own_rows, collected)
         g += collected.flat
     _divide_among_twins(g, merged.twins)
@@ -115,8 +123,14 @@ def _norm(batch: Batch, cfg: Config) -> Norm:
         f"groups of different sizes {sorted(sizes)}: the constant normaliser G is one number"
     )
     G = max(sizes, default=1)
-    tokens = sum(len(row.rollout.completion_ids) for row in batch.rows)
-    return Norm(G * cfg.scale.prompts_per_step, max_new=cfg.scale.max_new, tokens=tokens)
+    tokens = 0
+    for row in batch.rows:
+        tokens += len(row.rollout.completion_ids)
+    return Norm(
+        rollouts=G * cfg.scale.prompts_per_step,
+        max_new=cfg.scale.max_new,
+        tokens=tokens,
+    )
 
 
 class _Update:
@@ -217,7 +231,7 @@ def loss_input(
     if old is None:
         old = logp.detach()
     recorded, known = recorded_logps(rollouts, loss, old)
-    is_teacher = uploaded([rollout.source == "teacher" for rollout in rollouts], policy.device)
+    is_teacher = [rollout.source == "teacher" for rollout in rollouts]
     logp_ref = None
     logp_teacher = None
     with torch.no_grad():
@@ -234,12 +248,13 @@ def loss_input(
             of_teacher = completion_logprobs(teacher.model, batch, support)
             logp_teacher = of_teacher.of(kind)
     # ratio 1 where the sampler's log-probs are not known, and on demonstrations
-    has_ratio_1 = is_teacher[:, None] | ~known[:, None]
+    teacher_rows = uploaded(is_teacher, policy.device)
+    has_ratio_1 = teacher_rows | ~known
     advantages = [row.advantage for row in rows]
     return logps, LossInput(
         logp=logp,
         logp_old=old,
-        logp_sampler=torch.where(has_ratio_1, old, recorded),
+        logp_sampler=torch.where(has_ratio_1[:, None], old, recorded),
         advantages=uploaded(advantages, policy.device, logp.dtype),
         mask=batch.mask,
         norm=norm,
@@ -258,9 +273,13 @@ def recorded_logps(
     padded: list[list[float]] = []
     is_known: list[bool] = []
     for rollout in rollouts:
-        logps = rollout.logp_full if loss.ratio_support == "full" else rollout.logp_sampled
+        logps = rollout.logp_sampled
+        if loss.ratio_support == "full":
+            logps = rollout.logp_full
         is_known.append(logps is not None)
         row = list(logps or ())
         padding = [0.0] * (T - len(row))
         padded.append(row + padding)
-    return uploaded(padded, like.device, like.dtype), uploaded(is_known, like.device)
+    recorded = uploaded(padded, like.device, like.dtype)
+    known = uploaded(is_known, like.device)
+    return recorded, known

@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,19 +43,24 @@ class LossMetrics:
     masked_positive: float | None = None  # … among tokens of positive advantage
     masked_negative: float | None = None  # … among tokens of negative advantage
 
-    def columns(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+    def columns(self) -> dict[str, float | None]:
+        columns: dict[str, float | None] = {}
+        for f in fields(self):
+            columns[f.name] = getattr(self, f.name)
+        return columns
 
     @classmethod
     def of_batch(cls, updates: Sequence["LossMetrics"]) -> "LossMetrics":
         """A batch's numbers from those of its updates: what tells clipped tokens from others is the mean over the
         updates, all else is the first one's, whose policy is the one that sampled."""
+        of_updates = [update.columns() for update in updates]
         means: dict[str, float | None] = {}
-        names = [f.name for f in fields(cls) if "masked" in f.name]
-        for name in names:
+        for name in of_updates[0]:
+            if "masked" not in name:
+                continue
             measured: list[float] = []
-            for update in updates:
-                value = getattr(update, name)
+            for columns in of_updates:
+                value = columns[name]
                 if value is not None:
                     measured.append(value)
             means[name] = mean(measured)
@@ -121,10 +125,14 @@ class Tally:
         """Add a micro-batch: numbers [B, T] a token, of which those of completion tokens are kept."""
         device = x.mask.device
         shape = x.mask.shape
-        is_teacher = [row.rollout.source == "teacher" for row in rows]
+        is_teacher: list[bool] = []
+        is_sampled: list[bool] = []  # its sampler's log-probs are known
+        for row in rows:
+            of_teacher = row.rollout.source == "teacher"
+            is_teacher.append(of_teacher)
+            is_sampled.append(row.rollout.logp_full is not None and not of_teacher)
         teacher = uploaded(is_teacher, device)
-        has_logps = uploaded([row.rollout.logp_full is not None for row in rows], device)
-        sampled = has_logps & ~teacher
+        sampled = uploaded(is_sampled, device)
         columns = {
             "logp": logps.full,
             "log_ratio": x.logp - x.logp_sampler,
@@ -151,7 +159,9 @@ class Tally:
                 spreads[name] += spread
         loss = spreads["loss"]
         ratio = spreads["ratio"]
-        means = {name: spreads[name].mean for name in MEANS}
+        means: dict[str, float | None] = {}
+        for name in MEANS:
+            means[name] = spreads[name].mean
         return LossMetrics(
             loss=loss.sum if loss.n else None,
             ratio_min=ratio.low if ratio.n else None,
@@ -197,4 +207,7 @@ class Tally:
         }
         if "kl" in column:
             values["kl"] = column["kl"]
-        return {name: _Spread.of(numbers) for name, numbers in values.items()}
+        spreads: dict[str, _Spread] = {}
+        for name, numbers in values.items():
+            spreads[name] = _Spread.of(numbers)
+        return spreads

@@ -84,13 +84,14 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Part
     for row in rows:
         of_prompt = by_prompt.setdefault(row.rollout.prompt_ids, [])
         of_prompt.append(row)
-    rows_of_g: dict[TokenIds, int] = {}  # how many rows of g a prompt has
+    n_rows_of_g: dict[TokenIds, int] = {}  # how many rows of g a prompt has
     for prompt, of_prompt in by_prompt.items():
-        rows_of_g[prompt] = len({row.row_of_g for row in of_prompt})
-    if max(rows_of_g.values(), default=0) < 2:
+        rows_of_g = {row.row_of_g for row in of_prompt}
+        n_rows_of_g[prompt] = len(rows_of_g)
+    if max(n_rows_of_g.values(), default=0) < 2:
         return [Part(rows, None)]
 
-    most_rows_first = sorted(by_prompt, key=rows_of_g.__getitem__, reverse=True)
+    most_rows_first = sorted(by_prompt, key=n_rows_of_g.__getitem__, reverse=True)
     depth = policy.model.config.num_hidden_layers
     dtype = policy.model.dtype
     parts: list[Part] = []

@@ -11,7 +11,6 @@ class attributes: `name`, `what`, and those of `MonitorSpec` or `InterventionSpe
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -96,7 +95,7 @@ class Monitor(Part):
     def flag(self, views: Views, step: int) -> list[Flags]:
         """What is flagged, one a group, in the views' order. Every random draw is a function of the run's seed and
         `step`."""
-        return [Flags((False,) * len(view)) for view in views]
+        return flags_of(views, flagged=())
 
 
 @dataclass(frozen=True)
@@ -133,20 +132,24 @@ class StepGradient:
         first: dict[int, Row] = {}
         for row in self.rows:
             first.setdefault(row.row_of_g, row)
-        return [first[n] for n in range(len(self.g))]
+        N = len(self.g)
+        return [first[n] for n in range(N)]
 
     def _column(self, values: Sequence[bool]) -> OfRows:
-        return torch.tensor([[value] for value in values], device=self.g.device)
+        of_rows = torch.tensor(values, dtype=torch.bool, device=self.g.device)
+        return of_rows[:, None]
 
     @cached_property
     def teacher(self) -> OfRows:
         """Whether a row is of demonstrations."""
-        return self._column([row.rollout.source == "teacher" for row in self.first_rows])
+        is_teacher = [row.rollout.source == "teacher" for row in self.first_rows]
+        return self._column(is_teacher)
 
     @cached_property
     def flagged(self) -> OfRows:
         """Whether a row is of rollouts that a text monitor flagged."""
-        return self._column([row.flagged for row in self.first_rows])
+        is_flagged = [row.flagged for row in self.first_rows]
+        return self._column(is_flagged)
 
     @cached_property
     def students(self) -> Gradient:
@@ -170,14 +173,18 @@ class StepGradient:
 
     def _sum(self, mask: OfRows) -> Gradient:
         """Σ over these rows, group by group: so the order of the sum, and its rounding, is the batch's."""
-        starts = [0]  # of each group's rows of g
-        for n, (before, row) in enumerate(pairwise(self.first_rows), start=1):
-            if row.group != before.group:
-                starts.append(n)
-        total = self.g.new_zeros(self.g.shape[1])
-        for start, end in pairwise([*starts, len(self.g)]):
-            chosen = mask[start:end] * self.g[start:end]
-            total += chosen.sum(0)
+        N, R = self.g.shape
+        ends: list[int] = []  # where each group's rows of g end
+        for n in range(1, N):
+            if self.first_rows[n].group != self.first_rows[n - 1].group:
+                ends.append(n)
+        ends.append(N)
+        total = self.g.new_zeros(R)
+        start = 0
+        for end in ends:
+            of_group = mask[start:end] * self.g[start:end]
+            total += of_group.sum(0)
+            start = end
         return total
 
 
@@ -226,7 +233,11 @@ def positions(views: Views) -> list[Position]:
 
 def rewarded(views: Views) -> list[Position]:
     """Return the positions of the rollouts that are rewarded in full."""
-    return [(i, b) for i, b in positions(views) if views[i].passed[b]]
+    found: list[Position] = []
+    for i, b in positions(views):
+        if views[i].passed[b]:
+            found.append((i, b))
+    return found
 
 
 def flags_of(

@@ -13,7 +13,7 @@ from vgrout.direction.extract import Direction, extract, obtain
 from vgrout.errors import Diverged, Refused
 from vgrout.method.projection import cos_pre
 from vgrout.method.setup import Refresh, Setup
-from vgrout.tensor_types import Diagnostics, Directions, Spans
+from vgrout.tensor_types import Diagnostics, Directions, Gradient, Spans
 
 Pick = Callable[[Config, Direction], Directions]  # V of a direction
 
@@ -117,12 +117,13 @@ class LiveDirection:
         )
         to_real = None
         if method.direction_is:
-            to_real = cosine_to_real(live.V, pick(cfg, real))
+            real_V = pick(cfg, real)
+            to_real = cosine_to_real(live.V, real_V)
         live.provenance = Provenance(
             pairs=direction.meta.pairs_source,
             pairs_sha256=direction.meta.pairs_sha256,
             modules=len(live.V),
-            axes=sum(map(len, live.V.values())),
+            axes=live.axes,
             cosine_to_real=to_real,
         )
         return live
@@ -135,56 +136,79 @@ class LiveDirection:
         if self._again and age == 0:
             before = self.V
             try:
-                self._take(self._again())
+                direction = self._again()
+                self._take(direction)
             except Refused as e:  # the pairs are the same as before: it is the model
                 raise Diverged(
                     f"step {step}: the policy has collapsed: no direction can be extracted on it ({e})"
                 ) from e
             shared = overlap(self.V, before)
-        axes = sum(map(len, self.V.values()))
-        return Refresh(age, shared, len(self.V), axes)
+        return Refresh(age, shared, len(self.V), self.axes)
+
+    @property
+    def axes(self) -> int:
+        """How many rows V has in all modules."""
+        return sum(len(rows) for rows in self.V.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"V/{m}": rows.clone() for m, rows in self.V.items()}
+        state: dict[str, Tensor] = {}
+        for m, rows in self.V.items():
+            state[f"V/{m}"] = rows.clone()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises Refused where `state` is of another model."""
-        V = {key.removeprefix("V/"): rows for key, rows in state.items()}
-        self._require_fit(V, "checkpoint's direction")
-        self.V = {m: V[m].to(self.device) for m in self.spans if m in V}
+        V: Directions = {}
+        for key, rows in state.items():
+            V[key.removeprefix("V/")] = rows
+        self.V = self._fitting(V, "checkpoint's direction")
 
     def diagnose(self, g: Float[Tensor, "3 R"], kept: Float[Tensor, "3 R"]) -> Diagnostics:
         """Measure how much of g, and of its kept part, points along V.
 
         g, kept: sums over all rows, over the policy's own, over the demonstrations.
         """
-        of_all, of_students, of_teachers = [cos_pre(x, self.V, self.spans) for x in g]
-        kept_of_all, kept_of_students, kept_of_teachers = [
-            cos_pre(x, self.V, self.spans) for x in kept
-        ]
+
+        def cosine(of_rows: Gradient) -> float | None:
+            return cos_pre(of_rows, self.V, self.spans)
+
+        total, students, teachers = g
+        kept_total, kept_students, kept_teachers = kept
         return Diagnostics(
-            cos_pre=of_all,
-            cos_pre_s=of_students,
-            cos_pre_t=of_teachers,
-            cos_post=kept_of_all,
-            cos_post_s=kept_of_students,
-            cos_post_t=kept_of_teachers,
+            cos_pre=cosine(total),
+            cos_pre_s=cosine(students),
+            cos_pre_t=cosine(teachers),
+            cos_post=cosine(kept_total),
+            cos_post_s=cosine(kept_students),
+            cos_post_t=cosine(kept_teachers),
         )
 
     def _take(self, direction: Direction) -> None:
-        picked = self._pick(direction)
-        self._require_fit(picked, "direction")
-        # in the model's order, whatever the file's
-        V = {m: picked[m].to(self.device) for m in self.spans if m in picked}
+        """Choose V from this direction, and remember it as the latest."""
+        V = self._fitting(self._pick(direction), "direction")
         if self._keeps_modules and self.V:
-            V = {m: V.get(m, old) for m, old in self.V.items()}
+            found = V
+            V = {}
+            for m, old in self.V.items():
+                V[m] = found.get(m, old)
         self.V = V
         self.latest = direction
 
-    def _require_fit(self, V: Directions, what: str) -> None:
+    def _fitting(self, V: Directions, what: str) -> Directions:
+        """The rows on this device, in the model's order, whatever the file's.
+
+        Raises:
+            Refused: a module is not the model's, or its rows have another length.
+        """
         for m, rows in V.items():
             r = None  # the model has no such module
             if m in self.spans:
-                r = self.spans[m].stop - self.spans[m].start
+                span = self.spans[m]
+                r = span.stop - span.start
             if rows.shape[1] != r:
                 raise Refused(f"{what} has {m} {[*rows.shape]}, r is {r} here")
+        fitting: Directions = {}
+        for m in self.spans:
+            if m in V:
+                fitting[m] = V[m].to(self.device)
+        return fitting

@@ -6,7 +6,7 @@ route    the gradients of these rows → what δS learns (keep) and what δS_hac
 refresh  after the step: extract the direction again where that is due
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxtyping import Float
@@ -209,7 +209,9 @@ class Method:
             flags[name] = contract.flags_of_monitor(monitor, views, step)
         shadowed: list[Group] = []
         for i, group in enumerate(groups):
-            of_group = {name: of_monitor[i] for name, of_monitor in flags.items()}
+            of_group: dict[str, Flags] = {}
+            for name, of_monitor in flags.items():
+                of_group[name] = of_monitor[i]
             shadowed.append(replace(group, shadows=of_group))
         return tuple(shadowed)
 
@@ -225,24 +227,25 @@ class Method:
         one_each = reads_gradients or spec.by_rollout
         rows: list[UpdateRow] = []
         # what the rollouts of a row of g have in common → its index
-        rows_of_g: dict[tuple[object, ...], int] = {}
+        rows_of_g: dict[Hashable, int] = {}
         for group in groups:
             known, flagged = self._known_and_flagged(group)
             # a gradient monitor has flagged nothing yet, a text monitor knows nothing beforehand
             set_apart = known if reads_gradients else flagged
             advantages = contract.advantages(self.intervention, group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
-                in_common: tuple[object, ...] = (group.index, b)
+                in_common: Hashable = (group.index, b)
                 if not one_each:
                     acted_on = spec.acts_on == "gradient" and flagged[b]
                     in_common = (group.index, rollout.source, acted_on)
+                next_row = len(rows_of_g)
                 row = UpdateRow(
                     rollout,
                     group.index,
                     advantages[b],
                     flagged=flagged[b],
                     known_hack=known[b],
-                    row_of_g=rows_of_g.setdefault(in_common, len(rows_of_g)),
+                    row_of_g=rows_of_g.setdefault(in_common, next_row),
                 )
                 rows.append(row)
         return rows
@@ -254,8 +257,9 @@ class Method:
             (view,) = self._views([group], self.monitor)
             known = contract.known_hacks(self.monitor, view)
             return known, nothing
-        flagged = group.flags.flagged if group.flags else nothing
-        return nothing, flagged
+        if group.flags is None:
+            return nothing, nothing
+        return nothing, group.flags.flagged
 
     def _placed(self, routed: Routed) -> Routed:
         """Where the quarantine has modules of its own, let δS_hack learn in these alone, and δS in the others alone."""
@@ -279,11 +283,14 @@ class Method:
 
 def _flags_of_groups(rows: Sequence[UpdateRow], gradient_flags: GradientFlags) -> dict[int, Flags]:
     """A gradient monitor's flags by group: it flags rollouts of which more than half is flagged."""
-    shares: dict[int, list[float]] = {}
-    for row, share in zip(rows, gradient_flags.of_row.tolist(), strict=True):
-        shares.setdefault(row.group, []).append(share)
+    of_rows: list[float] = gradient_flags.of_row.tolist()
+    by_group: dict[int, list[float]] = {}
+    for row, share in zip(rows, of_rows, strict=True):
+        of_group = by_group.setdefault(row.group, [])
+        of_group.append(share)
     flags: dict[int, Flags] = {}
-    for index, of_group in shares.items():
-        flagged = tuple(share > 0.5 for share in of_group)
-        flags[index] = Flags(flagged, scores=tuple(of_group), shares=tuple(of_group))
+    for index, of_group in by_group.items():
+        shares = tuple(of_group)
+        flagged = tuple(share > 0.5 for share in shares)
+        flags[index] = Flags(flagged, scores=shares, shares=shares)
     return flags

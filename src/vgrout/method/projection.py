@@ -97,7 +97,8 @@ def mean_over_modules(values: Sequence[Scalar]) -> float | None:
     """Mean of the measured ones (NaN: a module without gradient); None where nothing was measured."""
     if not values:
         return None
-    mean = torch.stack([*values]).nanmean().item()
+    of_modules = torch.stack([*values])
+    mean = of_modules.nanmean().item()
     return None if math.isnan(mean) else mean
 
 
@@ -129,7 +130,10 @@ def fraction_of_modules(flags: Sequence[Tensor]) -> float | None:
 
 def module_norms(x: Float[Tensor, "*n R"], spans: Spans) -> Float[Tensor, "*n M"]:
     """‖x‖ in each module."""
-    norms = [x[..., span].norm(dim=-1) for span in spans.values()]
+    norms: list[Tensor] = []
+    for span in spans.values():
+        of_module = x[..., span]
+        norms.append(of_module.norm(dim=-1))
     return torch.stack(norms, dim=-1)
 
 
@@ -176,11 +180,7 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 def _assert_small(error: Norms, scale: Norms, what: str) -> None:
     """Assert error ≤ TOLERANCE · scale in each module; one transfer from the device for all."""
-    pairs: list[list[float]] = torch.stack((error, scale)).T.tolist()
-
-    def excess(pair: list[float]) -> float:
-        of_module, norm = pair
-        return of_module - TOLERANCE * norm
-
-    worst, norm = max(pairs, key=excess, default=[0.0, 0.0])
-    assert worst <= TOLERANCE * norm, f"{what}: {worst:.3e} against {norm:.3e}"
+    both = torch.stack((error, scale))
+    errors, norms = both.tolist()
+    for of_module, norm in zip(errors, norms, strict=True):
+        assert of_module <= TOLERANCE * norm, f"{what}: {of_module:.3e} against {norm:.3e}"
