@@ -208,13 +208,15 @@ def log_ratio(logp: PerToken, base: PerToken, mask: Mask) -> PerToken:
     zero = logp.new_zeros(())
     logp = torch.where(mask, logp, zero)
     base = torch.where(mask, base, zero)
-    return (logp - base).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    difference = logp - base
+    return difference.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
 
 
 def probability(logp: PerToken, mask: Mask) -> PerToken:
     """exp(logp), 0 where masked."""
-    logp = torch.where(mask, logp, 0.0).clamp(max=0)
-    return torch.where(mask, logp.exp(), 0.0)
+    logp = torch.where(mask, logp, 0.0)
+    p = logp.clamp(max=0).exp()
+    return torch.where(mask, p, 0.0)
 
 
 def kl_to(logp: PerToken, ref: PerToken, mask: Mask) -> PerToken:

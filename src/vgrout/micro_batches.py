@@ -99,10 +99,17 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Part
         of_part: list[UpdateRow] = []
         for prompt in prompts_of_part:
             of_part += by_prompt[prompt]
-        units = [row.row_of_g for row in of_part]
-        tokens = _tokens(of_part)
-        prompts = Prompts(units, *tokens, depth, policy.device, dtype)
-        parts.append(Part(of_part, prompts if prompts.ids else None))
+        prompts = Prompts(
+            [row.row_of_g for row in of_part],
+            *_tokens(of_part),
+            depth,
+            policy.device,
+            dtype,
+        )
+        if prompts.ids:
+            parts.append(Part(of_part, prompts))
+        else:
+            parts.append(Part(of_part, None))
     return parts
 
 
@@ -136,13 +143,13 @@ def micro_batches(
         left = budget
         if prompts is not None:
             left = max(1, budget - len(prompts.ids))
-        units = [row.row_of_g for row in rows]
-        parts = batches(units, *_tokens(rows), left, prompts)
+        rows_of_g = [row.row_of_g for row in rows]
+        divided = batches(rows_of_g, *_tokens(rows), left, prompts)
     else:
         lengths = [row.tokens for row in rows]
-        parts = padded_batches(lengths, budget)
+        divided = padded_batches(lengths, budget)
     chosen: list[list[UpdateRow]] = []
-    for indices in parts:
+    for indices in divided:
         chosen.append([rows[i] for i in indices])
     return chosen
 
@@ -157,8 +164,13 @@ def as_batch(
     tokens = _tokens(rows)
     if not packs:
         return collate(*tokens, policy.device)
-    units = [row.row_of_g for row in rows]
-    return pack(units, *tokens, policy.device, policy.model.dtype, prompts)
+    return pack(
+        [row.row_of_g for row in rows],
+        *tokens,
+        policy.device,
+        policy.model.dtype,
+        prompts,
+    )
 
 
 def _tokens(rows: Sequence[UpdateRow]) -> Tokens:

@@ -189,7 +189,8 @@ def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
         return cfg.lr * (1e-3 + (1 - 1e-3) * step / warmup)
     after_warmup = max(1, steps - warmup)
     progress = min(1.0, (step - warmup) / after_warmup)
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    half_cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return cfg.lr * half_cosine
 
 
 def warmup_steps(cfg: OptConfig, steps: int) -> int:

@@ -55,8 +55,15 @@ def rollout(
                 logger.warning(f"{where}: group dropped, not graded: {failed}")
                 continue
             _warn_of_lost(where, grades)
-            demos = demonstrations[index]
-            groups.append(_group(problem, index, sampled[index], grades, demos, cfg))
+            group = _group(
+                problem,
+                index,
+                sampled[index],
+                grades,
+                demonstrations[index],
+                cfg,
+            )
+            groups.append(group)
     if not groups:
         logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
     return Batch(
@@ -87,7 +94,12 @@ def _sample_students(
         by_deployed.append(n_deployed)
         as_trained.append(n - n_deployed)
 
-    def draw(counts: Sequence[int], purpose: str, *, deployed: bool) -> list[list[Submitted]]:
+    def draw(
+        counts: Sequence[int],
+        purpose: str,
+        *,
+        deployed: bool,
+    ) -> list[list[Submitted]]:
         return sample_and_submit(
             policy,
             grader,

@@ -34,14 +34,17 @@ def make_method(setup: Setup) -> Method:
         kind: type[Intervention] = class_of(INTERVENTIONS[cfg.intervention])
         return contract.made(kind.make(setup), kind)
 
-    monitors = partial(make_monitor, setup)
+    monitor_of = partial(make_monitor, setup)
+    shadows: dict[str, Monitor] = {}
     try:
-        intervention, monitor = make_intervention(), monitors(cfg.monitor_name)
-        shadows = {name: monitors(name) for name in cfg.in_shadow}
+        intervention = make_intervention()
+        monitor = monitor_of(cfg.monitor_name)
+        for name in cfg.in_shadow:
+            shadows[name] = monitor_of(name)
     except BrokenContract as e:
         raise Refused(str(e)) from None
     method = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
-    try_own_classes(setup, method, make_intervention, monitors)
+    try_own_classes(setup, method, make_intervention, monitor_of)
     return method
 
 

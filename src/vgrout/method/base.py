@@ -212,7 +212,11 @@ class Intervention(Part):
         """The rewards that a flagged group's advantages are computed from; here the grader's own."""
         return view.rewards
 
-    def advantages(self, view: GroupView, set_apart: Sequence[bool]) -> tuple[float, ...]:
+    def advantages(
+        self,
+        view: GroupView,
+        set_apart: Sequence[bool],
+    ) -> tuple[float, ...]:
         """The advantages that the group is trained with. set_apart: what is flagged before any gradient; under a
         gradient monitor, the known hacks."""
         return view.advantages

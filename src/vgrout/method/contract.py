@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -126,7 +126,11 @@ def _is_own(part: Monitor | Intervention) -> bool:
     return not isinstance(part.spec.where, str)
 
 
-def gradient_flags(monitor: GradientMonitor, step: StepGradient, number: int) -> GradientFlags:
+def gradient_flags(
+    monitor: GradientMonitor,
+    step: StepGradient,
+    number: int,
+) -> GradientFlags:
     """What a gradient monitor flags. Raises BrokenContract."""
     found = monitor.flag_gradients(step, number)
     N = len(step.g)
@@ -238,7 +242,7 @@ def state_of(part: Part) -> Mapping[str, Tensor]:
 # ── what a value is
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """A value's type, with the shape and the numbers' type of a tensor."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -249,7 +253,7 @@ def _kind(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A short value, or what it is."""
     if isinstance(value, Tensor):
         return _kind(value)
@@ -260,7 +264,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _listed(values: Any) -> list[Any] | None:
+def _listed(values: object) -> list[object] | None:
     """A sequence's items; those of an array or a tensor as Python's own values. None: it is no sequence."""
     if isinstance(values, str | bytes | Mapping | set | frozenset):
         return None
@@ -271,7 +275,7 @@ def _listed(values: Any) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A number of numpy's, or a tensor that holds a single number, as Python's own number."""
     item = getattr(value, "item", None)
     is_scalar = getattr(value, "shape", None) == ()
@@ -280,18 +284,21 @@ def _plain(value: Any) -> Any:
     return item()
 
 
-def _bools(values: Any) -> tuple[bool, ...] | None:
+def _bools(values: object) -> tuple[bool, ...] | None:
     """Python's own bools; None: it is no sequence of bools."""
     items = _listed(values)
     if items is None:
         return None
-    found = [_plain(value) for value in items]
-    if not all(isinstance(value, bool) for value in found):
-        return None
+    found: list[bool] = []
+    for item in items:
+        value = _plain(item)
+        if not isinstance(value, bool):
+            return None
+        found.append(value)
     return tuple(found)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A finite number as Python's own float; None: it is none."""
     plain = _plain(value)
     if isinstance(plain, bool) or not isinstance(plain, int | float):
@@ -303,7 +310,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _numbers(values: Any, *, or_none: bool) -> tuple[float | None, ...] | None:
+def _numbers(values: object, *, or_none: bool) -> tuple[float | None, ...] | None:
     """Finite numbers, and None where that is allowed; None: it is no sequence of such."""
     items = _listed(values)
     if items is None:

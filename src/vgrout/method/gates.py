@@ -48,7 +48,12 @@ class GradientMonitor(Monitor):
     @classmethod
     def make(cls, setup: Setup) -> "GradientMonitor":
         signed = cls.spec.signs_random
-        direction = LiveDirection.make(setup, mean_axis, keeps_modules=True, signed=signed)
+        direction = LiveDirection.make(
+            setup,
+            mean_axis,
+            keeps_modules=True,
+            signed=signed,
+        )
         return cls(setup.cfg, direction)
 
     def known_hacks(self, view: GroupView) -> list[bool]:
@@ -57,7 +62,10 @@ class GradientMonitor(Monitor):
         students_too = not self.cfg.method.known_hacks_teacher_only
         known: list[bool] = []
         for source, detected in zip(view.sources, view.detector, strict=True):
-            known.append(source == "teacher" or (detected and students_too))
+            if source == "teacher":
+                known.append(True)
+            else:
+                known.append(detected and students_too)
         return known
 
     def flag_gradients(self, step: StepGradient, number: int) -> GradientFlags:
@@ -68,25 +76,36 @@ class GradientMonitor(Monitor):
         share = self.threshold(cos, nonzero, known)  # [M, N]
         if self.cfg.method.random_flags:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", number)
-            moved = permuted(share, nonzero.any(0), stream)
+            has_gradient = nonzero.any(0)
+            moved = permuted(share, has_gradient, stream)
             share = torch.where(nonzero, moved, 0.0)
         n_modules = nonzero.sum(0)  # with a gradient, of each rollout
         of_row = share.sum(0) / n_modules.clamp(min=1)
         by_rollout = self.cfg.method.resolved("gate_vote") == "rollout"
         if by_rollout:
             if self.majority:
-                of_row = (of_row > 0.5).to(share)
+                is_flagged = of_row > 0.5
+                of_row = is_flagged.to(share)
             share = torch.where(nonzero, of_row, 0.0)
+        measured = self._measured(share, nonzero)
+        if by_rollout:
+            return GradientFlags(of_row[:, None], of_row, measured)
+        return GradientFlags(share.T, of_row, measured)
+
+    def _measured(self, share: Shares, nonzero: Mask) -> dict[str, float | None]:
+        """The step's columns: in how many modules something is flagged, how much of all, and the monitor's readings."""
+        any_flagged = [of_module.any() for of_module in share]
         routed = None
         if nonzero.any():
             mean_share = share.sum() / nonzero.sum()
             routed = mean_share.item()
-        fired = fraction_of_modules([of_module.any() for of_module in share])
-        measured = {"fired": fired, "routed": routed}
+        measured = {
+            "fired": fraction_of_modules(any_flagged),
+            "routed": routed,
+        }
         for name, values in self.readings().items():
             measured[name] = mean_over_modules([*values])
-        of_modules = of_row[:, None] if by_rollout else share.T
-        return GradientFlags(of_modules, of_row, measured)
+        return measured
 
     def _cosines(self, step: StepGradient) -> tuple[Cosines, Mask]:
         """Compute each row's cosine with v in each module, 0 without a gradient; and where it has one."""
@@ -94,8 +113,9 @@ class GradientMonitor(Monitor):
         dots: list[Tensor] = []
         for module, v in self.direction.V.items():  # v [1, r]
             of_module = step.g[:, step.spans[module]]  # [N, r]
+            products = of_module * v
             norms.append(of_module.norm(dim=1))
-            dots.append((of_module * v).sum(1))
+            dots.append(products.sum(1))
         norm = torch.stack(norms)
         nonzero = norm > 0
         cos = torch.stack(dots) / norm
@@ -164,6 +184,9 @@ class Band(GradientMonitor):
         self.follow()
 
     def follow(self) -> None:
-        device = self.direction.device
-        lo, hi = self.direction.latest.band(self.direction.V)
-        self.threshold = BandGate(lo.to(device), hi.to(device))
+        direction = self.direction
+        lo, hi = direction.latest.band(direction.V)
+        self.threshold = BandGate(
+            lo.to(direction.device),
+            hi.to(direction.device),
+        )

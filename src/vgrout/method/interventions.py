@@ -103,22 +103,24 @@ class Erase(Surgery):
     def route(self, step: StepGradient) -> Routed:
         g = step.total
         V = self.direction.V
-        keep, _ = self._split(step, self.overshoot)
+        keep_by_source, _ = self._split(step, self.overshoot)
+        keep = keep_by_source[0]  # of all rows
         if self.mode == "one_sided" and self.overshoot >= 1:
-            assert_no_hackward(g, keep[0], V, self.spans)
+            assert_no_hackward(g, keep, V, self.spans)
         capped: int | None = None
         if self.preserves:
-            capped = self._stretch(keep[0], g)
+            capped = self._stretch(keep, g)
         taken: list[Tensor] = []
         for module, rows in V.items():
             of_module = g[self.spans[module]]
-            taken.append(coefficients(of_module, rows, self.mode).any())
+            c_use = coefficients(of_module, rows, self.mode)
+            taken.append(c_use.any())
         diagnostics = replace(
-            self.direction.diagnose(step.by_source, keep),
+            self.direction.diagnose(step.by_source, keep_by_source),
             fired=fraction_of_modules(taken),
             capped=capped,
         )
-        return Routed(keep[0], None, diagnostics, directions=V)
+        return Routed(keep, None, diagnostics, directions=V)
 
     def _stretch(self, keep: Gradient, g: Gradient) -> int | None:
         """Stretch what is kept, in place, to the length of g in every module with a direction.
@@ -142,18 +144,23 @@ class Route(Surgery):
     def route(self, step: StepGradient) -> Routed:
         g = step.total
         V = self.direction.V
-        keep, quar = self._split(step)
-        assert_conserved(g, keep[0], quar[0], module_norms(g, self.spans), self.spans)
-        assert_in_span(quar[0], V, self.spans)
+        keep_by_source, quar_by_source = self._split(step)
+        keep = keep_by_source[0]  # of all rows
+        quar = quar_by_source[0]
+        norms = module_norms(g, self.spans)
+        assert_conserved(g, keep, quar, norms, self.spans)
+        assert_in_span(quar, V, self.spans)
         if self.mode == "one_sided":
-            assert_no_hackward(g, keep[0], V, self.spans)
+            assert_no_hackward(g, keep, V, self.spans)
         routed: list[Tensor] = []
         for module in V:
-            of_module = quar[0, self.spans[module]]
+            of_module = quar[self.spans[module]]
             routed.append(of_module.any())
-        fired = fraction_of_modules(routed)
-        diagnostics = self.direction.diagnose(step.by_source, keep)
-        return Routed(keep[0], quar[0], replace(diagnostics, fired=fired), directions=V)
+        diagnostics = replace(
+            self.direction.diagnose(step.by_source, keep_by_source),
+            fired=fraction_of_modules(routed),
+        )
+        return Routed(keep, quar, diagnostics, directions=V)
 
 
 class Route2(Intervention):
@@ -165,7 +172,11 @@ class Route2(Intervention):
 
     spec = INTERVENTIONS["route2"]
 
-    def advantages(self, view: GroupView, set_apart: Sequence[bool]) -> tuple[float, ...]:
+    def advantages(
+        self,
+        view: GroupView,
+        set_apart: Sequence[bool],
+    ) -> tuple[float, ...]:
         """The group's own; with a new baseline, rollouts that are not set apart are compared among themselves."""
         if not self.cfg.method.resolved("rebaseline"):
             return view.advantages
@@ -173,7 +184,10 @@ class Route2(Intervention):
         among_others = view.advantages_among(others)
         advantages: list[float] = []
         for b, apart in enumerate(set_apart):
-            advantages.append(view.advantages[b] if apart else among_others[b])
+            if apart:
+                advantages.append(view.advantages[b])
+            else:
+                advantages.append(among_others[b])
         return tuple(advantages)
 
     def route(self, step: StepGradient) -> Routed:
@@ -186,7 +200,8 @@ class Route2(Intervention):
         assert_conserved(step.total, keep, quar, norms, self.spans)
         if step.direction is None:
             flagged = sum(row.flagged for row in step.rows)
-            return Routed(keep, quar, Diagnostics(routed=flagged / len(step.rows)))
+            share = flagged / len(step.rows)
+            return Routed(keep, quar, Diagnostics(routed=share))
         V = step.direction.V
         of_students = (kept * ~step.teacher).sum(0)
         of_teachers = (kept * step.teacher).sum(0)
@@ -211,9 +226,16 @@ class Route2(Intervention):
         share = step.flags.share
         if share.shape[1] == 1:
             return share
-        return self._spread(share, step.direction.V if step.direction else {})
+        V: Directions = {}
+        if step.direction is not None:
+            V = step.direction.V
+        return self._spread(share, V)
 
-    def _spread(self, share: Float[Tensor, "N _M"], V: Directions) -> Float[Tensor, "N R"]:
+    def _spread(
+        self,
+        share: Float[Tensor, "N _M"],
+        V: Directions,
+    ) -> Float[Tensor, "N R"]:
         """Shares of the modules with a direction, spread over each one's part of R; 0 in the other modules."""
         of_module = dict(zip(V, share.T, strict=True))
         nothing = torch.zeros_like(share[:, 0])

@@ -163,7 +163,11 @@ class LiveDirection:
             V[key.removeprefix("V/")] = rows
         self.V = self._fitting(V, "checkpoint's direction")
 
-    def diagnose(self, g: Float[Tensor, "3 R"], kept: Float[Tensor, "3 R"]) -> Diagnostics:
+    def diagnose(
+        self,
+        g: Float[Tensor, "3 R"],
+        kept: Float[Tensor, "3 R"],
+    ) -> Diagnostics:
         """Measure how much of g, and of its kept part, points along V.
 
         g, kept: sums over all rows, over the policy's own, over the demonstrations.

@@ -160,13 +160,15 @@ class LLMJudge(Monitor):
     def flag(self, views: Views, step: int) -> list[Flags]:
         wanted: dict[Position, Conversation] = {}
         for i, b in rewarded(views):
-            text = views[i].texts[b]
+            view = views[i]
+            text = view.texts[b]
             if self.thoughts:
-                text = views[i].thoughts[b].text + text
-            wanted[i, b] = shown(self.template, views[i], text)
+                text = view.thoughts[b].text + text
+            wanted[i, b] = shown(self.template, view, text)
+        conversations = list(wanted.values())
 
         def ask() -> list[Verdict]:
-            return self._verdicts([*wanted.values()], step)
+            return self._verdicts(conversations, step)
 
         # the first rank's; if it fails here, all of them do
         verdicts = ranks.gather(ask)[0]
@@ -177,7 +179,11 @@ class LLMJudge(Monitor):
         self._measured = step, _counted(verdicts, step)
         return flags_of(views, flagged)
 
-    def _verdicts(self, conversations: Sequence[Conversation], step: int) -> list[Verdict]:
+    def _verdicts(
+        self,
+        conversations: Sequence[Conversation],
+        step: int,
+    ) -> list[Verdict]:
         """Return a verdict on each conversation; ask the judge where there is none yet.
 
         Returns [] on a rank that does not ask.
@@ -193,7 +199,8 @@ class LLMJudge(Monitor):
             if before is None or asked_in_vain:
                 unknown[key] = conversation
         if unknown:
-            replies = self.judge.ask_all([*unknown.values()], self.seconds)
+            asked = list(unknown.values())
+            replies = self.judge.ask_all(asked, self.seconds)
             new: list[Verdict] = []
             for key, reply in zip(unknown, replies, strict=True):
                 new.append(Verdict.of(key, step, reply))
@@ -234,10 +241,16 @@ class LLMJudge(Monitor):
 
 def _counted(verdicts: Sequence[Verdict], step: int) -> dict[str, int]:
     """A step's columns. Equal texts are one question."""
-    asked = {verdict.key: verdict for verdict in verdicts if verdict.step == step}
+    failed = 0
+    asked: dict[str, Verdict] = {}
+    for verdict in verdicts:
+        if verdict.flagged is None:
+            failed += 1
+        if verdict.step == step:
+            asked[verdict.key] = verdict
     return {
         "judge_asked": len(asked),
-        "judge_failed": sum(verdict.flagged is None for verdict in verdicts),
+        "judge_failed": failed,
         "judge_in": sum(verdict.prompt_tokens for verdict in asked.values()),
         "judge_out": sum(verdict.completion_tokens for verdict in asked.values()),
     }
@@ -270,7 +283,9 @@ def read_verdicts(file: Path) -> dict[str, list[Verdict]]:
 
 def _remember(known: dict[str, list[Verdict]], verdict: Verdict) -> None:
     """Add a verdict to those of its text. Its reply is in the file alone: a run of many steps has many."""
-    known.setdefault(verdict.key, []).append(replace(verdict, reply=""))
+    of_text = known.setdefault(verdict.key, [])
+    without_reply = replace(verdict, reply="")
+    of_text.append(without_reply)
 
 
 def _is_torn(file: Path) -> bool:
@@ -346,8 +361,10 @@ class LocalJudge:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            found = generated(self.lm, [prompts[i] for i in rows], self.max_new, left)
-            replies |= dict(zip(rows, found, strict=True))
+            prompts_of_rows = [prompts[i] for i in rows]
+            found = generated(self.lm, prompts_of_rows, self.max_new, left)
+            for i, reply in zip(rows, found, strict=True):
+                replies[i] = reply
         late = NoReply(f"no answer within {seconds:g} s")
         return [replies.get(i, late) for i in range(len(conversations))]
 
@@ -361,8 +378,9 @@ def generated(
     ids = torch.full((len(prompts), longest), lm.pad_id)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
+        start = longest - len(prompt)  # padded on the left
+        ids[row, start:] = torch.tensor(prompt)
+        mask[row, start:] = 1
     how = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new,
@@ -371,12 +389,24 @@ def generated(
         pad_token_id=lm.pad_id,
     )
     model: Any = lm.model
-    inputs = {"input_ids": ids.to(lm.device), "attention_mask": mask.to(lm.device)}
-    rows = model.generate(**inputs, generation_config=how)[:, longest:].tolist()
+    sequences = model.generate(
+        input_ids=ids.to(lm.device),
+        attention_mask=mask.to(lm.device),
+        generation_config=how,
+    )
+    completions: list[list[int]] = sequences[:, longest:].tolist()
     replies: list[Reply] = []
-    for prompt, row in zip(prompts, rows, strict=True):
-        ends = [t for t, token in enumerate(row) if token in lm.eos_ids]
-        completion = row[: ends[0]] if ends else row
-        reply = Reply(lm.decode(completion), not ends, len(prompt), len(completion))
+    for prompt, tokens in zip(prompts, completions, strict=True):
+        completion: list[int] = []  # up to its first EOS
+        for token in tokens:
+            if token in lm.eos_ids:
+                break
+            completion.append(token)
+        reply = Reply(
+            lm.decode(completion),
+            cut=len(completion) == len(tokens),
+            prompt_tokens=len(prompt),
+            completion_tokens=len(completion),
+        )
         replies.append(reply)
     return replies

@@ -70,7 +70,9 @@ class Method:
     @property
     def provenance(self) -> Provenance | None:
         """Where its direction came from."""
-        return self.direction.provenance if self.direction else None
+        if self.direction is None:
+            return None
+        return self.direction.provenance
 
     def flag(self, batch: Batch) -> Batch:
         """Let text monitors flag, and make the table of rows that are learnt from.
@@ -83,11 +85,16 @@ class Method:
         if self.intervention.spec.acts_on == "rewards":
             groups = tuple(self._with_new_rewards(group) for group in groups)
         with_signal = [group for group in groups if group.has_signal]
+        rows = self._rows(with_signal)
         measured: dict[str, int] = {}
         for monitor in (self.monitor, *self.shadows.values()):
             measured |= monitor.step_columns(batch.step)
-        rows = tuple(self._rows(with_signal))
-        return replace(batch, groups=groups, rows=rows, measured=measured)
+        return replace(
+            batch,
+            groups=groups,
+            rows=tuple(rows),
+            measured=measured,
+        )
 
     def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
         """What the method's monitor, or this one in its shadow, may know of a group.
@@ -110,9 +117,9 @@ class Method:
             seen = step
             if self.monitor.sees_labels:
                 seen = replace(step, rows=batch.rows)
-            gradient_flags = contract.gradient_flags(self.monitor, seen, batch.step)
-            step = replace(step, flags=gradient_flags)
-            flags = _flags_of_groups(batch.rows, gradient_flags)
+            found = contract.gradient_flags(self.monitor, seen, batch.step)
+            step = replace(step, flags=found)
+            flags = _flags_of_groups(batch.rows, found)
         else:
             flags = self._flags_of_texts(batch.groups)
         routed = contract.routed(self.intervention, step)
@@ -127,7 +134,8 @@ class Method:
                 continue
             flags[group.index] = group.flags
             if self.intervention.spec.routes:
-                shares = tuple(float(flag) for flag in group.flags.flagged)
+                flagged = group.flags.flagged
+                shares = tuple(float(flag) for flag in flagged)
                 flags[group.index] = replace(group.flags, shares=shares)
         return flags
 
@@ -158,7 +166,10 @@ class Method:
 
     @property
     def _parts(self) -> dict[str, Part]:
-        parts: dict[str, Part] = {"intervention": self.intervention, "monitor": self.monitor}
+        parts: dict[str, Part] = {
+            "intervention": self.intervention,
+            "monitor": self.monitor,
+        }
         for name, monitor in self.shadows.items():
             parts[f"shadow/{name}"] = monitor
         return parts
@@ -179,7 +190,9 @@ class Method:
         spec = self.intervention.spec
         if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
-        looked_at = batch.groups if spec.acts_on == "rewards" else batch.with_signal
+        looked_at = batch.with_signal
+        if spec.acts_on == "rewards":
+            looked_at = batch.groups
         views = self._views(looked_at, self.monitor)
         flags = contract.flags_of_monitor(self.monitor, views, batch.step)
         if self.cfg.method.random_flags and views:
@@ -281,7 +294,10 @@ class Method:
         return g
 
 
-def _flags_of_groups(rows: Sequence[UpdateRow], gradient_flags: GradientFlags) -> dict[int, Flags]:
+def _flags_of_groups(
+    rows: Sequence[UpdateRow],
+    gradient_flags: GradientFlags,
+) -> dict[int, Flags]:
     """A gradient monitor's flags by group: it flags rollouts of which more than half is flagged."""
     of_rows: list[float] = gradient_flags.of_row.tolist()
     by_group: dict[int, list[float]] = {}

@@ -111,7 +111,8 @@ class OnlineProbe(Monitor):
         known: list[Text] = []
         for answer in setup.inputs.known_correct:
             prompt = policy.encode(answer.prompt)
-            known.append(Text(prompt, policy.encode_completion(answer.completion)))
+            completion = policy.encode_completion(answer.completion)
+            known.append(Text(prompt, completion))
         if setup.cfg.known_correct_path is None:
             known = accepted_of_base(setup)
         return cls(
@@ -137,7 +138,10 @@ class OnlineProbe(Monitor):
     def flag(self, views: Views, step: int) -> list[Flags]:
         """Learn from what the seed monitor flags in this step, then score and flag."""
         by_seed = self.seed_monitor.flag(views, step)
-        seeded = {(i, b) for i, b in positions(views) if by_seed[i].flagged[b]}
+        seeded: set[Position] = set()
+        for i, b in positions(views):
+            if by_seed[i].flagged[b]:
+                seeded.add((i, b))
         passing = rewarded(views)
         h = self._states_at(views, sorted({*passing, *seeded}))
         for position in sorted(seeded):
@@ -148,7 +152,8 @@ class OnlineProbe(Monitor):
         if self._count:
             a = self._sum / self._count
             difference = a - self._m
-            w = torch.cholesky_solve(difference[:, None], self._root)[:, 0]
+            column = difference[:, None]  # [D, 1]
+            w = torch.cholesky_solve(column, self._root)[:, 0]
             of_known = (self._judge - self._m) @ w
             threshold = float(torch.quantile(of_known, self._quantile))
             for position in passing:
@@ -158,19 +163,26 @@ class OnlineProbe(Monitor):
                     flagged.add(position)
         return flags_of(views, flagged, scores)
 
-    def _states_at(self, views: Views, read: Sequence[Position]) -> dict[Position, Tensor]:
+    def _states_at(
+        self,
+        views: Views,
+        read: Sequence[Position],
+    ) -> dict[Position, Tensor]:
         """h [D] of the answers at these positions."""
         if not read:
             return {}
         texts: list[Text] = []
         for i, b in read:
-            texts.append(Text(views[i].prompt_ids, views[i].answer_ids(b)))
+            view = views[i]
+            texts.append(Text(view.prompt_ids, view.answer_ids(b)))
         states = self.states(texts)
         return dict(zip(read, states, strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        own = {SUM: self._sum, COUNT: torch.tensor(self._count)}
-        return self.seed_monitor.state_dict() | own
+        state = dict(self.seed_monitor.state_dict())
+        state[SUM] = self._sum
+        state[COUNT] = torch.tensor(self._count)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._sum = state[SUM].double()

@@ -50,7 +50,8 @@ class Rescaled(NamedTuple):
 
 def along(g: OfModules, V: Rows) -> Coefficients:
     """c = V g."""
-    products = V * g[..., None, :]  # [*n, k, r]
+    g = g[..., None, :]  # [*n, 1, r]
+    products = V * g  # [*n, k, r]
     return products.sum(-1)
 
 
@@ -162,7 +163,12 @@ def assert_in_span(quar: Gradient, V: Directions, spans: Spans) -> None:
     _assert_small(_stacked(outside), _stacked(norms), "quarantine outside span(V)")
 
 
-def assert_no_hackward(g: Gradient, keep: Gradient, V: Directions, spans: Spans) -> None:
+def assert_no_hackward(
+    g: Gradient,
+    keep: Gradient,
+    V: Directions,
+    spans: Spans,
+) -> None:
     """Assert V · keep ≤ 0, relative to ‖g‖."""
     hackward: list[Tensor] = []
     norms: list[Tensor] = []

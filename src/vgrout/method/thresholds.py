@@ -80,14 +80,18 @@ class TauGate:
     def _follow(self, kind: int, cos: Cosines, members: Mask) -> None:
         """Move the running means of one kind, 0 or 1, by the cosines of its members in this step."""
         n = members.sum(1)
-        total = torch.where(members, cos, 0.0).double().sum(1)
+        of_members = torch.where(members, cos, 0.0)
+        total = of_members.double().sum(1)
         mean = total / n.clamp(min=1)
         step = (1 - DECAY) * (n > 0)
         self._total[kind] += step * (mean - self._total[kind])
         self._weight[kind] += step * (1 - self._weight[kind])
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"total": self._total.clone(), "weight": self._weight.clone()}
+        return {
+            "total": self._total.clone(),
+            "weight": self._weight.clone(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises RuntimeError where `state` has other modules, KeyError where it is another monitor's."""
@@ -117,14 +121,22 @@ class BandGate:
         known: OfRollouts | None = None,
     ) -> Shares:
         """The share of each rollout that is flagged, from 0 to 1."""
-        width = torch.where(self.has_band, self.hi - self.lo, 1.0)
-        above_lo = cos - self.lo[:, None]
-        share = (above_lo / width[:, None]).clamp(0, 1)
-        decides = nonzero & self.has_band[:, None]
-        return torch.where(decides, share, 0.0)
+        lo = self.lo[:, None]  # [M, 1]
+        hi = self.hi[:, None]
+        has_band = self.has_band[:, None]
+        width = torch.where(has_band, hi - lo, 1.0)
+        share = (cos - lo) / width
+        return torch.where(
+            nonzero & has_band,
+            share.clamp(0, 1),
+            0.0,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"lo": self.lo.clone(), "hi": self.hi.clone()}
+        return {
+            "lo": self.lo.clone(),
+            "hi": self.hi.clone(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.lo.copy_(state["lo"])

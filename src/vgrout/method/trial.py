@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from vgrout.config.method import MethodConfig
-from vgrout.config.specs import INTERVENTIONS, MONITORS
-from vgrout.data import Batch, CachedGrade, Completion, Grade, Group, Rollout, Task
+from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, MonitorSpec
+from vgrout.data import Batch, CachedGrade, Completion, Flags, Grade, Group, Rollout, Task
 from vgrout.errors import Refused
 from vgrout.faults import place_of
 from vgrout.method import contract
@@ -30,6 +30,7 @@ from vgrout.method.base import (
     Intervention,
     Monitor,
     Part,
+    Position,
     Setup,
     Views,
     flags_of,
@@ -87,21 +88,18 @@ def try_own_classes(
 
     def is_own_monitor(name: str) -> bool:
         """Whether it, or the monitor that it learns from, is somebody's own."""
-        involved = {name}
-        if "seed" in MONITORS[name].needs:
-            involved.add(cfg.seed_monitor)
-        return any(MONITORS[one].where in own.values() for one in involved)
+        if MONITORS[name].where in own.values():
+            return True
+        if "seed" not in MONITORS[name].needs:
+            return False
+        return MONITORS[cfg.seed_monitor].where in own.values()
 
     intervention = method.intervention
     monitor = method.monitor
     remembered: list[tuple[Part, dict[str, Tensor]]] = []
     for part in (intervention, monitor):
-        if type(part) in own.values():
-            continue
-        state: dict[str, Tensor] = {}
-        for name, value in part.state_dict().items():
-            state[name] = value.clone()
-        remembered.append((part, state))
+        if type(part) not in own.values():
+            remembered.append((part, _state_of(part)))
     with _untouched(own.values()):
         if INTERVENTIONS[cfg.intervention].where in own.values():
             intervention = make_intervention()
@@ -109,8 +107,10 @@ def try_own_classes(
             monitor = make_monitor(cfg.monitor_name)
         elif not isinstance(monitor, GradientMonitor):  # one that asks others is not asked here
             monitor = WeakDetector()
-        own_shadows = [name for name in cfg.in_shadow if is_own_monitor(name)]
-        shadows = {name: make_monitor(name) for name in own_shadows}
+        shadows: dict[str, Monitor] = {}
+        for name in cfg.in_shadow:
+            if is_own_monitor(name):
+                shadows[name] = make_monitor(name)
         tried = Method(setup.cfg, intervention, monitor, setup.policy, shadows=shadows)
         try:
             _try_method(setup, tried, own.values())
@@ -121,11 +121,19 @@ def try_own_classes(
                 part.load_state_dict(state)
 
 
+def _state_of(part: Part) -> dict[str, Tensor]:
+    """A copy of what it remembers between steps."""
+    state: dict[str, Tensor] = {}
+    for name, value in part.state_dict().items():
+        state[name] = value.clone()
+    return state
+
+
 def _require_settings(own: Mapping[str, type]) -> None:
     """Raises Refused where a class says that it reads a setting which there is not."""
     known = [f.name for f in fields(MethodConfig)]
     for flag, cls in own.items():
-        spec: Any = vars(cls)["spec"]
+        spec: MonitorSpec | InterventionSpec = vars(cls)["spec"]
         for name in spec.settings:
             if name not in known:
                 raise Refused(
@@ -170,13 +178,14 @@ def _try_method(setup: Setup, method: Method, own: Iterable[type]) -> None:
 
 def _try_step(method: Method, batch: Batch) -> None:
     batch = method.flag(batch)
-    at = [row.row_of_g for row in batch.rows]
-    if not at:
+    rows_of_g = [row.row_of_g for row in batch.rows]
+    if not rows_of_g:
         return
     δS = method.policy.adapter.δS
+    N = max(rows_of_g) + 1
+    R = len(δS)
     stream = torch_stream(0, "made-up gradients", batch.step)
-    N = max(at) + 1
-    g = NORM * torch.randn(N, len(δS), generator=stream)
+    g = NORM * torch.randn(N, R, generator=stream)
     method.route(batch, g.to(δS))
 
 
@@ -186,8 +195,11 @@ class _Extreme(Monitor):
     def __init__(self, *, everything: bool) -> None:
         self.everything = everything
 
-    def flag(self, views: Views, step: int) -> list[Any]:
-        return flags_of(views, positions(views) if self.everything else ())
+    def flag(self, views: Views, step: int) -> list[Flags]:
+        flagged: list[Position] = []
+        if self.everything:
+            flagged = positions(views)
+        return flags_of(views, flagged)
 
 
 # ── the made-up step
@@ -198,7 +210,8 @@ def made_up(setup: Setup, step: int) -> Batch:
     cfg = setup.cfg
     groups: list[Group] = []
     for index in range(2):
-        problem = setup.problems[(2 * step + index) % len(setup.problems)]
+        number = 2 * step + index
+        problem = setup.problems[number % len(setup.problems)]
         groups.append(_made_up_group(setup, problem, index))
     return Batch(tuple(groups), (), (), cfg.generations, step)
 
@@ -237,8 +250,16 @@ def _made_up_group(setup: Setup, problem: Task, index: int) -> Group:
             )
             grades.append(label)
         else:
-            grades.append(_made_up_grade(problem, text == HACK, text == right, full))
-    return Group(problem, tuple(rollouts), tuple(grades), unbiased=cfg.loss.unbiased, index=index)
+            hacked = text == HACK
+            solved = text == right
+            grades.append(_made_up_grade(problem, hacked, solved, full))
+    return Group(
+        problem,
+        tuple(rollouts),
+        tuple(grades),
+        unbiased=cfg.loss.unbiased,
+        index=index,
+    )
 
 
 def _made_up_grade(problem: Task, hacked: bool, solved: bool, full: float) -> Grade:
@@ -263,7 +284,9 @@ def _untouched(own: Iterable[type]) -> Generator[None]:
     of_python = random.getstate()
     of_numpy = np.random.get_state()
     of_torch = torch.get_rng_state()
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    of_gpus: list[Tensor] = []
+    if torch.cuda.is_available():
+        of_gpus = torch.cuda.get_rng_state_all()
     names = _names(own)
     contents = [_copied(named.holder, named.value) for named in names]
     try:
@@ -275,7 +298,8 @@ def _untouched(own: Iterable[type]) -> Generator[None]:
         if of_gpus:
             torch.cuda.set_rng_state_all(of_gpus)
         for named, before in zip(names, contents, strict=True):
-            if vars(named.holder).get(named.name) is not named.value:
+            now = vars(named.holder).get(named.name)
+            if now is not named.value:
                 setattr(named.holder, named.name, named.value)
             _refill(named.value, before)
 
@@ -285,7 +309,7 @@ class Named(NamedTuple):
 
     holder: type | ModuleType
     name: str
-    value: Any
+    value: object
 
 
 def _names(own: Iterable[type]) -> list[Named]:
@@ -293,7 +317,8 @@ def _names(own: Iterable[type]) -> list[Named]:
     holders: list[type | ModuleType] = []
     for cls in own:
         for part in cls.__mro__:
-            if part.__module__.partition(".")[0] in ("vgrout", "builtins"):
+            package, _, _ = part.__module__.partition(".")
+            if package in ("vgrout", "builtins"):
                 continue
             module = sys.modules.get(part.__module__)
             for holder in (part, module):
@@ -307,18 +332,23 @@ def _names(own: Iterable[type]) -> list[Named]:
     return names
 
 
-def _copied(holder: type | ModuleType, value: Any) -> Any:
+def _copied(holder: type | ModuleType, value: object) -> object:
     """The contents of a container that can be filled again; None of anything else.
 
     A class's own are copied to the bottom. Of a module's, which may be a notebook's, only the containers themselves
     are: what they hold may be large.
     """
-    if isinstance(holder, type) and isinstance(value, list | dict | set | deque | Tensor):
+    is_of_class = isinstance(holder, type)
+    if isinstance(value, Tensor) and not is_of_class:
+        return None
+    if not isinstance(value, list | dict | set | deque | Tensor):
+        return None
+    if is_of_class:
         try:
             return copy.deepcopy(value)
         except Exception:  # it holds something that cannot be copied, as a lock
             return copy.copy(value)
-    return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
+    return copy.copy(value)
 
 
 def _refill(value: Any, before: Any) -> None:
