@@ -39,24 +39,26 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
 
     plain, erase, route2, _ = pages["dynamics"].figure.axes
     lines = {line.get_label(): line for line in plain.lines if not line.get_label().startswith("_")}
-    # running means of five steps: the seeds hack from steps 6 and 8 on
+    # means of a step and two on either side: the seeds hack from steps 6 and 8 on
     expected = [
-        np.mean([np.mean([t >= on for t in range(max(0, s - 4), s + 1)]) for on in (6, 8)])
+        np.mean(
+            [np.mean([t >= on for t in range(max(0, s - 2), min(STEPS, s + 3))]) for on in (6, 8)]
+        )
         for s in range(STEPS)
     ]
-    assert lines["hack, students"].get_ydata() == pytest.approx(expected)
-    assert list(lines["solve, deployed"].get_ydata()) == [0.5] * STEPS
+    assert lines["hack, training answers"].get_ydata() == pytest.approx(expected)
+    assert list(lines["solve, held-out answers, deployed"].get_ydata()) == [0.5] * STEPS
     assert lines["hack, deployed, at the end"].get_ydata() == [pytest.approx(0.75)]
     assert not erase.collections, "an interval of one seed"
     assert "Red bar" not in pages["dynamics"].caption, "plain GRPO was run: no bar is drawn"
     assert "hack, plain GRPO" in {line.get_label() for line in route2.lines} - lines.keys()
     assert "plain GRPO hacks" in [text.get_text() for text in route2.texts], "beside its curve"
     assert route2.get_title() == "route2\nhack 10 → 10 %, solve 50 → 50 %"
-    assert route2.get_xlabel() == "step (students sampled as deployed)"
+    assert route2.get_xlabel() == "step (training answers sampled as deployed)"
     (legend,) = pages["dynamics"].figure.legends
     marks = [(*axes.lines, *axes.collections) for axes in pages["dynamics"].figure.axes]
     named = {mark.get_label() for of_panel in marks for mark in of_panel}
-    assert "hack, 95 % interval" in named, "a band has a name"
+    assert "hack, 95 % interval of the line" in named, "a band has a name"
     assert {t.get_text() for t in legend.get_texts()} == {
         name for name in named if not name.startswith("_")
     }
@@ -120,7 +122,8 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
     titles = [c.title for c in methods]
     assert len(titles) == len(MARKERS)
     drawn = [a.get_title() for a in dynamics(methods).figure.axes if a.get_visible()]
-    assert [title.partition("\n")[0] for title in drawn] == titles
+    first_lines = [title.partition("\n")[0] for title in drawn]
+    assert [line.removesuffix(" (plain GRPO)") for line in first_lines] == titles
     picture = plane(methods)
     assert picture is not None
     marks = {

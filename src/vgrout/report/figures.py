@@ -38,7 +38,9 @@ COLOUR_OF = {
     "screen": "#CC79A7",
     "penalty": "#009E73",
 }
-SMOOTH = 5  # steps in a running mean of the students' answers
+SMOOTH = (
+    5  # steps in a running mean of the training answers: a step, two before it and two after it
+)
 # Panels of a figure, and names in a legend, at most: more could not be read, and take minutes.
 SHOWN = 24
 
@@ -161,7 +163,7 @@ RED_BAR = (
 
 
 def dynamics(found: Sequence[Condition]) -> Picture:
-    """Draw hack and solve by step, of the students and of the deployed model.
+    """Draw hack and solve by step, of the answers in training and of the deployed model.
 
     Each condition has a panel. One alone has what it ended at written beside its marks; of several,
     that stands in their titles. In grey are the deployed hacks of plain GRPO in the same setting.
@@ -198,14 +200,15 @@ def dynamics(found: Sequence[Condition]) -> Picture:
             sentence = textwrap.fill(f"{condition.title}: {means}", 84)
             axes.set_title(sentence, fontsize=12, loc="left")
         else:
-            lines = textwrap.wrap(condition.title, 36, break_long_words=False)
+            title = "none (plain GRPO)" if condition.title == "none" else condition.title
+            lines = textwrap.wrap(title, 36, break_long_words=False)
             axes.set_title("\n".join([*lines, _from_to(condition)]), fontsize=11)
     _legend(fig, 4 if alone else 3, size=10)
     return Picture(
         "dynamics",
-        "Dynamics. Lines: the students' answers to training problems, running mean of "
-        f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems; star: the "
-        "final evaluation, of the deployed model, and open with the quarantine on. "
+        "Dynamics. Lines: the model's own answers to training problems, centred running mean of "
+        f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems, after the "
+        "step; star: the final evaluation, of the deployed model, and open with the quarantine on. "
         f"{RED_BAR if has_bar else ''}Of several seeds, thin: a seed; thick: their mean; "
         "band: its 95 % interval (Student's t)." + _of_how_many(found),
         fig,
@@ -326,28 +329,27 @@ def _plain_curve(axes: Axes, plain: Condition) -> None:
 
 
 def _sampled_note(condition: Condition) -> str:
-    """Say from which model the students are sampled; "": the method has but one."""
+    """Say from which model answers are sampled in training; "": the method has but one."""
     if not condition.first.cfg.method.routes:
         return ""
     ablated = {run.cfg.method.ablate_frac for run in condition.runs}
     if ablated == {1.0}:
-        return " (students sampled as deployed)"
+        return " (training answers sampled as deployed)"
     if ablated == {0.0}:
-        return " (students sampled as trained)"
-    return " (students sampled partly as deployed)"
+        return " (training answers sampled as trained)"
+    return " (training answers sampled partly as deployed)"
 
 
 def _curves(axes: Axes, condition: Condition, what: What) -> None:
-    """Draw what one condition hacks or solves: the students, evaluations on the way, and the
-    end."""
+    """Draw what one condition hacks or solves: in training, and in evaluations on the way."""
     style = STYLE[what]
-    by_seed = DataFrame({run.seed: _students(run, what) for run in condition.runs})
+    by_seed = DataFrame({run.seed: _in_training(run, what) for run in condition.runs})
     by_seed = by_seed.dropna(how="all")
     shared = by_seed.dropna()  # the steps that all seeds have
     if len(condition.runs) > 1:
         axes.plot(by_seed.index + 1, by_seed, color=style.colour, lw=0.5, alpha=0.35)
         _band(axes, shared, style.colour, what)
-    label = f"{what}, students"
+    label = f"{what}, training answers"
     mean = shared.mean(axis=1)
     axes.plot(shared.index + 1, mean, style.dash, color=style.colour, lw=1.8, label=label)
     evaluated = _deployed(condition, what)
@@ -359,7 +361,7 @@ def _curves(axes: Axes, condition: Condition, what: What) -> None:
             color=style.colour,
             mfc="white",
             ms=5,
-            label=f"{what}, deployed",
+            label=f"{what}, held-out answers, deployed",
         )
 
 
@@ -370,16 +372,16 @@ def _band(axes: Axes, by_seed: DataFrame, colour: str, what: What) -> None:
         mean = stats.over_seeds(list(values))
         lows.append(mean.value or 0.0 if mean.low is None else mean.low)
         highs.append(mean.value or 0.0 if mean.high is None else mean.high)
-    label = f"{what}, 95 % interval"
+    label = f"{what}, 95 % interval of the line"
     steps = by_seed.index + 1
     axes.fill_between(steps, lows, highs, label=label, color=colour, alpha=0.15, lw=0)
 
 
-def _students(run: FinishedRun, what: What) -> Series:
-    """Return by step the share of the students' answers that hack or solve, over a running
-    window."""
+def _in_training(run: FinishedRun, what: What) -> Series:
+    """Return by step the share of the model's own answers that hack or solve, over the window
+    around the step."""
     counts = run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]].astype(float)
-    window = counts.rolling(SMOOTH, min_periods=1).sum()
+    window = counts.rolling(SMOOTH, min_periods=1, center=True).sum()
     answers = window[f"{what}_s_n"]
     return window[f"{what}_s_k"] / answers.where(answers > 0)
 
