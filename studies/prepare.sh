@@ -63,7 +63,7 @@ rules)
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
-pretrained | pretrained-more)
+pretrained | pretrained-more | pretrained-labels)
     test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
     seeds="201 202 203"
     [ "$1" = pretrained ] || seeds="204 205 206 207 208"
