@@ -289,6 +289,8 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
 
     def said(rows: list[Any], arm: str, control: str, settings: str) -> str:
         of = [r for r in rows if (r["arm"], r["control"], bare(r)) == (arm, control, settings)]
+        if not of:
+            return "not run"
         hack, solve = (
             100 * mean(float(r[f"{what}_deploy"]) for r in of) for what in ("hack", "solve")
         )
@@ -303,6 +305,9 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
     shown = {
         "plain GRPO |": ("none", "none", "", ""),
         "routed |": ("route2", "none", usual, f"{best} rebaseline=True"),
+        "routed, random direction": ("route2", "haar", "", f"{best} rebaseline=True"),
+        "left out, by an oracle": ("screen", "none", "monitor=labels", "monitor=labels"),
+        "rewarded less, by an oracle": ("penalty", "none", "monitor=labels", "monitor=labels"),
         "plain GRPO, nothing": ("none", "none", "mix_ratio=0.0", "mix_ratio=0.0"),
         "(grader without": ("none", "no_loophole", "", ""),
     }
@@ -313,7 +318,12 @@ def test_the_tables_with_demonstrations_are_of_recorded_runs() -> None:
         ]
         assert cells[2] == said(small, arm, control, of_small), start
         assert cells[3] == said(of_sums, arm, control, of_small.replace(usual, "")), start
-        assert cells[1] == said(toy if "mix" in of_toy else axes, arm, control, of_toy), start
+        of_toys = axes
+        if "mix" in of_toy:
+            of_toys = toy
+        elif "labels" in of_toy:
+            of_toys = make.read("axes")
+        assert cells[1] == said(of_toys, arm, control, of_toy), start
 
 
 ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
