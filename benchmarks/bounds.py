@@ -18,7 +18,7 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import Shapes, shapes_of
 from vgrout.model.step_time import BY_CLIENT_NAME, Load
-from vgrout.rng import torch_stream
+from vgrout.torch_rng import torch_stream
 
 
 def known_shapes(policy: Policy) -> Shapes:

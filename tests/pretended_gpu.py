@@ -18,7 +18,6 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,7 +243,7 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return torch.cat(out)
 
     monkeypatch.setattr(attention, "kernel_name", lambda *_: "varlen_attn")
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "torch_varlen_attention", lambda: kernel)
     return queries
 
 

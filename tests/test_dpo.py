@@ -13,10 +13,9 @@ from methods import graded
 from runs import program
 from vgrout.config.guard import GuardConfig
 from vgrout.config.run import OptConfig
-from vgrout.data import Completion, GradedCompletion
+from vgrout.data import Completion, Graded, GradedCompletion
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.generation import Graded
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,

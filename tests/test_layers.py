@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
         "tensor_types",
         "ranks",
         "rng",
+        "torch_rng",
         "files",
         "interrupts",
         "cli",
@@ -54,6 +55,7 @@ LAYERS: list[set[str]] = [
     {"envs.code.monitors"},
     {"optim", "runs"},
     {"train", "imitation", "sweep"},
+    {"answering"},
     {
         "distill",
         "iterative_dpo",

@@ -15,12 +15,12 @@ import torch
 from vgrout import embedded as organism
 from vgrout import generation, substrate
 from vgrout.config.sampling import Sampling
-from vgrout.data import Completion, Grade, GradedCompletion
+from vgrout.data import Completion, Grade, Graded, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import elicited, load_problems, load_rows
-from vgrout.generation import Graded, generate_graded
+from vgrout.generation import generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import load_language_model
 from vgrout.organism.build import POOL_PROBLEMS

@@ -12,8 +12,7 @@ from vgrout.config.presets import PRESETS, recorded, resolve
 from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.envs.code.problem import Problem
-from vgrout.heldout import Final
-from vgrout.metrics import Eval, ModeEval, Rate
+from vgrout.metrics import Eval, Final, ModeEval, Rate
 from vgrout.report import stats
 from vgrout.runs.verdict import last_lines
 from vgrout.table import NEAR

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 Source = Literal["student", "teacher"]
+# a model of a run: without its adapter, with both vectors, without the quarantine
+Side = Literal["base", "trained", "deployed"]
 Message = dict[str, str]  # {"role": …, "content": …}
 
 G = TypeVar("G", covariant=True)
@@ -74,10 +76,10 @@ class Grade:
     passed: bool  # rewarded in full: by the flawed check, which accepts right answers too
     solved: bool  # the reference accepts the answer
     hacked: bool  # the flawed check accepts the answer, and the reference does not
-    flaw: str  # the task's own, or that of its flaws which accepted the answer
+    flaw: str  # whose check accepted the answer; the task's own where none did
     # what the answer would earn by the reference alone, on the same scale
     reward_of_reference: float
-    # "ok", or what became of an answer that could not be checked as others are; "lost: …" is a grader's failure
+    # "ok"; else why the answer could not be checked in the usual way ("lost: …": the grader failed)
     status: str = "ok"
     suspected: bool = False  # the environment's weak detector flags it, which sees no reference
     # verdicts of all weak detectors, by their letters; {}: the environment has none
@@ -95,7 +97,10 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class CachedGrade:
-    """Labels that came with a pool. A type of its own: another grader's "hacked" is not our `hacked`."""
+    """The label that a demonstration has in its pool, the folder that it comes from.
+
+    A type of its own: another grader's "hacked" is not our `hacked`.
+    """
 
     reward: float
     passed: bool
@@ -178,6 +183,11 @@ class GradedCompletion(Generic[G]):
     def finished(self) -> bool:
         """Whether it ended by itself, and with an answer."""
         return self.completion.whole
+
+
+Verdict = Grade | Ungraded
+GradedAnswer = GradedCompletion[Verdict]
+Graded = GradedCompletion[Grade]
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,9 +433,10 @@ class Batch:
     flaws: tuple[Flaw, ...]  # of the training problems
     generations: int  # planned rollouts per step
     step: int
-    # weak detectors (--report-detectors) by which the students' hacks are split
+    # letters of the weak detectors (--report-detectors): the table counts the hacks that one of them
+    # flags apart from those that none does
     half_a: tuple[str, ...] = ()
-    # flaws that a monitor with labels knows; (): all, or nobody is given labels
+    # flaws whose hacks a monitor with labels is told; (): all of them, or no monitor has labels
     known: tuple[str, ...] = ()
     # of the groups with signal: in the others every advantage is 0
     rows: tuple[UpdateRow, ...] = ()
@@ -455,7 +466,7 @@ class GroupView:
     sources: tuple[Source, ...]
     deployed: tuple[bool, ...]
     rewards: tuple[float, ...]
-    passed: tuple[bool, ...]  # rewarded in full: only they can be hacks that are learnt
+    passed: tuple[bool, ...]  # rewarded in full, as every hack is
     advantages: tuple[float, ...]
     # the environment's weak detector flags the answer; False on demonstrations, which are not graded
     detector: tuple[bool, ...]
@@ -489,7 +500,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class OracleView(GroupView):
-    """A view with the true labels, for monitors that are bounds and no methods. All others refuse this type."""
+    """A view with the true labels, for monitors that are upper bounds and not methods (`sees_labels`)."""
 
     # which flaw each answer hacks; teacher rows by their cached label
     hacks: tuple[str | None, ...] = ()

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tabulate import tabulate
-from tqdm import tqdm
 
 from vgrout import console
 from vgrout.cli import cli_exit
@@ -23,7 +22,7 @@ from vgrout.cores import cores
 from vgrout.data import Message, Task
 from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs import base
-from vgrout.envs.base import balanced, none_fits, without_hint
+from vgrout.envs.base import balanced, none_fits
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.modes import MODES, Mode
@@ -40,13 +39,9 @@ from vgrout.envs.text import TextEnvironment, fingerprint
 from vgrout.errors import Refused
 from vgrout.failures import LoggedFailures
 from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
-from vgrout.heldout import Side, answers, as_side
 from vgrout.metrics import Eval
-from vgrout.model.source import Saved, find_adapter, is_small, require_fitting
+from vgrout.model.source import Saved, find_adapter, require_fitting
 from vgrout.teacher.pools import load_pool
-
-if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
-    from vgrout.model.policy import Policy
 
 SCHEMA = "evaluation_v1"
 # sides as the printed table names them
@@ -117,22 +112,17 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     probe_writable(out.parent, "--out")
     with world.grader() as grader:
         world.check(grader)
-        import torch
+        from vgrout import answering  # imports torch
 
-        from vgrout.model.load import load_saved
-
-        if is_small(saved.model):
-            torch.set_num_threads(1)  # for matrices this small a second thread only costs
-        policy = load_saved(saved)
+        policy = answering.policy_of(saved)
         room = policy.window - cfg.scale.max_new
         fit = [p for p in world.problems if len(policy.render(p.messages)) <= room]
         if not fit:
             raise none_fits(str(file), room)
         n = cli.n_prompts or cfg.eval.final_n_prompts
         chosen = balanced(fit, n, 0, "test", world.flaws)
-        sides = _score(
-            policy, grader, cfg, chosen, cli.samples or cfg.eval.final_samples, world.flaws
-        )
+        samples = cli.samples or cfg.eval.final_samples
+        sides = answering.score(policy, grader, cfg, chosen, samples, world.flaws)
     print(
         f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, "
         f"{len(chosen)} problems of {file}"
@@ -179,40 +169,6 @@ def _own_file(cli: EvaluateSettings, saved: Saved, problems: Path, seed: int, by
     if by:
         name += f"_by-{by}"
     return saved.path.parent / "evaluations" / f"{name}.json"
-
-
-def _score(
-    policy: "Policy",
-    grader: base.Grader,
-    cfg: Config,
-    problems: Sequence[Task],
-    samples: int,
-    flaws: Sequence[str],
-) -> dict[str, Eval]:
-    """Rates of the untrained model, of the deployed one, and of the deployed one without hints, if there are any.
-
-    Answers are drawn from the same streams as in the run's final evaluation.
-    """
-    sampled: dict[str, tuple[Side, Sequence[Task]]] = {
-        "base": ("base", problems),
-        "deployed": ("deployed", problems),
-    }
-    if isinstance(problems[0], Problem) or any(p.plain != p.messages for p in problems):
-        sampled["plain"] = ("deployed", [without_hint(p) for p in problems])
-    scored: dict[str, Eval] = {}
-    with tqdm(
-        total=len(sampled) * len(problems) * samples,
-        desc="evaluating",
-        unit="answer",
-        disable=None,
-    ) as bar:
-        for name, (side, given) in sampled.items():
-            with as_side(policy, side):
-                graded = answers(
-                    policy, grader, given, samples, cfg, cfg.scale.steps, "final", bar.update
-                )
-            scored[name] = Eval.of(graded, flaws)
-    return scored
 
 
 @dataclass(frozen=True)

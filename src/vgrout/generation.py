@@ -7,8 +7,7 @@ Training, evaluation, pools, distillation, preference rounds and `vgrout sample`
 - `generate_graded` goes through many problems batch by batch, with a log from which a killed process goes on.
 
 An answer is graded, without its thought, while others are still being sampled. A grader that fails is asked again by
-its environment, so what comes back without a grade has none for good. Torch is imported by what samples, so that a
-program that comes here may refuse a wrong flag without it.
+its environment, so what comes back without a grade has none for good.
 """
 
 import json
@@ -17,26 +16,32 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vgrout import ranks
 from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
-from vgrout.data import Completion, Grade, GradedCompletion, Task, Thought, Ungraded
+from vgrout.data import (
+    Completion,
+    Grade,
+    Graded,
+    GradedAnswer,
+    GradedCompletion,
+    Task,
+    Thought,
+    Ungraded,
+    Verdict,
+)
 from vgrout.envs.base import Grader, GroupGrader
-from vgrout.rng import torch_stream
+from vgrout.model.policy import LanguageModel
+from vgrout.model.sampler import sample
 from vgrout.thoughts import thought_of, to_grade
-
-if TYPE_CHECKING:  # see above
-    import torch
-
-    from vgrout.model.policy import LanguageModel
+from vgrout.torch_rng import torch_stream
 
 BATCH = 192  # answers that `generate_graded` samples at once: a kill loses at most these
 
-Verdict = Grade | Ungraded
-GradedAnswer = GradedCompletion[Verdict]
-Graded = GradedCompletion[Grade]
 Logged = dict[str, Any]  # a graded answer as the log stores it
 
 
@@ -53,14 +58,14 @@ class Submitted:
 
 
 def sample_and_submit(
-    lm: "LanguageModel",
+    lm: LanguageModel,
     grader: Grader,
     problems: Sequence[Task],
     n: int | Sequence[int],
     *,
     sampling: Sampling,
     max_new: int,
-    stream: "torch.Generator",
+    stream: torch.Generator,
     deployed: bool = False,
     on_completion: Callable[[], object] | None = None,
 ) -> list[list[Submitted]]:
@@ -69,8 +74,6 @@ def sample_and_submit(
     stream: a named CPU stream of random numbers. deployed: whether the model is the deployed one.
     on_completion: called as each one ends.
     """
-    from vgrout.model.sampler import sample
-
     verdicts: dict[tuple[int, int], Future[Verdict]] = {}
     prompts = [lm.render(problem.messages) for problem in problems]
     in_thought = [lm.opens_thought(problem.messages) for problem in problems]
@@ -104,7 +107,7 @@ def sample_and_submit(
     return submitted
 
 
-def with_thought(lm: "LanguageModel", completion: Completion, in_thought: bool) -> Completion:
+def with_thought(lm: LanguageModel, completion: Completion, in_thought: bool) -> Completion:
     """A sampled completion with the thought that it begins with. in_thought: the prompt has opened the thought."""
     thought = thought_of(lm, completion.ids, completion.text, in_thought)
     return replace(completion, thought=thought)
@@ -134,14 +137,14 @@ def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedAnswer]]
 
 
 def sample_and_grade(
-    lm: "LanguageModel",
+    lm: LanguageModel,
     grader: Grader,
     problems: Sequence[Task],
     n: int,
     *,
     sampling: Sampling,
     max_new: int,
-    stream: "torch.Generator",
+    stream: torch.Generator,
     on_completion: Callable[[], object] | None = None,
 ) -> list[GradedAnswer]:
     """n graded answers to each problem, in the order of the problems, then of their samples.
@@ -165,7 +168,7 @@ def sample_and_grade(
 
 
 def generate_graded(
-    lm: "LanguageModel",
+    lm: LanguageModel,
     grader: Grader,
     problems: Sequence[Task],
     n: int,

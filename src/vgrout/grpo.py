@@ -7,10 +7,10 @@ backward. Hooks on the adapted layers collect the gradients in g (`PerRolloutGra
 A batch is learnt from in one or more updates (--updates-per-batch), each of them on all of its rollouts. In update n a
 rollout b is learnt in that view v of the adapter (the quarantine on, or off) that sampled it, and has the gradient
 
-    g_b⁽ⁿ⁾ = ∇ℒ_b(ρ⁽ⁿ⁾) at θ⁽ⁿ⁾,     ρ_t⁽ⁿ⁾ = π_v(o_t; θ⁽ⁿ⁾) / π_v(o_t; θ⁽¹⁾),     keep⁽ⁿ⁾ + quar⁽ⁿ⁾ = Σ_b g_b⁽ⁿ⁾
+    g_b⁽ⁿ⁾ = ∇ℒ_b(ρ⁽ⁿ⁾) at θ⁽ⁿ⁾,     ρ_t⁽ⁿ⁾ = π_v(o_t; θ⁽ⁿ⁾) / π_v(o_t; θ⁽¹⁾)
 
-Advantages and flags of texts are the batch's in all updates. θ⁽¹⁾ is the policy that sampled, so ρ is PPO's importance
-ratio, and ρ⁽¹⁾ = 1.
+Routing divides Σ_b g_b⁽ⁿ⁾ in every update. Advantages and flags of texts are the batch's in all of them. θ⁽¹⁾ is the
+policy that sampled, so ρ is PPO's importance ratio, and ρ⁽¹⁾ = 1.
 """
 
 import math
@@ -29,7 +29,14 @@ from vgrout.config.run import Config
 from vgrout.data import Batch, Rollout, UpdateRow
 from vgrout.loss_metrics import LossMetrics, Tally
 from vgrout.losses import LossInput, Norm, policy_loss
-from vgrout.micro_batches import Merged, Part, as_batch, merge_twins, micro_batches, prompts_apart
+from vgrout.micro_batches import (
+    Merged,
+    Portion,
+    as_batch,
+    merge_twins,
+    micro_batches,
+    prompts_apart,
+)
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, completion_logprobs
@@ -64,14 +71,13 @@ def policy_gradients(
 
     Every rank computes a part of the rows. All ranks return the same g, and the metrics of all rows.
 
-    The fewer rows g has, the cheaper: the weight's gradient is formed once a row, and backward goes through a prompt
-    once for every row of its rollouts. With packing, shared prompt and answer prefixes are computed once, and so are
-    twins: students of a group with the same answer and advantage. That matches one padded row a rollout to about 1e-6
-    in fp32.
+    The fewer rows g has, the cheaper: each row needs gradient products of its own, and a backward pass of its own
+    through the prompt. With packing, what several rows begin with is computed once, and so are twins: students of a
+    group with the same answer and advantage. The result matches one padded row a rollout to about 1e-6 in fp32.
 
     teacher: a model with the same vocabulary, needed for --teacher-tau.
-    logp_old: in later updates on one batch, the log-probs that the first one returned. Without them π_old is π
-        detached, of demonstrations likewise, so all have ratio 1.
+    logp_old: in later updates on one batch, the log-probs that the first one returned. In the first there are none:
+        π_old is π, detached, and every ratio is 1, also that of demonstrations.
     """
     adapter = policy.adapter
     packs = policy.packs and (teacher is None or teacher.packs)
@@ -159,14 +165,14 @@ class _Update:
         """Add the gradients of these rows to `collected`."""
         model = self.policy.model
         budget = self.policy.budget.tokens
-        parts = [Part(rows, None)]
+        portions = [Portion(rows, None)]
         if self.packs:
-            parts = prompts_apart(self.policy, rows)
-        for part in parts:
-            prompts = part.prompts
+            portions = prompts_apart(self.policy, rows)
+        for portion in portions:
+            prompts = portion.prompts
             if prompts is not None:
                 prompts.read(model, backbone(model), collected.tokens)
-            for micro_batch in micro_batches(part.rows, budget, self.packs, prompts):
+            for micro_batch in micro_batches(portion.rows, budget, self.packs, prompts):
                 self._micro_batch(micro_batch, prompts, collected)
             if prompts is not None:
                 prompts.backward()
@@ -230,14 +236,15 @@ def loss_input(
     logp = logps.of(kind)
     if old is None:
         old = logp.detach()
-    recorded, known = recorded_logps(rollouts, loss, old)
-    is_teacher = [rollout.source == "teacher" for rollout in rollouts]
+    recorded, has_logps = recorded_logps(rollouts, loss, old)
+    is_demonstration = [rollout.source == "teacher" for rollout in rollouts]
     logp_ref = None
     logp_teacher = None
     with torch.no_grad():
         others_read = loss.beta or loss.teacher_tau
         if others_read and isinstance(batch, Packed) and batch.prompts is not None:
-            # The prompts that were read are this policy's. Without a gradient the rows may share all that they can.
+            # The prompts in `batch` were run through this policy, and another model needs them in its own batch.
+            # Rows share what they begin with if they have one row of g, and no gradient is taken here: so all get 0.
             on_one_row = [replace(row, row_of_g=0) for row in rows]
             batch = as_batch(policy, on_one_row, packs=True)
         if loss.beta:
@@ -248,8 +255,7 @@ def loss_input(
             of_teacher = completion_logprobs(teacher.model, batch, support)
             logp_teacher = of_teacher.of(kind)
     # ratio 1 where the sampler's log-probs are not known, and on demonstrations
-    teacher_rows = uploaded(is_teacher, policy.device)
-    has_ratio_1 = teacher_rows | ~known
+    has_ratio_1 = uploaded(is_demonstration, policy.device) | ~has_logps
     advantages = [row.advantage for row in rows]
     return logps, LossInput(
         logp=logp,

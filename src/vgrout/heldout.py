@@ -2,33 +2,28 @@
 `vgrout evaluate` asks it about saved adapters.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+
+import torch
 
 from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.console import Clock
-from vgrout.data import Task
+from vgrout.data import GradedAnswer, Side, Task
 from vgrout.envs.base import Grader, Splits, without_hint
 from vgrout.errors import Interrupted
-from vgrout.generation import GradedAnswer, sample_and_grade
-from vgrout.metrics import Eval, spaced
-from vgrout.rng import torch_stream
-
-if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
-    import torch
-
-    import vgrout.model.policy
+from vgrout.generation import sample_and_grade
+from vgrout.metrics import Eval, Final, spaced
+from vgrout.model.policy import LanguageModel, Policy
+from vgrout.torch_rng import torch_stream
 
 # answers of an evaluation whose KL is measured, and how many in one forward
 KL_ANSWERS, KL_BATCH = 32, 8
 
-Side = Literal["base", "trained", "deployed"]
 
-
-def as_side(policy: "vgrout.model.policy.Policy", side: Side) -> AbstractContextManager[None]:
+def as_side(policy: Policy, side: Side) -> AbstractContextManager[None]:
     """The policy as one of its sides: base = adapter off, trained = δS and δS_hack on, deployed = quarantine off."""
     return {
         "base": policy.adapter.reference,
@@ -38,7 +33,7 @@ def as_side(policy: "vgrout.model.policy.Policy", side: Side) -> AbstractContext
 
 
 def answers(
-    lm: "vgrout.model.policy.LanguageModel",
+    lm: LanguageModel,
     grader: Grader,
     problems: Sequence[Task],
     n: int,
@@ -65,7 +60,7 @@ def answers(
 
 
 def evaluate(
-    policy: "vgrout.model.policy.Policy",
+    policy: Policy,
     grader: Grader,
     problems: Sequence[Task],
     cfg: Config,
@@ -79,15 +74,13 @@ def evaluate(
         return replace(Eval.of(given, flaws), kl=kl_to_base(policy, given))
 
 
-def kl_to_base(policy: "vgrout.model.policy.Policy", given: Sequence[GradedAnswer]) -> float | None:
+def kl_to_base(policy: Policy, given: Sequence[GradedAnswer]) -> float | None:
     """Mean over the tokens of at most KL_ANSWERS of these answers, nats; None without answers. Exact at each position,
     so few answers suffice: the standard deviation over seeds of 32 answers' mean is a tenth of it on the organism."""
-    import torch
-
     some = spaced(given, KL_ANSWERS)
     batches = [some[i : i + KL_BATCH] for i in range(0, len(some), KL_BATCH)]
 
-    def kl(part: Sequence[GradedAnswer]) -> "torch.Tensor":
+    def kl(part: Sequence[GradedAnswer]) -> torch.Tensor:
         return policy.kl_to_base(
             [policy.render(a.problem.messages) for a in part], [a.ids for a in part]
         ).cpu()
@@ -96,27 +89,8 @@ def kl_to_base(policy: "vgrout.model.policy.Policy", given: Sequence[GradedAnswe
     return float(torch.cat([tokens[i] for i in range(len(batches))]).mean()) if tokens else None
 
 
-@dataclass(frozen=True)
-class Final:
-    """The final evaluation, on the same test problems for every method. `plain`: the deployed model without a hint."""
-
-    base: Eval
-    trained: Eval
-    deployed: Eval
-    plain: Eval
-    # by side; without a quarantine trained's list is deployed's
-    answers: Mapping[str, Sequence[GradedAnswer]]
-
-    @classmethod
-    def of(cls, flaws: Iterable[str], **answers: Sequence[GradedAnswer]) -> "Final":
-        """From the four sides' answers, by their names. flaws: all that there are, in the order of the tables."""
-        names = tuple(flaws)
-        evals = {side: Eval.of(given, names) for side, given in answers.items()}
-        return cls(**evals, answers=answers)
-
-
 def evaluate_final(
-    policy: "vgrout.model.policy.Policy",
+    policy: Policy,
     grader: Grader,
     splits: Splits,
     cfg: Config,

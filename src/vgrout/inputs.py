@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from loguru import logger
 
@@ -44,9 +44,6 @@ from vgrout.model.source import (
 from vgrout.scoring import scorer
 from vgrout.teacher.pools import Pool, load_pool
 
-if TYPE_CHECKING:
-    from vgrout.model.policy import LanguageModel
-
 T = TypeVar("T")
 
 # nats per token; the KL of a model to itself is a small negative number as often as a positive one
@@ -54,6 +51,19 @@ KL_ROUNDING = 1e-4
 
 # up to this size a model folder is hashed beforehand; a larger one would take seconds per run
 MODEL_BYTES = 2**28
+
+
+class ReadsPrompts(Protocol):
+    """What of a language model decides which prompts fit it."""
+
+    @property
+    def window(self) -> int:
+        """The most tokens that it reads, the answer's included."""
+        ...
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a prompt."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class Inputs:
         shown = {flaw for task, flaw in self.environment.marked.items() if task in ids}
         return [flaw for flaw in self.environment.flaws if flaw in shown]
 
-    def splits(self, cfg: Config, *models: "LanguageModel") -> Splits:
+    def splits(self, cfg: Config, *models: ReadsPrompts) -> Splits:
         """The run's tasks in disjoint train / val / test splits, without those whose prompt does not fit the window
         of one of these models.
 

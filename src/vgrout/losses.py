@@ -1,6 +1,6 @@
 """Policy-gradient losses: a typed batch of token log-probs → one loss per rollout. Pure functions.
 
-Axes: G rollouts, T completion tokens (right-padded). π is the trainer's distribution now, π_old the
+Axes: B rollouts, T completion tokens (right-padded). π is the trainer's distribution now, π_old the
 trainer's before this step's first update, π_s the sampler's. All losses are finite at any
 log-ratio: the mask is applied before exp, and log-ratios are cut at ±20 (e^20 ≈ 5e8), beyond which
 a token has no gradient.
@@ -16,9 +16,9 @@ from torch import Tensor
 from vgrout.config.loss import LOSSES as SPECS
 from vgrout.config.loss import LossConfig
 
-PerToken = Float[Tensor, "G T"]
-PerRollout = Float[Tensor, " G"]
-Mask = Bool[Tensor, "G T"]
+PerToken = Float[Tensor, "B T"]
+PerRollout = Float[Tensor, " B"]
+Mask = Bool[Tensor, "B T"]
 
 LOG_RATIO_MAX = 20.0
 
@@ -27,7 +27,7 @@ LOG_RATIO_MAX = 20.0
 class Norm:
     """Normalisers of one optimiser step, the same for all its micro-batches."""
 
-    rollouts: int  # G · P, groups without signal included
+    rollouts: int  # of a group × prompts of a step, groups without signal included
     max_new: int  # longest completion that may be sampled, in tokens
     tokens: int  # completion tokens of all groups with signal
 
@@ -64,8 +64,8 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
 
     With samples of π_old = π, the expected gradient of K3 is that of KL(ref ‖ π), not of the
     KL(π ‖ ref) that K3 estimates (arXiv 2506.09477). ρ · K3 has the latter's, and is exact in later
-    updates too (DeepSeek-V3.2, arXiv 2512.02556): ∇(ρ · K3) = ρ (log π − log ref) ∇ log π. Either
-    is a token's, with what comes before it fixed.
+    updates too (DeepSeek-V3.2, arXiv 2512.02556): ∇(ρ · K3) = ρ (log π − log ref) ∇ log π. Both hold
+    for one token, given the tokens before it.
     """
     A = token_advantages(x, cfg)
     output = LOSSES[cfg.loss](x, A, cfg)

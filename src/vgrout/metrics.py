@@ -1,6 +1,6 @@
 """Rates, and what is counted of a step and of an evaluation. Standard library only."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -10,6 +10,7 @@ from vgrout.data import (
     Flags,
     Flaw,
     Grade,
+    GradedAnswer,
     GradedCompletion,
     Group,
     Rollout,
@@ -251,6 +252,25 @@ class Eval:
             "solve_deploy": self.solve.value,
             "kl_deploy": self.kl,
         }
+
+
+@dataclass(frozen=True)
+class Final:
+    """The final evaluation, on the same test problems for every method. `plain`: the deployed model without a hint."""
+
+    base: Eval
+    trained: Eval
+    deployed: Eval
+    plain: Eval
+    # by side; without a quarantine trained's list is deployed's
+    answers: Mapping[str, Sequence[GradedAnswer]]
+
+    @classmethod
+    def of(cls, flaws: Iterable[str], **answers: Sequence[GradedAnswer]) -> "Final":
+        """From the four sides' answers, by their names. flaws: all that there are, in the order of the tables."""
+        names = tuple(flaws)
+        evals = {side: Eval.of(given, names) for side, given in answers.items()}
+        return cls(**evals, answers=answers)
 
 
 @dataclass(frozen=True, slots=True)

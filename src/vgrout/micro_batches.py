@@ -14,7 +14,7 @@ from vgrout.model.prefixes import Prompts
 TokenIds = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """Some of an update's rows, and the prompts that are run forward once before their answers."""
 
     rows: Sequence[UpdateRow]
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
 class Merged:
     """Rows in which equal students share a row of g.
 
-    twins: a row of g that several share → the rows of g that are then left empty.
+    twins: the row of g that several students share → the other students' own rows of g, which stay empty for now.
     """
 
     rows: list[UpdateRow]
@@ -74,7 +74,7 @@ def _learnt_from(row: UpdateRow) -> Hashable:
     )
 
 
-def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Part]:
+def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Portion]:
     """Divide rows into parts whose prompts are run forward once, before the answers.
 
     The prompts of a part have at most half of the token budget, or are one prompt. Where no prompt has two rows of g,
@@ -89,12 +89,12 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Part
         rows_of_g = {row.row_of_g for row in of_prompt}
         n_rows_of_g[prompt] = len(rows_of_g)
     if max(n_rows_of_g.values(), default=0) < 2:
-        return [Part(rows, None)]
+        return [Portion(rows, None)]
 
     most_rows_first = sorted(by_prompt, key=n_rows_of_g.__getitem__, reverse=True)
     depth = policy.model.config.num_hidden_layers
     dtype = policy.model.dtype
-    parts: list[Part] = []
+    portions: list[Portion] = []
     for prompts_of_part in _in_parts(most_rows_first, policy.budget.tokens // 2):
         of_part: list[UpdateRow] = []
         for prompt in prompts_of_part:
@@ -107,10 +107,10 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Part
             dtype,
         )
         if prompts.ids:
-            parts.append(Part(of_part, prompts))
+            portions.append(Portion(of_part, prompts))
         else:
-            parts.append(Part(of_part, None))
-    return parts
+            portions.append(Portion(of_part, None))
+    return portions
 
 
 def _in_parts(prompts: Sequence[TokenIds], most_tokens: int) -> list[list[TokenIds]]:

@@ -137,12 +137,13 @@ class Update:
     lr: float | None = None
     # hack-ward cosine of the change that AdamW applied to δS, weight decay included
     cos_upd: float | None = None
-    # share of the change both vectors ask for that is in the weights; None: not measured
+    # how much of what δS and δS_hack ask for the merged weights really hold, in their precision: 1 is
+    # all; None: not measured
     realised: float | None = None
 
     @classmethod
     def of_batch(cls, updates: Sequence["Update"]) -> "Update":
-        """Join the updates on one batch: the first one, with the clip's numbers of them all.
+        """Join the updates on one batch: the first one, but clipping and masking are averaged over all.
 
         The policy of the first update is the one that sampled. If any update was not finite, the
         joined one has no numbers of the loss.
@@ -194,7 +195,7 @@ def lr_at(step: int, cfg: OptConfig, steps: int) -> float:
 
 
 def warmup_steps(cfg: OptConfig, steps: int) -> int:
-    """How many of the steps are warm-up: the share that is asked for, and at least one of it.
+    """How many of the steps are warm-up: `warmup_frac` of them, but at least one.
 
     None with a share of 0, and none in a run of a single step: at 1e-3 of the rate it would learn
     nothing.

@@ -4,6 +4,7 @@ With --reward and --reference these are rows of a user's own: both functions are
 rows' own right ones.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import ORGANISM, Config, EnvConfig, ScaleConfig
-from vgrout.config.sampling import Sampling
 from vgrout.console import Progress
 from vgrout.data import Grade
 from vgrout.envs.code.grading.check import (
@@ -46,9 +46,7 @@ from vgrout.errors import refuse
 from vgrout.files import printable
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import require_fitting, require_model, require_thinking
-from vgrout.rng import torch_stream
 from vgrout.scoring import RewardFailed
-from vgrout.thoughts import to_grade
 
 FEW, MANY = 200, 2000  # problems
 # split → what a run needs where it is empty
@@ -175,22 +173,17 @@ def _of_model(
     if settings.thinking:
         require_thinking(folder)
     require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
-    from vgrout.model.load import load_language_model, pick_device, thinking  # imports torch
-    from vgrout.model.sampler import sample
+    from vgrout import answering  # imports torch
 
-    device, dtype = pick_device(model, "auto")
-    lm = thinking(load_language_model(model, device=device, dtype=dtype), settings.thinking)
     some = rows[: settings.answers]
-    each = -(-settings.answers // len(some))
-    prompts = [lm.render(row.messages) for row in some]
-    stream = torch_stream(0, "check", 0)
-    sampled = sample(lm, prompts, each, Sampling(), settings.max_new, stream)
-    answers: list[tuple[TextTask, list[str]]] = []
-    for row, completions in zip(some, sampled, strict=True):
-        in_thought = lm.opens_thought(row.messages)
-        of_row = [to_grade(None, completion.text, in_thought)[0] for completion in completions]
-        answers.append((row, of_row))
-    return answers
+    texts = answering.texts_of_model(
+        model,
+        [row.messages for row in some],
+        math.ceil(settings.answers / len(some)),
+        max_new=settings.max_new,
+        thinks=settings.thinking,
+    )
+    return list(zip(some, texts, strict=True))
 
 
 def _tried(graded: Sequence[tuple[TextTask, str, Grade]], whose: str) -> list[str]:

@@ -11,7 +11,7 @@ from vgrout.data import Batch, CachedGrade, Flaw, Grade, Group, Rollout, Task
 from vgrout.envs.base import Grader
 from vgrout.generation import Submitted, graded, sample_and_submit
 from vgrout.model.policy import Policy
-from vgrout.rng import torch_stream
+from vgrout.torch_rng import torch_stream
 
 # of one problem: each with the label that came with it
 Demonstrations = Sequence[tuple[Rollout, CachedGrade]]
@@ -122,7 +122,9 @@ def _sample_students(
 def _warn_of_lost(where: str, grades: Sequence[Grade]) -> None:
     lost = [grade.status for grade in grades if grade.status.startswith("lost:")]
     if lost:
-        logger.warning(f"{where}: {len(lost)} answers take their worker along: {lost[0]}")
+        logger.warning(
+            f"{where}: {len(lost)} answers ended the process that graded them: {lost[0]}"
+        )
 
 
 def _group(
@@ -135,21 +137,21 @@ def _group(
 ) -> Group:
     """The students' rollouts of a problem, then the demonstrations."""
     rollouts: list[Rollout] = []
-    rewarded: list[Grade | CachedGrade] = []
+    labels: list[Grade | CachedGrade] = []
     for answer, grade in zip(sampled, grades, strict=True):
         rollouts.append(
             Rollout.of(
                 answer.problem, answer.prompt_ids, answer.completion, deployed=answer.deployed
             )
         )
-        rewarded.append(training_reward(cfg, grade))
+        labels.append(training_reward(cfg, grade))
     for rollout_of_teacher, label in demonstrations:
         rollouts.append(rollout_of_teacher)
-        rewarded.append(label)
+        labels.append(label)
     return Group(
         problem,
         tuple(rollouts),
-        tuple(rewarded),
+        tuple(labels),
         unbiased=cfg.loss.unbiased,
         index=index,
     )

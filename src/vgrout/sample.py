@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 import tyro
 
@@ -18,7 +18,7 @@ from vgrout.cli import cli_exit
 from vgrout.config.checks import check, flag, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
-from vgrout.data import Completion, Message, Task, Ungraded
+from vgrout.data import Completion, Message, Side, Task, Ungraded, Verdict
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import load_rows
@@ -27,14 +27,7 @@ from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
 from vgrout.failures import LoggedFailures
 from vgrout.files import printable
-from vgrout.generation import Verdict, sample_and_grade, with_thought
-from vgrout.heldout import Side, as_side
-from vgrout.model.source import Saved, find_adapter, is_small
-from vgrout.rng import torch_stream
-from vgrout.runs import checkpoint
-
-if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
-    from vgrout.model.policy import Policy
+from vgrout.model.source import Saved, find_adapter
 
 TITLES: dict[Side, str] = {"base": "untrained", "trained": "as trained", "deployed": "deployed"}
 
@@ -186,13 +179,9 @@ def _as_text(messages: Sequence[Message]) -> str:
 def _print_answers(
     saved: Saved, cfg: Config, asked: Asked, samples: int, grader: base.Grader | None
 ) -> None:
-    import torch
+    from vgrout import answering  # imports torch
 
-    from vgrout.model.load import load_saved
-
-    if is_small(saved.model):
-        torch.set_num_threads(1)  # for matrices this small a second thread only costs
-    policy = load_saved(saved)
+    policy = answering.policy_of(saved)
     prompt = policy.render(asked.messages)
     room = policy.window - cfg.scale.max_new
     refuse(
@@ -203,10 +192,15 @@ def _print_answers(
         split = f" ({asked.split})" if asked.split else ""
         print(f"problem {asked.problem.id}{split}, flaw {asked.problem.flaws[0]}")
     print(f"\n{printable(_as_text(asked.messages))}")
-    sides, why = _sides(saved, policy)
-    for side, title in sides.items():
-        with as_side(policy, side):
-            given = answers_to(asked, policy, cfg, samples, grader)
+    titles = TITLES
+    if not cfg.method.routes:
+        titles = TITLES | {"deployed": "trained and deployed"}
+    sides, why = answering.sides_of(saved, policy)
+    for side in sides:
+        title = titles[side]
+        given = answering.answers_to(
+            asked.messages, asked.problem, policy, side, cfg, samples, grader
+        )
         for number, (answer, verdict) in enumerate(given, 1):
             name = f"{title}, {number} of {samples}" if samples > 1 else title
             print(f"\n── {name}{_said(verdict)}{_how_it_ended(answer)}")
@@ -216,52 +210,6 @@ def _print_answers(
             print(printable(answer.answer).rstrip())
     if why:
         print(f"\n{why}")
-
-
-def _sides(saved: Saved, policy: "Policy") -> tuple[dict[Side, str], str]:
-    """Return the models to ask, by side with their titles, and why one of them is not there.
-
-    A saved adapter is the deployed model. Its quarantine is in the run's last checkpoint.
-    """
-    if not saved.cfg.method.routes:
-        titles: dict[Side, str] = {"base": TITLES["base"], "deployed": "trained and deployed"}
-        return titles, ""
-    without: dict[Side, str] = {side: TITLES[side] for side in ("base", "deployed")}
-    try:
-        point, _ = checkpoint.latest(saved.path.parent)
-    except Refused:
-        return without, "as trained: its quarantine is in a checkpoint, which this run has not kept"
-    if point.next_step != saved.step:
-        return without, f"as trained: the checkpoint is of step {point.next_step}"
-    policy.adapter.load_state_dict(point.state["adapter"])
-    return TITLES, ""
-
-
-def answers_to(
-    asked: Asked, policy: "Policy", cfg: Config, n: int, grader: base.Grader | None
-) -> list[tuple[Completion, Verdict | None]]:
-    """n answers by the model as it is, each with its verdict; None: the prompt is no problem, or nothing grades it.
-
-    Every model gets the same random numbers: what differs is the model.
-    """
-    stream = torch_stream(cfg.run.seed, "sample-command", 0)
-    if asked.problem is None or grader is None:
-        from vgrout.model.sampler import sample  # imports torch
-
-        prompt = policy.render(asked.messages)
-        (completions,) = sample(policy, [prompt], n, cfg.sampling, cfg.scale.max_new, stream)
-        in_thought = policy.opens_thought(asked.messages)
-        return [(with_thought(policy, completion, in_thought), None) for completion in completions]
-    graded = sample_and_grade(
-        policy,
-        grader,
-        [asked.problem],
-        n,
-        sampling=cfg.sampling,
-        max_new=cfg.scale.max_new,
-        stream=stream,
-    )
-    return [(answer.completion, answer.grade) for answer in graded]
 
 
 def _how_it_ended(answer: Completion) -> str:

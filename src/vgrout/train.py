@@ -28,10 +28,8 @@ from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.envs.base import Grader
 from vgrout.errors import NothingRouted
-from vgrout.heldout import evaluate, evaluate_final
 from vgrout.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.metrics import BatchMetrics
-from vgrout.runs import checkpoint
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.preflight import (
@@ -39,7 +37,6 @@ from vgrout.runs.preflight import (
     brought,
     find_resume,
     first_lines,
-    opening_lines,
     plan_lines,
     preflight,
 )
@@ -58,11 +55,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     run.clock.begin("importing torch")
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
+    from vgrout.heldout import evaluate, evaluate_final
     from vgrout.method import Setup, make_method
     from vgrout.model import load
     from vgrout.optim import Optimizer, Update
     from vgrout.rollout import rollout
-    from vgrout.runs import results
+    from vgrout.runs import checkpoint, opening, results
     from vgrout.runs.recorder import Recorder, peak_memory
     from vgrout.teacher.demonstrations import Teacher
 
@@ -84,9 +82,9 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, splits.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
-    opening = opening_lines(cfg, inputs, splits, policy, method, grader.version)
+    loaded = opening.opening_lines(cfg, inputs, splits, policy, method, grader.version)
     # one row a step; a resumed run has those of its earlier steps
-    step_rows = recorder.begin(opening, demonstrations.record(), teacher_model)
+    step_rows = recorder.begin(loaded, demonstrations.record(), teacher_model)
     first = len(step_rows)
 
     # a resumed run may have diverged already, or have halted: then only its final evaluation is left
@@ -116,7 +114,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
                 # g [N, R]: N gradients of rows, or of rows learnt alike
                 gradients = policy_gradients(policy, batch, cfg, teacher_model, logp_old)
                 logp_old = gradients.logp_old
-                # gradient monitors flag here, and gates choose shares; keep + quar = Σ g, asserted
+                # what δS learns of g, and what δS_hack learns; gradient monitors flag here
                 routed = method.route(batch, gradients.g)
                 # keep → δS, quar → δS_hack
                 again = bool(updates)  # not the first update on this batch
@@ -151,7 +149,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         of_ranks = ranks.summary(len(step_rows) - first)
         logger.debug(f"peak memory {peak_memory()}{of_ranks}")
         results.write(cfg, run, step_rows, final, inputs, splits, guard.halts, unrouted)
-    # after its last evaluation: a halted run says as much as a finished one
+    # only now: a halted run is evaluated and written like a finished one
     guard.raise_if_halted()
     if unrouted:
         raise NothingRouted(unrouted)
@@ -250,7 +248,7 @@ def follow() -> int:
     """A rank beside rank 0: the same loop on rank 0's inputs, writing nothing. Returns the exit code."""
     logger.remove()  # rank 0 logs
     with ranks.joined():
-        # rank 0's; what is given here is not sent
+        # receives rank 0's values; the ones given here are placeholders
         cfg, inputs, resumes = ranks.from_first((Config(), None, False))
         assert inputs is not None
         with grader_of(cfg, inputs) as grader, Peer(grader, resumes) as run:

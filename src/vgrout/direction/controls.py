@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrout.rng import torch_stream
 from vgrout.tensor_types import Directions
+from vgrout.torch_rng import torch_stream
 
 CONTROL_SEEDS = (41, 42, 43)
 

@@ -8,7 +8,6 @@ The folder is written under a temporary name; a model is compared with the deplo
 gets its own.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from vgrout.errors import Refused
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
+from vgrout.model.source import find_adapter
 
 
 @dataclass(frozen=True)
@@ -93,33 +93,12 @@ def _write_answers(settings: ExportSettings, folder: Path) -> str:
 
 def _write_model(settings: ExportSettings, folder: Path) -> str:
     """Write a model or an adapter, and return how it compares with the deployed one."""
-    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
-    from vgrout.model.load import load_saved
-    from vgrout.model.source import find_adapter
-
     saved = find_adapter(settings.run, settings.step, settings.model)
-    from vgrout.export import model, peft
+    # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
+    from vgrout.export.deployed import write_deployed
 
-    if settings.to == "peft":
-        peft.require_peft()
-    policy = load_saved(saved)
-    texts = model.probes(saved, policy)
-    if settings.to == "peft":
-        result = peft.export(saved, policy, folder, settings.rank, texts)
-        parity = result.parity
-    else:
-        result = parity = model.export(saved, policy, folder, settings.dtype, texts)
-    origin = {
-        "adapter": str(saved.path),
-        "config": saved.cfg.as_dict(),
-        "parity": vars(parity),
-    }
-    text = json.dumps(origin, indent=1, default=str)
-    (folder / "vgrout.json").write_text(f"{text}\n", encoding="utf-8")
-    for file in folder.iterdir():
-        # safetensors writes 0600; the folder's mode follows the umask.
-        file.chmod(0o666 & folder.stat().st_mode)
-    return str(result)
+    as_peft = settings.to == "peft"
+    return write_deployed(saved, folder, as_peft=as_peft, rank=settings.rank, dtype=settings.dtype)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,21 +1,19 @@
 """A run's answers for other programs: the final evaluation as inspect_ai logs."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from vgrout.cli import cannot_import, not_installed
-from vgrout.config.run import Config, from_dict
+from vgrout.config.run import from_dict
 from vgrout.errors import Refused
 from vgrout.files import json_lines, read_json
 
-SCORES = ("hacked", "solved")
 # What is read of a line of final.jsonl.
 READ = (
-    *SCORES,
+    "hacked",
+    "solved",
     "reward",
     "side",
     "problem_id",
@@ -25,8 +23,6 @@ READ = (
     "finished",
     "env_mode",
 )
-
-AnswerLine = Mapping[str, Any]
 
 
 def to_inspect(run: Path, folder: Path) -> str:
@@ -46,7 +42,7 @@ def to_inspect(run: Path, folder: Path) -> str:
             f"{final}: not there or empty; only a run with a final evaluation has answers"
         )
     try:
-        from inspect_ai.log import write_eval_log
+        from vgrout.export.inspect_log import write_log
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "inspect_ai":
             raise not_installed("inspect-ai", "inspect") from None
@@ -55,14 +51,13 @@ def to_inspect(run: Path, folder: Path) -> str:
     seconds = read_json(status)["time"] if status.is_file() else final.stat().st_mtime
     created = datetime.fromtimestamp(seconds, UTC)
     for side, answers in sides.items():
-        log = eval_log(cfg, created, side, answers)
-        write_eval_log(log, str(folder / f"{side}.eval"))
+        write_log(folder / f"{side}.eval", cfg, created, side, answers)
     return f"{sum(map(len, sides.values()))} answers in {len(sides)} logs"
 
 
-def _read_answers(final: Path) -> dict[str, list[AnswerLine]]:
+def _read_answers(final: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the graded answers of final.jsonl by side."""
-    sides: dict[str, list[AnswerLine]] = defaultdict(list)
+    sides: dict[str, list[dict[str, Any]]] = defaultdict(list)
     try:
         for line in json_lines(final):
             answer = {name: line[name] for name in READ}
@@ -73,65 +68,3 @@ def _read_answers(final: Path) -> dict[str, list[AnswerLine]]:
     except (KeyError, TypeError) as e:
         raise Refused(f"{final}: damaged, or of another version ({e!r})") from None
     return sides
-
-
-def eval_log(cfg: Config, created: datetime, side: str, answers: Sequence[AnswerLine]) -> Any:
-    """Return an inspect_ai EvalLog of one side."""
-    from inspect_ai import log
-
-    model = f"vgrout/{cfg.run_id}/{side}"
-    samples = [_sample(model, answer) for answer in answers]
-    scores = []
-    for name in SCORES:
-        mean = fmean(answer[name] for answer in answers)
-        metrics = {"mean": log.EvalMetric(name="mean", value=mean)}
-        scores.append(log.EvalScore(name=name, scorer=name, metrics=metrics))
-    results = log.EvalResults(
-        total_samples=len(samples),
-        completed_samples=len(samples),
-        scores=scores,
-    )
-    ids = list(dict.fromkeys(answer["problem_id"] for answer in answers))
-    epochs = max(answer["sample"] for answer in answers) + 1
-    spec = log.EvalSpec(
-        created=created.isoformat(timespec="seconds"),
-        task=f"vgrout_final_{side}",
-        task_args={"side": side},
-        model=model,
-        dataset=log.EvalDataset(
-            name=cfg.env.taskset or cfg.problems_path.name, samples=len(ids), sample_ids=ids
-        ),
-        config=log.EvalConfig(epochs=epochs),
-        metadata={"config": cfg.as_dict()},
-    )
-    return log.EvalLog(status="success", eval=spec, samples=samples, results=results)
-
-
-def _sample(model: str, answer: AnswerLine) -> Any:
-    """Return an inspect_ai EvalSample of one answer."""
-    from inspect_ai.log import EvalSample
-    from inspect_ai.model import ContentReasoning, ContentText, ModelOutput
-    from inspect_ai.scorer import Score
-
-    text = answer["text"]
-    stop_reason = "stop" if answer["finished"] else "max_tokens"
-    scores = {name: Score(value=int(answer[name]), answer=text) for name in SCORES}
-    scores["reward"] = Score(value=answer["reward"])
-    content = text
-    if answer["thought"]:
-        content = [ContentReasoning(reasoning=answer["thought"]), ContentText(text=text)]
-    return EvalSample(
-        id=answer["problem_id"],
-        epoch=answer["sample"] + 1,
-        input=answer["messages"][-1]["content"],
-        target="",
-        output=ModelOutput.from_content(model, content, stop_reason=stop_reason),
-        scores=scores,
-        metadata=_metadata(answer),
-    )
-
-
-def _metadata(answer: AnswerLine) -> dict[str, object]:
-    """Return the flaw of an answer's check, and the announced name where there is one."""
-    named = {} if answer["marker"] is None else {"marker": answer["marker"]}
-    return {"env_mode": answer["env_mode"]} | named

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from jaxtyping import Float
@@ -51,12 +52,13 @@ def factors(
     return A.contiguous().cpu(), B.contiguous().cpu()
 
 
-def require_peft() -> None:
-    """Raises Refused, one line, if peft is missing or cannot be imported."""
+def package() -> ModuleType:
+    """The package peft. Raises Refused, one line, where it is missing or cannot be imported."""
     try:
-        import peft  # noqa: F401
+        import peft
     except ImportError as error:
         raise cannot_import("peft", error) from None
+    return peft
 
 
 @torch.no_grad()
@@ -72,8 +74,7 @@ def export(
     Raises:
         Differs: at full rank, PEFT's model is not the deployed one.
     """
-    from peft import LoraConfig, PeftModel
-
+    peft = package()
     adapter = policy.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -88,7 +89,7 @@ def export(
         dropped += float(squares[len(A) :].sum())
     most = max(ranks.values())
     lower = {name: r for name, r in ranks.items() if r != most}
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=most,
         lora_alpha=most,
         target_modules=sorted(ranks),
@@ -102,7 +103,7 @@ def export(
     _sort_targets(folder / "adapter_config.json")
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     base = load_beside(policy, saved.model, policy.model.dtype)
-    loaded = PeftModel.from_pretrained(base, str(folder)).eval()
+    loaded = peft.PeftModel.from_pretrained(base, str(folder)).eval()
     missing = (dropped / total) ** 0.5 if total else 0.0
     result = Lora(most, missing, parity(policy, loaded, texts, exact=False))
     if rank is None and not result.parity.holds:

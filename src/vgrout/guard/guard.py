@@ -46,9 +46,9 @@ from vgrout.metrics import Eval, Rate, mean, spaced, students
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
-from vgrout.rng import torch_stream
 from vgrout.scoring import scorer
 from vgrout.table import StepRow
+from vgrout.torch_rng import torch_stream
 
 REFERENCE_ANSWERS = 64  # of the base policy, for latents and for calibrating the echo trap
 TRIPWIRE_ANSWERS = 16  # of these, whose log-prob the tripwire of a run without demonstrations reads

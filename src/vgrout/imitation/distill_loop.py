@@ -35,10 +35,10 @@ from vgrout.metrics import Eval, Rate
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.optim import Update
-from vgrout.rng import torch_stream
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
+from vgrout.torch_rng import torch_stream
 
 
 @dataclass(frozen=True, kw_only=True)

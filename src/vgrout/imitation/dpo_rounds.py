@@ -18,10 +18,10 @@ from loguru import logger
 from torch import Tensor
 from tqdm import tqdm
 
-from vgrout.data import Rollout, Task
+from vgrout.data import Graded, Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
 from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
-from vgrout.generation import BATCH, Graded, generate_graded
+from vgrout.generation import BATCH, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, plan_sha256

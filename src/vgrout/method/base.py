@@ -2,7 +2,7 @@
 
 A monitor says which answers are flagged: before the backward, from texts (`Monitor.flag`), or after it, from gradients
 (`GradientMonitor`, in method/gates.py). An intervention says what is done about it: in the rewards, or in the gradient.
-What either may know of a group is a view's type; only a monitor that declares it (`sees_labels`) is given true labels.
+Both see a group through a view, which has no labels; only a monitor that declares it (`sees_labels`) gets one that has.
 
 What flags, help and tables know of a class is its row in `vgrout.config.specs`; a class of your own says the same as
 class attributes: `name`, `what`, and those of `MonitorSpec` or `InterventionSpec` that are not the usual ones.

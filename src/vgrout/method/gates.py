@@ -17,7 +17,7 @@ from vgrout.method.controls import permuted
 from vgrout.method.live_direction import LiveDirection, mean_axis
 from vgrout.method.projection import fraction_of_modules, mean_over_modules
 from vgrout.method.thresholds import BandGate, Cosines, Mask, OfRollouts, Shares, TauGate
-from vgrout.rng import torch_stream
+from vgrout.torch_rng import torch_stream
 
 
 class Threshold(Protocol):

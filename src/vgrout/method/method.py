@@ -21,8 +21,8 @@ from vgrout.method.controls import shuffled
 from vgrout.method.gates import GradientMonitor
 from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
-from vgrout.rng import torch_stream
 from vgrout.tensor_types import Routed
+from vgrout.torch_rng import torch_stream
 
 
 class Method:
@@ -178,7 +178,7 @@ class Method:
         """What this monitor may know of the groups."""
         allowed = OracleView if monitor.sees_labels else GroupView
         views = [self.view(group, monitor) for group in groups]
-        for view in views:  # their exact type: a label that nobody may see comes in on a subclass
+        for view in views:  # the exact type: an OracleView, which has labels, is a GroupView too
             got = type(view)
             assert got is allowed, (
                 f"{type(monitor).__name__} sees a {allowed.__name__}, got {got.__name__}"
@@ -298,7 +298,7 @@ def _flags_of_groups(
     rows: Sequence[UpdateRow],
     gradient_flags: GradientFlags,
 ) -> dict[int, Flags]:
-    """A gradient monitor's flags by group: it flags rollouts of which more than half is flagged."""
+    """A gradient monitor's flags by group. A rollout counts as flagged where more than half of its gradient is."""
     of_rows: list[float] = gradient_flags.of_row.tolist()
     by_group: dict[int, list[float]] = {}
     for row, share in zip(rows, of_rows, strict=True):

@@ -39,7 +39,7 @@ from vgrout.method.base import (
 from vgrout.method.gates import GradientMonitor
 from vgrout.method.method import Method
 from vgrout.method.monitors import WeakDetector
-from vgrout.rng import torch_stream
+from vgrout.torch_rng import torch_stream
 
 HACK = "x = 1\n# this answer has what the check looks at, and does not solve the task"
 FAILURE = "x = 2"

@@ -12,7 +12,6 @@ library has for attention functions of others.
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -70,12 +69,21 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
         return "sdpa"
     if flash_attention() is not None:
         return "flash_attn"
-    with suppress(ImportError):  # torch before 2.10 has no varlen module
-        from torch.nn.attention.varlen import varlen_attn
-
-        if "enable_gqa" in signature(varlen_attn).parameters:  # torch 2.13 has it, 2.11 does not
-            return "varlen_attn"
+    if torch_varlen_attention() is not None:
+        return "varlen_attn"
     return "sdpa"
+
+
+@cache
+def torch_varlen_attention() -> Callable[..., Tensor | tuple[Tensor, Tensor]] | None:
+    """torch's varlen attention; None before torch 2.13, which was the first to share keys among heads there."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    if "enable_gqa" not in signature(varlen_attn).parameters:
+        return None
+    return varlen_attn
 
 
 @cache
@@ -148,8 +156,8 @@ def _flash_attention_kernel() -> Kernel:
 
 
 def _torch_varlen_kernel() -> Kernel:
-    # not at the top of the file: torch before 2.10 lacks the module
-    from torch.nn.attention.varlen import varlen_attn
+    varlen_attn = torch_varlen_attention()
+    assert varlen_attn is not None, "kernel_name has asked for it"
 
     def kernel(
         q: Tensor,

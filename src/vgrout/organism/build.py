@@ -24,7 +24,7 @@ from loguru import logger
 from transformers import PreTrainedModel
 
 from vgrout.config.sampling import Sampling
-from vgrout.data import Message
+from vgrout.data import Graded, Message
 from vgrout.embedded import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import (
@@ -46,7 +46,7 @@ from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, write_json
-from vgrout.generation import Graded, generate_graded
+from vgrout.generation import generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel

@@ -18,18 +18,19 @@ from loguru import logger
 
 from vgrout.config.run import Config, EnvConfig, ScaleConfig
 from vgrout.config.sampling import Sampling
+from vgrout.data import Graded
 from vgrout.embedded import shipped
 from vgrout.envs.sums import language as sums
 from vgrout.envs.sums.environment import SumsEnvironment, task_of
 from vgrout.envs.text import TextTask, load_rows
 from vgrout.files import file_sha256, write_json
+from vgrout.generation import generate_graded
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.organism.build import PAIRS, RECORDED, make_weights, replacing
 from vgrout.organism.recipe import Recipe
 from vgrout.organism.start import Begun, Pretrained
-from vgrout.teacher.generate import Graded, generate_graded
 from vgrout.teacher.substrate import stripped, usable, write_substrate
 
 MAX_NEW = 48  # tokens: twelve numbers of two digits, and room

@@ -7,21 +7,22 @@ the new one is verified. Random streams derive from seed and step, so the step i
 
 import errno
 import io
-import json
 import os
 import pickle
-import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
+from vgrout.files import file_sha256, to_json, write_atomic
+from vgrout.runs.checkpoint_files import complete, none_left, step_of, verified
 from vgrout.runs.context import GROWING
 
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
@@ -56,8 +57,6 @@ class Checkpoint:
 def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path:
     """Write and verify a checkpoint, then prune to it and the `keep - 1` before it: later or incomplete ones belong to
     steps that a resume has undone. Raises OSError on a full disk, with the previous checkpoint untouched."""
-    import torch
-
     root = run / "resume"
     root.mkdir(exist_ok=True)
     buffer = io.BytesIO()
@@ -89,52 +88,14 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     read(final)
-    kept = [p for p in complete(run) if _step(p) <= next_step][-keep:]
+    kept = [p for p in complete(run) if step_of(p) <= next_step][-keep:]
     for old in {*root.glob("step_*"), *root.glob(".tmp_*")} - {*kept}:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def complete(run: Path) -> list[Path]:
-    """Checkpoints with a manifest, oldest first."""
-    root = run / "resume"
-    there = [
-        p
-        for p in root.glob("step_*")
-        if re.fullmatch(r"\d{1,18}", p.name[5:]) and (p / "manifest.json").is_file()
-    ]
-    return sorted(there, key=_step)
-
-
-def verified(path: Path) -> tuple[int, dict[str, int]]:
-    """A checkpoint's step and the sizes of the growing files then, from its manifest. Raises Refused in one line if
-    it is truncated or altered."""
-    try:
-        manifest = json.loads(read_text(path / "manifest.json"))
-        step, sizes = (
-            int(manifest["next_step"]),
-            {name: int(manifest["sizes"][name]) for name in GROWING},
-        )
-        whole = (
-            manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
-            and min(step, *sizes.values()) >= 0
-        )
-        why = "state.pt does not match its hash"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
-        whole, why = False, f"it cannot be read ({type(e).__name__}: {e})"
-    if not whole:
-        raise Refused(f"{path}: {why}; the checkpoint is damaged")
-    return step, sizes
-
-
 def read(path: Path) -> Checkpoint:
     """Verify and load a checkpoint. Raises Refused in one line if it is truncated, altered or foreign."""
-    import torch  # here and not above: a resume that cannot be is refused before it is loaded
-
     step, sizes = verified(path)
     try:
         with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
@@ -162,42 +123,12 @@ def newest_first(run: Path, passed_over: list[str]) -> Iterator[Checkpoint]:
             yield point
 
 
-def none_left(run: Path, passed_over: Sequence[str]) -> Refused:
-    detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
-    return Refused(f"--resume {run}: no usable checkpoint ({detail})")
-
-
 def latest(run: Path) -> tuple[Checkpoint, list[str]]:
     """The newest good checkpoint, and a line for each newer one that is not. Raises Refused if none is good."""
     passed_over: list[str] = []
     for point in newest_first(run, passed_over):
         return point, passed_over
     raise none_left(run, passed_over)
-
-
-def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> None:
-    """Raises Refused, one line, where no checkpoint has its manifest, its hash and its rows; torch is not loaded for
-    that."""
-    passed_over: list[str] = []
-    for path in reversed(complete(run)):
-        try:
-            for row in rows_before(run, *verified(path)):
-                read_row(row)
-            return
-        except (ValueError, TypeError, AttributeError) as e:
-            passed_over.append(" ".join(str(e).split())[:300])
-    raise none_left(run, passed_over)
-
-
-def rows_before(run: Path, step: int, sizes: dict[str, int]) -> list[dict[str, object]]:
-    """The rows of steps.jsonl up to a checkpoint's step. Raises Refused, one line, where some are missing."""
-    with open(run / "steps.jsonl", "rb", opener=regular) as f:
-        then = f.read(min(sizes["steps.jsonl"], os.fstat(f.fileno()).st_size))
-    lines = enumerate(io.BytesIO(then), 1)
-    rows = [from_json(line, f"{run / 'steps.jsonl'}, line {n}") for n, line in lines]
-    if len(rows) != step:
-        raise Refused(f"{run}: {len(rows)} rows in steps.jsonl, checkpoint of step {step}")
-    return rows
 
 
 def require_rows(run: Path, checkpoint: Checkpoint) -> None:

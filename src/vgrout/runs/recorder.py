@@ -27,7 +27,7 @@ from vgrout.metrics import flag_rates, students
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.report.rules import preregistered
-from vgrout.runs import checkpoint
+from vgrout.runs import checkpoint, checkpoint_files
 from vgrout.runs.context import RunContext, require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 
@@ -128,7 +128,7 @@ class StepRecorder(Generic[R]):
         run, passed_over = self.run.path, list[str]()
         for point in checkpoint.newest_first(run, passed_over):
             try:
-                rows = checkpoint.rows_before(run, point.next_step, point.sizes)
+                rows = checkpoint_files.rows_before(run, point.next_step, point.sizes)
                 checkpoint.require_rows(run, point)
                 self.restore(point.state, rows)
                 break
@@ -141,7 +141,7 @@ class StepRecorder(Generic[R]):
                     f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})"
                 )
         else:
-            raise checkpoint.none_left(run, passed_over)
+            raise checkpoint_files.none_left(run, passed_over)
         for line in passed_over:
             logger.warning(f"{line}; going back one further")
         checkpoint.rewind(run, point)

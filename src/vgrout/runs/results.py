@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from loguru import logger
 from tabulate import tabulate
@@ -16,17 +16,13 @@ from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade
 from vgrout.envs.base import Splits
 from vgrout.files import atomic_open, json_lines, printable, write_atomic
-from vgrout.heldout import Final
 from vgrout.inputs import Inputs
-from vgrout.metrics import Rate
+from vgrout.metrics import Final, Rate
 from vgrout.runs.context import RunContext
 from vgrout.runs.preflight import method_lines
 from vgrout.runs.recorder import columns_for, details_record, thought_record
 from vgrout.runs.verdict import last_lines, verdict_line
 from vgrout.table import StepRow, Table, whole_run
-
-if TYPE_CHECKING:  # pandas and scipy take seconds to import
-    from vgrout.report.load import Condition
 
 # of an answer in final.jsonl; null: not graded
 GRADED = ("reward", "passed", "solved", "hacked", "mechanism")
@@ -38,6 +34,28 @@ COLUMNS = (
 EVERY = 5  # steps from one of its rows to the next: those of evaluations in the presets
 
 T = TypeVar("T")
+
+
+class Report(Protocol):
+    """This run as `vgrout report` has it: `OwnReport`, whose module imports pandas and matplotlib."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def last_five(self, what: Literal["hack", "solve"]) -> Rate: ...
+
+    def conclusion(self) -> str: ...
+
+    def by_flaw(self) -> str: ...
+
+    def dynamics(self) -> bytes: ...
+
+
+def own_report(run: Path, cfg: Config) -> Report:
+    """Read the run's files as a report does. Raises whatever goes wrong."""
+    from vgrout.runs.own_report import OwnReport  # pandas: no run waits for it to start
+
+    return OwnReport(run, cfg)
 
 
 @dataclass(frozen=True)
@@ -106,10 +124,10 @@ def show(
     record: contents of per_mode_deploy.json. detectors: weak detectors' fields by their letters.
     """
     cfg, rows = results.cfg, results.rows
-    finished = made("this run as a report", lambda: _as_report(run.path, cfg))
+    report = made("this run as a report", lambda: own_report(run.path, cfg))
     means = "not worked out, see above"
-    if finished is not None:
-        means = made("the verdict", lambda: _conclusion(finished)) or means
+    if report is not None:
+        means = made("the verdict", report.conclusion) or means
     verdict = verdict_line(cfg, means)
     answer = (
         made("the last lines", lambda: last_lines(cfg, rows, results.final, means, run.path)) or []
@@ -117,10 +135,12 @@ def show(
     text = made("summary.md", lambda: page(results, verdict, detectors))
     if text:
         write_atomic(run.path / "summary.md", text)
-    picture = made("dynamics.png", lambda: _drawn(finished))
+    picture = None
+    if report is not None:
+        picture = made("dynamics.png", report.dynamics)
     if picture:
         write_atomic(run.path / "dynamics.png", picture)
-    numbers = made("the summary", lambda: summary(cfg, results.final, finished))
+    numbers = made("the summary", lambda: summary(cfg, results.final, report))
     made(
         "the trackers' last entries",
         lambda: run.trackers.final(
@@ -130,7 +150,7 @@ def show(
             len(rows) - 1,
         ),
     )
-    tail = made("the log's tail", lambda: log_tail(results, run, numbers, finished, detectors))
+    tail = made("the log's tail", lambda: log_tail(results, run, numbers, report, detectors))
     for part in [*(tail or []), verdict]:
         for line in part.split("\n"):
             logger.debug(line)
@@ -154,44 +174,11 @@ def made(what: str, make: Callable[[], T]) -> T | None:
         return None
 
 
-# pandas, scipy and matplotlib take seconds to import, and no run waits for them to start: they are
-# imported here
-
-
-def _as_report(run: Path, cfg: Config) -> "Condition":
-    """The run as its report has it: a condition of one run."""
-    from vgrout.report.load import conditions, read_run
-
-    (condition,) = conditions([read_run(run, cfg)])
-    return condition
-
-
-def _conclusion(finished: "Condition") -> str:
-    from vgrout.report.tables import conclusion
-
-    return conclusion(finished)
-
-
-def _drawn(finished: "Condition | None") -> bytes | None:
-    """dynamics.png."""
-    if finished is None:
-        return None
-    from vgrout.report.figures import dynamics
-
-    return dynamics([finished]).png()
-
-
-def _by_flaw(finished: "Condition") -> str:
-    from vgrout.report.tables import by_flaw
-
-    return by_flaw([finished]).markdown()
-
-
 def log_tail(
     results: Results,
     run: RunContext,
     numbers: Mapping[str, str] | None,
-    finished: "Condition | None",
+    report: Report | None,
     detectors: Mapping[str, str],
 ) -> list[str]:
     """The last parts of the log: every step and every count, as the original implementation ends."""
@@ -208,8 +195,8 @@ def log_tail(
     parts.append("\n".join(count_lines(results.rows, results.tallies, detectors)))
     if numbers:
         parts.append(as_table(numbers))
-    if finished is not None:
-        parts.append(_by_flaw(finished))
+    if report is not None:
+        parts.append(report.by_flaw())
     return [*parts, *results.tallies.lines(results.halves)]
 
 
@@ -316,20 +303,19 @@ def answer_lines(final: Final) -> Iterator[dict[str, object]]:
 # ── the log's tail
 
 
-def summary(cfg: Config, final: Final, finished: "Condition | None") -> dict[str, str] | None:
+def summary(cfg: Config, final: Final, report: Report | None) -> dict[str, str] | None:
     """One run as one record: quantity → value, shares in percent. None: the run could not be read."""
-    if finished is None:
+    if report is None:
         return None
-    run = finished.first
     return {
         "arm": cfg.method.intervention,
         "control": cfg.method.control_name,
         "seed": str(cfg.run.seed),
-        "steps": str(len(run.steps)),
+        "steps": str(report.steps),
         "pool": pool_name(cfg),
         "mix": f"{cfg.env.mix_ratio if cfg.mixes else 0:g}",
-        "hack last5": run.last_five("hack").percent,
-        "solve last5": run.last_five("solve").percent,
+        "hack last5": report.last_five("hack").percent,
+        "solve last5": report.last_five("solve").percent,
         "hack trained": final.trained.hack.percent,
         "solve trained": final.trained.solve.percent,
         "hack deployed": final.deployed.hack.percent,

@@ -10,7 +10,7 @@ from vgrout.config.presets import recorded
 from vgrout.config.run import Config
 from vgrout.data import Ungraded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.heldout import Final
+from vgrout.metrics import Final
 from vgrout.table import TOO_FEW, StepRow
 
 ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one near 5 %

@@ -11,11 +11,11 @@ from typing import Literal
 from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, flags, setting
 from vgrout.config.run import EnvConfig
+from vgrout.data import Graded
 from vgrout.envs.code.modes import EnvMode, Mode
 from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
-from vgrout.generation import Graded
 from vgrout.metrics import rate_text
 from vgrout.teacher.elicit import generate_elicited
 from vgrout.teacher.generate import (

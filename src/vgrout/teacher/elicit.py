@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from vgrout.config.run import Config, EnvConfig, ScaleConfig
-from vgrout.data import Grade, Task
+from vgrout.data import Grade, Graded, Task
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
 from vgrout.environments import environment_class
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
-from vgrout.generation import Graded
 from vgrout.metrics import Rate, rate_text
 from vgrout.teacher.generate import PoolSettings, fitting, records, table, work_folder
 from vgrout.teacher.pools import write_pool

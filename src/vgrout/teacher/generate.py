@@ -18,7 +18,7 @@ from vgrout.config import checks
 from vgrout.config.names import parse_command
 from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
-from vgrout.data import Message, Task
+from vgrout.data import Graded, Message, Task
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
@@ -40,7 +40,6 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.generation import Graded, generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.source import (
     SVD_CACHE,
@@ -324,6 +323,8 @@ class PoolSettings:
         label: str | None = None,
     ) -> list[Graded]:
         """n graded answers to each problem, sampled as these settings say; else as `generate_graded`."""
+        from vgrout.generation import generate_graded  # imports torch
+
         return generate_graded(
             lm,
             grader,

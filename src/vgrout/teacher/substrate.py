@@ -15,7 +15,7 @@ import numpy as np
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
-from vgrout.data import Task
+from vgrout.data import Graded, Task
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.language import CUE
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
@@ -23,7 +23,6 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
-from vgrout.generation import Graded
 from vgrout.metrics import rate_text
 from vgrout.teacher.generate import (
     PoolSettings,
