@@ -7,6 +7,7 @@ import runpy
 import sys
 
 import vgrout
+from vgrout.cli import cli_exit
 from vgrout.errors import nearest
 
 COMMANDS = {
@@ -38,8 +39,6 @@ def listing() -> str:
 
 
 def _show(text: str) -> int:
-    from vgrout.cli import cli_exit  # imports tyro
-
     def show() -> int:
         print(text, flush=True)
         return 0

@@ -459,21 +459,18 @@ class _User:
 
 def trace_of(task: Any, answer: str) -> Any:
     """The trace of one prompt and its answer, as the package's rewards read it."""
-    import verifiers.v1 as vf
-    from verifiers.v1.graph import MessageNode
-    from verifiers.v1.state import state_cls
-
+    vf = package()
     kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
     nodes: list[Any] = []
     for message in messages_of(task.data, "a task"):
         made = kinds[message["role"]](content=message["content"])
-        nodes.append(MessageNode(parent=len(nodes) - 1 if nodes else None, message=made))
+        nodes.append(vf.graph.MessageNode(parent=len(nodes) - 1 if nodes else None, message=made))
     reply = vf.AssistantMessage(content=answer)
-    nodes.append(MessageNode(parent=len(nodes) - 1, message=reply, sampled=True))
+    nodes.append(vf.graph.MessageNode(parent=len(nodes) - 1, message=reply, sampled=True))
     kind = type(task)
     return vf.Trace(
         task=vf.TraceTask(type=kind.__name__, data=task.data, key=task.key, hash=task.hash),
-        state=state_cls(kind)(),
+        state=vf.state.state_cls(kind)(),
         agent=vf.AgentInfo(config=vf.AgentConfig()),
         nodes=nodes,
         is_completed=True,
