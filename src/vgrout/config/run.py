@@ -767,7 +767,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     return Config(**values)
 
 
-def typed(value: object, name: str, annotation: object, where: str) -> Any:
+def typed(value: object, name: str, annotation: object, where: str) -> object:
     """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
     allowed = _kinds(annotation)
     word = isinstance(value, str) and (

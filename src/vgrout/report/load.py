@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -435,7 +435,7 @@ def _read_answers(file: Path) -> DataFrame:
     return answers[is_graded].astype({"solved": bool})
 
 
-def _hacked_flaw(answer: Mapping[str, Any]) -> str | None:
+def _hacked_flaw(answer: forms.Answer) -> str | None:
     """Return the flaw that an answer hacks; None: it hacks none."""
     if not answer["hacked"]:
         return None
@@ -458,7 +458,7 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
 
-def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, object]]:
+def _flag_rows(rollout: forms.Answer, own: str) -> list[dict[str, object]]:
     """Return a row for each text monitor that has read the rollout; none if it neither hacks nor
     solves.
 
@@ -467,16 +467,14 @@ def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, object]]:
     if not (rollout["hacked"] or rollout["solved"]):
         return []
     flaw = _hacked_flaw(rollout)
-    verdicts: dict[str, dict[str, object]] = {}
+    verdicts: dict[str, forms.Verdict | forms.Answer] = {}
     if own and "flagged" in rollout:
         verdicts[own] = rollout
     verdicts |= rollout.get("shadow", {})
-    rows = []
+    rows: list[dict[str, object]] = []
     for monitor, verdict in verdicts.items():
-        row = {"monitor": monitor, "step": rollout["step"], "flaw": flaw}
-        row["flagged"] = bool(verdict["flagged"])
-        row["score"] = verdict.get("score")
-        rows.append(row)
+        about = {"monitor": monitor, "step": rollout["step"], "flaw": flaw}
+        rows.append(about | {"flagged": bool(verdict["flagged"]), "score": verdict.get("score")})
     return rows
 
 
