@@ -10,7 +10,7 @@ from typing import Any
 from vgrout.cli import cannot_import, not_installed
 from vgrout.config.run import Config, from_dict
 from vgrout.errors import Refused
-from vgrout.files import json_lines, read_json
+from vgrout.files import Json, json_lines, read_json
 
 SCORES = ("hacked", "solved")
 # What is read of a line of final.jsonl.
@@ -26,7 +26,7 @@ READ = (
     "env_mode",
 )
 
-AnswerLine = Mapping[str, Any]
+AnswerLine = Mapping[str, Json]
 
 
 def to_inspect(run: Path, folder: Path) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from loguru import logger
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from vgrout.data import Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
-from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
+from vgrout.files import Json, atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.generation import BATCH, Graded, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -40,7 +39,7 @@ from vgrout.teacher.generate import by_mode
 
 Scored = tuple[Graded, float]  # an answer and its score
 # A round's row as JSON, with the rates on the held-out problems as [k, n], overall and by mode.
-Metrics = dict[str, Any]
+Metrics = dict[str, Json]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.data import Flaw
 from vgrout.errors import Refused
-from vgrout.files import from_json, json_lines, read_json, read_text
+from vgrout.files import Json, from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
 from vgrout.records import began, unfinished
 from vgrout.report import forms
@@ -106,8 +106,8 @@ class FinishedRun:
 
     path: Path
     cfg: Config
-    record: dict[str, Any]  # run.json
-    final: dict[str, Any]  # per_mode_deploy.json; empty: it was read by `read_begun`
+    record: dict[str, Json]  # run.json
+    final: dict[str, Json]  # per_mode_deploy.json; empty: it was read by `read_begun`
     steps: DataFrame  # steps.jsonl
     # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks,
     # or None.
@@ -143,7 +143,7 @@ class FinishedRun:
         return name
 
     @property
-    def direction(self) -> dict[str, Any]:
+    def direction(self) -> dict[str, Json]:
         """What run.json says of the direction; empty: the method has none."""
         return self.record.get("direction") or {}
 

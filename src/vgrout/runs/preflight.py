@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from vgrout import ranks, tracking
 from vgrout.config.method import MethodConfig
@@ -18,7 +18,7 @@ from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.data import Message
 from vgrout.envs.base import Grader, Splits
 from vgrout.errors import Refused
-from vgrout.files import existing, probe_writable, read_json, require_new
+from vgrout.files import Json, existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, model_name, visible
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.metrics import Rate
@@ -552,7 +552,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
 
 def unfinished(
     name: str, program: str, setting: str, root: Path
-) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+) -> tuple[Path, dict[str, Json], dict[str, Json]]:
     """The folder that --resume names, with its run's configuration and status. setting: one that only this program's
     runs have.
 
