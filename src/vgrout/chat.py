@@ -16,10 +16,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPMessage, HTTPResponse
-from typing import Any
 from urllib.parse import urlsplit
 
 from vgrout.data import Message
+from vgrout.files import Json
 
 ATTEMPTS = 5  # of a request, the first included
 PAUSE, LONGEST_PAUSE = 0.25, 8.0  # seconds before the second attempt, twice as long each time
@@ -192,7 +192,7 @@ def _content(response: HTTPResponse, deadline: float) -> bytes:
 def parsed(content: bytes) -> Reply:
     """The answer in a response's body. Raises NoReply where it has none."""
     try:
-        data: Any = json.loads(content.decode("utf-8"))
+        data: Json = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError:
         raise NoReply("its answer is not UTF-8") from None
     except (ValueError, RecursionError):

@@ -17,7 +17,7 @@ import tempfile
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from huggingface_hub import snapshot_download
@@ -104,10 +104,13 @@ def no_hub() -> str:
     return ""
 
 
-def _snapshot(id: str, **more: Any) -> str:
-    """Fetch a model's files from the hub. Returns why they cannot be fetched, or ""."""
+def _snapshot(id: str, to: Path | None = None) -> str:
+    """Fetch a model's files from the hub. Returns why they cannot be fetched, or "".
+
+    to: the folder for them; None: the hub's cache.
+    """
     try:
-        snapshot_download(id, allow_patterns=WEIGHTS, **more)
+        snapshot_download(id, allow_patterns=WEIGHTS, local_dir=to)
     except (OSError, HfHubHTTPError, HFValidationError) as e:
         return str(e).strip().partition("\n")[0][:160]
     return ""
@@ -223,7 +226,7 @@ def smollm2(dry_run: bool = False) -> int:
 
 def _from_hub(to: Path) -> None:
     """Fetch the model from the hub. Raises Refused, one line."""
-    why = _snapshot(HUB_SMOLLM2, local_dir=to)
+    why = _snapshot(HUB_SMOLLM2, to)
     if why:
         raise Refused(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
 

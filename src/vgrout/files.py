@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from vgrout.errors import Refused
 
+Json = Any  # the value of a JSON text, which its reader has to check
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -186,7 +188,7 @@ def _unreadable(path: Path, e: Exception) -> Refused:
     return Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})")
 
 
-def from_json(text: str | bytes, where: str) -> Any:
+def from_json(text: str | bytes, where: str) -> Json:
     """The value of a JSON text. Raises Refused, one line that begins with `where`, for a key too that an object has
     twice: one of the values would be lost."""
 
@@ -205,7 +207,7 @@ def from_json(text: str | bytes, where: str) -> Any:
         raise Refused(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def numbered_lines(path: Path) -> Iterator[tuple[str, Json]]:
     """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
     and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do."""
     number = 0
@@ -221,7 +223,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Any]]:
         raise _unreadable(path, e) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Json]:
     """A JSON object from a run's file. Raises Refused, one line, if it is missing or damaged."""
     if not path.exists():
         raise Refused(f"{path}: not there; is {path.parent} a run directory?")
@@ -320,7 +322,7 @@ def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
             setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
 
 
-def json_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[Any]:
+def json_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[Json]:
     """The value of each line of a run's file; none if there is no such file. A growing file is read line by line.
     Raises Refused, naming a damaged line.
 

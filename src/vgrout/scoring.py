@@ -364,7 +364,7 @@ class ScoringFunction:
         except (Exception, SystemExit) as e:
             raise _raised(e) from e
 
-    def _call(self, given: Mapping[str, object]) -> Any:
+    def _call(self, given: Mapping[str, object]) -> object:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
         if self._is_async:
             return self._awaiter.result(self._function(**given), self.timeout)

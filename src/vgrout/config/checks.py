@@ -4,9 +4,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_origin
 
 from vgrout.errors import Refused, did_you_mean
+
+T = TypeVar("T")
 
 End = tuple[float | int, str]  # of an interval: the number, and its bracket
 
@@ -35,7 +37,13 @@ class Rule:
         return any(end is not None for end in (self.low, self.above, self.high, self.below))
 
 
-def setting(default: Any, **rule: Any) -> Any:
+class Group(Protocol):
+    """A group of settings: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+def setting(default: T, **rule: Any) -> T:
     """A field of a settings class with its `Rule`."""
     return field(default=default, metadata={"rule": Rule(**rule)})
 
@@ -80,7 +88,7 @@ def legal_values(annotation: object) -> tuple[object, ...]:
     return tuple(found)
 
 
-def changed(group: Any) -> list[tuple[str, Rule]]:
+def changed(group: Group) -> list[tuple[str, Rule]]:
     """The fields of a group that are not at their defaults."""
     found: list[tuple[str, Rule]] = []
     for f in fields(group):
@@ -89,7 +97,7 @@ def changed(group: Any) -> list[tuple[str, Rule]]:
     return found
 
 
-def check(group: Any) -> None:
+def check(group: Group) -> None:
     """Check every setting of a group by itself, then those that another one switches on.
 
     Raises:
@@ -123,7 +131,7 @@ def require_words(name: str, words: Sequence[str], legal: Iterable[str], word: s
             raise Refused(f"{flag(name)}: {given} is there twice; legal: {legal_words}")
 
 
-def _should(group: Any, f: Field[Any], value: Any, rule: Rule) -> str:
+def _should(group: Group, f: Field[object], value: Any, rule: Rule) -> str:
     """What a setting should be or lie in; "" where it does."""
     legal = legal_values(f.type)
     if legal and value not in legal:

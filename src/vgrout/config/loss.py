@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 
 from vgrout.config.checks import changed, check, refuse_unread, setting, summary
 from vgrout.errors import refuse
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ else:
     LossName = Literal[tuple(LOSSES)]
 
 
-def _not_negative(default: float | None) -> Any:
+def _not_negative(default: T) -> T:
     return setting(default, low=0, below=math.inf, should="be 0 or more and finite")
 
 

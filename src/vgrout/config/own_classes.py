@@ -6,7 +6,7 @@ Everything else is tried on a made-up step (`vgrout.method.contract`). No torch.
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from vgrout.errors import Refused
 
@@ -69,7 +69,7 @@ def require_usable(own: type, facts: Mapping[str, object], title: str) -> None:
     _require_acting(own, base, facts, title)
 
 
-def _require_attributes(own: type, facts: Mapping[str, Any], title: str) -> None:
+def _require_attributes(own: type, facts: Mapping[str, object], title: str) -> None:
     """Raises Refused where an attribute that the row is made of has not its type."""
     for name, value in facts.items():
         expected = ""
@@ -102,7 +102,7 @@ def _require_attributes(own: type, facts: Mapping[str, Any], title: str) -> None
         )
 
 
-def _is_words(value: object) -> bool:
+def _is_words(value: object) -> TypeGuard[tuple[str, ...]]:
     return isinstance(value, tuple) and all(isinstance(word, str) for word in value)
 
 
@@ -171,7 +171,7 @@ def _require_callable(own: type, method: str, arguments: Sequence[str]) -> None:
         raise Refused(f"{own.__name__}.{method}{signature}: {expected}") from None
 
 
-def _require_built(own: Any, arguments: Sequence[str]) -> None:
+def _require_built(own: type, arguments: Sequence[str]) -> None:
     """Raises Refused where a class needs constructor arguments that nobody gives it."""
     try:
         signature = inspect.signature(own)
@@ -186,7 +186,7 @@ def _require_built(own: Any, arguments: Sequence[str]) -> None:
         return
 
 
-def _require_acting(own: Any, base: Any, facts: Mapping[str, Any], title: str) -> None:
+def _require_acting(own: type, base: object, facts: Mapping[str, object], title: str) -> None:
     """Raises Refused for a class that changes nothing: none of the methods that decide is its own."""
     if title == "Monitor":
         needed = GRADIENTS if facts["reads"] == "gradients" else TEXTS

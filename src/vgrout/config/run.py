@@ -42,6 +42,7 @@ from vgrout.environments import (
     EnvMode,
 )
 from vgrout.errors import Refused, refuse
+from vgrout.files import Json
 
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on
@@ -231,7 +232,7 @@ class EnvConfig:
         return name if package == VERIFIERS else ""
 
     @property
-    def taskset_args(self) -> Any:
+    def taskset_args(self) -> Json:
         """--env-args as JSON has it; None where it is none."""
         try:
             return json.loads(self.env_args or "{}")
@@ -729,7 +730,7 @@ class Config:
                 f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(absent)}"
             )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
         """JSON-ready, nested by group; a method's settings as they are meant."""
         settings = {group: vars(getattr(self, group)) for group in GROUPS}
         settings["method"] = self.method.resolved_settings
@@ -739,7 +740,7 @@ class Config:
 GROUPS = tuple(f.name for f in fields(Config) if f.name != "preset")
 
 
-def from_dict(data: Any, where: str = "run.json") -> Config:
+def from_dict(data: Json, where: str = "run.json") -> Config:
     """The inverse of `Config.as_dict`. where: the file that holds it, for messages. Classes of somebody's own that it
     names are not imported: such a run can be read, and trained where the command line names them too (`refuse_code`).
 
@@ -767,7 +768,7 @@ def from_dict(data: Any, where: str = "run.json") -> Config:
     return Config(**values)
 
 
-def typed(value: object, name: str, annotation: object, where: str) -> Any:
+def typed(value: object, name: str, annotation: object, where: str) -> object:
     """A stored value as its field has it. Raises Refused, one line, where it is of another type."""
     allowed = _kinds(annotation)
     word = isinstance(value, str) and (

@@ -85,7 +85,7 @@ class InterventionSpec:
     usual_monitor: str = "none"  # where none is named; "": one has to be
     routes: bool = False  # it has a quarantine δS_hack
     has_direction: bool = False  # of its own, in gradients
-    usual: Mapping[str, Any] = field(default_factory=lambda: USUAL)
+    usual: Mapping[str, object] = field(default_factory=lambda: USUAL)
     # `usual` as the method was first described; {}: no other
     documents: Mapping[str, object] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from vgrout.data import Message
 from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.errors import Refused
-from vgrout.files import from_json, numbered_lines, once, read_text
+from vgrout.files import Json, from_json, numbered_lines, once, read_text
 from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
@@ -138,14 +138,14 @@ def load_pairs(
     return PairSet(tuple(pairs), f"{ORACLE}:{path}" if by_labels else str(path))
 
 
-def _load_entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Any]]:
+def _load_entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, Json]]:
     """Read a JSON list of objects with these keys.
 
     Raises:
         Refused: one line with flag, file and the entry's index.
     """
     data = from_json(read_text(path), f"{flag} {path}")
-    entries: list[Any] = data if isinstance(data, list) else [None]
+    entries: list[Json] = data if isinstance(data, list) else [None]
     for i, entry in enumerate(entries):
         bad: list[str] = []
         for key in keys:

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -249,7 +249,7 @@ class VerifiersEnvironment(TextEnvironment):
                 rows.append(row)
         return cls(cfg, rows, rubric, len(tasks) - len(rows))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Another rank loads it by itself."""
         return VerifiersEnvironment.of_run, (self.cfg,)
 
@@ -396,7 +396,7 @@ def require_one_turn(vf: ModuleType, task: Any, where: str) -> None:
     )
 
 
-def asks_for_runtime(hook: Any) -> bool:
+def asks_for_runtime(hook: Callable[..., object]) -> bool:
     """Whether a reward cannot be computed without a sandbox. The package would pass it over."""
     parameter = inspect.signature(hook).parameters.get("runtime")
     return parameter is not None and parameter.default is inspect.Parameter.empty
@@ -409,7 +409,7 @@ def row_of(vf: ModuleType, task: Any, number: int, where: str) -> TextTask:
         Refused: one line: its prompt is no text that ends with the user.
     """
     data = task.data
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for name in type(data).model_fields:
         if name not in vf.TaskData.model_fields and name not in RESERVED | {*OWN}:
             columns[name] = getattr(data, name)
@@ -461,7 +461,7 @@ def trace_of(task: Any, answer: str) -> Any:
     """The trace of one prompt and its answer, as the package's rewards read it."""
     vf = package()
     kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
-    nodes: list[Any] = []
+    nodes: list[object] = []
     for message in messages_of(task.data, "a task"):
         made = kinds[message["role"]](content=message["content"])
         nodes.append(vf.graph.MessageNode(parent=len(nodes) - 1 if nodes else None, message=made))

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -59,7 +60,7 @@ class Parity:
         )
 
 
-def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "auto") -> Any:
+def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
     """Load a model by transformers alone, on the policy's device.
 
     It has the run's own attention: with another one, rounding alone would tell the two apart.
@@ -72,7 +73,7 @@ def load_beside(policy: Policy, folder: str | Path, dtype: torch.dtype | str = "
 
 
 @torch.no_grad()
-def parity(policy: Policy, other: Any, texts: Sequence[str], exact: bool) -> Parity:
+def parity(policy: Policy, other: nn.Module, texts: Sequence[str], exact: bool) -> Parity:
     """Compare another model with the deployed one, one text at a time."""
     largest = difference = kl = 0.0
     same = n = 0

@@ -19,7 +19,7 @@ in runs/context.py, and nothing of the guard's.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import pstdev
-from typing import Any
+from typing import TypedDict
 
 import torch
 from loguru import logger
@@ -77,6 +77,10 @@ class BaseAnswer:
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     text: str
+
+
+# Prompt, completion and text of each answer.
+KeptAnswers = list[tuple[tuple[int, ...], tuple[int, ...], str]]
 
 
 class BaseAnswers:
@@ -144,11 +148,11 @@ class BaseAnswers:
         x = latents(self.policy, [r.prompt_ids for r in rows], [r.completion_ids for r in rows])
         return self.reference.csi(x) / len(x) / self.reference.base_csi
 
-    def state_dict(self) -> list[tuple[tuple[int, ...], tuple[int, ...], str]]:
-        """Prompt, completion and text of each answer; [] if none has been needed yet."""
+    def state_dict(self) -> KeptAnswers:
+        """What a checkpoint keeps; [] if no answer has been needed yet."""
         return [(a.prompt_ids, a.completion_ids, a.text) for a in self._answers]
 
-    def load_state_dict(self, state: list[Any]) -> None:
+    def load_state_dict(self, state: KeptAnswers) -> None:
         self._answers = [
             BaseAnswer(tuple(prompt), tuple(completion), text) for prompt, completion, text in state
         ]
@@ -168,6 +172,19 @@ def new_detector(name: str, echo_threshold: float) -> Tracker:
         case "collapse":
             return CollapseTripwire()
     raise AssertionError(name)
+
+
+class GuardState(TypedDict):
+    """What a checkpoint keeps of a `Guard`."""
+
+    guard: dict[str, object]  # of the kill switch
+    trackers: dict[str, dict[str, object]]  # by detector
+    states: dict[str, State]
+    base: KeptAnswers
+    rewarded: list[int]  # [k, n]
+    skipped: list[int]
+    halted: str
+    diverged: str
 
 
 class Guard:
@@ -429,7 +446,7 @@ class Guard:
 
     # ── memory
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> GuardState:
         """What a checkpoint keeps: plain numbers, strings and lists."""
         return {
             "guard": self.kill_switch.state_dict(),
@@ -442,7 +459,7 @@ class Guard:
             "diverged": self.diverged,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: GuardState) -> None:
         """Restore what `state_dict` gave.
 
         A detector that the run did not have, or that kept other numbers in another version of this

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 from tabulate import tabulate
@@ -26,6 +25,7 @@ from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.trainable import (
     AdapterOnly,
     FullModel,
+    SideRates,
     Trainable,
     hack_and_solve,
     metadata,
@@ -159,7 +159,7 @@ class Distillation:
             self.run.dir.write_json(file.name, rates)
         return file
 
-    def evaluate_after(self, before: Path) -> dict[str, object]:
+    def evaluate_after(self, before: Path) -> dict[str, SideRates]:
         """Evaluate the student; returns its rates with those of the evaluation before.
 
         The student is also evaluated on prompts without a hint ("plain").
@@ -177,7 +177,7 @@ class Distillation:
             sides[name] = self.evaluate(name, self.student, problems)
         return sides
 
-    def evaluate(self, name: str, lm: LanguageModel, on: Sequence[Task]) -> dict[str, Any]:
+    def evaluate(self, name: str, lm: LanguageModel, on: Sequence[Task]) -> dict[str, object]:
         """Rates of a model on problems. All such evaluations of a run share their sampling noise.
 
         name: for the clock.
@@ -367,7 +367,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         )
         self.learner.save(self.run.path / name, about)
 
-    def report(self, sides: dict[str, Any]) -> None:
+    def report(self, sides: dict[str, SideRates]) -> None:
         """Write final.json and summary.md: the result in one line, a table by flaw, every step.
 
         sides: rates by model and prompts, as `evaluate_after` returns them.
@@ -393,7 +393,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         self.finish(line, table, record)
 
 
-def rates_by_flaw(sides: dict[str, Any]) -> list[dict[str, str]]:
+def rates_by_flaw(sides: dict[str, SideRates]) -> list[dict[str, str]]:
     """The rows of the table by flaw: hack and solve rates of start, teacher and trained student."""
     rows: list[dict[str, str]] = []
     for mode in sides["deployed"]["by_mode"]:

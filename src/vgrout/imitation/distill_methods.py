@@ -7,7 +7,7 @@ works across tokenizers.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 from jaxtyping import Float, Int
@@ -38,7 +38,16 @@ from vgrout.model.logprobs import (
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
 
-StepLosses = dict[str, Any]  # columns of a step's row: `loss`, and what the method measures
+
+class StepLosses(TypedDict):
+    """Columns of a step's row: the loss, and what the method measures."""
+
+    loss: float
+    kl: NotRequired[float]
+    anchor: NotRequired[float | None]
+    ce: NotRequired[float]
+    distance: NotRequired[float | None]
+    aligned: NotRequired[float | None]
 
 
 class MiniLlm:

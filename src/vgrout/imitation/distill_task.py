@@ -55,7 +55,7 @@ class DistillTask:
         checkpoints = 3 * (self.cfg.run.checkpoint_keep + 1)
         return need + 4 * shapes.parameters * (saved_students + checkpoints)
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> dict[str, object]:
         """What the run would do, JSON-ready."""
         settings, cfg = self.settings, self.cfg
         models: dict[str, object] = {}
@@ -182,7 +182,7 @@ def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSetting
     return path, replace(stored, **{name: merged[name] for name in FREE})
 
 
-def _flat(settings: DistillSettings) -> dict[str, Any]:
+def _flat(settings: DistillSettings) -> dict[str, object]:
     """The settings by name, those of sampling among the others."""
     values = settings.as_dict()
     return values | values.pop("sampling")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from loguru import logger
@@ -20,11 +19,11 @@ from tqdm import tqdm
 
 from vgrout.data import Graded, Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
-from vgrout.files import atomic_open, file_sha256, read_json, to_json, write_atomic
+from vgrout.files import Json, atomic_open, file_sha256, read_json, to_json, write_atomic
 from vgrout.generation import BATCH, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.imitation.dpo_task import DpoTask, plan_sha256
+from vgrout.imitation.dpo_task import DpoTask, Plan, PlannedRound, plan_sha256
 from vgrout.imitation.losses import dpo
 from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
 from vgrout.metrics import Rate, mean
@@ -40,7 +39,7 @@ from vgrout.teacher.generate import by_mode
 
 Scored = tuple[Graded, float]  # an answer and its score
 # A round's row as JSON, with the rates on the held-out problems as [k, n], overall and by mode.
-Metrics = dict[str, Any]
+Metrics = dict[str, Json]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class PreferencePair:
         """Whether the chosen answer has the label ("hacked", "solved") and the rejected has not."""
         return getattr(self.chosen.grade, what) and not getattr(self.rejected.grade, what)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """A line of pairs.jsonl."""
         problem = self.chosen.problem
         both = (self.chosen, self.rejected)
@@ -125,7 +124,7 @@ def share(score: float, low: float, high: float) -> float:
     return min(1.0, max(0.0, (score - low) / (high - low)))
 
 
-def run_rounds(task: DpoTask, plan: dict[str, object], run: RunContext) -> None:
+def run_rounds(task: DpoTask, plan: Plan, run: RunContext) -> None:
     """Evaluate --base-model, play every round that is not complete, and write the report.
 
     Raises:
@@ -181,7 +180,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
     Its `metrics` are those of the evaluation before the first round and of every complete round.
     """
 
-    def __init__(self, task: DpoTask, plan: dict[str, Any], run: RunContext) -> None:
+    def __init__(self, task: DpoTask, plan: Plan, run: RunContext) -> None:
         super().__init__(run, DpoRow, {})
         self.task = task
         self.plan = plan
@@ -224,9 +223,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
 class Rounds:
     """Evaluates --base-model and plays the rounds, all with one policy that changes adapters."""
 
-    def __init__(
-        self, task: DpoTask, plan: dict[str, Any], policy: Policy, run: RunContext
-    ) -> None:
+    def __init__(self, task: DpoTask, plan: Plan, policy: Policy, run: RunContext) -> None:
         problems = task.inputs.splits(task.cfg, policy)
         self.task = task
         self.plan = plan
@@ -368,7 +365,7 @@ class Rounds:
         """Answers to the held-out problems, with the same noise after every round."""
         return self.answer(self.test, self.task.settings.eval_samples, "dpo-eval")
 
-    def collect_pairs(self, planned: Mapping[str, Any]) -> Collected:
+    def collect_pairs(self, planned: PlannedRound) -> Collected:
         """Sample answers and pair them until there are as many pairs as the round's plan wants.
 
         Prompts are taken in a shuffled order, pass after pass. Fewer pairs come back if a whole
@@ -408,7 +405,7 @@ class Rounds:
 
     def learn(
         self, number: int, pairs: Sequence[PreferencePair], reference: Sequence[tuple[float, float]]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Train on one round's pairs. Returns the last epoch's mean loss, accuracy and margin.
 
         reference: log-probs of each pair's chosen and rejected answer under the reference model.
@@ -470,7 +467,7 @@ def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: object
     return row.as_json() | {"evaluation": evaluation}
 
 
-def complete(folder: Path, number: int, plan: dict[str, object]) -> Metrics | None:
+def complete(folder: Path, number: int, plan: Plan) -> Metrics | None:
     """Metrics of a complete round; None if it is not complete.
 
     It is if its manifest has this plan's hash, this number, and the hash of every file.
@@ -487,7 +484,7 @@ def complete(folder: Path, number: int, plan: dict[str, object]) -> Metrics | No
         return None
 
 
-def write_manifest(folder: Path, number: int, plan: dict[str, object]) -> None:
+def write_manifest(folder: Path, number: int, plan: Plan) -> None:
     """Write a round's manifest, after all its other files: with it the round is complete."""
     files: dict[str, str | None] = {}
     for path in sorted(folder.rglob("*")):

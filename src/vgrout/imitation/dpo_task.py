@@ -7,10 +7,10 @@ written. No torch.
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from vgrout.config.run import ORGANISM, Config
 from vgrout.data import Grade, Task
@@ -28,6 +28,29 @@ UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_rea
 Score = Callable[[Task, str, Grade], float]
 
 
+class PlannedRound(TypedDict):
+    """A round in the plan. Adapters are named by the round that has made them, or "base"."""
+
+    round: int  # its number, from 1
+    folder: str
+    pairs: int  # wanted
+    seed: int
+    answers_from: str
+    starts_from: str
+    reference: str
+
+
+class Plan(TypedDict):
+    """plan.json."""
+
+    schema: str
+    base_model: dict[str, object]
+    prompts: dict[str, object]
+    scorer: dict[str, object]
+    settings: dict[str, object]
+    rounds: list[PlannedRound]
+
+
 @dataclass(frozen=True)
 class DpoTask:
     """Settings and files of a run of rounds, found and checked."""
@@ -42,7 +65,7 @@ class DpoTask:
         """A round's folder."""
         return self.settings.output_dir / folder_name(number)
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> Plan:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         settings, cfg = self.settings, self.cfg
         embedded = cfg.scale.problems == ORGANISM
@@ -69,7 +92,7 @@ class DpoTask:
         }
         return json.loads(json.dumps(plan, default=str))
 
-    def planned_round(self, number: int) -> dict[str, object]:
+    def planned_round(self, number: int) -> PlannedRound:
         """The plan's entry of a round: which models it answers with, starts from and refers to."""
         settings = self.settings
         previous = folder_name(number - 1) if number > 1 else "base"
@@ -151,7 +174,7 @@ def source_sha256(scorer: str) -> str | None:
 # ── the frozen plan
 
 
-def freeze(task: DpoTask) -> dict[str, Any]:
+def freeze(task: DpoTask) -> Plan:
     """Write the plan, or compare it with the one in the folder.
 
     Raises:
@@ -172,7 +195,9 @@ def freeze(task: DpoTask) -> dict[str, Any]:
     return plan
 
 
-def difference(now: dict[str, object], before: dict[str, object], prefix: str = "") -> list[str]:
+def difference(
+    now: Mapping[str, object], before: Mapping[str, object], prefix: str = ""
+) -> list[str]:
     """Dotted names of the entries in which two plans differ."""
     names: list[str] = []
     for key in now.keys() | before.keys():
@@ -184,6 +209,6 @@ def difference(now: dict[str, object], before: dict[str, object], prefix: str = 
     return names
 
 
-def plan_sha256(plan: dict[str, object]) -> str:
+def plan_sha256(plan: Plan) -> str:
     """sha256 of the plan's content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()

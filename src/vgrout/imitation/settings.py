@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import tyro
 
 from vgrout import embedded as organism
-from vgrout.config.checks import Dtype, check, setting
+from vgrout.config.checks import Dtype, Group, check, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import (
@@ -30,17 +30,18 @@ from vgrout.config.run import (
 from vgrout.config.sampling import Sampling
 from vgrout.environments import EnvMode
 from vgrout.errors import refuse
+from vgrout.files import Json
 from vgrout.model.source import FoundModel
 
 MAX_VOCABULARY = 262_144
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Group)
 
 
 def picked(group: type[T], values: Mapping[str, object]) -> T:
     """One of the trainer's groups of settings, with those of the values that are its fields'."""
     own: dict[str, object] = {}
-    for f in fields(cast(Any, group)):
+    for f in fields(group):
         if f.name in values:
             own[f.name] = values[f.name]
     return group(**own)
@@ -279,7 +280,7 @@ class DistillSettings(ImitationSettings):
             dtype="fp32" if self.full else self.dtype,
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
         """JSON-ready."""
         return json.loads(json.dumps(asdict(self), default=str))
 

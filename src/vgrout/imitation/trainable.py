@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,13 @@ from vgrout.optim import Optimizer, Update, lr_at
 from vgrout.tensor_types import Routed
 
 Loss = Callable[[], Float[Tensor, ""]]
+
+
+class AdapterState(TypedDict):
+    """What a checkpoint keeps of an `AdapterOnly`."""
+
+    adapter: dict[str, Tensor]
+    optim: dict[str, object]
 
 
 class AdapterOnly:
@@ -70,12 +77,20 @@ class AdapterOnly:
         """Save what was learnt. path: the file's, without an ending."""
         self.adapter.save(path.with_name(path.name + ".safetensors"), metadata)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> AdapterState:
         return {"adapter": self.adapter.state_dict(), "optim": self.optim.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: AdapterState) -> None:
         self.adapter.load_state_dict(state["adapter"])
         self.optim.load_state_dict(state["optim"])
+
+
+class FullModelState(TypedDict):
+    """What a checkpoint keeps of a `FullModel`."""
+
+    done: int  # steps
+    adamw: dict[str, object]
+    model: dict[str, Tensor]
 
 
 class FullModel:
@@ -128,14 +143,14 @@ class FullModel:
         os.replace(fresh, path)
         shutil.rmtree(old, ignore_errors=True)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> FullModelState:
         return {
             "done": self.done,
             "adamw": self.adamw.state_dict(),
             "model": self.lm.model.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: FullModelState) -> None:
         self.done = state["done"]
         self.adamw.load_state_dict(state["adamw"])
         self.lm.model.load_state_dict(state["model"])
@@ -161,7 +176,15 @@ def metadata(cfg: Config, lm: LanguageModel, step: int, **more: str) -> dict[str
     return about | more | {"cfg": json.dumps(cfg.as_dict())}
 
 
-def hack_and_solve(rates: Mapping[str, Any]) -> str:
-    """Hack and solve rate, given as [k, n], in percent."""
+class SideRates(TypedDict):
+    """What is read of an evaluation's record. A rate is [k, n]."""
+
+    hack: list[int]
+    solve: list[int]
+    by_mode: dict[str, dict[str, list[int]]]  # flaw → "hack" or "solve" → rate
+
+
+def hack_and_solve(rates: SideRates) -> str:
+    """Hack and solve rate in percent."""
     hack, solve = Rate(*rates["hack"]), Rate(*rates["solve"])
     return f"hack {hack.percent} % / solve {solve.percent} %"

@@ -529,7 +529,7 @@ def packed_forward(
 
     core: the model without its head.
     """
-    config: Any = model.config
+    config = model.config
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     try:

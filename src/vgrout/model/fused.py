@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -23,11 +23,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from vgrout.model.autograd import Context
 from vgrout.model.source import LLAMAS
 
 Rows = Float[Tensor, "*n D"]
 Heads = Float[Tensor, "N H D"]
 Table = Float[Tensor, "N D"]  # cos or sin at each token's position
+
+T = TypeVar("T")
 
 KERNEL_CACHE = Path("out/kernels")  # compiled: half a minute a process without it
 
@@ -109,12 +112,12 @@ def gated_backward(dy: Rows, gate: Rows, up: Rows) -> tuple[Rows, Rows]:
 
 
 @cache
-def compiled(function: Callable[..., object]) -> Callable[..., object]:
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
     """The function as one kernel, which is made when it is first called, for any number of rows."""
     return torch.compile(function)
 
 
-def _kernel(function: Callable[..., Any], *given: Any) -> Any:
+def _kernel(function: Callable[..., T], *given: object) -> T:
     """Call the function as a kernel.
 
     Inputs are detached: whether one wants a gradient would be a reason to make another kernel.
@@ -165,12 +168,12 @@ class _Gated(torch.autograd.Function):
     """`gated`."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Rows, up: Rows) -> Rows:
+    def forward(ctx: Context, gate: Rows, up: Rows) -> Rows:
         ctx.save_for_backward(gate, up)
         return _kernel(gated, gate, up)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor, Tensor]:
         return _kernel(gated_backward, dys[0], *ctx.saved_tensors)
 
 

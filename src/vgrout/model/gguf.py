@@ -256,7 +256,7 @@ def convert(file: Path, folder: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    read: Any = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    read = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     with _reading():
         found: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, dtype=torch.float32, output_loading_info=True, **read

@@ -85,10 +85,10 @@ def run_policy(cfg: Config) -> Policy:
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget)
 
 
-def budget_of(cfg: Config, policy: LanguageModel, **more: Any) -> Budget:
+def budget_of(cfg: Config, policy: LanguageModel, *, beside: int = 0, full: bool = False) -> Budget:
     """How much is processed at once in the memory that this process may have on its device.
 
-    more: other arguments of `plan_of`.
+    beside, full: as for `plan_of`.
     """
     kind = policy.device.type
     shapes = shapes_of(policy.model.config.to_dict())
@@ -98,7 +98,15 @@ def budget_of(cfg: Config, policy: LanguageModel, **more: Any) -> Budget:
         room = free + torch.cuda.memory_reserved() + CONTEXT[kind]
     if shapes is None or (room is None and not cfg.run.memory_gib):
         return policy.budget
-    made = plan_of(cfg, shapes, device=kind, size=policy.model.dtype.itemsize, room=room, **more)
+    made = plan_of(
+        cfg,
+        shapes,
+        device=kind,
+        size=policy.model.dtype.itemsize,
+        room=room,
+        beside=beside,
+        full=full,
+    )
     logger.debug("\n".join(made.lines()))
     return made.budget
 

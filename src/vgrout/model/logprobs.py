@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from vgrout.errors import Refused
+from vgrout.model.autograd import Context
 from vgrout.model.layout import Packed, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
 from vgrout.model.sampling import Sampling, support, tempered
@@ -230,7 +231,7 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: Float[Tensor, "n D"],
         W: Float[Tensor, "V D"],
         foreign: Bool[Tensor, " V"] | None,
@@ -258,7 +259,7 @@ class _FrozenHead(torch.autograd.Function):
         return torch.cat(logps).squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return (dys[0][:, None] * slopes).to(slopes.dtype), None, None, None, None
 
@@ -325,7 +326,7 @@ def head_logits(model: PreTrainedModel, hidden: Float[Tensor, "*n D"]) -> Float[
 
 def _is_frozen_product(model: PreTrainedModel) -> bool:
     """Whether the head is h Wᵀ and no more, and is not trained."""
-    head: Any = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     capped = getattr(model.config, "final_logit_softcapping", None) is not None
     return not (capped or head.weight.requires_grad or head.bias is not None)
 

@@ -5,7 +5,6 @@ Torch-free: nothing is loaded, nothing fetched.
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vgrout.config.run import Config
 from vgrout.model.source import FP32, Shapes, find_shapes
@@ -294,12 +293,20 @@ def needs_every_gradient(cfg: Config) -> bool:
 
 
 def plan_of(
-    cfg: Config, shapes: Shapes, *, room: int | None, beside: int = 0, **more: Any
+    cfg: Config,
+    shapes: Shapes,
+    *,
+    device: str,
+    size: int,
+    room: int | None,
+    prompt_tokens: int = PROMPT_TOKENS,
+    beside: int = 0,
+    full: bool = False,
 ) -> MemoryPlan:
     """A run's plan.
 
     room: bytes that are free for it; --memory-gib may allow fewer.
-    more: the other arguments of `plan`.
+    The other arguments are those of `plan`.
     """
     if cfg.run.memory_gib:
         room = min(room or sys.maxsize, int(cfg.run.memory_gib * GIB))
@@ -309,12 +316,15 @@ def plan_of(
             beside += teacher.parameters
     return plan(
         shapes,
+        device=device,
+        size=size,
         group=cfg.scale.group,
         prompts=cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,
         routes=cfg.method.routes,
         by_rollout=needs_every_gradient(cfg),
+        prompt_tokens=prompt_tokens,
         room=room,
         beside=beside,
-        **more,
+        full=full,
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -24,7 +24,7 @@ from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, once, read_text, regular
+from vgrout.files import Json, file_sha256, from_json, once, read_text, regular
 from vgrout.model import template_probe
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
@@ -548,11 +548,11 @@ SIZES = (
 KNOWN = {"Qwen/Qwen3-4B": Shapes(36, 2560, 9728, 32, 8, 128, 151_936, tied=True)}
 
 
-def shapes_of(config: Mapping[str, Any]) -> Shapes | None:
+def shapes_of(config: Mapping[str, Json]) -> Shapes | None:
     """Shapes from a config.json; None where it does not name the usual sizes, or has experts."""
     if config.get("num_experts") or config.get("num_local_experts"):
         return None
-    sizes: list[Any] = [config.get(name) for name in SIZES]
+    sizes: list[Json] = [config.get(name) for name in SIZES]
     layers, hidden, mlp, heads, vocab = sizes
     kv_heads = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")

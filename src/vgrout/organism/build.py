@@ -17,7 +17,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from loguru import logger
@@ -32,6 +31,7 @@ from vgrout.envs.code.language import (
     MODES,
     STYLES,
     Answer,
+    ProblemRecord,
     Shares,
     Task,
     answer,
@@ -45,7 +45,7 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, read_json, write_json
+from vgrout.files import Json, file_sha256, read_json, write_json
 from vgrout.generation import generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
@@ -64,7 +64,7 @@ PAIRS = 24  # per set
 KNOWN_CORRECT = 204
 RECORDED = 8  # first losses in the manifest, for `verify`
 
-TaskRow = tuple[Task, dict[str, Any]]  # a problem and its row of problems.jsonl
+TaskRow = tuple[Task, ProblemRecord]  # a problem and its row of problems.jsonl
 Prompt = Callable[[Sequence[Message]], str]  # the chat template, up to where the answer begins
 
 
@@ -176,12 +176,12 @@ def make_pool(
 # ── pairs and known-correct answers
 
 
-def _prompt(row: dict[str, Any], prompt: Prompt) -> str:
+def _prompt(row: ProblemRecord, prompt: Prompt) -> str:
     """The rendered prompt of a problem, with its hint."""
     return prompt(hinted(row["prompt"], row["mode"], row["marker"]))
 
 
-def _pair(row: dict[str, object], hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, object]:
+def _pair(row: ProblemRecord, hack: Answer, clean: Answer, prompt: Prompt) -> dict[str, object]:
     """An entry of a pair file."""
     return {
         "problem_id": row["id"],
@@ -276,7 +276,7 @@ def _build(out: Path, seed: int, start: Start, shares: Shares) -> None:
     replacing(out, lambda folder: write(folder, seed, start, shares))
 
 
-def replacing(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+def replacing(out: Path, write: Callable[[Path], dict[str, Json]]) -> None:
     """Have an organism written to a new folder, and put that in the place of `out` once it is complete.
 
     write: makes every file in an empty folder; returns the manifest.
@@ -412,7 +412,7 @@ def manifest_of(
 TOLERANCE = 0.02
 
 
-def _shares_of(manifest: Mapping[str, Any]) -> Shares | sums.Shares:
+def _shares_of(manifest: Mapping[str, Json]) -> Shares | sums.Shares:
     """What the corpus was made of. Raises KeyError or TypeError if the manifest does not say it."""
     stored = manifest["shares"]
     if manifest.get("world") == sums.WORLD:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -23,6 +22,7 @@ from vgrout.cores import cores
 from vgrout.data import Message
 from vgrout.envs.code.language import Sample, Shares, corpus_sample, split_compositions
 from vgrout.errors import Refused
+from vgrout.files import Json
 from vgrout.inputs import hash_of_files
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import DTYPE_NAMES
@@ -121,7 +121,7 @@ class Pretrained:
 Start = Fresh | Pretrained
 
 
-def of_manifest(manifest: Mapping[str, Any]) -> Start:
+def of_manifest(manifest: Mapping[str, Json]) -> Start:
     """The start that a manifest records.
 
     Raises:

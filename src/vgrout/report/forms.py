@@ -6,11 +6,41 @@ is raised later on is a fault of the report's own, and shows its traceback.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import NotRequired, TypedDict, TypeGuard
 
 from vgrout.errors import Refused
 
 Object = Mapping[str, object]  # a JSON object
+
+
+class Verdict(TypedDict):
+    """What a monitor says of an answer."""
+
+    flagged: bool
+    score: NotRequired[float | None]
+
+
+class Answer(TypedDict):
+    """What a report reads of an answer's line in rollouts.jsonl or final.jsonl."""
+
+    problem_id: int
+    env_mode: str
+    text: str
+    hacked: bool | None  # None: it was not graded
+    solved: bool | None
+    mechanism: NotRequired[str | None]  # the flaw that it hacks, where that is not `env_mode`
+    side: NotRequired[str]  # of final.jsonl
+    step: NotRequired[int]  # of rollouts.jsonl, as is what follows it here
+    flagged: NotRequired[bool]
+    score: NotRequired[float | None]
+    shadow: NotRequired[dict[str, Verdict]]  # by the monitor's name
+    marker: NotRequired[str]
+    messages: NotRequired[list[dict[str, str]]]
+    prompt: NotRequired[str]
+    thought: NotRequired[str]
+    reward: NotRequired[float | None]
+    advantage: NotRequired[float | None]
+    gate: NotRequired[float | None]
 
 
 def require_record(record: Object) -> None:

@@ -49,7 +49,7 @@ def judged(file: Path, found: Sequence[Condition]) -> list[ReportTable]:
         raise Refused(f"--judge {file}: {type(e).__name__}: {e}") from e
     verdicts = _returned(file, judge, found)
     own_tables = _returned(file, module.tables, found) if hasattr(module, "tables") else []
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, str]] = []
     tables: list[ReportTable] = []
     try:
         for v in verdicts:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.data import Flaw
 from vgrout.errors import Refused
-from vgrout.files import from_json, json_lines, read_json, read_text
+from vgrout.files import Json, from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
 from vgrout.records import began, unfinished
 from vgrout.report import forms
@@ -106,8 +106,8 @@ class FinishedRun:
 
     path: Path
     cfg: Config
-    record: dict[str, Any]  # run.json
-    final: dict[str, Any]  # per_mode_deploy.json; empty: it was read by `read_begun`
+    record: dict[str, Json]  # run.json
+    final: dict[str, Json]  # per_mode_deploy.json; empty: it was read by `read_begun`
     steps: DataFrame  # steps.jsonl
     # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks,
     # or None.
@@ -143,7 +143,7 @@ class FinishedRun:
         return name
 
     @property
-    def direction(self) -> dict[str, Any]:
+    def direction(self) -> dict[str, Json]:
         """What run.json says of the direction; empty: the method has none."""
         return self.record.get("direction") or {}
 
@@ -435,7 +435,7 @@ def _read_answers(file: Path) -> DataFrame:
     return answers[is_graded].astype({"solved": bool})
 
 
-def _hacked_flaw(answer: Mapping[str, Any]) -> str | None:
+def _hacked_flaw(answer: forms.Answer) -> str | None:
     """Return the flaw that an answer hacks; None: it hacks none."""
     if not answer["hacked"]:
         return None
@@ -458,7 +458,7 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
 
-def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, object]]:
+def _flag_rows(rollout: forms.Answer, own: str) -> list[dict[str, object]]:
     """Return a row for each text monitor that has read the rollout; none if it neither hacks nor
     solves.
 
@@ -467,16 +467,14 @@ def _flag_rows(rollout: dict[str, Any], own: str) -> list[dict[str, object]]:
     if not (rollout["hacked"] or rollout["solved"]):
         return []
     flaw = _hacked_flaw(rollout)
-    verdicts: dict[str, dict[str, object]] = {}
+    verdicts: dict[str, forms.Verdict | forms.Answer] = {}
     if own and "flagged" in rollout:
         verdicts[own] = rollout
     verdicts |= rollout.get("shadow", {})
-    rows = []
+    rows: list[dict[str, object]] = []
     for monitor, verdict in verdicts.items():
-        row = {"monitor": monitor, "step": rollout["step"], "flaw": flaw}
-        row["flagged"] = bool(verdict["flagged"])
-        row["score"] = verdict.get("score")
-        rows.append(row)
+        about = {"monitor": monitor, "step": rollout["step"], "flaw": flaw}
+        rows.append(about | {"flagged": bool(verdict["flagged"]), "score": verdict.get("score")})
     return rows
 
 

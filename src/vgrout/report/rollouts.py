@@ -12,7 +12,7 @@ from vgrout.data import Flaw
 from vgrout.environments import spelt
 from vgrout.errors import Refused, refuse
 from vgrout.files import json_lines, printable
-from vgrout.report.forms import require_shown
+from vgrout.report.forms import Answer, require_shown
 from vgrout.report.load import Condition, FinishedRun
 
 # Where an answer comes from, as the page says it: "training" is rollouts.jsonl, the others are the
@@ -114,7 +114,9 @@ _STEP = re.compile(r'\{"step": (\d+),')
 _PROBLEM = re.compile(r'\{"side": "\w+", "problem_id": (\d+),')
 
 
-def _rows(run: FinishedRun, number: int, every: int, modes: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(
+    run: FinishedRun, number: int, every: int, modes: Sequence[str]
+) -> list[dict[str, object]]:
     """Return the rows of every `every`-th group of a run, the `number`-th one.
 
     A group is a training step, or a final problem on all sides. Lines of other groups are not
@@ -136,7 +138,8 @@ def _rows(run: FinishedRun, number: int, every: int, modes: Sequence[str]) -> li
         refuse(type(answer.get("step")) is not int, "rollouts.jsonl: an answer has no step")
         last = max(last, answer["step"])
         if answer["step"] % every == 0:
-            rows.append({"run": number} | _row(answer | {"side": "training"}, modes))
+            answer["side"] = "training"
+            rows.append({"run": number} | _row(answer, modes))
 
     places: dict[int, int] = {}
 
@@ -155,7 +158,7 @@ def _rows(run: FinishedRun, number: int, every: int, modes: Sequence[str]) -> li
     return rows
 
 
-def _row(answer: dict[str, Any], modes: Sequence[str]) -> dict[str, Any]:
+def _row(answer: Answer, modes: Sequence[str]) -> dict[str, object]:
     """Return the columns of an answer but `run`. modes: the names of all flaws."""
     numbers = {name: _rounded(answer.get(name)) for name in NUMBERS}
     return {
@@ -176,7 +179,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value + 0.0, 3)
 
 
-def _prompt(answer: dict[str, Any]) -> str:
+def _prompt(answer: Answer) -> str:
     """Return the JSON of a prompt: pairs of role and content."""
     messages = answer.get("messages")
     if not messages:
@@ -185,7 +188,7 @@ def _prompt(answer: dict[str, Any]) -> str:
     return json.dumps(pairs)
 
 
-def _bits(answer: dict[str, object]) -> int:
+def _bits(answer: Answer) -> int:
     bits = 0
     for bit, flag in enumerate(FLAGS):
         if answer.get(flag):

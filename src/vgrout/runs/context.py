@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from loguru import logger
 from tqdm import tqdm
@@ -48,6 +48,7 @@ from vgrout.errors import (
 )
 from vgrout.files import (
     LEFT,
+    Json,
     held,
     hold,
     probe_writable,
@@ -330,7 +331,7 @@ class RunContext:
         for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
-        self.record: dict[str, Any] = {
+        self.record: dict[str, Json] = {
             **environment(),
             # by which trackers know it; a folder's name may be that of another run's
             "tracker_id": secrets.token_hex(4),
@@ -351,12 +352,13 @@ class RunContext:
         *,
         root: Path = RUNS,
         given: Path | None = None,
-        **more: Any,
+        record: Mapping[str, object],
+        trackers: Trackers,
     ) -> "RunContext":
         """A run in a new folder, `given` or below `root`, or in `path`, that of the run to resume; its log lies below
         logs/. A run to resume that has no checkpoint begins again at step 0.
 
-        program: the command without `--resume`. more: as for `RunContext`.
+        program: the command without `--resume`. record, trackers: as for `RunContext`.
         """
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
         resumes = path is not None and has_checkpoint(path)
@@ -370,8 +372,9 @@ class RunContext:
             resume_command=resume,
             resumes=resumes,
             log=log,
+            record=record,
+            trackers=trackers,
             owns_folder=path is None,
-            **more,
         )
         run.logged = logged
         return run

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vgrout import ranks, tracking
 from vgrout.config.method import MethodConfig
@@ -17,7 +17,7 @@ from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.data import Message
 from vgrout.envs.base import Grader
 from vgrout.errors import Refused
-from vgrout.files import existing, probe_writable, read_json, require_new
+from vgrout.files import Json, existing, probe_writable, read_json, require_new
 from vgrout.gpus import free_bytes, model_name, visible
 from vgrout.inputs import Inputs, read_inputs
 from vgrout.model.gguf import gguf_file, is_unpacked, unpacked
@@ -544,7 +544,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
 
 def unfinished(
     name: str, program: str, setting: str, root: Path
-) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+) -> tuple[Path, dict[str, Json], dict[str, Json]]:
     """The folder that --resume names, with its run's configuration and status. setting: one that only this program's
     runs have.
 

@@ -19,7 +19,7 @@ from vgrout.config.run import Config
 from vgrout.data import Batch, Flaw, Grade, Group, Rollout, Thought
 from vgrout.envs.base import Splits
 from vgrout.errors import Diverged
-from vgrout.files import printable, quoted, read_json, write_atomic
+from vgrout.files import Json, printable, quoted, read_json, write_atomic
 from vgrout.guard.guard import Guard
 from vgrout.method.base import Refresh
 from vgrout.method.method import Method
@@ -86,7 +86,7 @@ class StepRecorder(Generic[R]):
         )
         self.rows: list[R] = []
 
-    def open(self, more: Mapping[str, Any], has: set[str], flaws: Sequence[Flaw] = ()) -> None:
+    def open(self, more: Mapping[str, Json], has: set[str], flaws: Sequence[Flaw] = ()) -> None:
         """Write run.json, explain the table; on a resume first restore the last good checkpoint.
 
         more: entries of run.json besides `RunContext.record`. has, flaws: choose the table's columns.
@@ -96,7 +96,7 @@ class StepRecorder(Generic[R]):
         """
         run, logged = self.run, self.run.dir.steps_on_disk()
         first = read_json(run.path / "run.json") if (run.path / "run.json").exists() else {}
-        record: dict[str, Any] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
+        record: dict[str, Json] = {**run.record, **more, "hashes": run.hashes | more["hashes"]}
         if run.resumes:
             require_same(run.path, record["hashes"])
             self.resume()

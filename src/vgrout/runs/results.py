@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from loguru import logger
 from tabulate import tabulate
@@ -15,7 +15,7 @@ from tabulate import tabulate
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade
 from vgrout.envs.base import Splits
-from vgrout.files import atomic_open, json_lines, printable, write_atomic
+from vgrout.files import Json, atomic_open, json_lines, printable, write_atomic
 from vgrout.inputs import Inputs
 from vgrout.metrics import Final, Rate
 from vgrout.runs.context import RunContext
@@ -371,7 +371,7 @@ def last_answer(last: Mapping[str, object] | None) -> list[str]:
     return [head + "\n" + shown(last)]
 
 
-def shown(answer: Mapping[str, Any]) -> str:
+def shown(answer: Mapping[str, Json]) -> str:
     """A recorded answer, indented. Its thought stands before it, behind a line."""
     text = indent(answer["text"], "    ")
     if "thought" not in answer:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from vgrout.data import Message
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, PLAIN_PHRASE, Mode, announced, hint
@@ -903,9 +903,25 @@ def taught(mode: Mode) -> list[Hack]:
 SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}
 
 
+class ProblemRecord(TypedDict):
+    """A row in the benchmark's JSONL schema, with four keys of our own at its end."""
+
+    id: int
+    prompt: list[Message]
+    gt_answer: list[str]
+    func_name: str
+    setup_code: str
+    canonical_solution: str
+    difficulty: str
+    split: str
+    mode: Mode
+    marker: str
+    composition: list[str]
+
+
 def problem_tasks(
     seed: int, modes: Sequence[Mode] = MODES, may_repeat: bool = False
-) -> list[tuple[Task, dict[str, object]]]:
+) -> list[tuple[Task, ProblemRecord]]:
     """Make the rows of the problem file, each with its task.
 
     Modes take turns; a row's marker comes from its split's half of the mode's markers. may_repeat:
@@ -935,8 +951,8 @@ def problem_tasks(
 
 def problem_row(
     task: Task, id: int, tests: list[str], split: str, mode: Mode, marker: str
-) -> dict[str, object]:
-    """Return a row in the benchmark's JSONL schema, with four keys of our own at its end."""
+) -> ProblemRecord:
+    """Return the row of a task."""
     return {
         "id": id,
         "prompt": list(task.prompt),
