@@ -24,7 +24,7 @@ check-slow:
 fast-dev-run *flags:
     {{py}} vgrout.train smoke --intervention=route2 --steps 12 --checkpoint-every 5 {{flags}}
 
-# a run from end to end on this machine: demonstrations, refreshes, evaluations, checkpoint, guard (under a minute); --intervention NAME: another method
+# a run from end to end on this machine: demonstrations, refreshes, evaluations, checkpoint, guard (under two minutes); --intervention NAME: another method
 smoke *flags:
     {{py}} vgrout.train smoke {{flags}}
 
@@ -50,7 +50,7 @@ smoke-all *flags:
     done
     echo "runs and caches: $folder"
 
-# the experiment in miniature, one run (under two minutes on two cores)
+# the experiment in miniature, one run (one to two minutes on two cores)
 mini *flags:
     {{py}} vgrout.train mini {{flags}}
 
@@ -75,7 +75,7 @@ tutorial:
     {{py}} vgrout.report out/sweeps/tutorial
     @echo "picture: out/sweeps/tutorial/report/figures/dynamics.png"
 
-# every run of studies/NAME.toml, resumable, a core or a GPU each, on what studies/prepare.sh makes first; --dry-run says how many
+# every run of studies/NAME.toml, resumable, a core or a GPU each, on what studies/prepare.sh makes first; --dry-run says how many (exit code 2 until the bases are made)
 study name *flags:
     {{ if flags =~ "--dry-run|--help" { "true" } else { "studies/prepare.sh " + name } }}
     {{py}} vgrout.sweep studies/{{name}}.toml {{flags}}

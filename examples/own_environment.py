@@ -1,6 +1,7 @@
-"""An environment of your own, from nothing to a table: sums, and a check that finds the number anywhere in the answer.
+"""An environment of your own, from nothing to a short table of steps: sums, and a check
+that finds the number anywhere in the answer.
 
-uv run python examples/own_environment.py
+    cd examples && uv run python own_environment.py
 """
 
 import vgrout

@@ -2,7 +2,7 @@
 
     uv run python examples/own_intervention.py
 
-The same, typed:
+The same class in a whole `smoke` run, typed:
 
     uv run vgrout train smoke --monitor detector --intervention examples.own_intervention:Halve
 """

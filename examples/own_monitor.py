@@ -2,7 +2,7 @@
 
     uv run python examples/own_monitor.py
 
-The same, typed:
+The same monitor in a whole run, typed:
 
     uv run vgrout train smoke --intervention penalty --monitor examples.own_monitor:UnreadArgument
 """

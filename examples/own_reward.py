@@ -2,7 +2,9 @@
 
 The embedded organism is trained on it. A minute, no GPU.
 
-    uv run python examples/own_reward.py
+    cd examples && uv run python own_reward.py
+
+The commands that it prints find this file from there.
 """
 
 import vgrout

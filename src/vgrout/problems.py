@@ -52,7 +52,7 @@ FEW, MANY = 200, 2000  # problems
 # split → what a run needs where it is empty
 _WITHOUT = {
     "train": "a run is refused",
-    "val": "a run is refused, but with --eval-ablate-every 0",
+    "val": "a run is refused, unless it has --eval-ablate-every 0",
     "test": 'a run is refused; mark some with "split": "test", or add a file with --test-problems',
 }
 EXAMPLES = 3  # answers that are shown

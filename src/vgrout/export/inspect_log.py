@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from inspect_ai import log
 from inspect_ai.model import ContentReasoning, ContentText, ModelOutput
 from inspect_ai.scorer import Score
 
 from vgrout.config.run import Config
+from vgrout.files import Json
 
 SCORES = ("hacked", "solved")
 
-AnswerLine = Mapping[str, Any]
+AnswerLine = Mapping[str, Json]
 
 
 def write_log(
