@@ -1,14 +1,17 @@
 """Layout of packed rows: which rows share a forward, and where their tokens lie in it.
 
+A row is one prompt with one answer, as tokens. Its gradient is added to one row of g [N, R], the
+gradients (`UpdateRow.row_of_g`), which several rows may share.
+
 A packed sequence holds rows one after the other without padding, and what rows have in common is
-computed once. Rows of one unit that begin alike, with their prompt and perhaps some tokens of their
-answers, form a tree of token runs, in which a token attends to what leads to it from the root.
+computed once. Rows that add to the same row of g and begin alike, with their prompt and perhaps
+some tokens of their answers, form a tree of token runs, in which a token attends to what leads to
+it from the root.
 Everything in a decoder but attention works token by token, so the model's own forward runs on one
 long row of tokens with our own attention function.
 
-A unit is a row of the gradient: the gradient at a shared token is the sum over the rows that share
-it, so only rows of one unit share tokens. What rows of several units have in common is read by
-`model/prefixes.py`.
+The gradient at a shared token is the sum over the rows that share it, so only rows that add to the
+same row of g share tokens. What others have in common is read by `model/prefixes.py`.
 """
 
 from collections.abc import Sequence
@@ -43,7 +46,7 @@ class Packed:
     edge: Int[Tensor, "B T"]  # index of each target's pair
     wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where the mask is set, row by row
     attention: PackedAttention
-    pieces: Pieces  # stretches of one unit; together they are all tokens, each once
+    pieces: Pieces  # stretches that add to one row of g; together they are all tokens, each once
     dtype: torch.dtype
     prompts: Prompts | None = None  # what the rows go on from
 
@@ -112,7 +115,7 @@ class _TokenTree:
 
 
 def pack(
-    units: Sequence[int],
+    rows_of_g: Sequence[int],
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
     device: torch.device,
@@ -121,25 +124,25 @@ def pack(
 ) -> Packed:
     """Lay out all rows as one sequence.
 
-    Rows of equal unit and equal prompt share that prompt and what their answers have in common at
-    the start. The gradient at a shared token is the sum over its rows: give rows one unit only
-    where you need no more than the sum.
+    Rows with the same row of g and the same prompt share that prompt, and what their answers have
+    in common at the start. So give rows one row of g only where you need no more than the sum of
+    their gradients.
 
     Args:
-        units: each row's unit.
+        rows_of_g: for each row, the row of g that its gradient is added to.
         prompts: each row's prompt, not empty.
         completions: each row's completion, not empty.
         device: where the tensors go.
         dtype: the model's.
-        prefixes: what rows of several units begin with; every row's prompt is among them.
+        prefixes: what rows with different rows of g begin with; every row's prompt is among them.
     """
-    _check_rows(units, prompts, completions)
+    _check_rows(rows_of_g, prompts, completions)
     rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
-    families = family(units, prompts)
+    families = family(rows_of_g, prompts)
     for members in families:
         # Sorted, a row has most in common with the one before it.
         members.sort(key=rows.__getitem__)
-    tree = _token_tree(units, prompts, rows, families, prefixes)
+    tree = _token_tree(rows_of_g, prompts, rows, families, prefixes)
     predictions = _predictions(tree, prompts, completions, prefixes)
 
     # Without prefixes the first row of a family is there as a whole; all others are branches.
@@ -158,25 +161,25 @@ def pack(
         edge=uploaded(predictions.edge, device),
         wanted=places(completions, device),
         attention=_attention(tree, roots, branches, device, dtype),
-        pieces=_pieces(units, tree, [*roots, *branches]),
+        pieces=_pieces(rows_of_g, tree, [*roots, *branches]),
         dtype=dtype,
         prompts=prefixes,
     )
 
 
 def _check_rows(
-    units: Sequence[int],
+    rows_of_g: Sequence[int],
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
 ) -> None:
-    counts = (len(units), len(prompts), len(completions))
-    assert len(units) == len(prompts) == len(completions) > 0, counts
+    counts = (len(rows_of_g), len(prompts), len(completions))
+    assert len(rows_of_g) == len(prompts) == len(completions) > 0, counts
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
 
 
 def _token_tree(
-    units: Sequence[int],
+    rows_of_g: Sequence[int],
     prompts: Sequence[Ids],
     rows: Sequence[Ids],
     families: Sequence[Sequence[int]],
@@ -191,7 +194,7 @@ def _token_tree(
         first = members[0]
         copies: Sequence[int] = ()
         if prefixes is not None:
-            copies = prefixes.copied[units[first], prompts[first]]
+            copies = prefixes.copied[rows_of_g[first], prompts[first]]
         tree.add(first, rows[first], copies)
     for members in families:
         for before, row in pairwise(members):
@@ -268,23 +271,23 @@ def places(
     return row, t
 
 
-def _pieces(units: Sequence[int], tree: _TokenTree, rows: Sequence[int]) -> Pieces:
-    """The longest stretches of one unit. rows: in the order of the sequence."""
+def _pieces(rows_of_g: Sequence[int], tree: _TokenTree, rows: Sequence[int]) -> Pieces:
+    """The longest stretches that add to one row of g. rows: in the order of the sequence."""
     pieces: list[tuple[int, slice]] = []
     for row in rows:
-        unit, new = units[row], tree.new[row]
+        row_of_g, new = rows_of_g[row], tree.new[row]
         start = new.start
-        if pieces and pieces[-1][0] == unit:
+        if pieces and pieces[-1][0] == row_of_g:
             _, before = pieces.pop()
             start = before.start
-        pieces.append((unit, slice(start, new.stop)))
+        pieces.append((row_of_g, slice(start, new.stop)))
     return tuple(pieces)
 
 
-def family(units: Sequence[int], prompts: Sequence[Ids]) -> list[list[int]]:
-    """Indices of rows, grouped by shared unit and prompt."""
+def family(rows_of_g: Sequence[int], prompts: Sequence[Ids]) -> list[list[int]]:
+    """Indices of rows, grouped by row of g and prompt."""
     families: dict[tuple[int, Ids], list[int]] = {}
-    for row, key in enumerate(zip(units, prompts, strict=True)):
+    for row, key in enumerate(zip(rows_of_g, prompts, strict=True)):
         families.setdefault(key, []).append(row)
     return list(families.values())
 
@@ -319,7 +322,7 @@ class _Branches:
 
 
 def batches(
-    units: Sequence[int],
+    rows_of_g: Sequence[int],
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
     budget: int,
@@ -328,11 +331,11 @@ def batches(
     """Indices of rows for `pack`: those that share a prompt together, long ones first.
 
     A batch has at most `budget` tokens, shared ones counted once, or is a single row. A batch also
-    ends where its branches would need too much memory in attention. prefixes: what rows of several
-    units begin with; its tokens are not counted.
+    ends where its branches would need too much memory in attention. prefixes: as for `pack`; their
+    tokens are not counted.
     """
     lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-    families = family(units, prompts)
+    families = family(rows_of_g, prompts)
     families.sort(key=lambda members: max(lengths[i] for i in members), reverse=True)
     out: list[list[int]] = []
     left = 0  # of the open batch's budget

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from vgrout.model.attention import PackedAttention, packed_forward, runs_of, uploaded
 
 Ids = tuple[int, ...]  # tokens of a prompt, a completion or a row
-# Stretches of a packed sequence: (unit, tokens), where the unit is the gradient row that the tokens
-# add to.
+# Stretches of a packed sequence: (row of g that the tokens' gradient is added to, tokens).
 Pieces = Sequence[tuple[int, slice]]
 # Told before a forward of n tokens which pieces they are, and whether backward will go through that
 # forward several times. Returns a callback: call it with the pieces before each of these times.
@@ -26,13 +25,12 @@ Announce = Callable[[Pieces, int, bool], Callable[[Pieces], None]]
 
 
 class Prompts:
-    """Prefixes shared by several units, run forward once.
+    """Prefixes shared by several rows of g, run forward once.
 
-    A unit is a row of the gradient. A prefix is a prompt, and where that saves work also the tokens
-    with which all answers to it begin; every answer keeps at least one token for itself. Each unit
-    has its own copy of the keys and values of its prefixes, to which the backward pass of its
-    answers adds. `backward` then goes through the forward in turns: turn j is that of the j-th unit
-    of each prompt.
+    A prefix is a prompt, and where that saves work also the tokens with which all answers to it
+    begin; every answer keeps at least one token for itself. Each row of g has its own copy of the
+    keys and values of its prefixes, to which the backward pass of its answers adds. `backward` then
+    goes through the forward in turns: turn j is that of the j-th row of g of each prompt.
 
     Use: `read`, then forward and backward of the answers packed with these prefixes, then
     `backward`.
@@ -40,17 +38,17 @@ class Prompts:
     Attributes:
         prefixes: prompt → the prefix read for it.
         reach_answers: the prefixes may go on into the answers.
-        ids: tokens of all prefixes, one after the other, those of most units first.
+        ids: tokens of all prefixes, one after the other, those of most rows of g first.
         turns: the pieces of each turn, which are the first tokens of `ids`.
         turn_ends: 0, and where the copies of each turn end; the last one is the number of copies.
-        copied: (unit, prompt) → the copies of its prefix.
+        copied: (row of g, prompt) → the copies of its prefix.
         copies: keys and values layer by layer, [copies, K, D], then, where the prefixes reach into
             the answers, the last hidden states. Filled by `read`.
     """
 
     def __init__(
         self,
-        units: Sequence[int],
+        rows_of_g: Sequence[int],
         prompts: Sequence[Ids],
         completions: Sequence[Ids],
         depth: int,
@@ -58,33 +56,33 @@ class Prompts:
         dtype: torch.dtype,
     ) -> None:
         """One entry of the three sequences for each answer. depth: blocks of the model."""
-        units_of: dict[Ids, list[int]] = {}
+        rows_of_g_of: dict[Ids, list[int]] = {}
         rows_of: dict[Ids, list[Ids]] = {}
-        for unit, prompt, completion in zip(units, prompts, completions, strict=True):
-            known = units_of.setdefault(prompt, [])
-            if unit not in known:
-                known.append(unit)
+        for row_of_g, prompt, completion in zip(rows_of_g, prompts, completions, strict=True):
+            known = rows_of_g_of.setdefault(prompt, [])
+            if row_of_g not in known:
+                known.append(row_of_g)
             # The last token predicts nothing, and the one before is the row's own.
             row = (*prompt, *completion)[:-2]
             rows_of.setdefault(prompt, []).append(row)
         self._choose_prefixes(rows_of, depth)
 
         # A turn's tokens are then the first ones of all.
-        prompts_by_units = sorted(units_of, key=lambda prompt: -len(units_of[prompt]))
-        prefixes = [self.prefixes[prompt] for prompt in prompts_by_units]
+        most_rows_first = sorted(rows_of_g_of, key=lambda prompt: -len(rows_of_g_of[prompt]))
+        prefixes = [self.prefixes[prompt] for prompt in most_rows_first]
         self._lengths = list(map(len, prefixes))
         self.ids = list(chain(*prefixes))
 
         self.turns: list[Pieces] = []
         self.turn_ends = [0]
         self.copied: dict[tuple[int, Ids], range] = {}
-        most_units = len(units_of[prompts_by_units[0]])
-        for turn in range(most_units):
-            unit_of: dict[Ids, int] = {}
-            for prompt in prompts_by_units:
-                if turn < len(units_of[prompt]):
-                    unit_of[prompt] = units_of[prompt][turn]
-            self._add_turn(unit_of)
+        most_rows_of_g = len(rows_of_g_of[most_rows_first[0]])
+        for turn in range(most_rows_of_g):
+            of_turn: dict[Ids, int] = {}
+            for prompt in most_rows_first:
+                if turn < len(rows_of_g_of[prompt]):
+                    of_turn[prompt] = rows_of_g_of[prompt][turn]
+            self._add_turn(of_turn)
 
         self._device, self._dtype = device, dtype
         self._before_turn: Callable[[Pieces], None] | None = None
@@ -108,15 +106,15 @@ class Prompts:
         else:
             self.prefixes = {prompt: prompt[:-1] for prompt in rows_of}
 
-    def _add_turn(self, unit_of: dict[Ids, int]) -> None:
-        """Lay out the copies of one unit of each of these prompts, in the order of `ids`."""
+    def _add_turn(self, of_turn: dict[Ids, int]) -> None:
+        """Lay out the copies of one row of g of each of these prompts, in the order of `ids`."""
         pieces: list[tuple[int, slice]] = []
         first_copy = self.turn_ends[-1]
         start = 0
-        for prompt, unit in unit_of.items():
+        for prompt, row_of_g in of_turn.items():
             stop = start + len(self.prefixes[prompt])
-            pieces.append((unit, slice(start, stop)))
-            self.copied[unit, prompt] = range(first_copy + start, first_copy + stop)
+            pieces.append((row_of_g, slice(start, stop)))
+            self.copied[row_of_g, prompt] = range(first_copy + start, first_copy + stop)
             start = stop
         self.turns.append(pieces)
         self.turn_ends.append(first_copy + start)
@@ -127,7 +125,7 @@ class Prompts:
         core: torch.nn.Module,
         announce: Announce | None = None,
     ) -> None:
-        """Run the prefixes' forward, and copy its keys and values for each unit.
+        """Run the prefixes' forward, and copy its keys and values for each row of g.
 
         core: the model without its head. announce: told of this forward, and, in `backward`, of
         each turn.
@@ -180,7 +178,7 @@ class Prompts:
         for turn, (start, end) in enumerate(pairwise(self.turn_ends)):
             if self._before_turn is not None:
                 self._before_turn(self.turns[turn])
-            rest = len(self.ids) - (end - start)  # tokens of prompts with fewer units
+            rest = len(self.ids) - (end - start)  # tokens of prompts with fewer rows of g
             grads = [_with_zeros(grad[start:end], rest) for grad in copy_grads]
             torch.autograd.backward(outputs, grads, retain_graph=turn < last)
         self._read, self.copies = [], []
