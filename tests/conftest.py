@@ -2,6 +2,16 @@
 
 import os
 import re
+import sys
+
+# Where Python is told to write no bytecode (containers often are), every process that the tests
+# start would compile torch, transformers and this project once more: a second or two each. It is
+# kept beside pytest's own cache then, so that sources and packages stay as they are.
+if sys.dont_write_bytecode:
+    kept = os.path.join(os.path.dirname(os.path.dirname(__file__)), ".pytest_cache", "bytecode")
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = kept
+    sys.dont_write_bytecode = False
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
 
 # Before torch is imported, here and in what the tests start: two workers on two cores, one thread
 # each.
