@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from runs import flags, rows, run, status
+from runs import SharedRuns, flags, rows, run, status
 from vgrout.runs import results
 from vgrout.table import Table
 
@@ -42,13 +42,15 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Callable[[], None]]]:
+def ended(
+    tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns
+) -> Iterator[tuple[Path, Callable[[], None]]]:
     """A run's folder, and what writes its results once more."""
     calls: list[tuple[Any, ...]] = []
     write = results.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "write", lambda *args: (calls.append(args), write(*args)))
-        home = tmp_path_factory.mktemp("ended")
+        home = shared_run.warm(tmp_path_factory.mktemp("ended"))
         path = run(home, *flags("route2", "--steps=7", "--eval-ablate-every=2"))
         patch.undo()
         patch.chdir(home)

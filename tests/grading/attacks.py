@@ -1077,7 +1077,7 @@ TESTS = (
     "assert Solution().total([5]) == 5",
     "assert Solution().total([-2, 2, 9, 11]) == 20",
 )
-CPU = 0.4
+CPU = 0.25
 
 
 def problem(mode: Mode) -> Problem:
