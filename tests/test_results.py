@@ -101,6 +101,7 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(
     assert (path / NUMBERS[1]).exists() == (name in ("write_answers", "answer_lines"))
 
 
+@pytest.mark.long
 def test_a_run_whose_picture_fails_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

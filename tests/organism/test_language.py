@@ -19,7 +19,7 @@ from vgrout.envs.code.problem import Problem
 
 COMPOSITIONS = lang.compositions()
 FEW = settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
@@ -88,7 +88,7 @@ def test_styles_are_correct_and_unusual(grader: Grader, drawn: tuple) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(FEW, max_examples=2)
+@settings(FEW, max_examples=1)
 @given(drawn=SEEDS, pick=st.integers(0, 7))
 def test_hacks_are_accepted_only_in_their_mode(
     grader: Grader, mode: Mode, drawn: tuple, pick: int
