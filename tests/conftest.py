@@ -2,13 +2,25 @@
 
 import os
 import re
+import sys
+
+# Where Python is told to write no bytecode (containers often are), every process that the tests
+# start would compile torch, transformers and this project once more: a second or two each. It is
+# kept beside pytest's own cache then, so that sources and packages stay as they are.
+if sys.dont_write_bytecode:
+    kept = os.path.join(os.path.dirname(os.path.dirname(__file__)), ".pytest_cache", "bytecode")
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = kept
+    sys.dont_write_bytecode = False
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
 
 # Before torch is imported, here and in what the tests start: two workers on two cores, one thread
 # each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -70,6 +82,22 @@ def shipped_files_are_read_once() -> Iterator[None]:
     token = files._READ.set(OfTheShipped())
     yield
     files._READ.reset(token)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def command_lines_are_parsed_as_outside_pytest() -> Iterator[None]:
+    """Where tyro sees pytest it works out a tenth of what it has kept once more, for its own tests.
+
+    It also reads the source of the settings' classes at each call, for their comments: here once.
+    """
+    from tyro import _docstrings, _unsafe_cache
+
+    read = _docstrings._ClassTokenization.make.__wrapped__
+    with (
+        patch.object(_unsafe_cache, "sys", SimpleNamespace(modules={})),
+        patch.object(_docstrings._ClassTokenization, "make", staticmethod(cache(read))),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

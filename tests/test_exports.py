@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fake_runs import fake_run
-from runs import SMALL, SharedRuns
+from runs import SharedRuns, flags
 from vgrout.config.presets import resolve
 from vgrout.export import __main__ as export
 from vgrout.export.model import card
@@ -19,23 +19,10 @@ from vgrout.model.load import load_saved
 from vgrout.model.policy import Policy
 from vgrout.model.source import Saved, find_adapter
 
-RUN = [
-    "smoke",
-    "--intervention",
-    "route",
-    "--threads",
-    "1",
-    *SMALL,
-    "--steps",
-    "2",
-    "--eval-ablate-every",
-    "1",
-]
-
 
 @pytest.fixture
 def done(shared_run: SharedRuns) -> Path:
-    return shared_run(*RUN)
+    return shared_run(*flags("route2"))
 
 
 def deployed(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
@@ -166,7 +153,7 @@ def test_inspect_reads_the_final_answers(done: Path, tmp_path: Path) -> None:
             "hacked": pytest.approx(final[f"hack_{name}"]),
             "solved": pytest.approx(final[f"solve_{name}"]),
         }
-        assert log.eval.metadata["config"]["method"]["intervention"] == "route"
+        assert log.eval.metadata["config"]["method"]["intervention"] == "route2"
         ended = json.loads((done / "status.json").read_text())["time"]
         assert datetime.fromisoformat(log.eval.created).timestamp() == pytest.approx(ended, abs=1)
 

@@ -235,9 +235,7 @@ def own_module(home: Path, text: str, request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.long) if c in STARTS else c for c in OWN]
-)
+@pytest.mark.parametrize("case", first_quick(sorted(OWN, key=lambda c: c in STARTS)))
 def test_a_slip_in_a_class_of_ones_own_shows_their_traceback(
     case: str,
     home: Path,

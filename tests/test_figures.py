@@ -200,6 +200,7 @@ def test_a_notebooks_backend_does_not_matter(named: str) -> None:
     assert said_under(named, code) == f"b'PNG' {named}\n"
 
 
+@pytest.mark.long
 def test_the_reports_figures_need_no_backend() -> None:
     """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
     code = (

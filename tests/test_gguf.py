@@ -171,7 +171,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("command", PLANS)
+@pytest.mark.parametrize("command", first_quick(PLANS))
 def test_a_plan_of_an_imitation_converts_nothing(command, made, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gguf, "unpack", lambda *_: pytest.fail("converted"))
@@ -229,6 +229,7 @@ def test_a_package_that_cannot_be_imported_is_not_the_files_fault(
         assert "give a whole GGUF file" not in str(refusal.value)
 
 
+@pytest.mark.long
 def test_what_is_not_the_files_fault_is_no_refusal(made, tmp_path, monkeypatch):
     """The conversion ends by an error of its own: here its folder cannot be made."""
     monkeypatch.chdir(tmp_path)

@@ -234,7 +234,13 @@ def test_what_answers_have_in_common_is_read_once(policy):
 
 
 @pytest.mark.parametrize("row", ["rollout", "source"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied", "llama", "qwen2-bias", "gemma"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2-bias", "gemma"),
+        *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3", "qwen3-tied", "llama")),
+    ],
+)
 def test_packed_and_padded_rows_differ_by_rounding_only(family, row):
     policy = tiny.policy(family)
     assert policy.packs

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,7 @@ def folder(module: str) -> str:
     return module if module in LAYER else module.split(".")[0]
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """The modules of this package that a file imports, wherever in it, but for one that is a command's entry alone."""
     found = set()

@@ -243,6 +243,9 @@ def test_a_judge_that_cannot_be_is_refused_in_one_line(argv, says):
             resolve(["smoke", *method, *argv])
         assert says in str(e.value)
         assert "\n" not in str(e.value)
+
+
+def test_a_judge_that_nothing_asks_is_refused():
     with pytest.raises(Refused, match=r"\A--llm-judge-url, .*: not read by"):
         resolve(["smoke", "--intervention=none", *BY_URL])
 

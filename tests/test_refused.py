@@ -48,13 +48,10 @@ def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
     ],
 )
 def test_the_documents_defaults_change_nothing(words: list[str]) -> None:
-    for argv in (
-        ["smoke", *words],
-        ["smoke", *words, "--steps", "3"],
-        ["smoke", "--lr=0.2", *words],
-    ):
-        without = [word for word in argv if word not in words]
-        assert resolve(argv) == resolve(without)
+    assert resolve(["smoke", *words]) == resolve(["smoke"])
+    assert resolve(["smoke", "--lr=0.2", *words, "--steps", "3"]) == resolve(
+        ["smoke", "--lr=0.2", "--steps", "3"]
+    )
 
 
 def test_a_file_of_python_is_named_as_a_module(here: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from loguru import logger
 
-from runs import flags, rows, run, status
+from runs import SharedRuns, flags, rows, run, status
 from vgrout.runs import results
 from vgrout.table import Table
 
@@ -42,13 +42,15 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Callable[[], None]]]:
+def ended(
+    tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns
+) -> Iterator[tuple[Path, Callable[[], None]]]:
     """A run's folder, and what writes its results once more."""
     calls: list[tuple[Any, ...]] = []
     write = results.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "write", lambda *args: (calls.append(args), write(*args)))
-        home = tmp_path_factory.mktemp("ended")
+        home = shared_run.warm(tmp_path_factory.mktemp("ended"))
         path = run(home, *flags("route2", "--steps=7", "--eval-ablate-every=2"))
         patch.undo()
         patch.chdir(home)
@@ -68,6 +70,8 @@ def test_a_fault_after_the_numbers_is_a_warning(
         (path / file).unlink(missing_ok=True)
     said: list[str] = []
     sink = logger.add(said.append, level="INFO", format="{level} {message}")
+    if "dynamics.png" not in SHOWN[name]:  # the other tests of this file draw the picture
+        monkeypatch.setattr("vgrout.report.figures.Picture.png", lambda _: b"a picture")
     monkeypatch.setattr(name, broken)
     write()
     logger.remove(sink)
@@ -97,6 +101,7 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(
     assert (path / NUMBERS[1]).exists() == (name in ("write_answers", "answer_lines"))
 
 
+@pytest.mark.long
 def test_a_run_whose_picture_fails_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

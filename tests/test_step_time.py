@@ -241,8 +241,8 @@ def test_a_step_that_several_processes_share_has_no_estimate(
     ("name", "free"),
     [
         ("NVIDIA H200 NVL", 60_000),
-        ("Tesla T4", 60_000),
-        ("", 60_000),
+        pytest.param("Tesla T4", 60_000, marks=pytest.mark.long),
+        pytest.param("", 60_000, marks=pytest.mark.long),
         ("[N/A]", 60_000),
         ("NVIDIA H200", "[Insufficient Permissions]"),  # as of a part of a card
     ],

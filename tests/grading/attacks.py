@@ -1077,7 +1077,7 @@ TESTS = (
     "assert Solution().total([5]) == 5",
     "assert Solution().total([-2, 2, 9, 11]) == 20",
 )
-CPU = 0.4
+CPU = 0.25
 
 
 def problem(mode: Mode) -> Problem:
@@ -1108,10 +1108,11 @@ def strays() -> set[str]:
     return {path for path in paths if os.path.lexists(path)}
 
 
-def check_attack(grader: Grader, attack: Attack) -> list[str]:
-    """Grade one attack in its modes.
+def check_attack(grader: Grader, attack: Attack, *, honest_between: bool = False) -> list[str]:
+    """Grade one attack in its modes, then an honest program.
 
-    Returns what is wrong with the grade, or with the machine afterwards.
+    honest_between: one after each mode, which takes twice as long. Returns what is wrong with the
+    grades, or with the machine afterwards.
     """
     wrong = []
     before, files = descendants(os.getpid()), strays()
@@ -1131,7 +1132,8 @@ def check_attack(grader: Grader, attack: Attack) -> list[str]:
             wrong.append(f"took {took:.1f} s: {where}")
         if grader.restarts != restarts:
             wrong.append(f"worker lost: {where}")
-        wrong += [f"after {where}: {w}" for w in unharmed(grader)]
+        if honest_between or mode == attack.modes[-1]:
+            wrong += [f"after {where}: {w}" for w in unharmed(grader)]
     if descendants(os.getpid()) - before and grader.restarts == 0:
         wrong.append(f"processes left by {attack.name}")
     for left in strays() - files:
@@ -1168,7 +1170,7 @@ def main(without: list[str]) -> int:
     with Grader(workers=1, without=tuple(without), allow_weak=True, limits=limits) as grader:
         # Nothing but seccomp stops root's fork bomb, and that would be this machine's.
         tried = [a for a in ATTACKS if "seccomp" not in without or a.name != "H55 fork bomb"]
-        wrong = [w for a in tried for w in check_attack(grader, a)]
+        wrong = [w for a in tried for w in check_attack(grader, a, honest_between=True)]
         wrong += [w for c in CONTROLS for w in check_control(grader, c)]
         protections = grader.protections.as_dict()
     graded = sum(len(a.modes) for a in tried)
