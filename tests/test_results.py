@@ -51,7 +51,7 @@ def ended(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "write", lambda *args: (calls.append(args), write(*args)))
         home = shared_run.warm(tmp_path_factory.mktemp("ended"))
-        path = run(home, *flags("route2", "--steps=7", "--eval-ablate-every=2"))
+        path = run(home, *flags("none", "--steps=7", "--eval-ablate-every=2"))
         patch.undo()
         patch.chdir(home)
         yield home / path, lambda: write(*calls[0])
