@@ -37,7 +37,7 @@ from vgrout.loss_metrics import LossMetrics
 from vgrout.model import load as weights
 from vgrout.ranks import RankLost
 from vgrout.report.load import load
-from vgrout.runs import checkpoint
+from vgrout.runs import checkpoint, checkpoint_files
 from vgrout.runs.context import RunDir, stop_on_signals
 from vgrout.runs.recorder import Recorder
 from vgrout.sweep.ledger import Ledger
@@ -287,7 +287,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.long
 def test_resume_skips_damaged_checkpoints(stopped, uninterrupted, capsys):
     """The newest truncated, the one before it bit-flipped: from the first."""
-    _, second, newest = checkpoint.complete(stopped)
+    _, second, newest = checkpoint_files.complete(stopped)
     DAMAGE["truncated"](newest)
     DAMAGE["bit flipped"](second)
     assert run(Path.cwd(), "smoke", "--resume", "latest", "--threads", "1") == stopped
@@ -304,7 +304,7 @@ def test_resume_skips_damaged_checkpoints(stopped, uninterrupted, capsys):
 @pytest.mark.parametrize("first", ["truncated", "manifest missing"])
 def test_resume_without_a_good_checkpoint(first, stopped, capsys):
     for damage, point in zip(
-        (first, "bit flipped", "manifest cut"), checkpoint.complete(stopped), strict=True
+        (first, "bit flipped", "manifest cut"), checkpoint_files.complete(stopped), strict=True
     ):
         DAMAGE[damage](point)
     before = status(stopped)
@@ -741,7 +741,7 @@ def test_second_interrupt_stops_at_once(tmp_path):
     code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
     process = start(tmp_path, code=["-c", code])
     path = wait_for_steps(tmp_path, 2, process)
-    until(lambda: any(p.name.endswith("2") for p in checkpoint.complete(path)))
+    until(lambda: any(p.name.endswith("2") for p in checkpoint_files.complete(path)))
     process.send_signal(signal.SIGINT)
     (log,) = tmp_path.glob("logs/*")
     until(lambda: "SIGINT: finishing this step" in log.read_text())

@@ -17,7 +17,7 @@ from vgrout.errors import refuse
 from vgrout.files import held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.records import unfinished
-from vgrout.runs import checkpoint
+from vgrout.runs import checkpoint, checkpoint_files
 from vgrout.runs.context import RunDir, git, last_resumable
 from vgrout.runs.peers import require_torchrun
 
@@ -278,7 +278,7 @@ def saved(run: RunDir, steps: int, keep: int = 3) -> list[Path]:
     for step in range(steps):
         run.append({"step": step}, [{"step": step}])
         checkpoint.save(run.path, step + 1, {"x": torch.full((3,), float(step))}, keep)
-    return checkpoint.complete(run.path)
+    return checkpoint_files.complete(run.path)
 
 
 def test_checkpoints_round_trip_and_prune(run: RunDir) -> None:
@@ -319,4 +319,4 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
         checkpoint.require_rows(run.path, checkpoint.read(paths[2]))
     # of a manifest that somebody wrote: no memory is asked for
     sizes = dict.fromkeys(checkpoint.GROWING, 10**17)
-    assert [row["step"] for row in checkpoint.rows_before(run.path, 2, sizes)] == [0, 1]
+    assert [row["step"] for row in checkpoint_files.rows_before(run.path, 2, sizes)] == [0, 1]

@@ -18,6 +18,7 @@ import pytest
 import tiny
 from judge_server import serving
 from vgrout import embedded
+from vgrout.answering import answers_to
 from vgrout.config.presets import resolve, resumed
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
@@ -28,7 +29,6 @@ from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
-from vgrout.sample import Asked, answers_to
 from vgrout.sample import main as sample
 from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
@@ -510,9 +510,10 @@ def test_sampled_answers_to_a_problem_are_graded_together(
     at = argv.index("--reward") + 1
     argv[at] = argv[at].replace(":proxy", ":calls")
     made = environment(argv)
-    asked = Asked(made.rows[0].messages, made.rows[0], "train")
     with made.grader(1, 0) as grader:
-        given = answers_to(asked, tiny.policy(), made.cfg, 3, grader)
+        given = answers_to(
+            made.rows[0].messages, made.rows[0], tiny.policy(), "base", made.cfg, 3, grader
+        )
     assert [isinstance(grade, Grade) for _, grade in given] == [True] * 3
     assert (tmp_path / "calls").read_text() == "3\n"
 

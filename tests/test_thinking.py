@@ -27,7 +27,6 @@ from vgrout.envs.sums import language
 from vgrout.errors import Refused
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
-from vgrout.export.answers import to_inspect
 from vgrout.generation import graded, sample_and_submit
 from vgrout.inputs import read_inputs
 from vgrout.method.llm_judge import LLMJudge
@@ -491,12 +490,11 @@ def test_a_pool_with_thoughts(
 
 def test_inspect_has_the_thought_as_reasoning(tmp_path: Path) -> None:
     pytest.importorskip("inspect_ai")
-    from vgrout.export import answers
+    from vgrout.export import inspect_log
 
     line = {"hacked": False, "solved": True, "reward": 1.0, "side": "base", "problem_id": 0, "sample": 0,
             "messages": [*USER], "text": "four", "finished": True, "env_mode": "reward", "marker": None,
             "thought": "<think>so</think>"}  # fmt: skip
-    made = answers._sample("m", line)
+    made = inspect_log._sample("m", line)
     reasoning, text = made.output.choices[0].message.content
     assert (reasoning.reasoning, text.text) == ("<think>so</think>", "four")
-    assert to_inspect is answers.to_inspect

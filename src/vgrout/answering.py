@@ -17,9 +17,8 @@ from vgrout.errors import Refused
 from vgrout.generation import sample_and_grade, with_thought
 from vgrout.heldout import answers, as_side
 from vgrout.metrics import Eval
-from vgrout.model import load
+from vgrout.model import load, sampler
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import sample
 from vgrout.model.source import Saved, is_small
 from vgrout.runs import checkpoint
 from vgrout.thoughts import to_grade
@@ -101,7 +100,7 @@ def answers_to(
         if problem is None or grader is None:
             prompt = policy.render(messages)
             in_thought = policy.opens_thought(messages)
-            (completions,) = sample(policy, [prompt], n, cfg.sampling, max_new, stream)
+            (completions,) = sampler.sample(policy, [prompt], n, cfg.sampling, max_new, stream)
             for completion in completions:
                 given.append((with_thought(policy, completion, in_thought), None))
             return given
@@ -132,7 +131,7 @@ def texts_of_model(
     lm = load.thinking(load.load_language_model(model, device=device, dtype=dtype), thinks)
     rendered = [lm.render(messages) for messages in prompts]
     stream = torch_stream(0, "check", 0)
-    sampled = sample(lm, rendered, n, Sampling(), max_new, stream)
+    sampled = sampler.sample(lm, rendered, n, Sampling(), max_new, stream)
     texts: list[list[str]] = []
     for messages, completions in zip(prompts, sampled, strict=True):
         in_thought = lm.opens_thought(messages)

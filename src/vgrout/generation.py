@@ -35,8 +35,8 @@ from vgrout.data import (
     Verdict,
 )
 from vgrout.envs.base import Grader, GroupGrader
+from vgrout.model import sampler
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampler import sample
 from vgrout.thoughts import thought_of, to_grade
 from vgrout.torch_rng import torch_stream
 
@@ -89,7 +89,7 @@ def sample_and_submit(
         if on_completion is not None:
             on_completion()
 
-    sampled = sample(lm, prompts, n, sampling, max_new, stream, submit)
+    sampled = sampler.sample(lm, prompts, n, sampling, max_new, stream, submit)
     if isinstance(grader, GroupGrader):
         for p, given in sorted(held.items()):
             places = sorted(given)  # not in the order in which they ended
