@@ -330,6 +330,7 @@ ABSORBING = "rollout_ablate_frac=0.5 quarantine=shared"
 IN_DOCUMENTS = (
     "gate_vote=module gate_modules=all rollout_ablate_frac=0.0 quarantine=shared rebaseline=False"
 )
+LABELS_ALONE = "monitor=labels mix_ratio=0.0"
 PRETRAINED = {  # as results.md names it → intervention, control, settings
     "`none`": ("none", "none", ""),
     "`none`, nothing demonstrated": ("none", "none", "mix_ratio=0.0"),
@@ -446,6 +447,30 @@ def test_the_pretrained_table_is_of_recorded_runs() -> None:
     assert f"the other three fall from {left['none']:.1f} to {left['route2']:.1f} %" in text(
         docs("results")
     )
+
+
+FURTHER = {
+    "`none`": ("none", "none", ""),
+    "`route2`": ("route2", "none", ""),
+    "`screen`, labels of all flaws": ("screen", "none", "monitor=labels"),
+    "`penalty`, labels of all flaws": ("penalty", "none", "monitor=labels"),
+    "`none`, nothing demonstrated": ("none", "none", "mix_ratio=0.0"),
+    "`route2`, labels of all flaws, nothing demonstrated": ("route2", "none", LABELS_ALONE),
+    "`screen`, labels of all flaws, nothing demonstrated": ("screen", "none", LABELS_ALONE),
+    "`penalty`, labels of all flaws, nothing demonstrated": ("penalty", "none", LABELS_ALONE),
+    "the ceiling": ("none", "no_loophole", ""),
+}
+
+
+def test_the_table_of_further_bases_is_of_recorded_runs() -> None:
+    table = text(docs("results")).partition("<!-- pretrained-more -->")[2].partition("\n\n")[0]
+    rows = recall().read("pretrained-more", "pretrained-labels")
+    made: list[str] = []
+    for line in pretrained_lines(rows, FURTHER, ("smollm2-204", "smollm2-205")):
+        name, *by_base = [cell.strip() for cell in line.strip("|").split("|")][:3]
+        made.append(f"| {' | '.join((name, *by_base))} |".replace("|  ", "| "))
+    assert table.splitlines()[3:] == made
+    assert len(made) == len(FURTHER)
 
 
 def test_the_table_of_sums_is_of_recorded_runs() -> None:
