@@ -38,9 +38,8 @@ COLOUR_OF = {
     "screen": "#CC79A7",
     "penalty": "#009E73",
 }
-SMOOTH = (
-    5  # steps in a running mean of the training answers: a step, two before it and two after it
-)
+# steps in a running mean of the training answers: a step, two before it and two after it
+SMOOTH = 5
 # Panels of a figure, and names in a legend, at most: more could not be read, and take minutes.
 SHOWN = 24
 
