@@ -32,6 +32,21 @@ from vgrout.runs.results import Tallies
 from vgrout.tracking import Trackers
 
 
+def test_a_line_for_a_terminal_breaks_between_words() -> None:
+    path = "out/" + 90 * "x"
+    lines = [
+        f"memory        weights {'1.25 · ' * 20}adapter",
+        f"missing       {path}",
+        "",
+        "  short",
+    ]
+    fitting = console.for_terminal(lines, 60, indent=14)
+    assert " ".join(" ".join(fitting).split()) == " ".join(" ".join(lines).split())
+    assert [line for line in fitting if len(line) > 60] == [f"{' ' * 14}{path}"]
+    assert all(line.startswith(" " * 14) for line in fitting[1:3])
+    assert fitting[-2:] == ["", "  short"]
+
+
 def test_halves_of_the_hacks_and_tallies(tmp_path):
     used, both = graded(1.0, hacks=True), graded(1.0, hacks=True, caught=True)
     used = replace(used, detectors={"E": True})

@@ -2,6 +2,7 @@
 error, and never breaks a progress bar."""
 
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -39,6 +40,24 @@ def setup(log: Path | None, level: str = "INFO") -> None:
             format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}",
             colorize=False,
         )
+
+
+def for_terminal(lines: Sequence[str], columns: int, indent: int) -> list[str]:
+    """Lines that a terminal of so many columns need not break within a word: what follows a break is indented.
+
+    A path or a command that is longer than a line stays whole.
+    """
+    fitting: list[str] = []
+    for line in lines:
+        parts = textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        fitting += parts or [""]
+    return fitting
 
 
 class Lines:

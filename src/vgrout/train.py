@@ -15,6 +15,7 @@
 Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ from vgrout.metrics import BatchMetrics
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.preflight import (
+    HEAD,
     beside_documents,
     brought,
     find_resume,
@@ -241,7 +243,11 @@ def print_plan(
     folder = path or cfg.run.output_dir or RUNS
     resumes = path is not None
     lines = plan_lines(cfg, inputs, grader, folder, named=named, resumes=resumes)
-    print(spelled("\n".join(lines)))
+    lines = spelled("\n".join(lines)).split("\n")
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
+        lines = console.for_terminal(lines, columns, indent=HEAD)
+    print("\n".join(lines))
 
 
 def follow() -> int:

@@ -62,6 +62,7 @@ from vgrout.table import StepRow
 
 Prompts = Sequence[Sequence[Message]]
 
+HEAD = 14  # columns of a plan's first words
 # a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
 ROLLOUT_BYTES = 3000
 
@@ -462,7 +463,9 @@ def plan_lines(
 
 def _headed(head: str, *lines: str) -> list[str]:
     """Lines of the plan, with a head before the first."""
-    return [f"{of_line:<14}{line}" for of_line, line in zip_longest([head], lines, fillvalue="")]
+    return [
+        f"{of_line:<{HEAD}}{line}" for of_line, line in zip_longest([head], lines, fillvalue="")
+    ]
 
 
 def _work_lines(cfg: Config) -> list[str]:
