@@ -35,7 +35,10 @@ class Lora:
 
     def __str__(self) -> str:
         missing = f"{100 * self.missing:.3g} % of the adapter's norm left out"
-        return f"rank {self.rank}, {missing}; {self.parity}"
+        said = f"rank {self.rank}, {missing}; {self.parity}"
+        if not self.parity.holds:  # at full rank that is an error
+            said += "; beyond the tolerance, because ranks were left out"
+        return said
 
 
 def factors(
