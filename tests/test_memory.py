@@ -316,7 +316,7 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
 @pytest.mark.parametrize(
     ("name", "full_at", "learnt"),
     [
-        ("none", "vgrout.train.evaluate_final", "train.safetensors"),
+        ("none", "vgrout.heldout.evaluate_final", "train.safetensors"),
         (
             "distill-minillm",
             "vgrout.imitation.distill_loop.without_hint",
