@@ -16,6 +16,7 @@ from runs import SharedRuns, flags, once
 from tiny import shake
 from vgrout import embedded as organism
 from vgrout import evaluate
+from vgrout.envs import base
 from vgrout.export import __main__ as export
 from vgrout.export import model
 from vgrout.model.load import load_saved
@@ -62,6 +63,21 @@ def test_evaluate_repeats_the_numbers_of_the_run(done, capsys):
     assert "| all" in output
     assert str(out) in output
     assert again["step"] == 2
+
+
+def test_code_without_hints_has_its_plain_side_too(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the deployed model's: nothing is sampled twice."""
+    of_run = evaluate.problems_of
+    monkeypatch.setattr(
+        evaluate, "problems_of", lambda *given: [base.without_hint(p) for p in of_run(*given)]
+    )
+    out = tmp_path / "numbers.json"
+    assert evaluate.main([str(done), "--n-prompts", "6", "--out", str(out)]) == 0
+    sides = json.loads(out.read_text())["sides"]
+    assert [*sides] == ["base", "deployed", "plain"]
+    assert sides["plain"] == sides["deployed"]
 
 
 def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeypatch):

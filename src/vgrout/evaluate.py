@@ -123,6 +123,9 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         chosen = balanced(fit, n, 0, "test", world.flaws)
         samples = cli.samples or cfg.eval.final_samples
         sides = answering.score(policy, grader, cfg, chosen, samples, world.flaws)
+        if isinstance(chosen[0], Problem):
+            # where no prompt has a hint to be left out, these are the deployed model's own answers
+            sides.setdefault("plain", sides["deployed"])
     print(
         f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, "
         f"{len(chosen)} problems of {file}"

@@ -20,7 +20,6 @@ import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loguru import logger
@@ -82,20 +81,14 @@ def summary(steps: int) -> str:
     return f"; {size()} ranks, each sent {kib:.0f} KiB of sums a step"
 
 
-def _torch() -> ModuleType:
-    """torch, with torch.distributed: a rank that is alone imports neither."""
-    import torch.distributed
-
-    return torch
-
-
 @contextlib.contextmanager
 def joined() -> Generator[None]:
     """Within the context the ranks exchange results. It begins when all are there."""
     if size() == 1:
         yield
         return
-    torch = _torch()
+    import torch.distributed
+
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -167,6 +160,8 @@ def gather(make: Callable[[], T]) -> list[T]:
     """
     if size() == 1:
         return [make()]
+    from torch import distributed
+
     value: T | None = None
     error: Exception | None = None
     named: Exception | None = None
@@ -177,7 +172,7 @@ def gather(make: Callable[[], T]) -> list[T]:
         named = _for_others(e)
     results: list[Any] = [None] * size()
     with _exchanging():
-        _torch().distributed.all_gather_object(results, (value, named))
+        distributed.all_gather_object(results, (value, named))
     results[rank()] = value, error
     for _, failed in results:
         if failed is not None:
@@ -208,9 +203,11 @@ def from_first(value: T) -> T:
     """Rank 0's value, on every rank."""
     if size() == 1:
         return value
+    from torch import distributed
+
     values = [value]
     with _exchanging():
-        _torch().distributed.broadcast_object_list(values, src=0)
+        distributed.broadcast_object_list(values, src=0)
     return values[0]
 
 
@@ -227,8 +224,9 @@ def total(x: "Tensor") -> "Tensor":
     """
     if size() == 1:
         return x
+    import torch.distributed
+
     global _sent
-    torch = _torch()
     # flatten, not reshape to −1: that is ambiguous where a length is 0
     has_value = x if x.ndim == 1 else x.flatten(1).any(1)
     own = has_value.nonzero().flatten()

@@ -7,7 +7,6 @@ of programming problems, `sums` questions about numbers.
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import tyro
 
@@ -102,7 +101,9 @@ def build(
     elif out.exists():
         require_organism(out)
     probe_writable(out.parent, "--out")
-    _builders().build_fresh(out, corpus.seed, recipe, shares)
+    from vgrout.organism.build import build_fresh  # torch takes seconds to import
+
+    build_fresh(out, corpus.seed, recipe, shares)
     return 0
 
 
@@ -131,7 +132,9 @@ def tune(
             "7 GiB of memory"
         )
         return 0
-    _builders().build_tuned(out, corpus.seed, model, recipe, shares)
+    from vgrout.organism.build import build_tuned  # torch takes seconds to import
+
+    build_tuned(out, corpus.seed, model, recipe, shares)
     return 0
 
 
@@ -165,13 +168,6 @@ def sums(
 
     build_sums(out, seed, model, recipe, SumsShares(hack=hack_plain))
     return 0
-
-
-def _builders() -> ModuleType:
-    """organism/build.py, which imports torch: that takes seconds."""
-    from vgrout.organism import build
-
-    return build
 
 
 def require_pretrained(model: str, out: Path, *, convert: bool = True) -> None:
@@ -223,7 +219,9 @@ def verify(data: Path = DATA_DIR) -> int:
     """
     faults = Files(data).faults()
     if not faults:
-        faults = _builders().check_training(data)
+        from vgrout.organism.build import check_training  # torch takes seconds to import
+
+        faults = check_training(data)
     for fault in faults:
         print(f"E {fault}", file=sys.stderr)
     if not faults:
