@@ -81,6 +81,8 @@ class PretendedGpu:
     waits: Counter[str] = field(default_factory=Counter)  # by the line of the program
     operations: int = 0
     paused: bool = False
+    # copies to the host that nobody has waited for, and what they will be
+    under_way: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def call(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation of torch, below autograd."""
@@ -128,6 +130,18 @@ class PretendedGpu:
         self.wait()
         return _plain(x)
 
+    def begin_copy(self, x: Tensor) -> Tensor:
+        """A copy to the host that holds something else until an event has been waited for."""
+        copy = _plain(x)
+        self.under_way.append((copy, copy.clone()))
+        return copy.fill_(-1)
+
+    def finish_copies(self) -> None:
+        self.wait()
+        for copy, x in self.under_way:
+            copy.copy_(x)
+        self.under_way.clear()
+
     def to(self, x: Tensor, how: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """Tensor.to, of which C++ thinks that both devices are the host."""
         others = [a for a in (*how, *kwargs.values()) if isinstance(a, Tensor)]
@@ -138,11 +152,21 @@ class PretendedGpu:
         )
         if device is not None and device.type != x.device.type:
             if device.type == "cpu":
-                x = self.to_host(x)
+                x = self.begin_copy(x) if non_blocking else self.to_host(x)
             else:
                 self.wait(not non_blocking and x.numel() > 0)  # nothing is copied of an empty one
                 x = on_gpu(x.clone())
         return x if dtype in (None, x.dtype) else x.to(dtype=dtype)
+
+
+class Event:
+    """torch.cuda.Event, after all that the device was given to do."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _now().finish_copies()
 
 
 class _Operations(TorchDispatchMode):
@@ -319,6 +343,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
     with pytest.MonkeyPatch.context() as m, contextlib.ExitStack() as modes:
         for name, value in cuda.items():
             m.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+        m.setattr(torch.cuda, "Event", Event)
         m.setattr(torch, "tensor", tensor)
         m.setattr(torch, "save", lambda state, *more: saved(tree_map(_plain, state), *more))
         m.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)

@@ -222,7 +222,7 @@ def test_fused_blocks_launch_fewer_kernels_and_move_fewer_bytes() -> None:
     plain, with_kernels = (
         launches.counted(gpu.QWEN3_4B, load, 4_096, fuse) for fuse in (False, True)
     )
-    assert plain["a decoding step"] == with_kernels["a decoding step"]
+    assert with_kernels[launches.DECODING].launches < 0.7 * plain[launches.DECODING].launches
     before, after = plain["update, route2"], with_kernels["update, route2"]
     assert after.launches < 0.42 * before.launches
     assert after.bytes < 0.45 * before.bytes

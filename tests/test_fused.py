@@ -191,12 +191,22 @@ def test_blocks_that_are_not_what_their_name_says_stay(warnings):
 # In a process of its own: the compiler cannot trace the checks of annotations that tests put on every function.
 COMPILED = """
 import sys
+from dataclasses import replace
 import torch
 import tiny
 from benchmarks import rig
 from vgrout.model import trials
+from vgrout.model.decoder import LeanDecoder
 from vgrout.model.fused import fuse, kernels_agree
 from vgrout.model.logprobs import backbone
+from vgrout.model.sampler import sample
+from vgrout.config.sampling import Sampling
+
+
+def answers(policy, graphs):
+    policy = replace(policy, graphs=graphs)
+    of_prompts = sample(policy, [(3, 4, 5), (6, 7)], 5, Sampling(), 20, torch.Generator().manual_seed(0))
+    return [answer.ids for of_prompt in of_prompts for answer in of_prompt]
 
 
 def gradient(policy):
@@ -212,6 +222,8 @@ torch.compiler.set_stance("fail_on_recompile")
 fuse(policy.model)
 assert tiny.relative(gradient(policy), want) < 1e-5
 assert trials._packs(policy.model, core, 40)
+assert trials._decodes(policy.model, LeanDecoder(policy.model, static=True))
+assert answers(policy, graphs=True) == answers(policy, graphs=False)
 print("the same")
 """
 

@@ -26,6 +26,7 @@ from vgrout.tensor_types import Routed
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
 SAMPLING, UPDATE = 8, 30
+READ = "model/sampler.py:wait"  # a token of every row
 SAME = ("hack_s", "solve_s", "rew", "n")
 
 
@@ -52,6 +53,12 @@ def test_the_pretence_itself() -> None:
         assert x.cpu().numpy().sum() == 6
         assert x.tolist() == host.tolist()
         assert gpu.waits.total() == 5
+        begun, done = x.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+        assert begun.tolist() != host.tolist(), "nobody has waited for it"
+        done.synchronize()
+        assert begun.tolist() == host.tolist()
+        assert gpu.waits.total() == 6
         x[:, torch.tensor([0], device=x.device)] = 0
         assert float(x.requires_grad_().square().sum().backward() or x.grad.sum()) == 8
     assert host.device.type == "cpu"
@@ -75,7 +82,7 @@ def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) 
             gpu.waits.clear()
             asked = [(3, 4, 5)] * groups, size, Sampling(), 8
             answers = sample(policy, *asked, torch.Generator().manual_seed(0))
-            draws = gpu.waits.pop("model/sampler.py:_draw")
+            draws = gpu.waits.pop(READ)
             assert draws == max(map(len, ids_of(answers)))
             sampling = gpu.waits.total()
             gpu.waits.clear()
@@ -136,7 +143,7 @@ def test_a_run(
         waits = waiting(gpu, m)
         made = run(shared_run.warm(tmp_path), *argv)
     for of_gen, of_fb in zip(waits["gen"], waits["fb"], strict=True):
-        draws = of_gen.pop("model/sampler.py:_draw")
+        draws = of_gen.pop(READ)
         assert 1 <= draws <= 128, "one a token"
         assert of_gen.total() <= SAMPLING, of_gen
         assert of_fb.total() <= UPDATE, of_fb

@@ -24,7 +24,7 @@ from pretended_gpu import graphs_that_run_again
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model import decoder, logprobs, sampler, sampling
+from vgrout.model import decoder, fused, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder, LeanDecoder
 from vgrout.model.load import as_language_model, try_template
 from vgrout.model.logprobs import backbone
@@ -118,7 +118,9 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", ["small", "large", "large, no oneDNN", "large, static"])
+@pytest.mark.parametrize(
+    "size", ["small", "large", "large, no oneDNN", "large, static", "large, static, fused"]
+)
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
     monkeypatch.setattr(decoder, "SMALL", 2**26 if size == "small" else 0)
@@ -128,9 +130,12 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512
         monkeypatch.setattr(decoder, "_prepacks", lambda _: False)
     model = tiny.tiny(family, dtype=dtype)
+    if size == "large, static, fused":
+        monkeypatch.setattr(fused, "compiled", lambda function: function)
+        fused.fuse(model)
     moves = {0: [0, 2, 1, 0, 2, 2], 4: [0, 5, 2, 3], 6: [1, 0, 0], 8: [2, 1, 2, 1]}
     noise = torch.randint(1, 97, (10, 6), generator=stream())
-    decoders = HfDecoder(model), LeanDecoder(model, static=size == "large, static")
+    decoders = HfDecoder(model), LeanDecoder(model, static="static" in size)
     with torch.no_grad():
         logits = [d.prefill(PROMPTS, 6, 20) for d in decoders]
         for t in range(10):
@@ -152,6 +157,25 @@ def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch)
     policy = replace(tiny.policy(family), graphs=graphs)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("how", [{}, {"share_prefixes": False}, {"drop_finished": False}])
+def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, how, monkeypatch):
+    """The device goes on with every row's token before the host has read it, once no rows share a slot."""
+    policy = tiny.policy(family)
+    want = run(policy, 5, **how)
+    ahead: list[int] = []
+    step_ahead = sampler._Run._step_ahead
+    monkeypatch.setattr(sampler, "overlaps", lambda _: True)
+    monkeypatch.setattr(
+        sampler._Run,
+        "_step_ahead",
+        lambda self, drawn: ahead.append(len(drawn.tokens)) or step_ahead(self, drawn),
+    )
+    assert same(run(policy, 5, **how), want, abs=1e-5)
+    assert len(ahead) > 5
+    assert (len(set(ahead)) > 1) == ("drop_finished" not in how), "rows leave on the way"
 
 
 @pytest.mark.parametrize("answers", [1, 2])

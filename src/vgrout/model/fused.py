@@ -5,8 +5,10 @@ reads and writes all activations once more. Here they are three functions with t
 closed form, which torch.compile makes a kernel each: the norm; a head's norm with its rotary
 embedding; and silu(gate) · up. Gradients go to activations alone: the weights of norms are frozen.
 
-`vgrout.model.trials` tries the kernels on a model before its packed forwards use them. On a CPU the
-products are what takes the time, and transformers' own operations stay.
+A decoding step needs no gradients, and has functions of its own that do more at once.
+
+`vgrout.model.trials` tries the kernels on a model before its packed forwards and its decoder use
+them. On a CPU the products are what takes the time, and transformers' own operations stay.
 """
 
 import os
@@ -21,6 +23,7 @@ from weakref import WeakSet
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from vgrout.model.autograd import Context
@@ -34,7 +37,7 @@ T = TypeVar("T")
 
 KERNEL_CACHE = Path("out/kernels")  # compiled: half a minute a process without it
 
-# Models whose packed forwards use these kernels.
+# Models whose packed forwards and decoding steps use these kernels.
 _fused: WeakSet[nn.Module] = WeakSet()
 
 
@@ -111,13 +114,54 @@ def gated_backward(dy: Rows, gate: Rows, up: Rows) -> tuple[Rows, Rows]:
     return dgate.to(gate.dtype), dup.to(up.dtype)
 
 
+# ── of a decoding step
+
+
+def norm_of_sum(x: Rows, y: Rows, weight: Float[Tensor, " D"], ε: float) -> tuple[Rows, Rows]:
+    """x + y, and the norm of that: the residual stream, and what the next Linears read."""
+    total = x + y
+    return total, norm(total, weight, ε)
+
+
+def rotated_heads(
+    qkv: Float[Tensor, "N all D"],
+    cos: Table,
+    sin: Table,
+    weight: Float[Tensor, "heads D"] | None,
+    ε: float,
+    kv_heads: int,
+) -> tuple[Float[Tensor, "N H D"], Float[Tensor, "N 2 K D"]]:
+    """The queries, and the keys with the values, after norm and rotary embedding.
+
+    qkv: H heads of queries, then K = `kv_heads` of keys and K of values. sin: its first half is
+    negative, so that the embedding is x · cos + (x, its halves swapped) · sin. weight: of the norms
+    of queries, then of keys, where there are any.
+    """
+    queries_keys, values = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
+    y = _wide(queries_keys)
+    if weight is not None:
+        y = y * _inverse_rms(y, ε) * _wide(weight)
+    swapped = y.roll(y.shape[-1] // 2, -1)
+    y = y * _wide(cos).unsqueeze(1) + swapped * _wide(sin).unsqueeze(1)
+    y = y.to(qkv.dtype)
+    return y[:, :-kv_heads].contiguous(), torch.stack([y[:, -kv_heads:], values], 1)
+
+
+def gated_halves(gate_up: Float[Tensor, "N both"]) -> Float[Tensor, "N half"]:
+    """silu of the first half, times the second."""
+    return gated(*gate_up.chunk(2, -1))
+
+
+# ── as kernels
+
+
 @cache
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
     """The function as one kernel, which is made when it is first called, for any number of rows."""
     return torch.compile(function)
 
 
-def _kernel(function: Callable[..., T], *given: object) -> T:
+def kernel(function: Callable[..., T], *given: object) -> T:
     """Call the function as a kernel.
 
     Inputs are detached: whether one wants a gradient would be a reason to make another kernel.
@@ -136,12 +180,12 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Rows, weight: Tensor, ε: float) -> Rows:
         ctx.save_for_backward(x, weight)
         ctx.ε = ε
-        return _kernel(norm, x, weight, ε)
+        return kernel(norm, x, weight, ε)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return _kernel(norm_backward, dys[0], x, weight, ctx.ε), None, None
+        return kernel(norm_backward, dys[0], x, weight, ctx.ε), None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -154,13 +198,13 @@ class _Rotate(torch.autograd.Function):
         # Without a norm the gradient does not depend on x.
         ctx.save_for_backward(*(() if weight is None else (x, weight)), cos, sin)
         ctx.ε = ε
-        return _kernel(rotate, x, cos, sin, weight, ε)
+        return kernel(rotate, x, cos, sin, weight, ε)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         *of_norm, cos, sin = ctx.saved_tensors
         x, weight = of_norm or (dys[0], None)
-        dx = _kernel(rotate_backward, dys[0], x, cos, sin, weight, ctx.ε)
+        dx = kernel(rotate_backward, dys[0], x, cos, sin, weight, ctx.ε)
         return dx, None, None, None, None
 
 
@@ -170,11 +214,11 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, gate: Rows, up: Rows) -> Rows:
         ctx.save_for_backward(gate, up)
-        return _kernel(gated, gate, up)
+        return kernel(gated, gate, up)
 
     @staticmethod
     def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor, Tensor]:
-        return _kernel(gated_backward, dys[0], *ctx.saved_tensors)
+        return kernel(gated_backward, dys[0], *ctx.saved_tensors)
 
 
 # ── in a model's blocks
@@ -232,6 +276,11 @@ def fused_blocks(model: PreTrainedModel, core: Any) -> Generator[None]:
             del vars(module)["forward"]
 
 
+def is_fused(model: PreTrainedModel) -> bool:
+    """Whether `fuse` was called with the model."""
+    return model in _fused
+
+
 def fusible(model: PreTrainedModel) -> bool:
     """Whether the model is of a kind whose blocks these are, on a device where they pay."""
     if model.device.type != "cuda" or type(model).__name__ not in LLAMAS:
@@ -250,15 +299,26 @@ def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
         Exception: whatever the compiler raises, where it is missing for example.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(KERNEL_CACHE.resolve()))
-    config: object = model.config
-    block = core.layers[0]
-    D: int = block.self_attn.head_dim
-    of_head = _weight_and_ε(getattr(block.self_attn, "q_norm", None))
+    noise = _noise_like(model)
+    return _updates_agree(model, core, noise) and _decoding_agrees(model, core, noise)
+
+
+def _noise_like(model: PreTrainedModel) -> Callable[..., Tensor]:
+    """Draws random tensors of a shape, of the model's dtype and on its device."""
     draw = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw).to(model.device, model.dtype)
 
+    return noise
+
+
+def _updates_agree(model: PreTrainedModel, core: Any, noise: Callable[..., Tensor]) -> bool:
+    """`kernels_agree` of what an update calls."""
+    config: object = model.config
+    block = core.layers[0]
+    D: int = block.self_attn.head_dim
+    of_head = _weight_and_ε(getattr(block.self_attn, "q_norm", None))
     agree = True
     for n, heads in ((3, config.num_attention_heads), (5, config.num_key_value_heads)):
         # each of them a tensor of its own, as in an update: kernels are made anew for views
@@ -274,6 +334,45 @@ def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
             want = _with_gradients(formula, inputs, others)
             agree = agree and all(starmap(_close, zip(got, want, strict=True)))
     return agree
+
+
+@torch.no_grad()
+def _decoding_agrees(model: PreTrainedModel, core: Any, noise: Callable[..., Tensor]) -> bool:
+    """`kernels_agree` of what a decoding step calls.
+
+    A step runs in inference mode; weights are made before. Kernels are made anew where it is not so.
+    """
+    config: object = model.config
+    block = core.layers[0]
+    attention = block.self_attn
+    D: int = attention.head_dim
+    H: int = config.num_attention_heads
+    K: int = config.num_key_value_heads
+    of_heads, ε = None, 0.0
+    if hasattr(attention, "q_norm"):
+        weights = attention.q_norm.weight.expand(H, -1), attention.k_norm.weight.expand(K, -1)
+        of_heads, ε = torch.cat(weights), attention.q_norm.variance_epsilon
+    of_block = _weight_and_ε(block.input_layernorm)
+
+    def agrees(n: int) -> bool:
+        x, y = noise(n, config.hidden_size), noise(n, config.hidden_size)
+        qkv, tables = noise(n, H + 2 * K, D), (noise(n, D), noise(n, D))
+        gate_up = noise(n, 2 * config.intermediate_size)
+        calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+            (norm, (x, *of_block)),
+            (norm_of_sum, (x, y, *of_block)),
+            (rotated_heads, (qkv, *tables, of_heads, ε, K)),
+            (gated_halves, (gate_up,)),
+        ]
+        right = True
+        for function, given in calls:
+            got: Sequence[Tensor] = tree_leaves(kernel(function, *given))
+            want: Sequence[Tensor] = tree_leaves(function(*given))
+            right = right and all(starmap(_close, zip(got, want, strict=True)))
+        return right
+
+    with torch.inference_mode():
+        return all([agrees(3), agrees(5)])
 
 
 def _weight_and_ε(module: Any) -> tuple[Tensor | None, float]:
@@ -298,7 +397,7 @@ def _close(got: Tensor, want: Tensor) -> bool:
 
 
 def fuse(model: PreTrainedModel, on: bool = True) -> None:
-    """Let the model's packed forwards use these kernels, or no longer."""
+    """Let the model's packed forwards and decoding steps use these kernels, or no longer."""
     if on:
         _fused.add(model)
     else:

@@ -6,6 +6,7 @@ draws differ: the answers of a group are a tree, and every node of it is compute
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -112,6 +113,15 @@ def sample(
     return completions
 
 
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One token for each row, on the device."""
+
+    slots: Int[Tensor, " n"]  # that the rows have drawn from
+    tokens: Int[Tensor, " n"]
+    columns: Callable[[], Tensor]  # waits for tokens and both log-probs, and returns them [3, n]
+
+
 class _Run:
     """The state of one batch: each row's tokens so far, and the logits of the decoder's slots."""
 
@@ -133,6 +143,7 @@ class _Run:
         slot_of = {prompt: slot for slot, prompt in enumerate(used)}
         self.first_slots = [slot_of[prompt] for prompt in prompt_of]
         self.drawn: list[list[Drawn]] = [[] for _ in range(n)]
+        self.overlaps = overlaps(policy.device)
 
     def finish_all(
         self,
@@ -144,10 +155,19 @@ class _Run:
         # the rows in the batch, and the slot that each continues
         rows, slots = list(range(n)), self.first_slots
         at = self._index(rows)
+        # More slots cost a GPU less than waiting does to see which rows have drawn the same token.
+        share_prefixes = share_prefixes and not self.overlaps
         ended: set[int] = set()
         for t in range(max_new):
-            tokens = self._draw(rows, at, self._index(slots), t)
             is_last = t + 1 == max_new
+            drawn = self._draw(at, self._index(slots), t)
+            # Where no two rows share a slot, each slot goes on with its own row's token, whichever
+            # it is: the device takes the next step while the host reads the tokens. A row that has
+            # ended takes one step too many.
+            is_ahead = self.overlaps and not is_last and len(set(slots)) == len(rows)
+            if is_ahead:
+                self._step_ahead(drawn)
+            tokens = self._record(rows, drawn)
             for row, token in zip(rows, tokens, strict=True):
                 is_eos = token in self.policy.eos_ids
                 if (is_eos or is_last) and row not in ended:
@@ -162,6 +182,9 @@ class _Run:
                     slots = [slots[i] for i in stay]
                     tokens = [tokens[i] for i in stay]
                     at = self._index(rows)
+            if is_ahead:
+                slots = self._drop_unread(slots)
+                continue
             slots = self._advance(rows, slots, tokens, share_prefixes)
 
     def _advance(
@@ -180,55 +203,69 @@ class _Run:
         for slot, branch in zip(slots, tokens if share_prefixes else rows, strict=True):
             child_of.append(children.setdefault((slot, branch), len(children)))
         parents = [slot for slot, _ in children]
-        slot_of_child, n_slots = self._make_room(parents)
+        slot_of_child, sources = self._make_room(parents)
         new_slots = [slot_of_child[child] for child in child_of]
+        n_slots = len(self.logits) if sources is None else len(sources)
         next_tokens = [0] * n_slots  # 0 for slots that nobody reads any more
         for slot, token in zip(new_slots, tokens, strict=True):
             next_tokens[slot] = token
         self.logits = self.decoder.step(self._index(next_tokens))
         return new_slots
 
-    def _make_room(self, parents: list[int]) -> tuple[list[int], int]:
-        """Branch the decoder's slots; returns each child's slot, and how many slots there are.
+    def _step_ahead(self, drawn: "_Draw") -> None:
+        """Append to every slot the token that its row has drawn, which the host has not read."""
+        tokens = torch.zeros(len(self.logits), dtype=torch.long, device=self.noise.device)
+        tokens.index_copy_(0, drawn.slots, drawn.tokens)
+        self.logits = self.decoder.step(tokens)
+
+    def _drop_unread(self, slots: list[int]) -> list[int]:
+        """Forget the slots that no row reads any more, and their logits; returns each row's slot."""
+        new_slots, sources = self._make_room(slots)
+        if sources is not None:
+            self.logits = self.logits[self._index(sources)]
+        return new_slots
+
+    def _make_room(self, parents: list[int]) -> tuple[list[int], list[int] | None]:
+        """Branch the decoder's slots, and drop those without a child.
+
+        Returns each child's slot, and what each slot was before; None where nothing moves.
 
         parents: the slot that each child continues.
         """
         before = len(self.logits)
         branches = len(set(parents)) < len(parents)
         if not branches and before - len(parents) <= self.decoder.drop_at * before:
-            return parents, before  # nothing to copy, little to drop
+            return parents, None  # nothing to copy, little to drop
         slot_of_child = placed(parents)
         sources = [0] * len(parents)
         for slot, parent in zip(slot_of_child, parents, strict=True):
             sources[slot] = parent
         if sources != list(range(before)):
             self.decoder.keep(sources)
-        return slot_of_child, len(parents)
+        return slot_of_child, sources
 
     def _index(self, numbers: list[int]) -> Int[Tensor, " n"]:
         return uploaded(numbers, self.noise.device)
 
-    def _draw(
-        self,
-        rows: list[int],
-        at: Int[Tensor, " n"],
-        slots: Int[Tensor, " n"],
-        t: int,
-    ) -> list[int]:
-        """Draw and record one token per row from its slot's logits.
-
-        The one time in a token that the host waits for the device. at: `rows` on the device.
-        """
+    def _draw(self, at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> "_Draw":
+        """Draw one token per row from its slot's logits. at: the rows."""
         tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
         logp_full = self.logits.float().log_softmax(-1)[slots, tokens]
         # in fp64, so that one copy brings ids and log-probs unrounded
         columns = torch.stack(
             [tokens.double(), logp_full.double(), logp_sampled.to(logp_full).double()]
         )
-        numbers, full, sampled = columns.tolist()
+        return _Draw(slots, tokens, begin_copy(columns))
+
+    def _record(self, rows: list[int], drawn: "_Draw") -> list[int]:
+        """Record each row's token, and return them.
+
+        The one time in a token that the host waits for the device.
+        """
+        numbers, full, sampled = drawn.columns().tolist()
         ids = list(map(int, numbers))
-        for row, drawn in zip(rows, zip(ids, full, sampled, strict=True), strict=True):
-            self.drawn[row].append(drawn)
+        for row, of_row in zip(rows, zip(ids, full, sampled, strict=True), strict=True):
+            self.drawn[row].append(of_row)
         return ids
 
     def _answer(self, row: int, finished: bool) -> Completion:
@@ -239,6 +276,29 @@ class _Run:
                 "from it (a learning rate, or a gradient, far too large)"
             )
         return Completion(ids, self.policy.decode(ids), finished, full, sampled)
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether the host goes on while the device computes."""
+    return device.type == "cuda"
+
+
+def begin_copy(x: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy x to the host.
+
+    The function returned waits until x is there, and not for what the device was given to do since.
+    """
+    if x.device.type != "cuda":
+        return lambda: x
+    copy = x.to("cpu", non_blocking=True)  # into pinned memory
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return wait
 
 
 def placed(parents: Sequence[int]) -> list[int]:

@@ -108,7 +108,7 @@ def _packs(model: PreTrainedModel, core: torch.nn.Module, first: int) -> bool:
 
 
 def fuse_blocks(model: PreTrainedModel, core: torch.nn.Module) -> None:
-    """Let packed forwards use the kernels of `model/fused.py`, where they compute the same.
+    """Let packed forwards and decoding use the kernels of `model/fused.py`, if both compute the same.
 
     Making them takes half a minute the first time. core: the model without its head.
     """
@@ -119,14 +119,17 @@ def fuse_blocks(model: PreTrainedModel, core: torch.nn.Module) -> None:
     fuse(model)
     try:
         if kernels_agree(model, core):
-            fits = any(_packs(model, core, first) for first in trial_tokens(model))
+            updates_fit = any(_packs(model, core, first) for first in trial_tokens(model))
+            fits = updates_fit and _decodes(model, LeanDecoder(model, static=True))
     except Exception as error:  # whatever a compiler raises, or is missing
         if out_of_memory(error):
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
     if not fits:
         fuse(model, on=False)
-        logger.warning(f"updates run without fused kernels, slower on a large model: {why}")
+        logger.warning(
+            f"updates and sampling run without fused kernels, slower on a large model: {why}"
+        )
 
 
 # ── decoders
@@ -146,15 +149,20 @@ def lean_fits(model: PreTrainedModel) -> bool:
         return False
     if not _has_plain_cache(model):
         return False
-    lean = partial(_three_steps, LeanDecoder(model))
-    hf = partial(_three_steps, HfDecoder(model))
-    # In fp32 both orders of summation agree to about 1e-6; in bf16, over 30 layers, to about 4e-2.
-    if _agree(model, lean, hf, fp32=1e-4, bf16=1e-1):
+    if _decodes(model, LeanDecoder(model)):
         return True
     logger.warning(
         f"{type(model).__name__}: the lean decoder disagrees with transformers: sampling without it"
     )
     return False
+
+
+def _decodes(model: PreTrainedModel, lean: LeanDecoder) -> bool:
+    """Whether the decoder's logits are those of transformers'."""
+    got = partial(_three_steps, lean)
+    want = partial(_three_steps, HfDecoder(model))
+    # In fp32 both orders of summation agree to about 1e-6; in bf16, over 30 layers, to about 4e-2.
+    return _agree(model, got, want, fp32=1e-4, bf16=1e-1)
 
 
 def require_branching(model: PreTrainedModel) -> None:
