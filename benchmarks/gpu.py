@@ -1,7 +1,8 @@
 """What is claimed of a GPU, measured on one.
 
-The update and the sampler run at Qwen3-4B's shapes with random weights. Measured are: model FLOPs
-used, tokens / s against the memory's bandwidth, peak memory against the plan, lengths that were not
+Update and sampler run at Qwen3-4B's shapes with random weights. A step of `fast` is timed beside
+TRL's, where TRL is installed; with vLLM too, where that is. Then come the claims: model FLOPs used,
+tokens / s against the memory's bandwidth, peak memory against the plan, lengths that were not
 warmed up on, how often the host waits, CUDA graphs and packed attention against their plain forms,
 attention's kernels, and the decomposition. `mini` is run on the GPU, on the CPU, and killed and
 resumed.
@@ -17,11 +18,12 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -40,7 +42,8 @@ from benchmarks.bounds import (
     timed,
     update_figure,
 )
-from benchmarks.measure import Figure, page
+from benchmarks.gpu_peer import Contestant, argument
+from benchmarks.measure import Figure, Ratio, page
 from vgrout import embedded as organism
 from vgrout.config.run import OptConfig
 from vgrout.data import Group
@@ -54,6 +57,9 @@ from vgrout.model.trials import fuse_blocks
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
 
+ROOT = Path(__file__).parents[1]
+Part = Literal["all", "steps", "claims"]
+
 QWEN3_4B: dict[str, Any] = {
     "vocab_size": 151_936,
     "hidden_size": 2560,
@@ -66,7 +72,16 @@ QWEN3_4B: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 FAST = Load(group=8, prompts=4, prompt=700, answer=512)
+FULL = Load(group=6, prompts=43, prompt=500, answer=1024)
 QUICK = Load(group=4, prompts=1, prompt=256, answer=64)
+# Of `fast` on an H100 or H200: the most seconds of a step, and how many times as fast as TRL at least.
+STEP_SECONDS = {"none": 4.0, "route2": 4.7}
+TIMES_TRL = {"transformers": 10, "vLLM": 1.5}
+FULL_RATE = 12_000  # tokens / s that sampling `full`'s 258 rows should reach
+UPDATE_SHARE, SAMPLING_SHARE = 0.45, 0.65  # of the card's products, of its bandwidth
+# Of TRL: as many rows a forward as memory allows with activations kept, and with them computed again.
+TRL_ROWS = {False: 8, True: 32}
+TRL_SECONDS = 300  # for one way of setting it
 MINI = [
     "mini",
     "--intervention=none",
@@ -128,12 +143,14 @@ def measure(policy: Policy, load: Load, rounds: int) -> list[Figure]:
 
     def update(name: str, share: bool) -> Figure:
         name = f"{name}, {kernels_taken['update']}"
-        return update_figure(name, policy, load, share, dense_rate(policy), rounds, goal=0.4)
+        rate = dense_rate(policy)
+        return update_figure(name, policy, load, share, rate, rounds, goal=UPDATE_SHARE)
 
     def sampling(name: str, graphs: bool) -> Figure:
         sampling_policy = policy if graphs else replace(policy, graphs=False)
         rate = bandwidth(policy.device)
-        return sampling_figure(name, sampling_policy, load, rate, rounds)
+        goal = SAMPLING_SHARE if graphs else None
+        return sampling_figure(name, sampling_policy, load, rate, rounds, goal)
 
     # first: nothing is held yet that a run would not hold
     figures = attempted("peak of a step, route2", lambda: fits_plan(policy, load))
@@ -154,6 +171,95 @@ def measure(policy: Policy, load: Load, rounds: int) -> list[Figure]:
     for check in checks:
         figures += attempted(check.__name__, partial(check, policy, load))
     return figures
+
+
+def steps(policy: Policy, load: Load, rounds: int, peers: Mapping[str, float]) -> list[Figure]:
+    """Seconds of a step without grading, against TRL's; goals are those of `fast`.
+
+    peers: seconds of TRL's step, by what it samples with.
+    """
+    of_fast = load == FAST
+    draw = sampler(policy, load)
+    draw()
+    sampling = statistics.median(timed(draw) for _ in range(rounds))
+    figures: list[Figure] = []
+    for name, by_rollout in (("none", False), ("route2", True)):
+        update = rig.update(policy, noise(policy, load), by_rollout)
+        update()
+        learning = statistics.median(timed(update) for _ in range(rounds))
+        step = sampling + learning
+        shown = f"{step:.2f} s: sampling {sampling:.2f}, update {learning:.2f}"
+        goal = STEP_SECONDS[name] if of_fast else None
+        figures.append(at_most(f"a step, {name}", "nothing is graded", shown, step, goal))
+        for peer, seconds in peers.items():
+            ratio = Ratio.of([seconds], [step])
+            at_least = TIMES_TRL[peer] if of_fast else 0
+            figures.append(ratio.at_least(f"a step, {name}", f"TRL with {peer}", at_least))
+    return figures
+
+
+def at_most(what: str, against: str, figure: str, value: float, goal: float | None) -> Figure:
+    """A figure with an upper bound; None: it informs."""
+    if goal is None:
+        return Figure(what, against, figure)
+    return Figure(what, against, figure, f"≤ {goal:g} s", value <= goal)
+
+
+def rate_of_full(policy: Policy) -> Figure:
+    """Tokens / s in which the rows of a step of `full` are sampled."""
+    seconds = timed(sampler(policy, FULL))
+    rate = FULL.answers * FULL.answer / seconds
+    shown = f"{rate:,.0f} tokens / s, {seconds:.0f} s"
+    goal = f"≥ {FULL_RATE:,}"
+    return Figure(f"sampling, {FULL.answers} rows", "", shown, goal, rate >= FULL_RATE)
+
+
+def trl(load: Load, shape: dict[str, int]) -> tuple[list[Figure], dict[str, float]]:
+    """TRL's step in each way that it is set; and by what it samples with, the seconds of its fastest.
+
+    Each has a process and the card to itself.
+    """
+    figures: list[Figure] = []
+    fastest: dict[str, float] = {}
+
+    def measured(contestant: Contestant, sampling: str) -> Figure:
+        seconds, peak = in_own_process(contestant)
+        fastest[sampling] = min(seconds, fastest.get(sampling, math.inf))
+        return Figure(str(contestant), "", f"{seconds:.2f} s a step, peak {peak / GIB:.1f} GiB")
+
+    for sampling, library in (("transformers", "trl"), ("vLLM", "vllm")):
+        if find_spec("trl") is None or find_spec(library) is None:
+            figures.append(Figure(f"TRL with {sampling}", "", f"{library} is not installed"))
+            continue
+        for checkpointing, rows in TRL_ROWS.items():
+            contestant = Contestant(
+                shape,
+                load.prompts,
+                load.group,
+                load.prompt,
+                load.answer,
+                rows=min(rows, load.answers),
+                checkpointing=checkpointing,
+                vllm=sampling == "vLLM",
+            )
+            figures += attempted(str(contestant), partial(measured, contestant, sampling))
+    return figures, fastest
+
+
+def in_own_process(contestant: Contestant) -> tuple[float, int]:
+    """Seconds of TRL's step, and the most bytes that it holds of the card.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    command = [sys.executable, "-m", "benchmarks.gpu_peer", argument(contestant)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TRL_SECONDS, cwd=ROOT, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    said = json.loads(done.stdout.splitlines()[-1])
+    return statistics.median(said["seconds"]), said["peak"]
 
 
 def noise(policy: Policy, load: Load, **other: int) -> list[Group]:
@@ -415,8 +521,8 @@ def same_rows(against: str, tag: str, **how: bool) -> Figure:
     return Figure("mini, fp32, rows", against, figure, "all alike", same == n)
 
 
-def run(quick: bool = False) -> str:
-    """All figures. Raises Refused, one line, where there is no GPU."""
+def run(quick: bool = False, part: Part = "all") -> str:
+    """All figures, or a part of them. Raises Refused, one line, where there is no GPU."""
     if not torch.cuda.is_available():
         raise Refused(
             "gpu: this machine has no CUDA device that torch can use; run this bench on one with "
@@ -424,6 +530,7 @@ def run(quick: bool = False) -> str:
         )
     device, dtype = pick_device(organism.MODEL_DIR, "bf16")
     load = QUICK if quick else FAST
+    rounds = 2 if quick else 5
     gpu = torch.cuda.get_device_properties(0)
     policies: list[Policy] = []
 
@@ -431,14 +538,25 @@ def run(quick: bool = False) -> str:
         policies.append(random_policy(QWEN3_4B, device.type, dtype))
         return []
 
+    figures: list[Figure] = []
+    peers: dict[str, float] = {}
     with rig.workplace():
-        figures = attempted(
-            "mini on the CPU", lambda: same_rows("the same on the CPU", "cpu", cpu=True)
-        )
-        figures += attempted(
-            "mini, killed", lambda: same_rows("killed and resumed", "kill", kill=True)
-        )
+        if part != "claims":
+            of_trl, peers = trl(load, QWEN3_4B)
+            figures += of_trl
+        if part != "steps":
+            figures += attempted(
+                "mini on the CPU", lambda: same_rows("the same on the CPU", "cpu", cpu=True)
+            )
+            figures += attempted(
+                "mini, killed", lambda: same_rows("killed and resumed", "kill", kill=True)
+            )
         figures += attempted("random weights", load_weights)
         for policy in policies:  # none, if that failed
-            figures += measure(policy, load, 2 if quick else 5)
+            if part != "claims":
+                figures += attempted("a step", lambda p=policy: steps(p, load, rounds, peers))
+                if not quick:
+                    figures += attempted("full", lambda p=policy: rate_of_full(p))
+            if part != "steps":
+                figures += measure(policy, load, rounds)
     return page(figures, f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB; {load}.")

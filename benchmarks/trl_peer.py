@@ -91,17 +91,13 @@ class Model:
     max_new: int = organism.MAX_NEW
 
 
-def trainer(
-    model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback
-) -> Any:
-    """A GRPOTrainer on these steps' problems."""
-    lib = libraries()
+def settings(max_new: int, group: int, **own: Any) -> Any:
+    """TRL's configuration for one of our steps; own: what differs by model and machine."""
     sampling = Sampling()
-    args = lib["trl"].GRPOConfig(
+    return libraries()["trl"].GRPOConfig(
         output_dir="trl",
-        per_device_train_batch_size=P * G,
-        num_generations=G,
-        max_completion_length=model.max_new,
+        num_generations=group,
+        max_completion_length=max_new,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -109,8 +105,6 @@ def trainer(
         scale_rewards="none",
         beta=0.0,
         learning_rate=LR,
-        max_steps=steps,
-        gradient_checkpointing=False,
         bf16=False,
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
@@ -119,8 +113,29 @@ def trainer(
         disable_tqdm=True,
         shuffle_dataset=False,
         dataloader_pin_memory=False,
-        chat_template_kwargs={"enable_thinking": False},
         seed=SEED,
+        **own,
+    )
+
+
+def lora(rank: int) -> Any:
+    """LoRA on the Linears that we adapt."""
+    config = libraries()["peft"].LoraConfig
+    return config(r=rank, lora_alpha=2 * rank, target_modules=sorted(TARGETS))
+
+
+def trainer(
+    model: Model, problems: Sequence[Sequence[Problem]], steps: int, callback: TrainerCallback
+) -> Any:
+    """A GRPOTrainer on these steps' problems."""
+    lib = libraries()
+    args = settings(
+        model.max_new,
+        G,
+        per_device_train_batch_size=P * G,
+        max_steps=steps,
+        gradient_checkpointing=False,
+        chat_template_kwargs={"enable_thinking": False},
     )
     messages = [list(problem.messages) for step in problems for problem in step]
     return lib["trl"].GRPOTrainer(
@@ -129,7 +144,7 @@ def trainer(
         args=args,
         train_dataset=lib["datasets"].Dataset.from_dict({"prompt": messages}),
         processing_class=AutoTokenizer.from_pretrained(model.folder),
-        peft_config=lib["peft"].LoraConfig(r=8, lora_alpha=16, target_modules=sorted(TARGETS)),
+        peft_config=lora(8),
         callbacks=[callback],
     )
 

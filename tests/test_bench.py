@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import tiny
 from benchmarks import gpu, launches, real, rig, step, trl_peer
 from benchmarks.__main__ import main
 from benchmarks.bounds import Load
+from benchmarks.gpu_peer import Contestant
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
 from vgrout import embedded as organism
@@ -99,6 +101,25 @@ def test_bounds_on_a_tiny_shape() -> None:
     assert generate() is None
 
 
+def own_process(contestant: Contestant) -> tuple[float, int]:
+    """The second way of setting TRL, which computes activations again, does not fit."""
+    if contestant.checkpointing:
+        raise RuntimeError("out of memory")
+    return 8.0, 2**31
+
+
+@pytest.mark.long
+def test_trls_step_is_taken_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tiny model here; the seconds are those of its steps, after the first."""
+    pytest.importorskip("trl", reason="comes with the extra bench, which tests go without")
+    contestant = Contestant(SHAPE, prompts=2, group=2, prompt=10, answer=6, rows=2)
+    seconds, _ = gpu.in_own_process(contestant)
+    assert 0 < seconds < 60
+    broken = replace(contestant, rows=3)  # TRL asks for whole groups
+    with pytest.raises(RuntimeError, match="divisible"):
+        gpu.in_own_process(broken)
+
+
 @pytest.mark.long
 def test_the_bench_of_a_gpu_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], warnings: list[str]
@@ -110,15 +131,21 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     monkeypatch.setattr(gpu, "svd", lambda _: 1 / 0)
     monkeypatch.setattr(gpu, "QWEN3_4B", SHAPE)
     monkeypatch.setattr(gpu, "QUICK", Load(group=3, prompts=2, prompt=10, answer=6))
+    monkeypatch.setattr(gpu, "find_spec", lambda library: None if library == "vllm" else library)
+    monkeypatch.setattr(gpu, "in_own_process", own_process)
     rows = [{"hack_s": [1, 8], "rew": 0.5, "gn": gn} for gn in (0.5, 0.25, None)]
     monkeypatch.setattr(gpu, "mini", lambda tag, **how: rows[: {"gpu": 3, "cpu": 2}[tag]])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: named)
     with pretended_gpu():
         gpu.run(quick=True)
     of = {
-        f["what"]: f
+        f["what"] + (", TRL" if f["against"].startswith("TRL") else ""): f
         for f in map(json.loads, re.findall(r"^{.*}$", capfd.readouterr().err, re.MULTILINE))
     }
+    assert of["TRL, transformers, 6 rows a forward"]["figure"] == "8.00 s a step, peak 2.0 GiB"
+    assert "out of memory" in of["TRL, transformers, 6 rows a forward, checkpointing"]["figure"]
+    assert re.fullmatch(r"\d+\.\d\d s: sampling .*, update .*", of["a step, none"]["figure"])
+    assert "× (" in of["a step, route2, TRL"]["figure"]
     assert of["mini, fp32, rows"]["figure"] == "2 of 3 steps alike; norms within 0e+00"
     assert of["decomposition"]["figure"] == "failed: ZeroDivisionError: division by zero"
     assert re.fullmatch(r"relative difference \de-03", of["logits, CUDA graphs"]["figure"]), (
@@ -130,6 +157,7 @@ def test_the_bench_of_a_gpu_from_end_to_end(
         for what in ("gradients, packed", "SDPA's kernels", "host waits, update")
     )
     assert [what for what, f in of.items() if "failed" in f["figure"]] == [
+        "TRL, transformers, 6 rows a forward, checkpointing",
         "mini, killed",
         "decomposition",
     ]
