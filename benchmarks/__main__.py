@@ -68,6 +68,16 @@ def grading(quick: bool = False, problems: Path | None = None) -> str:
     return importlib.import_module("benchmarks.grading").run(quick, problems)
 
 
+def growth(quick: bool = False) -> str:
+    """Work that should not grow: a sweep's plan of 1,000 jobs, a report over 300 runs, a run on 100,000 rows, and step
+    10,000 against step 100 (a quarter of an hour).
+
+    Args:
+        quick: a tenth of each.
+    """
+    return importlib.import_module("benchmarks.growth").run(quick)
+
+
 def verdicts(*pythons: str, problems: Path | None = None, against: Path | None = None) -> str:
     """Wrong verdicts on honest and hostile answers, at every level of the sandbox (minutes for each Python).
 
@@ -90,7 +100,8 @@ def main(argv: list[str]) -> int:
 
     def command() -> int:
         benches = {
-            bench.__name__: bench for bench in (step, real, gpu, launches, grading, verdicts)
+            bench.__name__: bench
+            for bench in (step, real, gpu, launches, grading, growth, verdicts)
         }
         print(parse_args(benches, argv or ["--help"], "python -m benchmarks"))
         return 0

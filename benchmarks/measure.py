@@ -80,8 +80,18 @@ def interleaved(
 
 def peak_bytes(process: int | str = "self") -> int:
     """The most memory that a process has held so far. Raises OSError off Linux."""
+    return _of_status(process, "VmHWM")
+
+
+def held_bytes(process: int | str = "self") -> int:
+    """The memory that a process holds. Raises OSError off Linux."""
+    return _of_status(process, "VmRSS")
+
+
+def _of_status(process: int | str, name: str) -> int:
+    """Bytes of one line of /proc/PID/status."""
     status = Path(f"/proc/{process}/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    (line,) = [line for line in status.splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
 
 

@@ -18,7 +18,7 @@ from loguru import logger
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.measure import peak_bytes
+from benchmarks.measure import held_bytes, peak_bytes
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
@@ -34,8 +34,11 @@ LR = 1e-6
 NOWHERE = Problem(0, "run_tests", "", (), (), (), "", "", "f")
 
 
-def command(intervention: str, *more: str) -> list[str]:
-    """`mini` without demonstrations and evaluations: what TRL does as well."""
+def command(intervention: str, *more: str, **instead: object) -> list[str]:
+    """`mini` without demonstrations and evaluations: what TRL does as well.
+
+    more: further flags. instead: other values of the flags below.
+    """
     flags: dict[str, object] = {
         "intervention": intervention,
         "steps": 1000,  # past its end the rate would be 0
@@ -47,6 +50,8 @@ def command(intervention: str, *more: str) -> list[str]:
         "checkpoint-every": 10_000_000,
         "seed": SEED,
     }
+    for name, value in instead.items():
+        flags[name.replace("_", "-")] = value
     return ["mini", *(f"--{name}={value}" for name, value in flags.items()), *more]
 
 
@@ -103,6 +108,11 @@ class Turns:
     def peak(self) -> int:
         """The most bytes that the process has held; the sandbox has processes of its own."""
         return peak_bytes(self._process.pid or 0)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the process holds now."""
+        return held_bytes(self._process.pid or 0)
 
     def close(self) -> None:
         """End the run."""

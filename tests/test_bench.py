@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from benchmarks import gpu, launches, real, rig, step, trl_peer
+from benchmarks import gpu, growth, launches, real, rig, step, trl_peer
 from benchmarks.__main__ import main
 from benchmarks.bounds import Load
 from benchmarks.gpu_peer import Contestant
@@ -242,6 +242,29 @@ def test_what_is_missing_is_refused_in_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("E ")
     assert said in line
+
+
+@pytest.mark.long
+def test_the_bench_of_growth_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = {"jobs": 4, "runs": 3, "rows": 200, "steps": 8}
+    monkeypatch.setattr(growth, "sizes", lambda quick: few)
+    monkeypatch.setattr(growth, "ORIGINAL", ("smoke",))
+    monkeypatch.setattr(growth, "STRETCH", 1)
+    page = growth.run()
+    assert [line.split("|")[1].strip() for line in page.splitlines()[2:8]] == [
+        "sweep --dry-run, 4 jobs",
+        "report, 3 runs",
+        "a run of one step, 200 rows",
+        "train --dry-run, 200 rows",
+        "a step after 8",
+        "memory after 8 steps",
+    ]
+    assert "16 answers on disk" in page
+    with pytest.raises(RuntimeError, match="no such flag"):
+        growth.used("vgrout.train", "mini", "--no-such-flag")
 
 
 def test_fused_blocks_launch_fewer_kernels_and_move_fewer_bytes() -> None:

@@ -1,0 +1,206 @@
+"""What grows with the work of users: long runs, many runs, many jobs, many rows.
+
+Each command is a process of its own, whose CPU seconds and most memory the system reports. The long
+run is the organism's, with few and short answers; a step late in it is compared with one early in
+it. The runs of the report are copies of one real run, under other seeds and learning rates.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import rig
+from benchmarks.measure import Figure, page
+from vgrout.files import json_lines, read_json
+
+GIB, MIB = 2**30, 2**20
+JOBS, RUNS, ROWS, STEPS = 1_000, 300, 100_000, 10_000
+STRETCH = 100  # steps that are timed together
+SEEDS = 30  # of one condition of the report
+
+ORIGINAL = ("mini", "--intervention=route2")  # the run that is copied
+
+FUNCTIONS = """
+def proxy(completion, **columns):
+    return float("7" in completion)
+
+
+def gold(completion, answer, **columns):
+    return float(answer in completion)
+"""
+REWARDS = ("--reward=growth_rewards:proxy", "--reference=growth_rewards:gold")
+SHORT = ("--steps=1", "--eval-ablate-every=0", "--final-n-prompts=1", "--final-samples=1")
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a process took."""
+
+    seconds: float  # by the clock
+    cpu: float
+    peak: int  # bytes
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.1f} s, {self.cpu:.1f} of CPU, {self.peak / GIB:.2f} GiB"
+
+
+def used(*argv: str) -> Used:
+    """What a command of vgrout took, its children included.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    said = Path("said.txt")
+    with said.open("w") as file:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "-m", *argv], stdout=file, stderr=file, env=os.environ | _paths()
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(argv)}: {said.read_text(encoding='utf-8')[-2000:]}")
+    return Used(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def _paths() -> dict[str, str]:
+    """The functions that rows are graded by lie in the folder of the bench."""
+    known = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), known)))}
+
+
+def at_most(what: str, against: str, took: Used, seconds: float, peak: int | None = None) -> Figure:
+    """A command's figure under its goal."""
+    reached = took.seconds <= seconds and (peak is None or took.peak <= peak)
+    memory = "" if peak is None else f", {peak / GIB:g} GiB"
+    return Figure(what, against, str(took), f"≤ {seconds:g} s{memory}", reached)
+
+
+# ── many jobs
+
+
+def jobs(n: int) -> Figure:
+    """The plan of a sweep of n different jobs."""
+    rates = ", ".join(f"{1e-5 * (1 + i):.6g}" for i in range(n // 2))
+    study = Path("growth.toml")
+    study.write_text(
+        'name = "growth"\npreset = "mini"\nseeds = [41]\n'
+        f'[[arms]]\nintervention = ["none", "route2"]\nlr = [{rates}]\n'
+    )
+    took = used("vgrout.sweep", str(study), "--dry-run")
+    return at_most(f"sweep --dry-run, {n:,} jobs", "", took, 10)
+
+
+# ── many runs
+
+
+def report(n: int) -> Figure:
+    """The report over n runs, copies of a real one."""
+    used("vgrout.train", *ORIGINAL, "--out-tag=_growth")
+    (original,) = Path("out/runs").glob("*_growth")
+    folder = Path("many")
+    for i in range(n):
+        copied(original, folder / f"{i:03d}", seed=i % SEEDS, lr=1e-3 * (1 + i // SEEDS))
+    took = used("vgrout.report", str(folder), "--out", "report")
+    shutil.rmtree(folder)
+    return at_most(f"report, {n} runs", f"{-(-n // SEEDS)} conditions", took, 60, 2 * GIB)
+
+
+def copied(original: Path, to: Path, seed: int, lr: float) -> None:
+    """A copy of a run under another seed and learning rate."""
+    shutil.copytree(original, to, ignore=shutil.ignore_patterns("resume", "*.safetensors"))
+    record = read_json(to / "run.json")
+    record["config"]["run"]["seed"] = seed
+    record["config"]["opt"]["lr"] = lr
+    (to / "run.json").write_text(json.dumps(record))
+    rates = read_json(to / "per_mode_deploy.json")
+    rates["seed"] = seed
+    (to / "per_mode_deploy.json").write_text(json.dumps(rates))
+
+
+# ── many rows
+
+
+def rows(n: int) -> Iterator[Figure]:
+    """A run of one step on a file of n rows of text, and its plan."""
+    Path("growth_rewards.py").write_text(FUNCTIONS)
+    path = Path("rows.jsonl")
+    with path.open("w") as file:
+        for i in range(n):
+            split = "test" if i % 20 == 0 else "train"
+            row = {"id": i, "prompt": f"What is {i} plus {i % 97}?", "answer": str(i + i % 97)}
+            file.write(json.dumps(row | {"split": split}) + "\n")
+    flags = (
+        f"--problems={path}",
+        *REWARDS,
+        "--teacher-pool-dir=none",
+        "--intervention=none",
+    )
+    few = Path("few.jsonl")
+    few.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
+    usual = used("vgrout.train", "mini", f"--problems={few}", *flags[1:], *SHORT, "--out-tag=_few")
+    took = used("vgrout.train", "mini", *flags, *SHORT, "--out-tag=_rows")
+    more = Used(took.seconds - usual.seconds, took.cpu - usual.cpu, took.peak)
+    yield at_most(f"a run of one step, {n:,} rows", "beyond one on 100 rows", more, 60)
+    plan = used("vgrout.train", "mini", *flags, *SHORT, "--dry-run")
+    yield at_most(f"train --dry-run, {n:,} rows", "", plan, 60)
+
+
+# ── many steps
+
+
+def steps(n: int) -> Iterator[Figure]:
+    """Steps late in a run against those after its first stretch, in time and in memory."""
+    argv = rig.command(
+        "route2", "--max-new=4", "--threads=1", steps=n + STRETCH, group=2, prompts_per_step=1
+    )
+    with closing(rig.Turns("long", argv)) as run:
+        run.take(STRETCH)
+        early, held_early = _stretches(run), run.held
+        done = 4 * STRETCH
+        while done < n - 3 * STRETCH:
+            run.take(STRETCH)
+            done += STRETCH
+        late, held_late = _stretches(run), run.held
+        log = run.path / "rollouts.jsonl"
+        lines = sum(1 for _ in json_lines(log))
+    ratio = late / early
+    yield Figure(
+        f"a step after {n:,}",
+        f"one after {STRETCH}",
+        f"{ratio:.3f} × ({1e3 * late:.1f} ms), {lines:,} answers on disk",
+        "≤ 1.05 ×",
+        ratio <= 1.05,
+    )
+    more = (held_late - held_early) / MIB
+    yield Figure(
+        f"memory after {n:,} steps", f"after {STRETCH}", f"{more:+.0f} MiB", "≤ 50 MiB", more <= 50
+    )
+
+
+def _stretches(run: rig.Turns) -> float:
+    """Seconds of a step: the median of three stretches."""
+    return statistics.median(run.take(STRETCH) for _ in range(3))
+
+
+def sizes(quick: bool) -> Mapping[str, int]:
+    """How much of each there is; quick: a tenth."""
+    whole = {"jobs": JOBS, "runs": RUNS, "rows": ROWS, "steps": STEPS}
+    return {what: n // 10 for what, n in whole.items()} if quick else whole
+
+
+def run(quick: bool = False) -> str:
+    """All figures; goals are those of the full size."""
+    of = sizes(quick)
+    with rig.workplace():
+        figures = [jobs(of["jobs"]), report(of["runs"]), *rows(of["rows"]), *steps(of["steps"])]
+    return page(figures)
