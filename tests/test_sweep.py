@@ -363,7 +363,10 @@ def test_dry_run(
     write_run(cfg_of(1), "finished")
     monkeypatch.setattr(sweeps, "visible", lambda: ())
     assert main([str(study), "--dry-run", "--jobs", "3"]) == 0
-    assert "\n2 runs: 1 finished, 1 to do\n1 left, 3 at a time\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\n2 runs: 1 finished, 1 to do\n1 left, 3 at a time\n" in out
+    assert "\neach: vgrout train smoke --intervention=none …\n" in out
+    assert max(map(len, out.splitlines())) <= 80
     monkeypatch.setattr(sweeps, "visible", lambda: ("2", "5"))
     assert main([str(study), "--dry-run"]) == 0
     assert "1 left, 2 at a time, on a GPU each of 2, 5\n" in capsys.readouterr().out
@@ -437,6 +440,11 @@ def test_a_plan_lists_every_missing_file(study: Path, capsys: pytest.CaptureFixt
     missing = [line for line in out.splitlines() if line.startswith("missing: ")]
     for name in ("--teacher-pool-dir a:", "--teacher-pool-dir b:", "--vhack-pairs-path no.json:"):
         assert sum(line.startswith(f"missing: {name}") for line in missing) == 1, out
+    study.write_text(
+        TWO + 'teacher-pool-dir = "a"\nlr = [0.1, 0.2]\n[[arms]]\nintervention = "erase"\n'
+    )
+    assert main([str(study), "--dry-run"]) == 2
+    assert "lr=0.1 and 1 more)\n" in capsys.readouterr().out
 
 
 def test_arms_of_the_same_files_are_checked_once(

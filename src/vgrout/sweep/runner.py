@@ -173,17 +173,16 @@ class Sweep:
         lines = [f"H: {claim}" for claim in self.study.hypotheses]
         rows: list[dict[str, str | None]] = []
         for entry in self.entries:
-            rows.append(
-                {
-                    "run": entry.planned.name,
-                    "state": entry.state,
-                    "flags": shlex.join(entry.planned.flags),
-                    "directory": entry.directory.name if entry.directory else None,
-                }
-            )
+            directory = entry.directory.name if entry.directory else None
+            row = {"run": entry.planned.name, "state": entry.state, "directory": directory}
+            rows.append(row)
+        if not any(row["directory"] for row in rows):
+            for row in rows:
+                del row["directory"]
         lines.append(
             tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·")
         )
+        lines.append(f"each: vgrout train {shlex.join(self._flags_of_all())} …")
         states = Counter(entry.state for entry in self.entries)
         counts = ", ".join(f"{n} {state}" for state, n in states.items())
         lines.append(f"{len(self.entries)} runs: {counts}")
@@ -191,10 +190,22 @@ class Sweep:
         lines += self.queued()
         lines += self.study.left_out
         for file, arms in self.missing.items():
-            whose = "every arm" if len(arms) == len(self.arms) else ", ".join(arms)
-            lines.append(f"missing: {file} ({whose})")
+            lines.append(f"missing: {file} ({self._named(arms)})")
         lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
         return lines
+
+    def _flags_of_all(self) -> list[str]:
+        """The flags that all runs have alike, in the order of the first run's."""
+        of_first, *of_others = [entry.planned.flags for entry in self.entries]
+        in_others = [set(flags) for flags in of_others]
+        return [word for word in of_first if all(word in flags for flags in in_others)]
+
+    def _named(self, arms: Sequence[str]) -> str:
+        """These arms in few words."""
+        if len(arms) == len(self.arms):
+            return "every arm"
+        shown = ", ".join(arms[:1])
+        return shown if len(arms) == 1 else f"{shown} and {len(arms) - 1} more"
 
     def warnings(self) -> list[str]:
         """A warning if runs were started by different code. Those that must start over do not count."""
