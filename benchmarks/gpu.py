@@ -52,7 +52,8 @@ from vgrout.model.load import as_language_model, pick_device
 from vgrout.model.logprobs import backbone, foreign
 from vgrout.model.memory import CONTEXT, GIB, plan
 from vgrout.model.policy import Policy
-from vgrout.model.svd_adapter import SvdAdapter, svd
+from vgrout.model.svd_adapter import SvdAdapter
+from vgrout.model.svd_cache import svd
 from vgrout.model.trials import fuse_blocks
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed

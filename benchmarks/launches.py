@@ -21,9 +21,19 @@ from benchmarks import gpu, rig
 from benchmarks.bounds import Load
 from benchmarks.measure import Figure, page
 from vgrout import grpo, loss_metrics
-from vgrout.model import attention, decoder, fused, layout, memory, prefixes, svd_adapter
+from vgrout.model import (
+    attention,
+    decoder,
+    fused,
+    layout,
+    memory,
+    prefixes,
+    rollout_grads,
+    svd_adapter,
+)
 from vgrout.model.decoder import LayerPast, LeanDecoder, _StaticCache
 from vgrout.model.policy import Policy
+from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import Active, SvdAdapter
 
 DECODING = "a decoding step"
@@ -171,7 +181,7 @@ def on_meta(counting: Counting) -> Generator[None]:
         return torch.empty_like(q)
 
     with ExitStack() as ends:
-        for module in (attention, layout, prefixes, svd_adapter, grpo, loss_metrics):
+        for module in (attention, layout, prefixes, rollout_grads, grpo, loss_metrics):
             ends.enter_context(mock.patch.object(module, "uploaded", uploaded))
         ends.enter_context(mock.patch.object(attention, "varlen_kernel", varlen_kernel))
         ends.enter_context(mock.patch.object(fused, "compiled", counting.kernel))
@@ -207,7 +217,7 @@ def of_update(policy: Policy, load: Load, by_rollout: bool, counting: Counting) 
     rows = grpo.merge_twins(batch.rows).rows
     update = grpo._Update(policy, cfg, grpo._norm(batch, cfg), None, True, ())
     counting.seen = Count()
-    with counting, policy.adapter.per_rollout_grads(len(rows)) as collected:
+    with counting, per_rollout_grads(policy.adapter, len(rows)) as collected:
         update.backward(rows, collected)
     return counting.seen
 

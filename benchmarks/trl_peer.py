@@ -27,7 +27,7 @@ from vgrout import embedded as organism
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.model.sampling import Sampling
-from vgrout.model.svd_adapter import TARGETS
+from vgrout.model.source import TARGETS
 
 LENGTH = "completions/mean_length"
 CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)

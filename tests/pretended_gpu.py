@@ -347,7 +347,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         m.setattr(torch, "tensor", tensor)
         m.setattr(torch, "save", lambda state, *more: saved(tree_map(_plain, state), *more))
         m.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-        m.setattr("vgrout.model.svd_adapter.load_file", load_file)
+        m.setattr("vgrout.model.svd_cache.load_file", load_file)
         m.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None)
         for module in ("vgrout.runs.preflight", "vgrout.model.load"):
             m.setattr(f"{module}.visible", lambda: ("0",))

@@ -46,9 +46,10 @@ from vgrout.direction.pairs import (
 from vgrout.errors import Refused
 from vgrout.method import make_method
 from vgrout.method.projection import split
+from vgrout.model.adapter_files import fingerprint_to_string
 from vgrout.model.load import load_policy
+from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.source import safetensors_head, shapes_of
-from vgrout.model.svd_adapter import fingerprint_to_string
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")
@@ -237,7 +238,7 @@ def margin(policy, prompts: list[str]) -> float:
 
 def hack_rewarding(policy, prompts: list[str]) -> torch.Tensor:
     """Gradient of a batch that rewards the hack: A = +1 on it, -1 on the clean answer, mean over tokens."""
-    with policy.adapter.per_rollout_grads(1) as probe:
+    with per_rollout_grads(policy.adapter, 1) as probe:
         for prompt in prompts:
             p, h, c = (
                 tuple(policy.tok(t, add_special_tokens=False)["input_ids"])

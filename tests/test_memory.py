@@ -25,6 +25,7 @@ from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import USUAL, WIDEST, plan
+from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import preflight
@@ -101,7 +102,7 @@ def test_activations_are_what_autograd_keeps():
 
     prompt, answer = tuple(range(1, 41)), tuple(range(1, 25))
     batch = collate([prompt] * 4, [answer] * 4, torch.device("cpu"))
-    with adapter.per_rollout_grads(4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with per_rollout_grads(adapter, 4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = completion_logprobs(model, batch).full.sum()
     assert out.requires_grad
     want = batch.tokens * SHAPES.activation_bytes(2)

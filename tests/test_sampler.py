@@ -29,6 +29,7 @@ from vgrout.model.decoder import HfDecoder, LeanDecoder
 from vgrout.model.load import as_language_model, try_template
 from vgrout.model.logprobs import backbone
 from vgrout.model.policy import Policy
+from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates, support
 from vgrout.model.trials import lean_fits, packs, require_branching, trial_tokens
@@ -389,7 +390,7 @@ def test_only_the_tokenizers_ids_have_a_probability(family, monkeypatch):
     # at once, or in parts: then through the head's own function, without its bias
     for budget in (2**24, 128 * 5):
         monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", budget)
-        with policy.adapter.per_rollout_grads(len(flat)):
+        with per_rollout_grads(policy.adapter, len(flat)):
             logp, mask = policy.logprobs(prompts, completions)
             logp.sum().backward()
         assert logp[mask].tolist() == pytest.approx(own, abs=1e-5)

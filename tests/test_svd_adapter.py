@@ -13,15 +13,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tiny import FAMILIES, relative, shake, tiny
-from vgrout.model.svd_adapter import (
-    AssignedRows,
-    SvdAdapter,
-    canonical,
-    read_safetensors,
-    round_by,
-    svd,
-    weight_key,
-)
+from vgrout.model.adapter_files import canonical, read_safetensors
+from vgrout.model.rollout_grads import AssignedRows, per_rollout_grads
+from vgrout.model.svd_adapter import SvdAdapter, round_by
+from vgrout.model.svd_cache import svd, weight_key
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
 
@@ -64,7 +59,7 @@ def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
 
 def probed(adapter: SvdAdapter, rows: Sequence[int] = (0, 1, 2)) -> Tensor:
     """Gradients [3, R] of the rows' losses. rows: which batch row adds to which gradient row."""
-    with adapter.per_rollout_grads(3) as probe:
+    with per_rollout_grads(adapter, 3) as probe:
         probe.rows(rows)
         row_losses(adapter.model, IDS).sum().backward()
     return probe.flat
@@ -118,9 +113,9 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant):
 def test_flattened_rows_other_weights_and_models_without_a_target_are_refused():
     adapter = adapted("qwen3", 0.05)
     linear = adapter.sites[adapter.names[0]].linear
-    with adapter.per_rollout_grads(3), pytest.raises(AssertionError, match="q_proj"):
+    with per_rollout_grads(adapter, 3), pytest.raises(AssertionError, match="q_proj"):
         linear(torch.randn(3 * 6, 64))
-    with adapter.per_rollout_grads(3):
+    with per_rollout_grads(adapter, 3):
         loss = row_losses(adapter.model, IDS).sum()
         with adapter.deployed(), pytest.raises(AssertionError, match="backward under"):
             loss.backward()
@@ -142,7 +137,7 @@ def test_an_adapter_of_zeros_is_the_base_model_bit_for_bit(family):
     )
     with adapter.reference():
         assert torch.equal(adapter.model(IDS).logits, base)
-    with adapter.per_rollout_grads(3):
+    with per_rollout_grads(adapter, 3):
         assert not torch.equal(adapter.model(IDS).logits, base)
     shake(adapter, 0.0)
     assert torch.equal(adapter.model(IDS).logits, base)

@@ -2,7 +2,7 @@
 
 The call goes down: `policy_gradients` takes an update's rows, divides them into micro-batches (micro_batches.py), and
 for each `_Update` lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes
-backward. Hooks on the adapted layers collect the gradients in g (`PerRolloutGrads`).
+backward. Hooks on the adapted layers collect the gradients in g (model/rollout_grads.py).
 
 A batch is learnt from in one or more updates (--updates-per-batch), each of them on all of its rollouts. In update n a
 rollout b is learnt in that view v of the adapter (the quarantine on, or off) that sampled it, and has the gradient
@@ -42,7 +42,7 @@ from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, completion_logprobs
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.prefixes import Prompts
-from vgrout.model.svd_adapter import PerRolloutGrads
+from vgrout.model.rollout_grads import PerRolloutGrads, per_rollout_grads
 
 PerToken = Float[Tensor, "B T"]  # B rollouts, T completion tokens, padded on the right
 OfRollouts = Bool[Tensor, " B"]
@@ -101,7 +101,7 @@ def policy_gradients(
         view = nullcontext()
         if deployed:
             view = adapter.deployed()
-        with view, adapter.per_rollout_grads(N) as collected:
+        with view, per_rollout_grads(adapter, N) as collected:
             update.backward(own_rows, collected)
         g += collected.flat
     _divide_among_twins(g, merged.twins)

@@ -29,17 +29,17 @@ from vgrout import ranks
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta, PairSet
 from vgrout.errors import Refused
 from vgrout.files import write_atomic
-from vgrout.model.layout import Packed, batches, pack, padded_batches
-from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
-from vgrout.model.policy import DTYPE_NAMES, Policy
-from vgrout.model.source import shapes_of
-from vgrout.model.svd_adapter import (
-    SvdAdapter,
+from vgrout.model.adapter_files import (
     fingerprint_from_string,
     fingerprint_to_string,
     read_safetensors,
-    weights_sha256,
 )
+from vgrout.model.layout import Packed, batches, pack, padded_batches
+from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
+from vgrout.model.policy import DTYPE_NAMES, Policy
+from vgrout.model.rollout_grads import per_rollout_grads
+from vgrout.model.source import shapes_of
+from vgrout.model.svd_adapter import SvdAdapter, weights_sha256
 from vgrout.tensor_types import Directions
 
 N_HELDOUT = 2  # pairs kept out of an extraction, to examine it
@@ -260,7 +260,7 @@ def own_gradients(
         for part in bar:
             part_prompts = [prompts[i] for i in part]
             part_answers = [answers[i] for i in part]
-            with policy.adapter.per_rollout_grads(len(part)) as collected:
+            with per_rollout_grads(policy.adapter, len(part)) as collected:
                 batch: PaddedBatch | Packed
                 if policy.packs:
                     batch = pack(

@@ -21,6 +21,7 @@ from vgrout.metrics import Rate
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch
 from vgrout.model.policy import LanguageModel, Policy
+from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.optim import Optimizer, Update, lr_at
 from vgrout.tensor_types import Routed
@@ -52,7 +53,7 @@ class AdapterOnly:
 
     def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
         """Run `loss`, whose forward is on `batch`, and its backward pass; returns the loss."""
-        with self.adapter.per_rollout_grads(1) as collected:
+        with per_rollout_grads(self.adapter, 1) as collected:
             if isinstance(batch, Packed):
                 collected.tokens(batch.pieces, batch.tokens)
             else:

@@ -1,9 +1,9 @@
-"""Prefixes that several gradient rows share: one forward for all of them, one backward for each.
+"""Prefixes that several rows of g share: one forward for all of them, one backward for each.
 
 Where the answers to a prompt add to different rows of the gradient, their tokens cannot simply be
 shared: the gradient at a shared token would be the sum over these rows. So the prefixes are run
-forward by themselves, every gradient row gets its own copy of their keys and values, and the
-backward pass goes from the copies through that one forward once for each gradient row.
+forward by themselves, every row of g gets its own copy of their keys and values, and the
+backward pass goes from the copies through that one forward once for each row of g.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,49 +2,46 @@
 
 Every target Linear is decomposed once: W = U diag(S) Vh, r = min(d_in, d_out). Its effective weight
 is W' = W + U diag(δS + δS_hack) Vh. Both vectors are merged into the weights once an optimiser
-step, so every forward is a plain Linear; only the backward under `per_rollout_grads` touches U and
-Vh. In bf16 most changes of a step are far below the weights' spacing, so they are rounded with a
-dither (docs/adr/001).
+step, so every forward is a plain Linear; only the backward of `model/rollout_grads.py` touches U
+and Vh. In bf16 most changes of a step are far below the weights' spacing, so they are rounded with
+a dither (docs/adr/001).
 
-Index letters: R = Σ r over the adapted modules, n rows of gradients (one per rollout), B rows and
-s tokens of a batch, N tokens of a packed row, k numbers of a basis fingerprint.
+Index letters: R = Σ r over the adapted modules, k numbers of a basis fingerprint.
 """
 
 import hashlib
-import json
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
 from loguru import logger
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from vgrout.console import HEARTBEAT_S
 from vgrout.errors import Refused
-from vgrout.files import regular, write_atomic
-from vgrout.model.attention import uploaded
-from vgrout.model.prefixes import Pieces
+from vgrout.files import write_atomic
+from vgrout.model.adapter_files import (
+    Fingerprint,
+    canonical,
+    fingerprint_from_string,
+    fingerprint_to_string,
+    read_safetensors,
+)
 from vgrout.model.source import TARGETS
+from vgrout.model.svd_cache import Decompose, SvdCache, Weight, bytes_of, svd
 
-Weight = Float[Tensor, "d_out d_in"]
 Vector = Float[Tensor, " R"]  # δS, δS_hack or their sum; a module is a slice of it
-Gradients = Float[Tensor, "n R"]  # row i: ∂L/∂δS of rollout i
-Fingerprint = Float[Tensor, "modules k"]
 Dither = Int[Tensor, " n_weights"]
-Factors = tuple[Tensor, Tensor, Tensor]  # U [d_out, r], S [r], Vh [r, d_in]
-Decompose = Callable[[Tensor], Factors]
 
 FINGERPRINT_SIZE = 4  # k: numbers a module by which a file's basis is recognised
 # How far a fingerprint may be off, as a share of ‖δ‖. bf16's rounding moves it by 0.004, two axes
@@ -53,8 +50,6 @@ SAME_BASIS = 0.02
 
 # In how many modules the realised share is measured: it costs as much as merging these.
 MODULES_MEASURED = 8
-
-SVD_SCHEMA = "svd-1"  # part of every cache key: change it with the decomposition
 
 
 class Active(NamedTuple):
@@ -375,28 +370,6 @@ class SvdAdapter:
             change += self.δS_hack - merge.δS_hack
         return change
 
-    # ── per-rollout gradients
-
-    @contextmanager
-    def per_rollout_grads(self, n: int) -> Generator["PerRolloutGrads"]:
-        """Collect n rollouts' own gradients on δS in the backward of every forward in this context.
-
-        They are added up in `flat` [n, R] of what the context yields. Forward and backward both
-        belong inside, under one set of weights. The forward is that of δS and δS_hack as they are:
-        a merge that was missed is added to it, so that it shows as a mismatch with the sampler, and
-        is not learnt.
-        """
-        collected = PerRolloutGrads(self, n)
-        handles = []
-        for site in self._linears:
-            hook = partial(collected.after_forward, site)
-            handles.append(site.linear.register_forward_hook(hook))
-        try:
-            yield collected
-        finally:
-            for handle in handles:
-                handle.remove()
-
     # ── files, resume
 
     @cached_property
@@ -510,7 +483,7 @@ class SvdAdapter:
         self.merge()
 
 
-def _decomposed(linears: Mapping[str, nn.Linear], cache: "SvdCache") -> dict[str, AdaptedLinear]:
+def _decomposed(linears: Mapping[str, nn.Linear], cache: SvdCache) -> dict[str, AdaptedLinear]:
     """Decompose every Linear, and give each the next part of the flat vectors."""
     sites: dict[str, AdaptedLinear] = {}
     start = 0
@@ -536,418 +509,7 @@ def _spread(total: int, most: int) -> list[int]:
     return [i * (total - 1) // max(1, n - 1) for i in range(n)]
 
 
-# ── per-rollout gradients
-
-
-class PerRolloutGrads:
-    """Collects g_b = Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t), rollout b's own gradient on δS.
-
-    x_t and y_t are a Linear's input and output at token t. The gradient is exact at δS = 0: nothing
-    is divided by δS.
-
-    Several forwards may add to the same rows of `flat`. At first a batch is taken to be rows
-    0 … n-1. Before a forward on another batch call `rows`, or `tokens` for a packed one.
-    """
-
-    def __init__(self, adapter: SvdAdapter, n: int) -> None:
-        assert n > 0, n
-        self.adapter = adapter
-        δS = adapter.δS
-        self.flat: Gradients = δS.new_zeros(n, len(adapter))
-        # The change by a missed merge, of the vectors that are active now; None as a rule.
-        self._unmerged = adapter.unmerged()
-        self._unmerged_active = adapter.active
-        # S + δ of all modules, for each choice of active vectors that was needed so far.
-        self._singular_values: dict[Active, Vector] = {}
-        # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
-        self._root = torch.zeros((), device=δS.device, requires_grad=True)
-        # Which part of the batch that was announced last adds to which gradient row.
-        self.assigned: AssignedRows | AssignedTokens
-        self.rows(range(n))
-
-    def rows(self, rows: Sequence[int]) -> None:
-        """Announce a padded batch: from here on its row i adds to gradient row rows[i].
-
-        A gradient row may occur several times; its batch rows are summed.
-        """
-        self.assigned = AssignedRows(self.flat, rows)
-
-    def tokens(self, pieces: Pieces, n: int, again: bool = False) -> Callable[[Pieces], None]:
-        """Announce a packed batch: from here on it is one row of n tokens.
-
-        pieces: (gradient row, slice of the tokens that add to it).
-        again: the next forward will be backpropagated several times, each time for other rollouts.
-
-        Returns a function that assigns the tokens anew. With `again`, call it with the next pieces
-        before each further backward.
-        """
-        dtype = next(iter(self.adapter.sites.values())).W.dtype
-        assigned = AssignedTokens(self.flat, pieces, n, dtype, again)
-        self.assigned = assigned
-        return assigned.assign
-
-    def after_forward(
-        self, site: AdaptedLinear, _module: nn.Module, args: tuple[Tensor, ...], y: Tensor
-    ) -> Tensor:
-        """Forward hook of one Linear: returns its output with a backward of our own."""
-        x = args[0]
-        if self._unmerged is not None and self.adapter.active == self._unmerged_active:
-            δ = self._unmerged[site.span].to(y.dtype)
-            y = y + (x @ site.Vh.mT * δ) @ site.U.mT
-        # Reentrant checkpointing runs the first forward without a graph; its second one counts.
-        if not torch.is_grad_enabled():
-            return y
-        return _CollectingLinear.apply(y.detach(), x, self._root, self, site)
-
-    def input_gradient(self, site: AdaptedLinear, dy: Tensor, dy_U: Tensor | None) -> Tensor:
-        """∂L/∂x = W'ᵀ ∂L/∂y.
-
-        dy_U: ∂L/∂y in U's basis, where it has been computed. From there on Vhᵀ diag(S + δ) is less
-            work than W'ᵀ if d_out > d_in.
-        """
-        d_out, d_in = site.W.shape
-        if self._unmerged is None and (dy_U is None or d_out <= d_in):
-            return dy @ site.linear.weight
-        if dy_U is None:
-            dy_U = dy @ site.U
-        return (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
-
-    def _singular_values_now(self, dtype: torch.dtype) -> Vector:
-        """S + δ of all modules, under the active vectors."""
-        active = self.adapter.active
-        if active not in self._singular_values:
-            S = torch.cat([site.S for site in self.adapter.sites.values()])
-            S = S + self.adapter.δS * active.δS + self.adapter.δS_hack * active.δS_hack
-            self._singular_values[active] = S.to(dtype)
-        return self._singular_values[active]
-
-
-class AssignedRows:
-    """Which gradient row each row of a padded batch adds to."""
-
-    def __init__(self, gradients: Gradients, rows: Sequence[int]) -> None:
-        assert all(0 <= row < len(gradients) for row in rows), (rows, len(gradients))
-        self.gradients = gradients
-        self.batch_size = len(rows)
-        self.rows = uploaded(list(rows), gradients.device)
-        # gradient row → its batch rows
-        self.positions = {row: _positions(rows, row) for row in dict.fromkeys(rows)}
-
-    def add(
-        self,
-        site: AdaptedLinear,
-        x: Float[Tensor, "B s d_in"],
-        dy: Float[Tensor, "B s d_out"],
-    ) -> Float[Tensor, "B s r"] | None:
-        """Add one Linear's share; returns dy in U's basis where it was computed.
-
-        The cheaper of two orders of the same product is taken. Tokens first, Vh x and Uᵀ dy, costs
-        2·T·r·(d_in + d_out) for T tokens. The weight's gradient M = Σ_t dy_t x_tᵀ of each gradient
-        row first, and then diag(Uᵀ M Vhᵀ), costs 2·T·d_in·d_out + 2·r·d_in·d_out a row: that is
-        less as soon as a row has more than max(d_in, d_out) tokens.
-        """
-        into = self.gradients[:, site.span]
-        tokens = x.shape[0] * x.shape[1]
-        if tokens <= len(self.positions) * max(site.W.shape):
-            dy_U = dy @ site.U
-            x_V = x @ site.Vh.mT
-            g = torch.einsum("bsr,bsr->br", x_V.to(into.dtype), dy_U.to(into.dtype))
-            into.index_add_(0, self.rows, g)
-            return dy_U
-        for row, batch_rows in self.positions.items():
-            own_dy = dy[batch_rows].flatten(0, 1)
-            own_x = x[batch_rows].flatten(0, 1)
-            into[row].add_(site.project(own_dy.mT @ own_x, into.dtype))
-        return None
-
-
-class AssignedTokens:
-    """Which gradient row each token of a packed row adds to.
-
-    Kept as slices, and as a matrix of 0 and 1 [rows, N]: one product with it adds up all rows
-    faster than a sum each.
-
-    again: the forward is backpropagated several times, so Vh x is computed once and kept.
-    """
-
-    batch_size = 1
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        pieces: Pieces,
-        n: int,
-        dtype: torch.dtype,
-        again: bool,
-    ) -> None:
-        self.gradients = gradients
-        self.n = n
-        self.dtype = dtype
-        self.again = again
-        self._x_V: dict[str, Tensor] = {}  # module → Vh x, if it is kept
-        # Of the backward that is under way: what it will add to `rows` of the gradients, and the
-        # modules whose share is there.
-        self._sums: Tensor | None = None
-        self._summed: set[str] = set()
-        self.assign(pieces)
-
-    def assign(self, pieces: Pieces) -> None:
-        """Let each piece (gradient row, slice of tokens) add to its row in the next backward."""
-        n_rows = len(self.gradients)
-        self.slices: dict[int, list[slice]] = {}
-        for row, tokens in pieces:
-            assert 0 <= row < n_rows, (row, n_rows)
-            self.slices.setdefault(row, []).append(tokens)
-        self.rows = uploaded(list(self.slices), self.gradients.device)
-        shape = len(self.slices), self.n
-        self.is_token_of = self.gradients.new_zeros(shape, dtype=self.dtype)
-        for is_own, own_slices in zip(self.is_token_of, self.slices.values(), strict=True):
-            for tokens in own_slices:
-                is_own[tokens] = 1
-
-    def add(
-        self,
-        site: AdaptedLinear,
-        x: Float[Tensor, "1 N d_in"],
-        dy: Float[Tensor, "1 N d_out"],
-    ) -> Float[Tensor, "1 N r"] | None:
-        """As `AssignedRows.add`. With `again` tokens come first, since half of that is kept."""
-        x, dy = x.squeeze(0), dy.squeeze(0)
-        if self.again or len(x) <= len(self.slices) * max(site.W.shape):
-            dy_U = dy @ site.U
-            products = dy_U * self._input_in_basis(site, x)
-            torch.mm(self.is_token_of, products, out=self._sums_of(site))
-            return dy_U.unsqueeze(0)
-        into = self.gradients[:, site.span]
-        for row, (first, *others) in self.slices.items():
-            M = dy[first].mT @ x[first]
-            for tokens in others:
-                M.addmm_(dy[tokens].mT, x[tokens])
-            into[row].add_(site.project(M, into.dtype))  # += would also copy the row to itself
-        return None
-
-    def _sums_of(self, site: AdaptedLinear) -> Float[Tensor, "rows r"]:
-        """Where one Linear's sums go; all are added to the gradients when this backward ends."""
-        if self._sums is None:
-            self._sums = self.is_token_of.new_zeros(len(self.rows), self.gradients.shape[1])
-            torch.autograd.Variable._execution_engine.queue_callback(self._add_sums)
-        assert site.name not in self._summed, f"{site.name} is run twice in one forward"
-        self._summed.add(site.name)
-        return self._sums[:, site.span]
-
-    def _add_sums(self) -> None:
-        """One cast and one sum for all Linears, where each would launch two kernels of its own."""
-        assert self._sums is not None
-        self.gradients.index_add_(0, self.rows, self._sums.to(self.gradients.dtype))
-        self._sums = None
-        self._summed.clear()
-
-    def _input_in_basis(
-        self, site: AdaptedLinear, x: Float[Tensor, "N d_in"]
-    ) -> Float[Tensor, "N r"]:
-        """Vh x."""
-        if not self.again:
-            return x @ site.Vh.mT
-        if site.name not in self._x_V:
-            self._x_V[site.name] = x @ site.Vh.mT
-        return self._x_V[site.name]
-
-
-def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
-    """Where `row` occurs; a slice if that is one stretch, so that picking it copies nothing."""
-    at = [i for i, other in enumerate(rows) if other == row]
-    if at[-1] - at[0] + 1 == len(at):
-        return slice(at[0], at[-1] + 1)
-    return at
-
-
-class _CollectingLinear(torch.autograd.Function):
-    """A Linear, whose output y is given, with a backward that collects gradients on δS.
-
-    The backward adds this Linear's share to the gradients of the batch that `collected` had
-    announced before the forward. x is saved by autograd, so that checkpointing frees it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        y: Tensor,
-        x: Tensor,
-        root: Tensor,
-        collected: PerRolloutGrads,
-        site: AdaptedLinear,
-    ) -> Tensor:
-        assigned = collected.assigned
-        assert x.ndim == 3, (
-            f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
-        )
-        assert len(x) == assigned.batch_size, (
-            f"{site.name} sees {len(x)} rows, {assigned.batch_size} were announced"
-        )
-        ctx.save_for_backward(x)
-        ctx.collected, ctx.site = collected, site
-        ctx.assigned = assigned
-        ctx.weights_id = collected.adapter.weights_id
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        collected, site = ctx.collected, ctx.site
-        # The weight is read as it is *now*: after a change it would be the wrong one.
-        now = collected.adapter.weights_id
-        assert ctx.weights_id == now, (
-            f"{site.name}: forward under weights {ctx.weights_id}, backward under {now}"
-        )
-        (x,), dy = ctx.saved_tensors, dys[0]
-        dy_U = ctx.assigned.add(site, x, dy)
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = collected.input_gradient(site, dy, dy_U)
-        return None, dx, None, None, None
-
-
-# ── decomposed weights, on disk
-
-
-class SvdCache:
-    """One file a weight, named by the sha256 of the weight's own bytes, dtype and shape."""
-
-    def __init__(self, folder: Path | None, compute: Decompose) -> None:
-        self.folder = folder
-        self.compute = compute
-        self.writable = folder is not None
-
-    def decompose(self, W: Weight) -> Factors:
-        """U, S and Vh of W, from a sound file, or else computed and written."""
-        if self.folder is None:
-            return self.compute(W)
-        path = self.folder / f"{weight_key(W)}.safetensors"
-        if path.exists():
-            try:
-                return _read_factors(W, path)
-            except (OSError, SafetensorError, Refused, KeyError) as error:
-                logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
-        factors = self.compute(W)
-        if self.writable:
-            self._write(path, factors)
-        return factors
-
-    def _write(self, path: Path, factors: Factors) -> None:
-        U, S, Vh = factors
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
-        except OSError as error:
-            logger.warning(
-                f"SVD cache {self.folder} cannot be written ({error}): this run works without it"
-            )
-            self.writable = False
-
-
-def svd(W: Weight) -> Factors:
-    """Decompose W in at least fp32; U and Vh have W's dtype.
-
-    Signs are fixed: the largest entry of each column of U is positive.
-    """
-    at_least_fp32 = torch.promote_types(W.dtype, torch.float32)
-    U, S, Vh = torch.linalg.svd(W.to(at_least_fp32), full_matrices=False)
-    largest = U.abs().argmax(0, keepdim=True)
-    sign = U.gather(0, largest).sign().squeeze(0)
-    U = (U * sign).to(W.dtype)
-    Vh = (Vh * sign[:, None]).to(W.dtype)
-    return U.contiguous(), S, Vh.contiguous()
-
-
-def weight_key(W: Weight) -> str:
-    """sha256 over schema, dtype, shape and every byte of W."""
-    digest = hashlib.sha256(f"{SVD_SCHEMA} {W.dtype} {tuple(W.shape)}".encode())
-    digest.update(_bytes(W))
-    return digest.hexdigest()
-
-
-def _bytes(W: Tensor) -> memoryview:
-    return W.detach().cpu().contiguous().view(torch.uint8).numpy().data
-
-
-def _read_factors(W: Weight, path: Path) -> Factors:
-    """Read a cache file. Raises Refused if it does not reproduce W, as a torn or foreign one."""
-    tensors = load_file(path, device=str(W.device))
-    factors = tensors["U"], tensors["S"], tensors["Vh"]
-    if not _reproduces(factors, W):
-        raise Refused("does not reproduce the weight")
-    return factors
-
-
-def _reproduces(factors: Factors, W: Weight) -> bool:
-    """Whether U diag(S) Vh has W's shape and dtype, and its product with a fixed random vector."""
-    U, S, Vh = factors
-    d_out, d_in = W.shape
-    r = min(d_out, d_in)
-    if U.shape != (d_out, r) or S.shape != (r,) or Vh.shape != (r, d_in):
-        return False
-    if U.dtype != W.dtype or Vh.dtype != W.dtype:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(d_in, generator=generator, dtype=S.dtype).to(W.device)
-    want = W.to(S.dtype) @ z
-    got = U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
-    # Rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage
-    # does.
-    tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
-    error = (want - got).norm()
-    return bool(error <= tolerance * (S.max() * z.norm()))
-
-
-# ── files
-
-
-def fingerprint_to_string(fingerprint: Fingerprint) -> str:
-    """A basis fingerprint for a file's metadata.
-
-    Numbers have six digits, a ten thousandth of the difference that counts.
-    """
-    rounded: list[list[float]] = []
-    for row in fingerprint.tolist():
-        rounded.append([float(f"{x:.6g}") for x in row])
-    return json.dumps(rounded, separators=(",", ":"))
-
-
-def fingerprint_from_string(text: str, where: str) -> Fingerprint:
-    """Read what `fingerprint_to_string` wrote. Raises Refused, one line, on damaged metadata."""
-    try:
-        return torch.tensor(json.loads(text), dtype=torch.float32)
-    # torch's own message has many lines
-    except (ValueError, TypeError, RuntimeError, RecursionError, OverflowError):
-        raise Refused(f"{where}: its basis fingerprint cannot be read") from None
-
-
-def canonical(content: bytes) -> bytes:
-    """A safetensors file with its metadata in alphabetical order.
-
-    The library shuffles the metadata, and one state should be one file. Offsets count from the
-    header's end, which stays aligned to 8 bytes.
-    """
-    n = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + n])
-    metadata = header.pop("__metadata__", {})
-    ordered = {"__metadata__": dict(sorted(metadata.items()))} | header
-    text = json.dumps(ordered, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + content[8 + n :]
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and string metadata of a file, on the CPU.
-
-    Raises:
-        Refused: no such file, or not a safetensors file.
-    """
-    try:
-        with open(path, "rb", opener=regular), safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            return tensors, dict(file.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise Refused(f"{path}: not a readable safetensors file ({error})") from error
+# ── identity
 
 
 _weights_seen: WeakKeyDictionary[nn.Module | SvdAdapter, str] = WeakKeyDictionary()
@@ -968,6 +530,6 @@ def weights_sha256(model: nn.Module, adapter: SvdAdapter | None) -> str:
         for name in sorted(base):
             weight = base[name]
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-            digest.update(_bytes(weight))
+            digest.update(bytes_of(weight))
         _weights_seen[key] = digest.hexdigest()
     return _weights_seen[key]

@@ -1,0 +1,323 @@
+"""Each rollout's own gradient on δS, collected in the backward of ordinary forwards.
+
+In one adapted Linear, y = W' x, the gradient of a loss on its part of δS is the sum over tokens t
+
+    g = Σ_t (Vh x_t) ⊙ (Uᵀ ∂L/∂y_t)
+
+Hooks give every adapted Linear a backward that computes these products beside ∂L/∂x, and adds those
+of each token to the *row of g* that the token was assigned to. So one backward through a batch of
+many rollouts leaves each one's gradient in a row of its own. The gradient is exact at δS = 0:
+nothing is divided by δS.
+
+    with per_rollout_grads(adapter, n) as collected:
+        collected.rows([0, 2])         # a padded batch: the row of g that each of its rows adds to;
+        collected.tokens(pieces, N)    # or a packed batch: the row of g that each token adds to
+        forward(…).backward()
+    collected.flat                     # g [n, R]
+
+Several batches may add to the same rows of g. A forward may also be gone back through several
+times, once for each of the rows that share its tokens (`model/prefixes.py`): `tokens(…, again=True)`
+returns a function by which the tokens are assigned to other rows before the next backward.
+
+Index letters: R = Σ r over the adapted modules, n rows of g (one per rollout), B rows and s tokens
+of a padded batch, N tokens of a packed one.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vgrout.model.attention import uploaded
+from vgrout.model.prefixes import Pieces
+from vgrout.model.svd_adapter import Active, AdaptedLinear, SvdAdapter, Vector
+
+Gradients = Float[Tensor, "n R"]  # row i: ∂L/∂δS of rollout i
+
+
+@contextmanager
+def per_rollout_grads(adapter: SvdAdapter, n: int) -> Generator["PerRolloutGrads"]:
+    """Collect n rows of gradients on δS in the backward of every forward in this context.
+
+    Forward and backward both belong inside, under one set of weights. The forward is that of δS and
+    δS_hack as they are: a merge that was missed is added to it, so that it shows as a mismatch with
+    the sampler, and is not learnt.
+    """
+    collected = PerRolloutGrads(adapter, n)
+    handles = []
+    for site in adapter.sites.values():
+        hook = partial(collected.after_forward, site)
+        handles.append(site.linear.register_forward_hook(hook))
+    try:
+        yield collected
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class PerRolloutGrads:
+    """g [n, R] while it is collected, in `flat`.
+
+    At first a batch is taken to be padded, and to have a row for each of the n. Before a forward on
+    another batch call `rows`, or `tokens` for a packed one.
+    """
+
+    def __init__(self, adapter: SvdAdapter, n: int) -> None:
+        assert n > 0, n
+        self.adapter = adapter
+        δS = adapter.δS
+        self.flat: Gradients = δS.new_zeros(n, len(adapter))
+        # The change by a missed merge, of the vectors that are active now; None as a rule.
+        self._unmerged = adapter.unmerged()
+        self._unmerged_active = adapter.active
+        # S + δ of all modules, for each choice of active vectors that was needed so far.
+        self._singular_values: dict[Active, Vector] = {}
+        # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
+        self._root = torch.zeros((), device=δS.device, requires_grad=True)
+        # Which part of the batch that was announced last adds to which row of g.
+        self.assigned: AssignedRows | AssignedTokens
+        self.rows(range(n))
+
+    def rows(self, rows: Sequence[int]) -> None:
+        """Announce a padded batch: from here on its row i adds to row rows[i] of g.
+
+        A row of g may occur several times; its batch rows are summed.
+        """
+        self.assigned = AssignedRows(self.flat, rows)
+
+    def tokens(self, pieces: Pieces, n: int, again: bool = False) -> Callable[[Pieces], None]:
+        """Announce a packed batch: from here on it is one row of n tokens.
+
+        pieces: (row of g, slice of the tokens that add to it).
+        again: the next forward will be backpropagated several times, each time for other rollouts.
+
+        Returns a function that assigns the tokens anew. With `again`, call it with the next pieces
+        before each further backward.
+        """
+        dtype = next(iter(self.adapter.sites.values())).W.dtype
+        assigned = AssignedTokens(self.flat, pieces, n, dtype, again)
+        self.assigned = assigned
+        return assigned.assign
+
+    def after_forward(
+        self, site: AdaptedLinear, _module: nn.Module, args: tuple[Tensor, ...], y: Tensor
+    ) -> Tensor:
+        """Forward hook of one Linear: returns its output with a backward of our own."""
+        x = args[0]
+        if self._unmerged is not None and self.adapter.active == self._unmerged_active:
+            δ = self._unmerged[site.span].to(y.dtype)
+            y = y + (x @ site.Vh.mT * δ) @ site.U.mT
+        # Reentrant checkpointing runs the first forward without a graph; its second one counts.
+        if not torch.is_grad_enabled():
+            return y
+        return _CollectingLinear.apply(y.detach(), x, self._root, self, site)
+
+    def input_gradient(self, site: AdaptedLinear, dy: Tensor, dy_U: Tensor | None) -> Tensor:
+        """∂L/∂x = W'ᵀ ∂L/∂y.
+
+        dy_U: ∂L/∂y in U's basis, where it has been computed. From there on Vhᵀ diag(S + δ) is less
+            work than W'ᵀ if d_out > d_in.
+        """
+        d_out, d_in = site.W.shape
+        if self._unmerged is None and (dy_U is None or d_out <= d_in):
+            return dy @ site.linear.weight
+        if dy_U is None:
+            dy_U = dy @ site.U
+        return (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
+
+    def _singular_values_now(self, dtype: torch.dtype) -> Vector:
+        """S + δ of all modules, under the active vectors."""
+        active = self.adapter.active
+        if active not in self._singular_values:
+            S = torch.cat([site.S for site in self.adapter.sites.values()])
+            S = S + self.adapter.δS * active.δS + self.adapter.δS_hack * active.δS_hack
+            self._singular_values[active] = S.to(dtype)
+        return self._singular_values[active]
+
+
+class AssignedRows:
+    """Which row of g each row of a padded batch adds to."""
+
+    def __init__(self, gradients: Gradients, rows: Sequence[int]) -> None:
+        assert all(0 <= row < len(gradients) for row in rows), (rows, len(gradients))
+        self.gradients = gradients
+        self.batch_size = len(rows)
+        self.rows = uploaded(list(rows), gradients.device)
+        # row of g → its batch rows
+        self.positions = {row: _positions(rows, row) for row in dict.fromkeys(rows)}
+
+    def add(
+        self,
+        site: AdaptedLinear,
+        x: Float[Tensor, "B s d_in"],
+        dy: Float[Tensor, "B s d_out"],
+    ) -> Float[Tensor, "B s r"] | None:
+        """Add one Linear's share; returns dy in U's basis where it was computed.
+
+        The cheaper of two orders of the same product is taken. Tokens first, Vh x and Uᵀ dy, costs
+        2·T·r·(d_in + d_out) for T tokens. The weight's gradient M = Σ_t dy_t x_tᵀ of each row of g
+        first, and then diag(Uᵀ M Vhᵀ), costs 2·T·d_in·d_out + 2·r·d_in·d_out a row: that is less as
+        soon as a row has more than max(d_in, d_out) tokens.
+        """
+        into = self.gradients[:, site.span]
+        tokens = x.shape[0] * x.shape[1]
+        if tokens <= len(self.positions) * max(site.W.shape):
+            dy_U = dy @ site.U
+            x_V = x @ site.Vh.mT
+            g = torch.einsum("bsr,bsr->br", x_V.to(into.dtype), dy_U.to(into.dtype))
+            into.index_add_(0, self.rows, g)
+            return dy_U
+        for row, batch_rows in self.positions.items():
+            own_dy = dy[batch_rows].flatten(0, 1)
+            own_x = x[batch_rows].flatten(0, 1)
+            into[row].add_(site.project(own_dy.mT @ own_x, into.dtype))
+        return None
+
+
+class AssignedTokens:
+    """Which row of g each token of a packed batch adds to.
+
+    Kept as slices, and as a matrix of 0 and 1 [rows, N]: one product with it adds up all rows
+    faster than a sum each.
+
+    again: the forward is backpropagated several times, so Vh x is computed once and kept.
+    """
+
+    batch_size = 1
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        pieces: Pieces,
+        n: int,
+        dtype: torch.dtype,
+        again: bool,
+    ) -> None:
+        self.gradients = gradients
+        self.n = n
+        self.dtype = dtype
+        self.again = again
+        self._x_V: dict[str, Tensor] = {}  # module → Vh x, if it is kept
+        # Of the backward that is under way: what it will add to `rows` of the gradients, and the
+        # modules whose share is there.
+        self._sums: Tensor | None = None
+        self._summed: set[str] = set()
+        self.assign(pieces)
+
+    def assign(self, pieces: Pieces) -> None:
+        """Let each piece (row of g, slice of tokens) add to its row in the next backward."""
+        n_rows = len(self.gradients)
+        self.slices: dict[int, list[slice]] = {}
+        for row, tokens in pieces:
+            assert 0 <= row < n_rows, (row, n_rows)
+            self.slices.setdefault(row, []).append(tokens)
+        self.rows = uploaded(list(self.slices), self.gradients.device)
+        shape = len(self.slices), self.n
+        self.is_token_of = self.gradients.new_zeros(shape, dtype=self.dtype)
+        for is_own, own_slices in zip(self.is_token_of, self.slices.values(), strict=True):
+            for tokens in own_slices:
+                is_own[tokens] = 1
+
+    def add(
+        self,
+        site: AdaptedLinear,
+        x: Float[Tensor, "1 N d_in"],
+        dy: Float[Tensor, "1 N d_out"],
+    ) -> Float[Tensor, "1 N r"] | None:
+        """As `AssignedRows.add`. With `again` tokens come first, since half of that is kept."""
+        x, dy = x.squeeze(0), dy.squeeze(0)
+        if self.again or len(x) <= len(self.slices) * max(site.W.shape):
+            dy_U = dy @ site.U
+            products = dy_U * self._input_in_basis(site, x)
+            torch.mm(self.is_token_of, products, out=self._sums_of(site))
+            return dy_U.unsqueeze(0)
+        into = self.gradients[:, site.span]
+        for row, (first, *others) in self.slices.items():
+            M = dy[first].mT @ x[first]
+            for tokens in others:
+                M.addmm_(dy[tokens].mT, x[tokens])
+            into[row].add_(site.project(M, into.dtype))  # += would also copy the row to itself
+        return None
+
+    def _sums_of(self, site: AdaptedLinear) -> Float[Tensor, "rows r"]:
+        """Where one Linear's sums go; all are added to the gradients when this backward ends."""
+        if self._sums is None:
+            self._sums = self.is_token_of.new_zeros(len(self.rows), self.gradients.shape[1])
+            torch.autograd.Variable._execution_engine.queue_callback(self._add_sums)
+        assert site.name not in self._summed, f"{site.name} is run twice in one forward"
+        self._summed.add(site.name)
+        return self._sums[:, site.span]
+
+    def _add_sums(self) -> None:
+        """One cast and one sum for all Linears, where each would launch two kernels of its own."""
+        assert self._sums is not None
+        self.gradients.index_add_(0, self.rows, self._sums.to(self.gradients.dtype))
+        self._sums = None
+        self._summed.clear()
+
+    def _input_in_basis(
+        self, site: AdaptedLinear, x: Float[Tensor, "N d_in"]
+    ) -> Float[Tensor, "N r"]:
+        """Vh x."""
+        if not self.again:
+            return x @ site.Vh.mT
+        if site.name not in self._x_V:
+            self._x_V[site.name] = x @ site.Vh.mT
+        return self._x_V[site.name]
+
+
+def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
+    """Where `row` occurs; a slice if that is one stretch, so that picking it copies nothing."""
+    at = [i for i, other in enumerate(rows) if other == row]
+    if at[-1] - at[0] + 1 == len(at):
+        return slice(at[0], at[-1] + 1)
+    return at
+
+
+class _CollectingLinear(torch.autograd.Function):
+    """A Linear, whose output y is given, with a backward that collects gradients on δS.
+
+    The backward adds this Linear's share to the gradients of the batch that `collected` had
+    announced before the forward. x is saved by autograd, so that checkpointing frees it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        root: Tensor,
+        collected: PerRolloutGrads,
+        site: AdaptedLinear,
+    ) -> Tensor:
+        assigned = collected.assigned
+        assert x.ndim == 3, (
+            f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
+        )
+        assert len(x) == assigned.batch_size, (
+            f"{site.name} sees {len(x)} rows, {assigned.batch_size} were announced"
+        )
+        ctx.save_for_backward(x)
+        ctx.collected, ctx.site = collected, site
+        ctx.assigned = assigned
+        ctx.weights_id = collected.adapter.weights_id
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        collected, site = ctx.collected, ctx.site
+        # The weight is read as it is *now*: after a change it would be the wrong one.
+        now = collected.adapter.weights_id
+        assert ctx.weights_id == now, (
+            f"{site.name}: forward under weights {ctx.weights_id}, backward under {now}"
+        )
+        (x,), dy = ctx.saved_tensors, dys[0]
+        dy_U = ctx.assigned.add(site, x, dy)
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = collected.input_gradient(site, dy, dy_U)
+        return None, dx, None, None, None

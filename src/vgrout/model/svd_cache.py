@@ -1,0 +1,111 @@
+"""Singular value decompositions of weights, computed once and kept on disk."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from loguru import logger
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+
+from vgrout.errors import Refused
+from vgrout.files import write_atomic
+
+Weight = Float[Tensor, "d_out d_in"]
+Factors = tuple[Tensor, Tensor, Tensor]  # U [d_out, r], S [r], Vh [r, d_in]
+Decompose = Callable[[Tensor], Factors]
+
+SVD_SCHEMA = "svd-1"  # part of every cache key: change it with the decomposition
+
+
+class SvdCache:
+    """One file a weight, named by the sha256 of the weight's own bytes, dtype and shape."""
+
+    def __init__(self, folder: Path | None, compute: Decompose) -> None:
+        self.folder = folder
+        self.compute = compute
+        self.writable = folder is not None
+
+    def decompose(self, W: Weight) -> Factors:
+        """U, S and Vh of W, from a sound file, or else computed and written."""
+        if self.folder is None:
+            return self.compute(W)
+        path = self.folder / f"{weight_key(W)}.safetensors"
+        if path.exists():
+            try:
+                return _read_factors(W, path)
+            except (OSError, SafetensorError, Refused, KeyError) as error:
+                logger.warning(f"SVD cache file {path} is unusable ({error}): computed again")
+        factors = self.compute(W)
+        if self.writable:
+            self._write(path, factors)
+        return factors
+
+    def _write(self, path: Path, factors: Factors) -> None:
+        U, S, Vh = factors
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, to_safetensors({"U": U.cpu(), "S": S.cpu(), "Vh": Vh.cpu()}))
+        except OSError as error:
+            logger.warning(
+                f"SVD cache {self.folder} cannot be written ({error}): this run works without it"
+            )
+            self.writable = False
+
+
+def svd(W: Weight) -> Factors:
+    """Decompose W in at least fp32; U and Vh have W's dtype.
+
+    Signs are fixed: the largest entry of each column of U is positive.
+    """
+    at_least_fp32 = torch.promote_types(W.dtype, torch.float32)
+    U, S, Vh = torch.linalg.svd(W.to(at_least_fp32), full_matrices=False)
+    largest = U.abs().argmax(0, keepdim=True)
+    sign = U.gather(0, largest).sign().squeeze(0)
+    U = (U * sign).to(W.dtype)
+    Vh = (Vh * sign[:, None]).to(W.dtype)
+    return U.contiguous(), S, Vh.contiguous()
+
+
+def weight_key(W: Weight) -> str:
+    """sha256 over schema, dtype, shape and every byte of W."""
+    digest = hashlib.sha256(f"{SVD_SCHEMA} {W.dtype} {tuple(W.shape)}".encode())
+    digest.update(bytes_of(W))
+    return digest.hexdigest()
+
+
+def bytes_of(W: Tensor) -> memoryview:
+    return W.detach().cpu().contiguous().view(torch.uint8).numpy().data
+
+
+def _read_factors(W: Weight, path: Path) -> Factors:
+    """Read a cache file. Raises Refused if it does not reproduce W, as a torn or foreign one."""
+    tensors = load_file(path, device=str(W.device))
+    factors = tensors["U"], tensors["S"], tensors["Vh"]
+    if not _reproduces(factors, W):
+        raise Refused("does not reproduce the weight")
+    return factors
+
+
+def _reproduces(factors: Factors, W: Weight) -> bool:
+    """Whether U diag(S) Vh has W's shape and dtype, and its product with a fixed random vector."""
+    U, S, Vh = factors
+    d_out, d_in = W.shape
+    r = min(d_out, d_in)
+    if U.shape != (d_out, r) or S.shape != (r,) or Vh.shape != (r, d_in):
+        return False
+    if U.dtype != W.dtype or Vh.dtype != W.dtype:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(d_in, generator=generator, dtype=S.dtype).to(W.device)
+    want = W.to(S.dtype) @ z
+    got = U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
+    # Rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage
+    # does.
+    tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
+    error = (want - got).norm()
+    return bool(error <= tolerance * (S.max() * z.norm()))
