@@ -27,6 +27,7 @@ from vgrout.interrupts import interruptible
 
 T = TypeVar("T")
 
+ARGUMENTS = 2  # that are no flags, of one command at most
 NO_FLAG = "no such flag"
 OWN_REWARD = r"[\w.]+:\w+(=[^\s,=]*)?"  # a function of a user's own, with its weight
 NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
@@ -242,9 +243,36 @@ def parsed(cli: Callable[[list[str]], T], argv: Sequence[str], help_flag: str = 
         if (own := _of_settings(e, outer)) is not None:
             raise own from own.__cause__
         said = one_line(message.getvalue(), help_flag)
+        # Of an argument that is no flag tyro says so where a flag is unknown besides: that comes first.
+        for _ in range(ARGUMENTS):
+            if not re.fullmatch(r"\w+: needs a value", said):
+                break
+            argv = _with_an_argument(argv)
+            said = _said_of(cli, argv, help_flag) or said
         if NO_FLAG in said:
             said = _with_suggestion(said, cli, argv)
         raise Refused(said) from None
+
+
+def _with_an_argument(argv: Sequence[str]) -> list[str]:
+    """The command line with one more word before its flags."""
+    words = list(argv)
+    flags_from = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    words.insert(flags_from, "missing")
+    return words
+
+
+def _said_of(
+    cli: Callable[[list[str]], object], argv: Sequence[str], help_flag: str = "--help"
+) -> str | None:
+    """What tyro says of a command line, in one line; None: it takes it."""
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
+            cli([*argv])
+    except (Refused, SystemExit):  # as `parsed` has it
+        return one_line(message.getvalue(), help_flag)
+    return None
 
 
 def _with_suggestion(said: str, cli: Callable[[list[str]], object], argv: Sequence[str]) -> str:
@@ -261,14 +289,7 @@ def _with_suggestion(said: str, cli: Callable[[list[str]], object], argv: Sequen
     if bare == "--help":
         return f"{given}: {NO_FLAG}; did you mean {bare}?"
     at = list(argv).index(given)
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
-            cli([*argv[:at], bare, *argv[at + 1 :]])
-    except (Refused, SystemExit):  # as `parsed` has it
-        again = one_line(message.getvalue())
-    else:
-        again = ""  # it is a flag
+    again = _said_of(cli, [*argv[:at], bare, *argv[at + 1 :]]) or ""
     if not again.startswith(f"{bare}: {NO_FLAG}"):
         meant = bare
     elif suggested := re.search(r"did you mean (--[\w-]+)", again):
@@ -350,6 +371,8 @@ def one_line(box: str, help_flag: str = "--help") -> str:
 def _unknown(found: re.Match[str], help_flag: str) -> str:
     given, more, _, commands = found.groups()
     given = given.partition(",")[0] or "''"
+    if given.startswith("-"):
+        given = given.partition(" ")[0]  # without its value
     if commands:
         one = f"; did you mean `{commands} {given}`?" if commands.isalpha() else ""
         one = did_you_mean(given, commands.split(", ")) or one
