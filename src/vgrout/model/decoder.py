@@ -779,9 +779,10 @@ class LeanDecoder:
             if block.qk_norm is not None:
                 weight, eps = block.qk_norm.weight, block.qk_norm.eps
             qkv = block.qkv(normed).view(n, H + 2 * K, D)
-            q, kv = kernel(rotated_heads, qkv, cos, sin, weight, eps, K)
-            write(kv)
-            y = attend(q.view(n, K, H // K, D), scale=block.scale).reshape(n, H * D)
+            heads = kernel(rotated_heads, qkv, cos, sin, weight, eps, K)
+            write(heads[:, H:].view(n, 2, K, D))
+            q = heads[:, :H].view(n, K, H // K, D)
+            y = attend(q, scale=block.scale).reshape(n, H * D)
             middle = block.mlp_norm
             x, normed = kernel(norm_of_sum, x, block.out(y), middle.weight, middle.eps)
             gated = kernel(gated_halves, block.up(normed))

@@ -23,6 +23,7 @@ from weakref import WeakSet
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
@@ -130,21 +131,25 @@ def rotated_heads(
     weight: Float[Tensor, "heads D"] | None,
     ε: float,
     kv_heads: int,
-) -> tuple[Float[Tensor, "N H D"], Float[Tensor, "N 2 K D"]]:
-    """The queries, and the keys with the values, after norm and rotary embedding.
+) -> Float[Tensor, "N all D"]:
+    """Queries and keys after norm and rotary embedding, and the values as they are.
 
-    qkv: H heads of queries, then K = `kv_heads` of keys and K of values. sin: its first half is
+    All heads are computed alike, and those of values then put back: that is one kernel, where parts
+    of different sizes would be three.
+
+    qkv: the heads of queries, then `kv_heads` of keys and as many of values. sin: its first half is
     negative, so that the embedding is x · cos + (x, its halves swapped) · sin. weight: of the norms
     of queries, then of keys, where there are any.
     """
-    queries_keys, values = qkv[:, :-kv_heads], qkv[:, -kv_heads:]
-    y = _wide(queries_keys)
+    heads, D = qkv.shape[1:]
+    wide = _wide(qkv)
+    y = wide
     if weight is not None:
-        y = y * _inverse_rms(y, ε) * _wide(weight)
-    swapped = y.roll(y.shape[-1] // 2, -1)
+        y = wide * _inverse_rms(wide, ε) * pad(_wide(weight), (0, 0, 0, kv_heads))
+    swapped = y.roll(D // 2, -1)
     y = y * _wide(cos).unsqueeze(1) + swapped * _wide(sin).unsqueeze(1)
-    y = y.to(qkv.dtype)
-    return y[:, :-kv_heads].contiguous(), torch.stack([y[:, -kv_heads:], values], 1)
+    is_value = torch.arange(heads, device=qkv.device).unsqueeze(1) >= heads - kv_heads
+    return torch.where(is_value, wide, y).to(qkv.dtype)
 
 
 def gated_halves(gate_up: Float[Tensor, "N both"]) -> Float[Tensor, "N half"]:
