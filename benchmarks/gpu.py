@@ -94,7 +94,7 @@ MINI = [
     "--final-samples=1",
     "--allow-weak-sandbox",
 ]
-# how often the host may wait in a step, beside once a token: tests/test_pretended_gpu.py
+# how often the host may wait in a step, beside for an event a token: tests/test_pretended_gpu.py
 WAITS = {"sampling": 8, "update": 30}
 KERNELS = ("math", "flash", "memory-efficient", "cuDNN", "none")  # in torch's numbering
 
@@ -115,7 +115,7 @@ def random_policy(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Pol
     model.set_attn_implementation("sdpa")
     tokenizer: Any = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
     lm = as_language_model(model, tokenizer)
-    fuse_blocks(model, backbone(model))
+    fuse_blocks(model, backbone(model), lm.lean)
     return Policy(**vars(lm), adapter=SvdAdapter(model, None, decompose=orthogonal))
 
 
@@ -229,8 +229,9 @@ def trl(load: Load, shape: dict[str, int]) -> tuple[list[Figure], dict[str, floa
         return Figure(str(contestant), "", f"{seconds:.2f} s a step, peak {peak / GIB:.1f} GiB")
 
     for sampling, library in (("transformers", "trl"), ("vLLM", "vllm")):
-        if find_spec("trl") is None or find_spec(library) is None:
-            figures.append(Figure(f"TRL with {sampling}", "", f"{library} is not installed"))
+        missing = [name for name in ("trl", library) if find_spec(name) is None]
+        if missing:
+            figures.append(Figure(f"TRL with {sampling}", "", f"{missing[0]} is not installed"))
             continue
         for checkpointing, rows in TRL_ROWS.items():
             contestant = Contestant(
@@ -401,13 +402,14 @@ def plans_of_cudnn(policy: Policy, load: Load) -> list[Figure]:
 def host_waits(policy: Policy, load: Load) -> list[Figure]:
     """How often torch says that the host waits for the GPU, in sampling and in an update.
 
-    The update has one gradient for each group.
+    Of the event that it waits for once a token, torch says nothing. The update has one gradient for
+    each group.
     """
     sampling = waits(sampler(policy, load))
     update = waits(rig.update(policy, noise(policy, load), False))
     figures: list[Figure] = []
     for what, n, most in (
-        ("sampling", sampling, WAITS["sampling"] + load.answer),
+        ("sampling", sampling, WAITS["sampling"]),
         ("update", update, WAITS["update"]),
     ):
         tokens = f"{load.answer} tokens"

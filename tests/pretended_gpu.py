@@ -81,7 +81,7 @@ class PretendedGpu:
     waits: Counter[str] = field(default_factory=Counter)  # by the line of the program
     operations: int = 0
     paused: bool = False
-    # copies to the host that nobody has waited for, and what they will be
+    # all copies to the host that were begun, and what they are once somebody has waited for them
     under_way: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def call(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -136,11 +136,11 @@ class PretendedGpu:
         self.under_way.append((copy, copy.clone()))
         return copy.fill_(-1)
 
-    def finish_copies(self) -> None:
+    def finish_copies(self, n: int) -> None:
+        """The first n that were begun."""
         self.wait()
-        for copy, x in self.under_way:
+        for copy, x in self.under_way[:n]:
             copy.copy_(x)
-        self.under_way.clear()
 
     def to(self, x: Tensor, how: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """Tensor.to, of which C++ thinks that both devices are the host."""
@@ -160,13 +160,13 @@ class PretendedGpu:
 
 
 class Event:
-    """torch.cuda.Event, after all that the device was given to do."""
+    """torch.cuda.Event: after all that the device had been given to do when it was recorded."""
 
-    def record(self) -> None:
-        pass
+    def record(self, stream: Any = None) -> None:
+        self.copies = len(_now().under_way)
 
     def synchronize(self) -> None:
-        _now().finish_copies()
+        _now().finish_copies(self.copies)
 
 
 class _Operations(TorchDispatchMode):
@@ -338,7 +338,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         "_lazy_init": None, "synchronize": None, "set_rng_state": None, "is_available": True, "is_initialized": False,
         "current_device": 0, "device_count": 1, "get_device_name": "pretended", "get_device_capability": (9, 0),
         "max_memory_allocated": 0, "memory_allocated": 0, "memory_reserved": 0, "reset_peak_memory_stats": None,
-        "set_sync_debug_mode": None, "mem_get_info": (80 * 10**9, 80 * 10**9),
+        "set_sync_debug_mode": None, "current_stream": None, "mem_get_info": (80 * 10**9, 80 * 10**9),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as m, contextlib.ExitStack() as modes:
         for name, value in cuda.items():

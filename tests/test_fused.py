@@ -15,9 +15,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 import tiny
 from benchmarks import rig
 from pretended_gpu import pretended_gpu
-from vgrout.model import fused
+from vgrout.model import decoder, fused, trials
+from vgrout.model.decoder import LeanDecoder
 from vgrout.model.fused import fuse, fused_blocks
-from vgrout.model.logprobs import backbone, completion_hidden
+from vgrout.model.logprobs import backbone, completion_hidden, foreign
 from vgrout.model.policy import Policy
 from vgrout.model.trials import fuse_blocks
 
@@ -133,7 +134,7 @@ def test_norms_that_are_trained_are_not_fused():
 
 def on_gpu(family: str) -> Any:
     model = tiny.tiny(family).requires_grad_(False).to("cuda")  # ty: ignore
-    fuse_blocks(model, backbone(model))
+    fuse_blocks(model, backbone(model), lean=True)
     return model
 
 
@@ -145,7 +146,7 @@ def test_a_gpu_has_fused_blocks_where_the_model_is_of_their_kind(family, taken, 
         assert (on_gpu(family) in fused._fused) == taken
     assert warnings == []
     model = tiny.tiny("qwen3")
-    fuse_blocks(model, backbone(model))
+    fuse_blocks(model, backbone(model), lean=True)
     assert model not in fused._fused, "on a CPU"
 
 
@@ -183,9 +184,35 @@ def test_blocks_that_are_not_what_their_name_says_stay(warnings):
     with pretended_gpu():
         model = tiny.tiny("qwen3").requires_grad_(False).to("cuda")  # ty: ignore
         model.get_submodule("model.layers.0.mlp").act_fn = torch.nn.GELU()
-        fuse_blocks(model, backbone(model))
+        fuse_blocks(model, backbone(model), lean=True)
         assert model not in fused._fused
     assert "something else" in warnings[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-padded"])
+@pytest.mark.parametrize("part", ["queries", "values"])
+def test_a_decoding_step_that_is_wrong_fails_its_trial(family, part, not_compiled, monkeypatch):
+    """Also where logits of ids that the tokenizer lacks are so low that a norm over all of them is infinite."""
+    model = tiny.policy(family).model
+    assert (foreign(model) is not None) == (family == "qwen3-padded")
+    fuse(model)
+    assert trials._decodes(model, LeanDecoder(model, static=True))
+
+    def wrong_heads(*given: Any) -> Tensor:
+        heads = fused.rotated_heads(*given)
+        heads[:, slice(0, 1) if part == "queries" else slice(-1, None)] *= -1
+        return heads
+
+    monkeypatch.setattr(decoder, "rotated_heads", wrong_heads)
+    assert not trials._decodes(model, LeanDecoder(model, static=True))
+
+
+def test_a_model_without_the_lean_decoder_keeps_its_fused_updates(monkeypatch, warnings):
+    monkeypatch.setattr(trials, "_decodes", lambda *_: pytest.fail("nobody decodes with it"))
+    with pretended_gpu():
+        model = tiny.tiny("qwen3").requires_grad_(False).to("cuda")  # ty: ignore
+        fuse_blocks(model, backbone(model), lean=False)
+        assert model in fused._fused
 
 
 # In a process of its own: the compiler cannot trace the checks of annotations that tests put on every function.

@@ -205,6 +205,19 @@ def test_a_captured_step_is_replayed_from_the_third_time_on(monkeypatch):
     assert len(made) > 2
 
 
+def test_what_a_decoder_captured_is_forgotten_where_its_buffers_are(monkeypatch):
+    """A graph reads and writes the addresses that it was captured with."""
+    made = graphs_that_run_again(monkeypatch)
+    lean = capturing(monkeypatch).decoder()
+    for _ in range(2):
+        with torch.no_grad():
+            lean.prefill(PROMPTS, 3, 8)
+            for _ in range(6):
+                lean.step(torch.tensor([5, 6, 7]))
+    assert len(made) == 2
+    assert all(graph.replayed > 0 for graph in made)
+
+
 def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch, warnings):
     want = tokens(run(tiny.policy()))
     assert tokens(run(capturing(monkeypatch))) == want, "on a CPU"

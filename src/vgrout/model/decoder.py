@@ -637,6 +637,7 @@ class LeanDecoder:
             pad = zeros.masked_fill(before, -torch.inf)[:, None, None]
         kind = self._cache_kind(branches=room > len(prompts))
         self.cache = kind(past, pad, room, max_new)
+        self.steps.clear()  # graphs read and write the buffers that they were captured with
         slots = width(max(len(prompts), room))
         self.position = torch.zeros(slots, dtype=torch.long, device=device)
         self.position[: len(prompts)] = lengths

@@ -297,8 +297,8 @@ def kernels_agree(model: PreTrainedModel, core: Any) -> bool:
     """Make the kernels for this model's shapes; whether they compute what the formulas say.
 
     Two lengths, and the head counts of queries and of keys: torch then makes kernels for any. They
-    are called as an update does, the gradients' by autograd's own thread on a GPU. core: the model
-    without its head.
+    are called as an update and a decoding step do; on a GPU the gradients' are called by autograd's
+    own thread. core: the model without its head.
 
     Raises:
         Exception: whatever the compiler raises, where it is missing for example.
@@ -345,7 +345,8 @@ def _updates_agree(model: PreTrainedModel, core: Any, noise: Callable[..., Tenso
 def _decoding_agrees(model: PreTrainedModel, core: Any, noise: Callable[..., Tensor]) -> bool:
     """`kernels_agree` of what a decoding step calls.
 
-    A step runs in inference mode; weights are made before. Kernels are made anew where it is not so.
+    A step runs in inference mode, and its weights were made outside of it. A kernel would be made
+    again where either is otherwise.
     """
     config: object = model.config
     block = core.layers[0]

@@ -317,7 +317,7 @@ def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
     Raises Refused as `SvdAdapter`.
     """
     if lm.packs:
-        fuse_blocks(lm.model, backbone(lm.model))
+        fuse_blocks(lm.model, backbone(lm.model), lm.lean)
     adapter = SvdAdapter(lm.model, cache_dir)
     bare = left_out(lm.model, adapter.names)
     if bare:

@@ -292,7 +292,7 @@ def begin_copy(x: Tensor) -> Callable[[], Tensor]:
         return lambda: x
     copy = x.to("cpu", non_blocking=True)  # into pinned memory
     done = torch.cuda.Event()
-    done.record()
+    done.record(torch.cuda.current_stream(x.device))
 
     def wait() -> Tensor:
         done.synchronize()
