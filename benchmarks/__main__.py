@@ -38,10 +38,13 @@ def real(model: Path, dtype: Literal["auto", "fp32", "bf16"] = "bf16", quick: bo
 
 
 def gpu(quick: bool = False, part: Literal["all", "steps", "claims"] = "all") -> str:
-    """All that is claimed of a GPU. Steps: a step of `fast` at Qwen3-4B's shapes against TRL's, where TRL is installed
-    (with vLLM too where that is), and the sampling of `full`. Claims: update and sampling against the card's bounds and
-    the plan's memory, kernels and CUDA graphs against their plain forms, `mini` against the CPU and killed and resumed.
-    Ten minutes each. Each figure is a JSON line on standard error as soon as it is there.
+    """All that is claimed of a GPU.
+
+    Steps: a step of `fast` at Qwen3-4B's shapes against TRL's, where TRL is installed (with vLLM too where that is),
+    and the sampling of `full`. Ten minutes, and up to five more for each way of setting TRL. Claims: update and
+    sampling against the card's bounds and the plan's memory, kernels and CUDA graphs against their plain forms, `mini`
+    against the CPU and killed and resumed. Ten minutes. Each figure is a JSON line on standard error as soon as it is
+    there.
 
     Args:
         quick: a small load.

@@ -1,8 +1,8 @@
 """TRL's step on a GPU: `python -m benchmarks.gpu_peer '{…}'`, in a process of its own that leaves the card as it was.
 
 The model has random weights in the shape that is given, the prompts are random tokens, and answers
-are as long as they may be: the load of `benchmarks.gpu`. Seconds of each step and the peak are a
-JSON line on standard output.
+are as long as they may be: the load of `benchmarks.gpu`. Seconds of each step but the first, and the
+peak, are a JSON line on standard output.
 """
 
 import json

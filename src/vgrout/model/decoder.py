@@ -585,7 +585,7 @@ class LeanDecoder:
     """Decoder for Llama-like blocks (Llama, Mistral, Qwen 2 and 3).
 
     It does without transformers' cost per layer and token. Prompts go through the model's own
-    forward. After that a step is about 25 tensor operations a layer on static key/value buffers, in
+    forward. After that a step is 15 tensor operations a layer on static key/value buffers, in
     which a slot that nobody reads any more is overwritten instead of everything being copied.
 
     static: a step reads and writes the same addresses each time, in few different widths. On a GPU
@@ -600,7 +600,8 @@ class LeanDecoder:
         self.model, self.static = model, static
         self.captures = static and model.device.type == "cuda"
         self.fused = static and is_fused(model)
-        # (width, blocks) → the step's graph, or how often the step was run
+        # (width, blocks) → the step's graph, or how often the step was run so far: a graph is made
+        # when it has run twice, and whatever is loaded at a first call has been loaded
         self.steps: dict[tuple[int, int], _Captured | int] = {}
         self.core: Any = backbone(model)
         self.heads: int = model.config.num_attention_heads

@@ -1,11 +1,12 @@
 """What a Llama-like block does element by element, as one GPU kernel each, forward and backward.
 
 Transformers computes an RMS norm in eight operations and a rotary embedding in ten, each of which
-reads and writes all activations once more. Here they are three functions with their gradients in
-closed form, which torch.compile makes a kernel each: the norm; a head's norm with its rotary
-embedding; and silu(gate) · up. Gradients go to activations alone: the weights of norms are frozen.
+reads and writes all activations once more. Here an update has three functions and their gradients
+in closed form, and torch.compile makes a kernel of each of the six: the norm; a head's norm with its
+rotary embedding; and silu(gate) · up. Gradients go to activations alone: the weights of norms are
+frozen.
 
-A decoding step needs no gradients, and has functions of its own that do more at once.
+A decoding step needs no gradients, and has three more functions that do more at once.
 
 `vgrout.model.trials` tries the kernels on a model before its packed forwards and its decoder use
 them. On a CPU the products are what takes the time, and transformers' own operations stay.
@@ -208,7 +209,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         *of_norm, cos, sin = ctx.saved_tensors
-        x, weight = of_norm or (dys[0], None)
+        x, weight = of_norm or (dys[0], None)  # without a norm x is not read: any tensor will do
         dx = kernel(rotate_backward, dys[0], x, cos, sin, weight, ctx.ε)
         return dx, None, None, None, None
 
@@ -244,7 +245,10 @@ def _attention_forward(
     packed_attend: Callable[..., Heads],
     **_: object,
 ) -> tuple[Float[Tensor, "1 N d"], None]:
-    """As transformers calls it in a packed forward."""
+    """As transformers calls it in a packed forward.
+
+    packed_attend: handed on by `packed_forward` (attention.py).
+    """
     cos, sin = (table.squeeze(0) for table in position_embeddings)
 
     def heads(linear: nn.Module) -> Heads:

@@ -228,7 +228,8 @@ class AssignedTokens:
         x: Float[Tensor, "1 N d_in"],
         dy: Float[Tensor, "1 N d_out"],
     ) -> Float[Tensor, "1 N r"] | None:
-        """As `AssignedRows.add`. With `again` tokens come first, since half of that is kept."""
+        """As `AssignedRows.add`, by the same rule; with `again` tokens come first whatever their
+        number, since half of that is kept."""
         x, dy = x.squeeze(0), dy.squeeze(0)
         if self.again or len(x) <= len(self.slices) * max(site.W.shape):
             dy_U = dy @ site.U
@@ -253,7 +254,10 @@ class AssignedTokens:
         return self._sums[:, site.span]
 
     def _add_sums(self) -> None:
-        """One cast and one sum for all Linears, where each would launch two kernels of its own."""
+        """One cast and one sum for all Linears, where each would launch two kernels of its own.
+
+        Called by autograd when the backward ends, before the tokens are assigned to other rows.
+        """
         assert self._sums is not None
         self.gradients.index_add_(0, self.rows, self._sums.to(self.gradients.dtype))
         self._sums = None

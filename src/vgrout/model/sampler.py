@@ -162,8 +162,9 @@ class _Run:
             is_last = t + 1 == max_new
             drawn = self._draw(at, self._index(slots), t)
             # Where no two rows share a slot, each slot goes on with its own row's token, whichever
-            # it is: the device takes the next step while the host reads the tokens. A row that has
-            # ended takes one step too many.
+            # it is: the device is given the next step before the host reads the tokens. It does all
+            # in the order in which it is told to, so the draw has read the logits before the step
+            # overwrites them. A row that has ended takes one step too many.
             is_ahead = self.overlaps and not is_last and len(set(slots)) == len(rows)
             if is_ahead:
                 self._step_ahead(drawn)

@@ -319,7 +319,7 @@ def step_lines(cfg: Config, shapes: Shapes, prompts: Prompts, grader: Grader) ->
     lines = [
         f"estimated by rates of {MEASURED_ON}; nothing was",
         "measured on other cards, and a slow host took a third longer",
-        f"{'':<18}{'sampling':>10}{'update':>10}{'a step':>10}{f'{cfg.scale.steps:,} steps':>15}",
+        f"{'':<18}{'sampling':>10}{'update':>8}{'grading':>9}{'a step':>8}{f'{cfg.scale.steps:,} steps':>12}",
     ]
     for card in COMPARED:
         if card is not here:
@@ -349,7 +349,8 @@ def _step_row(
     took = step_time(card, shapes, step_load(cfg, prompts), rows=made.rows, workers=workers)
     all_steps = _duration(cfg.scale.steps * took.total)
     return (
-        f"{name:<18}{took.sampling:>8.1f} s{took.update:>8.1f} s{took.total:>8.1f} s{all_steps:>15}"
+        f"{name:<18}{took.sampling:>8.1f} s{took.update:>6.1f} s{took.grading:>7.1f} s"
+        f"{took.total:>6.1f} s{all_steps:>12}"
     )
 
 
