@@ -466,8 +466,9 @@ def test_the_table_of_further_bases_is_of_recorded_runs() -> None:
     table = text(docs("results")).partition("<!-- pretrained-more -->")[2].partition("\n\n")[0]
     rows = recall().read("pretrained-more", "pretrained-labels")
     made: list[str] = []
-    for line in pretrained_lines(rows, FURTHER, ("smollm2-204", "smollm2-205")):
-        name, *by_base = [cell.strip() for cell in line.strip("|").split("|")][:3]
+    bases = tuple(f"smollm2-{seed}" for seed in range(204, 209))
+    for line in pretrained_lines(rows, FURTHER, bases):
+        name, *by_base = [cell.strip() for cell in line.strip("|").split("|")][:6]
         made.append(f"| {' | '.join((name, *by_base))} |".replace("|  ", "| "))
     assert table.splitlines()[3:] == made
     assert len(made) == len(FURTHER)

@@ -712,7 +712,7 @@ class LeanDecoder:
         else:
             self.steps[key] = known + 1
             logits = self._forward(self.tokens[:slots])
-        self.cache.used += 1
+        self.cache.used += 1  # not in the cache, since a replay runs none of its Python
         return logits[:n]
 
     def _captured(self, n: int) -> "_Captured | int":

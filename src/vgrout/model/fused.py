@@ -33,7 +33,7 @@ from vgrout.model.source import LLAMAS
 
 Rows = Float[Tensor, "*n D"]
 Heads = Float[Tensor, "N H D"]
-Table = Float[Tensor, "N D"]  # cos or sin at each token's position
+Table = Float[Tensor, "N D"]  # cos or sin at each token's position; in decoding sin is signed
 
 T = TypeVar("T")
 
