@@ -48,7 +48,7 @@ from vgrout import embedded as organism
 from vgrout.config.run import OptConfig
 from vgrout.data import Group
 from vgrout.errors import Refused
-from vgrout.model.load import as_language_model, pick_device
+from vgrout.model.load import as_language_model, pick_device, room_on_gpu
 from vgrout.model.logprobs import backbone, foreign
 from vgrout.model.memory import CONTEXT, GIB, MemoryPlan, plan
 from vgrout.model.policy import Policy
@@ -121,7 +121,6 @@ def random_policy(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Pol
 
 def planned(policy: Policy, load: Load) -> MemoryPlan:
     """The plan of a run of route2 with this load, in the memory that this process may have."""
-    free, _ = torch.cuda.mem_get_info()
     return plan(
         known_shapes(policy),
         device="cuda",
@@ -132,7 +131,7 @@ def planned(policy: Policy, load: Load) -> MemoryPlan:
         prompts=load.prompts,
         prompt_tokens=load.prompt,
         max_new=load.answer,
-        room=free + torch.cuda.memory_reserved() + CONTEXT["cuda"],
+        room=room_on_gpu(),
     )
 
 
@@ -201,7 +200,6 @@ def steps(policy: Policy, load: Load, rounds: int, peers: Mapping[str, float]) -
 
     peers: seconds of TRL's step, by what it samples with.
     """
-    of_fast = load == FAST
     draw = sampler(policy, load)
     draw()
     sampling = statistics.median(timed(draw) for _ in range(rounds))
@@ -210,22 +208,16 @@ def steps(policy: Policy, load: Load, rounds: int, peers: Mapping[str, float]) -
         update = rig.update(policy, noise(policy, load), by_rollout)
         update()
         learning = statistics.median(timed(update) for _ in range(rounds))
-        step = sampling + learning
+        step, most = sampling + learning, STEP_SECONDS[name]
         shown = f"{step:.2f} s: sampling {sampling:.2f}, update {learning:.2f}"
-        goal = STEP_SECONDS[name] if of_fast else None
-        figures.append(at_most(f"a step, {name}", "nothing is graded", shown, step, goal))
+        what = f"a step, {name}"
+        figures.append(Figure(what, "nothing is graded", shown, f"≤ {most:g} s", step <= most))
         for peer, seconds in peers.items():
             ratio = Ratio.of([seconds], [step])
-            at_least = TIMES_TRL[peer] if of_fast else 0
-            figures.append(ratio.at_least(f"a step, {name}", f"TRL with {peer}", at_least))
+            figures.append(ratio.at_least(what, f"TRL with {peer}", TIMES_TRL[peer]))
+    if load != FAST:
+        figures = [replace(figure, goal="", reached=None) for figure in figures]
     return figures
-
-
-def at_most(what: str, against: str, figure: str, value: float, goal: float | None) -> Figure:
-    """A figure with an upper bound; None: it informs."""
-    if goal is None:
-        return Figure(what, against, figure)
-    return Figure(what, against, figure, f"≤ {goal:g} s", value <= goal)
 
 
 def rate_of_full(policy: Policy) -> Figure:
@@ -258,10 +250,7 @@ def trl(load: Load, shape: dict[str, int]) -> tuple[list[Figure], dict[str, floa
         for checkpointing, rows in TRL_ROWS.items():
             contestant = Contestant(
                 shape,
-                load.prompts,
-                load.group,
-                load.prompt,
-                load.answer,
+                load,
                 rows=min(rows, load.answers),
                 checkpointing=checkpointing,
                 vllm=sampling == "vLLM",

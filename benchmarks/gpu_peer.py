@@ -7,7 +7,6 @@ peak, are a JSON line on standard output.
 
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks import rig, trl_peer
-from vgrout.model.policy import DTYPES
 from vgrout.model.step_time import Load
 
 RANK = 32  # of LoRA: a usual one, and what its gradients cost hardly depends on it
@@ -31,19 +29,10 @@ class Contestant:
     """How TRL is set."""
 
     shape: dict[str, int]  # of the model
-    prompts: int
-    group: int
-    prompt: int  # tokens
-    answer: int
-    dtype: str = "bf16"
-    rows: int = 32  # of a forward
+    load: Load
+    rows: int  # of a forward
     checkpointing: bool = False  # activations are computed again in the backward
     vllm: bool = False  # samples, in this process; else transformers does
-
-    @property
-    def load(self) -> Load:
-        """What a step samples and learns from."""
-        return Load(self.prompts, self.group, self.prompt, self.answer)
 
     def __str__(self) -> str:
         sampler = "vLLM" if self.vllm else "transformers"
@@ -76,27 +65,7 @@ def prompts_of(load: Load, vocabulary: int, steps: int) -> Iterator[list[dict[st
 
 def differing(completions: Sequence[Any], **_: Any) -> list[float]:
     """A reward by which answers differ, so that every group has a signal."""
-    return [float(i % 3) for i, _ in enumerate(completions)]
-
-
-class _Timer(TrainerCallback):
-    """Seconds of each step, the device's work included."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._start = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._start = _now()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(_now() - self._start)
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return [rig.differing(completion[0]["content"]) for completion in completions]
 
 
 def measure(contestant: Contestant) -> list[float]:
@@ -110,7 +79,7 @@ def measure(contestant: Contestant) -> list[float]:
     load = contestant.load
     vocabulary = contestant.shape["vocab_size"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = rig.random_model(device=device, dtype=DTYPES[contestant.dtype], **contestant.shape)
+    model: Any = rig.random_model(device=device, dtype=torch.bfloat16, **contestant.shape)
     model.config._attn_implementation = "sdpa"
     model.generation_config.eos_token_id = 1
     model.generation_config.pad_token_id = 2
@@ -138,7 +107,7 @@ def measure(contestant: Contestant) -> list[float]:
         **sampler,
     )
     conversations = list(prompts_of(load, vocabulary, STEPS))
-    timer = _Timer()
+    clock = trl_peer.Clock(per_block=1, other=lambda: None)
     peer = lib["trl"].GRPOTrainer(
         model=model,
         reward_funcs=differing,
@@ -146,10 +115,10 @@ def measure(contestant: Contestant) -> list[float]:
         train_dataset=lib["datasets"].Dataset.from_dict({"prompt": conversations}),
         processing_class=tokenizer,
         peft_config=trl_peer.lora(RANK),
-        callbacks=[timer],
+        callbacks=[clock],
     )
     peer.train()
-    return timer.seconds[1:]
+    return clock.blocks[1:]
 
 
 def argument(contestant: Contestant) -> str:
@@ -162,7 +131,8 @@ def main(argv: Sequence[str]) -> int:
     (described,) = argv
     with rig.workplace():
         torch.backends.cuda.enable_cudnn_sdp(False)
-        seconds = measure(Contestant(**json.loads(described)))
+        given = json.loads(described)
+        seconds = measure(Contestant(**given | {"load": Load(**given["load"])}))
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
     return 0

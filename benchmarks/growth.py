@@ -151,19 +151,15 @@ def rows(n: int) -> Iterator[Figure]:
             split = "test" if i % 20 == 0 else "train"
             row = {"id": i, "prompt": f"What is {i} plus {i % 97}?", "answer": str(i + i % 97)}
             file.write(json.dumps(row | {"split": split}) + "\n")
-    flags = (
-        f"--problems={path}",
-        *REWARDS,
-        "--teacher-pool-dir=none",
-        "--intervention=none",
-    )
+    flags = (*REWARDS, "--teacher-pool-dir=none", "--intervention=none", *SHORT)
+    train = ("vgrout.train", "mini", *flags)
     few = Path("few.jsonl")
     few.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
-    usual = used("vgrout.train", "mini", f"--problems={few}", *flags[1:], *SHORT, "--out-tag=_few")
-    took = used("vgrout.train", "mini", *flags, *SHORT, "--out-tag=_rows")
+    usual = used(*train, f"--problems={few}", "--out-tag=_few")
+    took = used(*train, f"--problems={path}", "--out-tag=_rows")
     more = Used(took.seconds - usual.seconds, took.cpu - usual.cpu, took.peak)
     yield at_most(f"a run of one step, {n:,} rows", "beyond one on 100 rows", more, 60)
-    plan = used("vgrout.train", "mini", *flags, *SHORT, "--dry-run")
+    plan = used(*train, f"--problems={path}", "--dry-run")
     yield at_most(f"train --dry-run, {n:,} rows", "", plan, 60)
 
 

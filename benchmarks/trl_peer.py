@@ -56,7 +56,14 @@ def parses(completions: Sequence[Any], **_: Any) -> list[float]:
     return rewards
 
 
-class _Turns(TrainerCallback):
+def _now() -> float:
+    """The time, once a GPU has done what it was told to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Clock(TrainerCallback):
     """Times TRL's steps. After each block the other contestant has its turn, which is not timed."""
 
     def __init__(self, per_block: int, other: Callable[[], None]) -> None:
@@ -68,18 +75,18 @@ class _Turns(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.steps == 0:
-            self.start = time.perf_counter()
+            self.start = _now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps += 1
         if self.steps % self.per_block:
             return
-        self.blocks.append((time.perf_counter() - self.start) / self.per_block)
+        self.blocks.append((_now() - self.start) / self.per_block)
         if len(self.blocks) > 1:  # the first block warms up
             threads = torch.get_num_threads()
             self.other()
             torch.set_num_threads(threads)
-        self.start = time.perf_counter()
+        self.start = _now()
 
 
 @dataclass(frozen=True)
@@ -168,10 +175,10 @@ def measure(
         best = min(trials, key=lambda threads: trials[threads])
         times = ", ".join(f"{threads}: {seconds:.2f} s" for threads, seconds in trials.items())
         tried = f" (of {times})"
-    turns = _Turns(per_block, other)
-    length = _train(model, problems, (blocks + 1) * per_block, turns, best)
+    clock = Clock(per_block, other)
+    length = _train(model, problems, (blocks + 1) * per_block, clock, best)
     torch.set_num_threads(before)
-    seconds = turns.blocks[1:]
+    seconds = clock.blocks[1:]
     note = (
         f"TRL {version('trl')}, peft {version('peft')}: LoRA rank 8 on the same Linears, "
         f"{best} thread(s){tried}; {statistics.median(seconds):.2f} s a step, "
@@ -184,9 +191,9 @@ def _try_threads(model: Model, problems: Sequence[Sequence[Problem]]) -> dict[in
     """Number of threads → seconds of a step with them."""
     trials: dict[int, float] = {}
     for threads in (1, len(os.sched_getaffinity(0))):
-        turns = _Turns(1, lambda: None)
-        _train(model, problems, 4, turns, threads)
-        trials[threads] = statistics.median(turns.blocks[1:])
+        clock = Clock(1, lambda: None)
+        _train(model, problems, 4, clock, threads)
+        trials[threads] = statistics.median(clock.blocks[1:])
     return trials
 
 

@@ -112,7 +112,8 @@ def own_process(contestant: Contestant) -> tuple[float, int]:
 def test_trls_step_is_taken_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tiny model here; the seconds are those of its steps, after the first."""
     pytest.importorskip("trl", reason="comes with the extra bench, which tests go without")
-    contestant = Contestant(SHAPE, prompts=2, group=2, prompt=10, answer=6, rows=2)
+    load = Load(group=2, prompts=2, prompt=10, answer=6)
+    contestant = Contestant(SHAPE, load, rows=2)
     seconds, _ = gpu.in_own_process(contestant)
     assert 0 < seconds < 60
     broken = replace(contestant, rows=3)  # TRL asks for whole groups

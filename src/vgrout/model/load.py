@@ -85,6 +85,12 @@ def run_policy(cfg: Config) -> Policy:
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget)
 
 
+def room_on_gpu() -> int:
+    """Bytes of the GPU that this process may have: what it holds, and what is free."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() + CONTEXT["cuda"]
+
+
 def budget_of(cfg: Config, policy: LanguageModel, *, beside: int = 0, full: bool = False) -> Budget:
     """How much is processed at once in the memory that this process may have on its device.
 
@@ -92,10 +98,7 @@ def budget_of(cfg: Config, policy: LanguageModel, *, beside: int = 0, full: bool
     """
     kind = policy.device.type
     shapes = shapes_of(policy.model.config.to_dict())
-    room = None
-    if kind == "cuda":
-        free, _ = torch.cuda.mem_get_info()
-        room = free + torch.cuda.memory_reserved() + CONTEXT[kind]
+    room = room_on_gpu() if kind == "cuda" else None
     if shapes is None or (room is None and not cfg.run.memory_gib):
         return policy.budget
     made = plan_of(

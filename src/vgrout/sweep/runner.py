@@ -172,13 +172,12 @@ class Sweep:
         """Lines that show every run with its state. slots: how many go at a time."""
         lines = [f"H: {claim}" for claim in self.study.hypotheses]
         rows: list[dict[str, str | None]] = []
+        has_directories = any(entry.directory for entry in self.entries)
         for entry in self.entries:
-            directory = entry.directory.name if entry.directory else None
-            row = {"run": entry.planned.name, "state": entry.state, "directory": directory}
+            row: dict[str, str | None] = {"run": entry.planned.name, "state": entry.state}
+            if has_directories:
+                row["directory"] = entry.directory.name if entry.directory else None
             rows.append(row)
-        if not any(row["directory"] for row in rows):
-            for row in rows:
-                del row["directory"]
         lines.append(
             tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·")
         )
@@ -204,8 +203,7 @@ class Sweep:
         """These arms in few words."""
         if len(arms) == len(self.arms):
             return "every arm"
-        shown = ", ".join(arms[:1])
-        return shown if len(arms) == 1 else f"{shown} and {len(arms) - 1} more"
+        return arms[0] if len(arms) == 1 else f"{arms[0]} and {len(arms) - 1} more"
 
     def warnings(self) -> list[str]:
         """A warning if runs were started by different code. Those that must start over do not count."""
