@@ -4,7 +4,7 @@ Update and sampler run at Qwen3-4B's shapes with random weights. A step of `fast
 TRL's, where TRL is installed; with vLLM too, where that is. Then come the claims: model FLOPs used,
 tokens / s against the memory's bandwidth, peak memory against the plan, lengths that were not
 warmed up on, how often the host waits, CUDA graphs and packed attention against their plain forms,
-attention's kernels, and the decomposition. `mini` is run on the GPU, on the CPU, and killed and
+attention's kernels, and ways to decompose the weights. `mini` is run on the GPU, on the CPU, and killed and
 resumed.
 """
 
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 
-from benchmarks import rig
+from benchmarks import decompositions, rig
 from benchmarks.bounds import (
     Load,
     bandwidth,
@@ -53,7 +52,6 @@ from vgrout.model.logprobs import backbone, foreign
 from vgrout.model.memory import CONTEXT, GIB, MemoryPlan, plan
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.svd_cache import svd
 from vgrout.model.trials import fuse_blocks
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
@@ -428,16 +426,10 @@ def waits(run: Callable[[], object]) -> int:
     return sum("synchroniz" in str(warning.message) for warning in said)
 
 
-def decomposition(policy: Policy, load: Load) -> Figure:
-    """Seconds to decompose all adapted weights, estimated from one of each shape."""
-    shapes = Counter(site.W.shape for site in policy.adapter.sites.values())
-    svd(torch.randn(64, 64, device=policy.device))  # the library's start
-    seconds = 0.0
-    for shape, n in shapes.items():
-        W = torch.randn(shape, device=policy.device)
-        seconds += n * timed(partial(svd, W))
-    measured = f"{len(shapes)} of {shapes.total()} measured"
-    return Figure("SVD, all weights", measured, f"{seconds:.0f} s")
+def decomposition(policy: Policy, load: Load) -> list[Figure]:
+    """Seconds to decompose all adapted weights on a first start, by several ways."""
+    shapes = [site.W.shape for site in policy.adapter.sites.values()]
+    return decompositions.figures(shapes, policy.device, policy.model.dtype)
 
 
 def kernels(policy: Policy, load: Load) -> Figure:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
-from benchmarks import gpu, growth, launches, real, rig, step, trl_peer
+from benchmarks import decompositions, gpu, growth, launches, real, rig, step, trl_peer
 from benchmarks.__main__ import main
 from benchmarks.bounds import Load
 from benchmarks.gpu_peer import Contestant
@@ -29,6 +29,7 @@ from vgrout.model.flops import (
     update_flops,
 )
 from vgrout.model.source import Shapes, shapes_of
+from vgrout.model.svd_cache import svd
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -129,7 +130,7 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)
     monkeypatch.setattr(rig, "random_model", lambda device, **how: made(**how).to(device))
     monkeypatch.setattr(decoder, "SMALL", 0)
-    monkeypatch.setattr(gpu, "svd", lambda _: 1 / 0)
+    monkeypatch.setattr(decompositions, "svd", lambda _: 1 / 0)
     monkeypatch.setattr(gpu, "QWEN3_4B", SHAPE)
     monkeypatch.setattr(gpu, "QUICK", Load(group=3, prompts=2, prompt=10, answer=6))
     monkeypatch.setattr(gpu, "find_spec", lambda library: None if library == "vllm" else library)
@@ -162,6 +163,24 @@ def test_the_bench_of_a_gpu_from_end_to_end(
         "mini, killed",
         "decomposition",
     ]
+
+
+def test_ways_to_decompose_weights_are_timed_and_agree() -> None:
+    shapes = [torch.Size(shape) for shape in ((64, 200), (200, 64), (64, 200))]
+    figures = decompositions.figures(shapes, torch.device("cpu"), torch.bfloat16)
+    assert [f.what.rpartition(", ")[2] for f in figures] == [
+        "as a run does",
+        "fp64",
+        "4 at once",
+        "writing them to the cache",
+    ]
+    assert all(re.fullmatch(r"[\d.e-]+ s", f.figure) for f in figures)
+    for shape in shapes[:2]:
+        W = torch.randn(shape)
+        U, S, Vh = decompositions.by_gram(W)
+        torch.testing.assert_close(S, svd(W)[1])
+        torch.testing.assert_close((U * S) @ Vh, W)
+        torch.testing.assert_close(U.mT @ U, torch.eye(64))
 
 
 def test_a_run_of_the_bench_that_fails_says_why(
