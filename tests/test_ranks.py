@@ -25,7 +25,7 @@ from vgrout.runs.recorder import tensor_hash
 # Rounding of matrix products in other batches; some columns are 0 but for rounding (mismatch_kl,
 # cos_post under erase).
 CLOSE = {"rel": 1e-5, "abs": 2e-6}
-TRAIN = ("-m", "vgrout.train")
+TRAIN = ("-m", "--", "vgrout.train")
 
 
 def torchrun(

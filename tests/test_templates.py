@@ -1,16 +1,20 @@
 """The templates in docs/ for other schedulers, run as these would, with stand-ins for their commands."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
 
 from test_sweep import TWO, cfg_of, write_run
+from vgrout.config.presets import flag_names
 from vgrout.sweep.__main__ import main
 
-TEMPLATES = Path(__file__).resolve().parents[1] / "docs" / "schedulers"
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = ROOT / "docs" / "schedulers"
 
 
 @pytest.fixture
@@ -94,6 +98,24 @@ def test_an_interrupted_task_is_queued_again(study):
     assert (code, len(output.splitlines())) == (3, 1)
 
 
+def test_torchrun_hands_on_every_flag_after_the_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its parser looks at all arguments for its own flags, also at those of the program."""
+    parser = torchrun.get_args_parser()
+    given = ["smoke", *(part for flag in sorted(flag_names()) for part in (flag, "1"))]
+    parsed = parser.parse_args(["-m", "--", "vgrout.train", *given])
+    assert (parsed.training_script, parsed.training_script_args) == ("vgrout.train", given)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["-m", "vgrout.train", *given])
+    assert "ambiguous option: --monitor" in capsys.readouterr().err, "the dashes could go"
+
+
+def test_torchrun_is_never_shown_without_the_dashes() -> None:
+    read = [ROOT / "README.md", *ROOT.glob("docs/**/*"), *ROOT.glob("src/**/*.py")]
+    shown = [p for p in read if p.suffix in (".md", ".py", ".sbatch")]
+    bare = [p for p in shown if re.search(r"torchrun[^`\n]* -m vgrout", p.read_text("utf-8"))]
+    assert (len(shown) > 200, bare) == (True, [])
+
+
 @pytest.mark.long
 def test_several_ranks_are_started_by_torchrun(study):
     stand_in(
@@ -112,9 +134,9 @@ def test_several_ranks_are_started_by_torchrun(study):
     ranks = (
         "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
     )
-    trainer = "-m vgrout.train smoke --intervention=none --seed=2"
+    trainer = "-m -- vgrout.train smoke --intervention=none --seed=2"
     assert output.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:29500 {trainer}".split()
     write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
     code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
-    assert output.splitlines()[-2].endswith("-m vgrout.train smoke --resume=out/runs/cut")
+    assert output.splitlines()[-2].endswith("-m -- vgrout.train smoke --resume=out/runs/cut")
     assert output.splitlines()[-1] == "scontrol requeue 9"  # the run has not ended

@@ -99,7 +99,7 @@ def test_no_oracle_label_reaches_a_method(method, done, tmp_path, shared_run, mo
 
     monkeypatch.setattr(rollout, "training_reward", poisoned)
     path = run(shared_run.warm(tmp_path), *flags(method, "--final-n-prompts", "1"))
-    of_oracle = r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|(hack|solve)_abl"
+    of_oracle = r"solve_s|hack_s|tries_s|hk_|recall|hack_new|false_flags|shadow|(hack|solve)_abl"
     labels = [k for k in rows(path)[0] if re.match(of_oracle, k)]
     assert rows(path, *labels) == rows(clean, *labels)
     assert rows(path) != rows(clean), (

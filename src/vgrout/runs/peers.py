@@ -23,7 +23,7 @@ def require_torchrun() -> None:
     if "RANK" in os.environ and ranks_set not in ("", "1") and ranks.size() == 1:
         raise Refused(
             f"RANK and WORLD_SIZE ({ranks_set}) are set, but not by torchrun, so that every process would make the "
-            "same run alone; start them with `torchrun … -m vgrout.train`, or unset both"
+            "same run alone; start them with `torchrun … -m -- vgrout.train`, or unset both"
         )
 
 
