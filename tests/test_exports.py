@@ -3,6 +3,7 @@
 import json
 import resource
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def done(shared_run: SharedRuns) -> Path:
 def deployed(policy: Policy, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return policy.model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.long
+def test_the_card_of_an_adapter_names_the_model_that_it_was_trained_on(done: Path) -> None:
+    """And not the toy model, where another organism was trained."""
+    from vgrout.export.model import Parity
+    from vgrout.export.peft import Lora, adapter_card
+
+    result = Lora(1, 0.0, Parity(1.0, 0.0, 0.0, 1.0, True))
+    saved = find_adapter(done)
+    assert "from_pretrained(embedded.MODEL_DIR" in adapter_card(saved, result)
+    other = replace(saved, model="/a/base", folder=Path("/a/base"))
+    assert "from_pretrained('/a/base'" in adapter_card(
+        replace(saved, model=Path("/a/base")), result
+    )
 
 
 @pytest.mark.filterwarnings("default")

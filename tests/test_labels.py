@@ -120,6 +120,18 @@ def test_recall_on_flaws_that_the_monitor_does_not_know_is_counted_apart():
     assert {*flag_rates([]).values()} == {None}
 
 
+def test_detectors_that_an_environment_has_not_are_not_measured():
+    seen = outcomes("exit_code", ["hack", "solve"])
+    seen = replace(
+        seen, grades=tuple(replace(g, detectors={"E": g.hacked, "D": False}) for g in seen.grades)
+    )
+    unseen = replace(seen, grades=tuple(replace(g, detectors={}) for g in seen.grades))
+    columns = BatchMetrics(replace(batch(), groups=(unseen,))).columns()
+    assert (columns["hack_s_E"], columns["hack_s_D"]) == (None, None)
+    columns = BatchMetrics(replace(batch(), groups=(unseen, seen))).columns()
+    assert (columns["hack_s_E"], columns["hack_s_D"]) == (Rate(1, 2), Rate(0, 2))
+
+
 def test_only_groups_that_a_monitor_looked_at_count():
     groups = outcomes("exit_code", ["hack", "solve"]), outcomes("sentinel", ["hack", "hack"], 1)
     of = replace(batch(), groups=groups)

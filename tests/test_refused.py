@@ -60,6 +60,22 @@ def test_a_file_of_python_is_named_as_a_module(here: Path) -> None:
         resolve(["mini", "--intervention=screen", "--monitor=mine.py:X"])
 
 
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        (["--env=nothing:X"], "module:Class"),
+        (["--intervention=screen", "--monitor=nothing:X"], "module:Class"),
+        (["--intervention=route2", "--monitor=online_probe", "--seed-monitor=nothing:X"], "module:Class"),
+        (["--reward=nothing:x", "--reference=nothing:x"], "module:function"),
+    ],
+)  # fmt: skip
+def test_a_name_that_cannot_be_imported_is_asked_for_in_its_form(
+    here: Path, flags: list[str], form: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"cannot be imported .*; give {form}\Z"):
+        resolve(["mini", *flags])
+
+
 def test_a_flag_may_have_underscores() -> None:
     argv = [
         "--teacher-modes",

@@ -17,7 +17,7 @@ from vgrout.errors import refuse
 from vgrout.files import held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.records import unfinished
-from vgrout.runs import checkpoint, checkpoint_files
+from vgrout.runs import checkpoint, checkpoint_files, context
 from vgrout.runs.context import RunDir, git, last_resumable
 from vgrout.runs.peers import require_torchrun
 
@@ -42,6 +42,22 @@ def test_write_atomic_leaves_the_old_file_on_failure(
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_that_somebody_makes_meanwhile_is_never_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whether it is there and its making."""
+    taken = tmp_path / "mine"
+    monkeypatch.setattr(context, "probe_writable", lambda _: taken.mkdir())
+    with pytest.raises(ValueError, match=r"--output-dir .*mine: exists"):
+        RunDir.create("smoke_none_seed1", tmp_path, taken)
+    monkeypatch.setattr(context, "probe_writable", lambda _: None)
+    with (
+        RunDir.create("smoke_none_seed1", tmp_path) as first,
+        RunDir.create("smoke_none_seed1", tmp_path) as second,
+    ):
+        assert first.path != second.path
 
 
 def test_nan_never_reaches_a_file() -> None:

@@ -22,7 +22,7 @@ from vgrout import console, train
 from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config, from_dict
-from vgrout.errors import Refused, refuse
+from vgrout.errors import Refused, one_line, refuse
 from vgrout.evaluate import EvaluateSettings, evaluate_saved
 from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.files import json_lines, printable, read_json, read_text
@@ -139,7 +139,7 @@ class Run:
             return "no status.json that could be read"
         if why.startswith("stopped at"):  # it was killed
             return why
-        reason = " ".join(str(status.get("reason") or "").split())
+        reason = one_line(status.get("reason") or "")
         reason = f": {reason}" if reason else ""
         steps = status.get("step")
         after = f" after {steps} steps" if isinstance(steps, int) else ""

@@ -19,6 +19,7 @@ from http.client import HTTPException, HTTPMessage, HTTPResponse
 from urllib.parse import urlsplit
 
 from vgrout.data import Message
+from vgrout.errors import one_line
 from vgrout.files import Json
 
 ATTEMPTS = 5  # of a request, the first included
@@ -144,7 +145,7 @@ class Endpoint:
             reason = getattr(e, "reason", e)
             if isinstance(reason, TimeoutError):
                 raise NoReply("no answer in time") from None
-            said = " ".join(str(reason).split())[:100] or type(e).__name__
+            said = one_line(reason, 100) or type(e).__name__
             raise NoReply(f"no connection ({said})", again=True) from None
         # some servers quote what they were sent
         return parsed(content.replace(self.key.encode(), b"***") if self.key else content)

@@ -21,7 +21,7 @@ import docstring_parser
 import tyro
 
 from vgrout import faults
-from vgrout.errors import Refused, did_you_mean
+from vgrout.errors import Refused, did_you_mean, one_line
 from vgrout.files import drop_stdout, printable, restore_inherited
 from vgrout.interrupts import interruptible
 
@@ -200,7 +200,7 @@ def _may_be_full() -> bool:
 def out_of_memory(e: BaseException) -> str | None:
     """One line on an exception that says so; None of any other. Torch is not imported for it: of a GPU its kind is
     torch.OutOfMemoryError, of a CPU RuntimeError."""
-    said = " ".join(str(e).split())
+    said = one_line(e)
     on_gpu = type(e).__name__ == "OutOfMemoryError"
     if not (on_gpu or isinstance(e, MemoryError) or "DefaultCPUAllocator: can't allocate" in said):
         return None
@@ -220,7 +220,7 @@ def cannot_import(package: str, error: ImportError, extra: str = "") -> Refused:
     missing = isinstance(error, ModuleNotFoundError) and error.name == package.replace("-", "_")
     if missing:
         return not_installed(package, extra)
-    why = " ".join(str(error).split())[:160]
+    why = one_line(error, 160)
     return Refused(f"{package} is installed and cannot be imported ({why}): install it again")
 
 
@@ -242,7 +242,7 @@ def parsed(cli: Callable[[list[str]], T], argv: Sequence[str], help_flag: str = 
             raise
         if (own := _of_settings(e, outer)) is not None:
             raise own from own.__cause__
-        said = one_line(message.getvalue(), help_flag)
+        said = tyro_complaint(message.getvalue(), help_flag)
         # Of an argument that is no flag tyro says so where a flag is unknown besides: that comes first.
         for _ in range(ARGUMENTS):
             if not re.fullmatch(r"\w+: needs a value", said):
@@ -271,7 +271,7 @@ def _said_of(
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
             cli([*argv])
     except (Refused, SystemExit):  # as `parsed` has it
-        return one_line(message.getvalue(), help_flag)
+        return tyro_complaint(message.getvalue(), help_flag)
     return None
 
 
@@ -336,7 +336,7 @@ def with_lists(argv: Sequence[str], lists: Collection[str], word_form: str = ".*
     return out
 
 
-def one_line(box: str, help_flag: str = "--help") -> str:
+def tyro_complaint(box: str, help_flag: str = "--help") -> str:
     """tyro's framed message as one line in plain words, without its frame, its inner names and its closing hint."""
     text = box.split("For full helptext")[0]
     # the second where stdout cannot draw frames

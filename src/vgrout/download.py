@@ -28,7 +28,7 @@ from vgrout.cli import cannot_import, cli_exit, command
 from vgrout.config.names import parse_command
 from vgrout.embedded import SMOLLM2
 from vgrout.envs.code.problems import load_rows
-from vgrout.errors import Refused
+from vgrout.errors import Refused, one_line
 from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
 from vgrout.model.source import looks_like_path, model_folder, require_model
 
@@ -161,7 +161,7 @@ def dataset(
     try:
         rows = load_dataset(id, config, split=split)
     except Exception as e:  # the hub's, the file system's, a reader's own: all are about `id`
-        why = " ".join(str(e).split())[:200]
+        why = one_line(e, 200)
         raise Refused(f"{id}: cannot be read as a data set ({why})") from None
     lines: list[str] = []
     for row in rows:

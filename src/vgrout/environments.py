@@ -45,7 +45,7 @@ def environment_class(name: str) -> Any:
     if where is not None:
         module, _, attribute = where.partition(":")
         return getattr(importlib.import_module(module), attribute)
-    own = import_function(name, "--env")
+    own = import_function(name, "--env", "module:Class")
     refuse(
         not hasattr(own, "of_run"),
         f"--env {name}: should have a method of_run(cfg) that makes an environment",

@@ -22,6 +22,14 @@ def refuse(condition: bool, message: str) -> None:
         raise Refused(message)
 
 
+def one_line(said: object, longest: int | None = None) -> str:
+    """A text, or what an exception says, in one line of at most so many characters; None: however long it is."""
+    text = " ".join(str(said).split())
+    if longest is None or len(text) <= longest:
+        return text
+    return f"{text[: longest - 1]}…"
+
+
 def nearest(given: str, legal: Iterable[str]) -> str:
     """The name that was probably meant by one that is unknown, whatever its case; "": none is like it."""
     names = {name.casefold(): name for name in legal}

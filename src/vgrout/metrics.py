@@ -284,6 +284,7 @@ class BatchMetrics:
         batch = self.batch
         demonstrations = [grade for _, grade in teachers(batch.groups)]
         grades = [grade for _, grade in students(batch.groups)]
+        by_detectors = [grade for grade in grades if grade.detectors]
         thoughts = [rollout.thought.tokens for rollout, _ in students(batch.groups)]
         of_deployed = [grade for rollout, grade in students(batch.groups) if rollout.deployed]
         without_signal = [group for group in batch.groups if not group.has_signal]
@@ -304,8 +305,8 @@ class BatchMetrics:
             "pass_t": _if_any(demonstrations, (grade.gt_pass for grade in demonstrations)),
             "hack_s": Rate.of(grade.hacked for grade in grades),
             "tries_s": Rate.of(bool(grade.tries) for grade in grades),
-            "hack_s_E": Rate.of(grade.detectors.get("E", False) for grade in grades),
-            "hack_s_D": Rate.of(grade.detectors.get("D", False) for grade in grades),
+            "hack_s_E": _if_any(by_detectors, (grade.detectors["E"] for grade in by_detectors)),
+            "hack_s_D": _if_any(by_detectors, (grade.detectors["D"] for grade in by_detectors)),
             "hack_s_A": _if_any(batch.half_a, (half(g, batch.half_a) == "A" for g in grades)),
             "hack_s_B": _if_any(batch.half_a, (half(g, batch.half_a) == "B" for g in grades)),
             "hack_t": _if_any(demonstrations, (grade.hacked for grade in demonstrations)),

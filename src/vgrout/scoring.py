@@ -107,8 +107,10 @@ def search_here() -> None:
     importlib.invalidate_caches()
 
 
-def import_function(name: str, flag: str) -> Callable[..., Any]:
-    """The function that "module:function" names; the working directory is searched too.
+def import_function(name: str, flag: str, form: str = "module:function") -> Callable[..., Any]:
+    """The function, or class, that "module:function" names; the working directory is searched too.
+
+    form: how the flag names it, for the message.
 
     Raises:
         Refused: one line: it cannot be imported or called.
@@ -120,12 +122,7 @@ def import_function(name: str, flag: str) -> Callable[..., Any]:
         if not callable(function):
             raise TypeError("it is not a function")
     except (Exception, SystemExit) as e:
-        what = (
-            "module:Class"
-            if flag in ("--monitor", "--intervention", "--shadow")
-            else "module:function"
-        )
-        how = f"give {what}"
+        how = f"give {form}"
         if module.endswith(".py"):
             as_module = module.removesuffix(".py").replace("/", ".").lstrip(".")
             how += f", here {as_module}:{attribute}"

@@ -212,10 +212,10 @@ class StepRow(Columns):
     pass_t: Rate | None = col(
         "frac", "teacher rows that the reference accepted when their pool was made", when="teacher"
     )
-    hack_s_E: Rate = col(
+    hack_s_E: Rate | None = col(
         "frac", "student rows that detector E flags (hacked_loophole_used)", when="file"
     )
-    hack_s_D: Rate = col(
+    hack_s_D: Rate | None = col(
         "frac", "student rows that detector D flags (hacked_wrong_tests)", when="file"
     )
     hack_s_A: Rate | None = col(

@@ -23,6 +23,7 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout.cli import not_installed
+from vgrout.errors import one_line
 from vgrout.files import to_json
 from vgrout.table import SECONDS, StepRow
 
@@ -255,7 +256,7 @@ class Trackers:
         except Exception as e:
             self.clients.pop(name, None)
             logger.opt(exception=e).debug(f"--track {name}")
-            why = " ".join(str(e).split())
+            why = one_line(e)
             logger.warning(f"--track {name}: left out from here on ({type(e).__name__}: {why})")
 
 

@@ -123,8 +123,12 @@ PRESETS: dict[str, tuple[str, Config]] = {
     ),
 }
 
-# flags that name a function or a class of the user's own; those of methods are in `CLASSES`
-OWN_CODE = ("--reward", "--reference", "--env")
+# flags that name a function or a class of the user's own, and how; those of methods are in `CLASSES`
+OWN_CODE = {
+    "--reward": "module:function",
+    "--reference": "module:function",
+    "--env": "module:Class",
+}
 
 SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
 LISTS = {flag(f.name) for f in SETTINGS if rule_of(f).words or rule_of(f).many}
@@ -300,7 +304,7 @@ def register_named(argv: Sequence[str]) -> None:
         for given in listed(value if equals else following):
             if not re.fullmatch(r"[\w.]+:\w+", given) or given.startswith(f"{VERIFIERS}:"):
                 continue
-            own = import_function(given, name)
+            own = import_function(given, name, OWN_CODE.get(name, "module:Class"))
             if kind is not None:
                 register(kind, own, given, name)
 

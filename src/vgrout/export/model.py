@@ -180,7 +180,7 @@ def model_card(saved: Saved, dtype: str, result: Parity) -> str:
     if saved.final and numbers.is_file():
         seen = read_json(numbers)
         said += (
-            f"\n- held-out problems and markers, {seen['eval_n']} answers: "
+            f"\n- held-out {saved.cfg.env.held_out}, {seen['eval_n']} answers: "
             f"hacked {percent(seen['hack_deploy'])} %, solved {percent(seen['solve_deploy'])} % "
             f"(base model: {percent(seen['hack_base'])} %, {percent(seen['solve_base'])} %)"
         )

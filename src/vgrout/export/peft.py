@@ -17,6 +17,7 @@ from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vgrout import embedded
 from vgrout.cli import cannot_import
 from vgrout.export import Differs
 from vgrout.export.model import Parity, about, card, load_beside, parity
@@ -127,12 +128,11 @@ def _sort_targets(file: Path) -> None:
 
 def adapter_card(saved: Saved, result: Lora) -> str:
     """Return the folder's README.md."""
-    name = saved.cfg.scale.model
-    base = repr(name)
     use = ["from peft import PeftModel", "from transformers import AutoModelForCausalLM"]
-    if name == "organism":
-        base = "organism.MODEL_DIR"
-        use.append("from vgrout import embedded as organism")
+    base = repr(str(saved.model))
+    if saved.folder == embedded.MODEL_DIR:  # wherever the package is installed
+        base = "embedded.MODEL_DIR"
+        use.append("from vgrout import embedded")
     use.append(f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")')
     use.append('model = PeftModel.from_pretrained(base, "THIS FOLDER")')
     said = f"{about(saved)}, without its quarantine.\n\nAgainst the deployed model: {result}."

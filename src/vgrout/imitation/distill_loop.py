@@ -383,7 +383,7 @@ class DistillRecorder(StepRecorder[DistillRow]):
         line = (
             f"{settings.run_id}: {both['deployed']}, before {both['start']}, "
             f"teacher {both['teacher']} "
-            f"(n = {sides['deployed']['hack'][1]}, held-out problems and markers)"
+            f"(n = {sides['deployed']['hack'][1]}, held-out {self.task.cfg.env.held_out})"
         )
         if self.nothing_aligned():
             line += "; NOTHING WAS ALIGNED: this was cross-entropy almost alone"

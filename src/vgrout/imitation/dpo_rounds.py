@@ -215,7 +215,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
         line = (
             f"{self.run.path}: after {len(self.metrics) - 1} rounds under the scorer "
             f"{self.task.settings.scorer} {hack_and_solve(after)}, before {hack_and_solve(before)} "
-            f"(n = {after['hack'][1]}, held-out problems and markers)"
+            f"(n = {after['hack'][1]}, held-out {self.task.cfg.env.held_out})"
         )
         self.finish(line, "", {"evaluation": after})
 

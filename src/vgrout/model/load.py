@@ -28,7 +28,7 @@ from vgrout.cli import out_of_memory
 from vgrout.config.checks import Dtype
 from vgrout.config.run import Config
 from vgrout.cores import cores
-from vgrout.errors import Refused
+from vgrout.errors import Refused, one_line
 from vgrout.gpus import visible
 from vgrout.model import template_probe
 from vgrout.model.attention import kernel_name
@@ -254,7 +254,7 @@ def load_language_model(
         is_ours = raised_here(error) and not isinstance(error, Refused)
         if is_ours or out_of_memory(error):
             raise
-        why = " ".join(str(error).split())[:160] or type(error).__name__
+        why = one_line(error, 160) or type(error).__name__
         if "trust_remote_code" in why or "custom code" in why:
             why = "it needs code of its own, which is never run"
         raise Refused(
@@ -345,7 +345,7 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
     except Exception as e:  # whatever the libraries raise
         if raised_here(e) or out_of_memory(e):
             raise
-        raise Refused(" ".join(str(e).split())) from e
+        raise Refused(one_line(e)) from e
     linears = targets(model)
     shapes = [(linear.out_features, linear.in_features) for linear in linears.values()]
     return shapes, left_out(model, linears)

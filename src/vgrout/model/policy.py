@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from vgrout.data import Message
-from vgrout.errors import Refused
+from vgrout.errors import Refused, one_line
 from vgrout.model.attention import kernel_name
 from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches
@@ -358,7 +358,7 @@ def apply_template(
     except (Refused, MemoryError):
         raise
     except Exception as e:  # a template is a program, and may raise anything
-        roles, why = ", ".join(m["role"] for m in messages), " ".join(str(e).split())
+        roles, why = ", ".join(m["role"] for m in messages), one_line(e)
         if not isinstance(e, TemplateError):
             why = f"{type(e).__name__}: {why}"
         raise Refused(f"the model's chat template refuses messages of {roles}: {why}") from e

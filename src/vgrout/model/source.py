@@ -23,7 +23,7 @@ from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import Message
 from vgrout.envs.base import none_fits
-from vgrout.errors import Refused
+from vgrout.errors import Refused, one_line
 from vgrout.files import Json, file_sha256, from_json, once, read_text, regular
 from vgrout.model import template_probe
 from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
@@ -296,7 +296,7 @@ def tokenizing(where: str | Path) -> Generator[None]:
     except (Refused, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:
-        why = " ".join(str(e).split())[:160]
+        why = one_line(e, 160)
         raise Refused(f"{where}: is no usable tokenizer ({why})") from None
 
 

@@ -18,7 +18,7 @@ from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.data import Flaw
-from vgrout.errors import Refused
+from vgrout.errors import Refused, one_line
 from vgrout.files import Json, from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
 from vgrout.records import began, unfinished
@@ -554,7 +554,7 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
                 continue
             run = read_run(path)
         except (Refused, OSError) as e:  # anything else is a fault of this program
-            why = " ".join(str(e).replace(f"{path}/", "").split())
+            why = one_line(str(e).replace(f"{path}/", ""))
             left_out.append(f"{path.name} (damaged: {why[:200]})")
             continue
         key = run.condition, run.seed

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vgrout.errors import Refused
+from vgrout.errors import Refused, one_line
 from vgrout.files import file_sha256, from_json, read_text, regular
 from vgrout.runs.context import GROWING
 
@@ -66,7 +66,7 @@ def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> N
                 read_row(row)
             return
         except (ValueError, TypeError, AttributeError) as e:
-            passed_over.append(" ".join(str(e).split())[:300])
+            passed_over.append(one_line(e, 300))
     raise none_left(run, passed_over)
 
 

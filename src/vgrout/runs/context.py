@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -108,14 +108,16 @@ class RunDir:
         written."""
         require_new(given, "--output-dir")
         probe_writable(root if given is None else given.parent)
-        stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
-        for k in itertools.count():
-            path = given or root / (f"{stamp}_{run_id}" if k == 0 else f"{stamp}.{k}_{run_id}")
+        names = _names(run_id)
+        while True:
+            path = given or root / next(names)
             made = tuple(folder for folder in path.parents if not folder.exists())
-            with contextlib.suppress(FileExistsError):
+            try:
                 path.mkdir(parents=True)
+            except FileExistsError:  # another process has just made it
+                require_new(given, "--output-dir")
+            else:
                 return cls(path, made)
-        raise AssertionError
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
@@ -225,6 +227,14 @@ def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
     except FileNotFoundError:
         return NOTHING_COUNTED
     return Counted(rows, size)
+
+
+def _names(run_id: str) -> Iterator[str]:
+    """Names for a run's folder: by the second in which it begins, numbered where that is taken."""
+    stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
+    yield f"{stamp}_{run_id}"
+    for k in itertools.count(1):
+        yield f"{stamp}.{k}_{run_id}"
 
 
 def has_checkpoint(run: Path) -> bool:

@@ -191,7 +191,7 @@ def log_tail(
         f"log: {run.log}",
     ]
     if numbers:
-        parts.append(one_line(results, numbers))
+        parts.append(run_line(results, numbers))
     parts.append("\n".join(count_lines(results.rows, results.tallies, detectors)))
     if numbers:
         parts.append(as_table(numbers))
@@ -337,7 +337,7 @@ def pool_name(cfg: Config) -> str:
     return pool.name
 
 
-def one_line(results: Results, numbers: Mapping[str, str]) -> str:
+def run_line(results: Results, numbers: Mapping[str, str]) -> str:
     """The run in one line. numbers: its `summary`."""
     cfg, base = results.cfg, results.final.base
     line = (

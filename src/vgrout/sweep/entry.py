@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vgrout.errors import one_line
 from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.sweep.ledger import Ledger, RecordedRun
 from vgrout.sweep.study_file import PlannedRun
@@ -87,7 +88,7 @@ class Entry:
     def _take(self, found: RecordedRun | None, state: RunState) -> None:
         self.state = state
         self.run = found.path if found else None
-        self.reason = one_line(found.reason) if found else ""
+        self.reason = one_line(found.reason, 160) if found else ""
 
     @property
     def directory(self) -> Path | None:
@@ -133,11 +134,5 @@ def _last_error(log: Path, since: int) -> str:
         return ""
     for line in reversed(lines):
         if line.startswith("E "):
-            return one_line(line[2:])
+            return one_line(line[2:], 160)
     return ""
-
-
-def one_line(text: str) -> str:
-    """The text in one line of at most 160 characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= 160 else text[:159] + "…"
