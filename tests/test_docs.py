@@ -118,7 +118,9 @@ def test_every_flag_exists(page: Path) -> None:
     known = {*text(ROOT / "tests" / "flags.txt").split(), "--help", "--help-all"}
     for span in code_spans(page):
         # other programs' flags
-        if span.startswith(("uv sync", "tensorboard ", "wandb ", "trackio ", "inspect ")):
+        if span.startswith(
+            ("uv sync", "uv run --project", "tensorboard ", "wandb ", "trackio ", "inspect ")
+        ):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
             named = {flag, flag.replace("--no-", "--")}

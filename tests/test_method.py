@@ -17,16 +17,18 @@ import pytest
 import torch
 
 import vgrout
-from methods import Fixed, batch, flat, gradient, make, poisoned, step, watched_by
+from methods import Fixed, batch, config, flat, gradient, make, poisoned, step, watched_by
 from own_classes import RIGHT, WRONG
 from tiny import policy as tiny_policy
 from tiny import relative
 from vgrout import register_intervention, register_monitor
+from vgrout.config.loss import LossConfig
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import resolve, resumed
 from vgrout.config.run import from_dict
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView
+from vgrout.grpo import policy_gradients
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import Routed
@@ -103,6 +105,57 @@ def test_where_all_earn_the_same_a_penalty_alone_gives_a_signal(policy, interven
     assert (learnt.keep is None) == (not n), (
         "nothing is learnt, and no vector goes on by its momentum"
     )
+
+
+KL = LossConfig(beta=0.1)
+
+
+@pytest.mark.parametrize("loss", [KL, LossConfig(teacher_tau=0.1, teacher_model="organism")])
+@pytest.mark.parametrize("method", [("none", "usual"), ("route2", "gate"), ("route2", "labels")])
+def test_where_all_earn_the_same_a_kl_or_a_teacher_still_reaches_every_answer(policy, method, loss):
+    with_signal, alike = batch(), batch(same=True)
+    for of in (with_signal, alike):
+        rows = make(policy, *method, loss=loss).flag(of).rows
+        assert [row.group for row in rows] == [g.index for g in of.groups for _ in g.rollouts]
+    rows = make(policy, *method).flag(alike).rows
+    assert {row.group for row in rows} == {g.index for g in with_signal.groups}
+
+
+def test_the_kl_of_a_group_is_the_same_whether_its_rewards_differ_or_not(policy):
+    def learnt(group: Group, loss: LossConfig) -> torch.Tensor:
+        of = make(policy, "none", loss=loss).flag(replace(batch(), groups=(group,)))
+        return policy_gradients(policy, of, config("none", loss=loss)).g.sum(0)
+
+    alike = batch(same=True).groups[2]
+    differing = replace(alike, grades=batch().groups[0].grades)
+    pull = learnt(alike, KL)
+    assert pull.norm() > 0
+    assert relative(learnt(differing, KL) - learnt(differing, LossConfig()), pull) < 1e-4
+
+
+def test_a_gradient_monitor_is_asked_about_gradients_of_rewards_alone(policy):
+    """Those of a KL say nothing of a hack: they are kept, and the others are flagged as without them."""
+    flagged = {}
+    for name, of in {"differ": batch(), "and alike": batch(same=True)}.items():
+        _, learnt = step(policy, make(policy, "route2", "gate", loss=KL), of)
+        flagged[name] = learnt.flags
+    assert flagged["differ"].keys() == flagged["and alike"].keys() == {0, 1}
+    assert [f.flagged for f in flagged["differ"].values()] == [
+        f.flagged for f in flagged["and alike"].values()
+    ]
+    alike = replace(batch(), groups=batch(same=True).groups[2:])
+    of, learnt = step(policy, make(policy, "route2", "gate", loss=KL), alike)
+    assert (len(of.rows), learnt.flags) == (4, {})
+    assert learnt.keep.norm() > 0
+    assert not learnt.quar.any()
+
+
+def test_what_is_left_out_is_left_out_of_the_kl_too(policy):
+    method = watched_by(Fixed(1, 3), policy, "screen", loss=KL)
+    rows = method.flag(batch()).rows
+    assert [(row.group, row.rollout.text) for row in rows] == [
+        (g, f"t{g}{b}") for g in range(2) for b in (0, 2)
+    ]
 
 
 def test_a_gradient_that_is_not_finite_is_said_and_never_learnt(policy):
@@ -527,6 +580,7 @@ def test_a_class_that_a_run_can_use_is_tried_and_left_as_it_was(name, became):
 
 
 LATER = """
+from vgrout.grpo import policy_gradients
 from vgrout.method.base import Intervention, Monitor, flags_of
 from vgrout.tensor_types import Routed
 

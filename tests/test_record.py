@@ -77,6 +77,8 @@ def test_halves_of_the_hacks_and_tallies(tmp_path):
     assert found.halves == {"A": 1, "B": 1, "": 1}
     assert found.flagged == {"C": Rate(1, 4), "D": Rate(0, 4), "E": Rate(2, 4)}
     assert found.gate == (Rate(1, 2), Rate(1, 2)), "precision, recall of rows that a gate saw"
+    assert found.not_looked_at == 1
+    assert "It did not look at 1 more hacks" in found.lines(())[0]
     assert found.last is not None
     assert found.last["problem_id"] == 2
 

@@ -33,7 +33,7 @@ SHOWN = {
     "vgrout.runs.results.Tallies.of": (),
     "vgrout.runs.results.Tallies.lines": ("summary.md",),
     "vgrout.runs.results.summary": (),
-    "vgrout.runs.results.one_line": (),
+    "vgrout.runs.results.run_line": (),
     "vgrout.runs.results.as_table": (),
     "vgrout.runs.results.last_answer": (),
     "vgrout.runs.results.log_tail": (),

@@ -1,6 +1,7 @@
 """Tiny random models of several families, for tests only."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -127,6 +128,7 @@ def step_of(groups: Sequence[Group], row: Literal["rollout", "source"] = "rollou
     """The step of these groups as plain GRPO learns it. row: what a row of g is."""
     rows: list[UpdateRow] = []
     at: dict[tuple[int, object], int] = {}
+    groups = [replace(group, index=i) for i, group in enumerate(groups)]
     for i, group in enumerate(groups):
         for b, (r, A) in enumerate(zip(group.rollouts, group.advantages, strict=True)):
             if group.has_signal:

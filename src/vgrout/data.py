@@ -438,7 +438,7 @@ class Batch:
     half_a: tuple[str, ...] = ()
     # flaws whose hacks a monitor with labels is told; (): all of them, or no monitor has labels
     known: tuple[str, ...] = ()
-    # of the groups with signal: in the others every advantage is 0
+    # of the groups with signal; with a KL or a teacher in the loss, of all
     rows: tuple[UpdateRow, ...] = ()
     # what monitors measured while they flagged, by the table's column
     measured: Mapping[str, int] = field(default_factory=dict)

@@ -124,7 +124,8 @@ def _divide_among_twins(g: Gradients, twins: Mapping[int, Sequence[int]]) -> Non
 
 def _norm(batch: Batch, cfg: Config) -> Norm:
     """What losses are divided by. Groups without signal count, so that leaving them out does not change the scale."""
-    sizes = {len(group) for group in batch.with_signal}
+    learnt_from = {row.group for row in batch.rows}
+    sizes = {len(group) for group in batch.groups if group.index in learnt_from}
     assert len(sizes) <= 1, (
         f"groups of different sizes {sorted(sizes)}: the constant normaliser G is one number"
     )

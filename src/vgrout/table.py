@@ -310,7 +310,7 @@ class StepRow(Columns):
     )
     recall: Rate | None = col(
         "frac",
-        "student hacks that the monitor flagged",
+        "student hacks that the monitor flagged, of those that it looked at",
         when="flags",
         should="near all; ELSE what it misses grows",
     )

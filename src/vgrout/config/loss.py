@@ -103,6 +103,11 @@ class LossConfig:
         spec = LOSSES[self.loss]
         return spec.of_sampler or (self.updates_per_batch > 1 and spec.low > 0)
 
+    @property
+    def reaches_every_answer(self) -> bool:
+        """Whether an answer has a gradient even if its advantage is 0, by the KL or by the teacher."""
+        return self.beta > 0 or self.teacher_tau > 0
+
     def __post_init__(self) -> None:
         check(self)
         spec = LOSSES[self.loss]

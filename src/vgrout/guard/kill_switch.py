@@ -344,7 +344,7 @@ class HeldOutGuard:
             )
         if s.streak >= cfg.decline_patience:
             broken["streak"] = (
-                f"held-out fell while in-loop rose, {s.streak} evaluations in a row, at step {step}"
+                f"held-out fell while in-loop rose, {s.streak} evaluations without a recovery, at step {step}"
             )
         gap = self.proxy_real_gap()
         if gap > cfg.max_proxy_real_gap:

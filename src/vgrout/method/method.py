@@ -16,7 +16,15 @@ from vgrout.config.run import Config
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
 from vgrout.method import contract
-from vgrout.method.base import GradientFlags, Intervention, Monitor, Part, Refresh, StepGradient
+from vgrout.method.base import (
+    GradientFlags,
+    Intervention,
+    Monitor,
+    Part,
+    Refresh,
+    Row,
+    StepGradient,
+)
 from vgrout.method.controls import shuffled
 from vgrout.method.gates import GradientMonitor
 from vgrout.method.live_direction import LiveDirection
@@ -77,15 +85,18 @@ class Method:
     def flag(self, batch: Batch) -> Batch:
         """Let text monitors flag, and make the table of rows that are learnt from.
 
-        Returns the batch with these flags, with the rewards that advantages are computed from, and with the rows of
-        groups whose rewards differ: in the others every advantage is 0.
+        Returns the batch with these flags, with the rewards that advantages are computed from, and with the rows that
+        are learnt from: those of groups whose rewards differ, since in the others every advantage is 0; with a KL or a
+        teacher in the loss those of all groups.
         """
         groups = self._flagged(batch)
         groups = self._shadowed(groups, batch.step)
         if self.intervention.spec.acts_on == "rewards":
             groups = tuple(self._with_new_rewards(group) for group in groups)
-        with_signal = [group for group in groups if group.has_signal]
-        rows = self._rows(with_signal)
+        learnt_from = groups
+        if not self.cfg.loss.reaches_every_answer:
+            learnt_from = [group for group in groups if group.has_signal]
+        rows = self._rows(learnt_from)
         measured: dict[str, int] = {}
         for monitor in (self.monitor, *self.shadows.values()):
             measured |= monitor.step_columns(batch.step)
@@ -114,17 +125,42 @@ class Method:
         rows = [row.view() for row in batch.rows]
         step = StepGradient(g, rows, self.spans, self.direction)
         if isinstance(self.monitor, GradientMonitor):
-            seen = step
-            if self.monitor.sees_labels:
-                seen = replace(step, rows=batch.rows)
-            found = contract.gradient_flags(self.monitor, seen, batch.step)
+            found, flags = self._flags_of_gradients(self.monitor, step, batch)
             step = replace(step, flags=found)
-            flags = _flags_of_groups(batch.rows, found)
         else:
             flags = self._flags_of_texts(batch.groups)
         routed = contract.routed(self.intervention, step)
         routed = replace(routed, flags=flags)
         return self._placed(routed)
+
+    def _flags_of_gradients(
+        self, monitor: GradientMonitor, step: StepGradient, batch: Batch
+    ) -> tuple[GradientFlags, dict[int, Flags]]:
+        """What a gradient monitor flags of the step's rows, and the same by group. Each rollout has a row of its own.
+
+        The monitor is asked about groups whose rewards differ. Of the others, which are in the step for the sake of a
+        KL or a teacher, no gradient comes from a reward: none of it is flagged.
+        """
+        rows: Sequence[Row] = batch.rows if monitor.sees_labels else step.rows
+        with_signal = {group.index for group in batch.with_signal}
+        asked = [n for n, row in enumerate(rows) if row.group in with_signal]
+        N = len(rows)
+        share, of_row = step.g.new_zeros(N, 1), step.g.new_zeros(N)
+        if not asked:
+            return GradientFlags(share, of_row), {}
+        seen = replace(
+            step,
+            g=step.g if len(asked) == N else step.g[asked],
+            rows=[replace(rows[n], row_of_g=place) for place, n in enumerate(asked)],
+        )
+        found = contract.gradient_flags(monitor, seen, batch.step)
+        flags = _flags_of_groups([batch.rows[n] for n in asked], found)
+        if len(asked) < N:
+            share = step.g.new_zeros(N, found.share.shape[1])
+            share[asked] = found.share.to(share)
+            of_row[asked] = found.of_row.to(of_row)
+            found = replace(found, share=share, of_row=of_row)
+        return found, flags
 
     def _flags_of_texts(self, groups: Sequence[Group]) -> dict[int, Flags]:
         """What a text monitor has flagged, by group; where the intervention routes, with shares, which are 0 or 1."""
@@ -186,12 +222,12 @@ class Method:
         return views
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
-        """The groups with the flags of a text monitor: all groups if rewards may change, else those with signal."""
+        """The groups with the flags of a text monitor: those that are learnt from; all if rewards may change."""
         spec = self.intervention.spec
         if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
         looked_at = batch.with_signal
-        if spec.acts_on == "rewards":
+        if spec.acts_on == "rewards" or self.cfg.loss.reaches_every_answer:
             looked_at = batch.groups
         views = self._views(looked_at, self.monitor)
         flags = contract.flags_of_monitor(self.monitor, views, batch.step)
@@ -231,6 +267,8 @@ class Method:
     def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
         """Make the table that is learnt from: one `UpdateRow` for each rollout.
 
+        A rollout that the intervention leaves out has none, where a row of advantage 0 would have a gradient.
+
         Its `row_of_g` is the row of g that its gradient is added to. Under a gradient monitor, or where the
         intervention asks for it, that row is its own. Otherwise it shares one with the rollouts of its group that have
         its source and, if the intervention acts on the gradient, its flag.
@@ -247,6 +285,8 @@ class Method:
             set_apart = known if reads_gradients else flagged
             advantages = contract.advantages(self.intervention, group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
+                if group.learnt_rewards[b] is None and self.cfg.loss.reaches_every_answer:
+                    continue
                 in_common: Hashable = (group.index, b)
                 if not one_each:
                     acted_on = spec.acts_on == "gradient" and flagged[b]

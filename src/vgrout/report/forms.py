@@ -78,6 +78,16 @@ def require_final(final: Object, known: Sequence[str]) -> None:
         _require_shares(numbers, f"{file}: {name}")
 
 
+def require_same_answers(final: Object, graded: Mapping[str, int]) -> None:
+    """Check that per_mode_deploy.json counts the deployed model's answers that final.jsonl has. Raises Refused.
+
+    graded: by side, how many graded answers final.jsonl has.
+    """
+    got, counted = graded.get("deployed", 0), final["eval_n"]
+    said = f"of {got} graded answers, in per_mode_deploy.json {counted}"
+    _require(got == counted, "final.jsonl: the deployed model", said)
+
+
 def require_steps(rows: Sequence[object]) -> None:
     """Check the rows of steps.jsonl. Raises Refused."""
     _require(bool(rows), "steps.jsonl", "empty")
@@ -86,6 +96,7 @@ def require_steps(rows: Sequence[object]) -> None:
         row = _object(line, where)
         for name in ("step", "hack_s_k", "hack_s_n", "solve_s_k", "solve_s_n"):
             _require_count(row.get(name), f"{where}: {name}")
+        _require(row["step"] == number - 1, f"{where}: step", row["step"])
         for name, value in row.items():
             if name.startswith(("hk_", "hack_", "solve_", "signal_")) or name in ("all_zero", "n"):
                 _require_number(value, f"{where}: {name}")
@@ -149,6 +160,8 @@ def _require_shares(numbers: Object, where: str) -> None:
         ):
             is_share = _is_number(value) and 0 <= value <= 1
             _require(value is None or is_share, f"{where}: {name}", value)
+        if name.startswith("n_") or name.endswith("_n"):
+            _require_count(value, f"{where}: {name}")
 
 
 def _object(value: object, where: str) -> Object:

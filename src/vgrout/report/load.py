@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float, Int
-from pandas import DataFrame, Index, Series, isna
+from pandas import DataFrame, Index, MultiIndex, Series, isna
 
 from vgrout import environments
 from vgrout.config.method import CHOICE, MethodConfig
@@ -198,11 +198,11 @@ class FinishedRun:
         """
         if flaw is None:
             share = self.final.get(f"{what}_{side}")
-            n = self.final.get("eval_n", 0)
+            n = self.final.get(f"n_{side}", self.final.get("eval_n", 0))
         else:
             numbers = self.final["by_mode"][flaw]
             share = numbers.get(f"{side}_{what}")
-            n = numbers["n"]
+            n = numbers.get(f"{side}_n", numbers["n"])
         if share is None:
             return Rate(0, 0)
         return Rate(round(share * n), n)
@@ -233,9 +233,12 @@ class FinishedRun:
 
         With `flaw`: on the problems that have this flaw, and hacks of it alone.
         """
-        # A method without a quarantine has no trained side of its own.
         name = SIDES[side]
-        answers = self._by_problem.get(name) or self._by_problem["deployed"]
+        if name == "trained" and not self.cfg.method.routes:  # it has no such side of its own
+            name = "deployed"
+        answers = self._by_problem.get(name)
+        if answers is None:  # the grader failed on every answer
+            return Series(dtype=float, index=MultiIndex.from_arrays([[], []]))
         if what == "solve":
             hits = answers.solved
         elif flaw is None:
@@ -385,13 +388,15 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
         raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
     forms.require_record(record)
     forms.require_final(final, list(environments.flaws_of(record)))
+    answers = _read_answers(path / "final.jsonl")
+    forms.require_same_answers(final, answers.side.value_counts().to_dict())
     return FinishedRun(
         path=path,
         cfg=cfg,
         record=record,
         final=final,
         steps=_read_steps(path / "steps.jsonl"),
-        answers=_read_answers(path / "final.jsonl"),
+        answers=answers,
         flags=_read_flags(path / "rollouts.jsonl", cfg.method),
     )
 
