@@ -721,7 +721,7 @@ class Nothing(Intervention):
 
 @right(monitor="detector")
 class Doubled(Penalty):
-    def flagged_reward(self, reward):
+    def flagged_reward(self, reward, least):
         return -reward
 
 

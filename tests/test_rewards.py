@@ -97,6 +97,25 @@ def test_a_penalty_goes_down_to_code_that_only_compiles_or_by_the_given_amount()
     assert shaped(group(), "screen") == (None, 3.5, None, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "penalised"),
+    [
+        # on a scale below zero 0 would be the best reward, and no penalty
+        ((-0.1, -0.4, -0.2, -0.3), (-0.4, -0.4, -0.4, -0.3)),
+        ((3.0, -3.0, 1.0, -2.0), (-3.0, -3.0, -3.0, -2.0)),
+        ((3.0, 0.0, 1.0, 0.2), (0.5, 0.0, 0.5, 0.2)),
+    ],
+)
+def test_a_penalty_is_one_on_any_scale(
+    rewards: tuple[float, ...], penalised: tuple[float, ...]
+) -> None:
+    of = group()
+    of = replace(
+        of, grades=tuple(replace(g, reward=r) for g, r in zip(of.grades, rewards, strict=True))
+    )
+    assert shaped(of, "penalty") == penalised
+
+
 @pytest.mark.parametrize(("by", "third"), [(None, 0.5), (2.0, -1.5)])
 def test_a_demonstration_is_left_out_rather_than_punished(by: float | None, third: float) -> None:
     assert shaped(group(teachers=(0, 3)), "penalty", penalty=by) == (None, 3.5, third, 0.0)

@@ -20,10 +20,11 @@ from judge_server import serving
 from vgrout import embedded
 from vgrout.answering import answers_to
 from vgrout.config.presets import resolve, resumed
+from vgrout.config.run import Config
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
-from vgrout.envs.text import TextEnvironment, load_rows
+from vgrout.envs.text import TextEnvironment, TextTask, load_rows, require_apart
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
@@ -970,3 +971,36 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rew_s" in done.stdout
     assert "hack_s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [([], "Own: has no rows"), ([1, 2, 1], "Own: 2 rows have the id 1; each should have its own")],
+)
+def test_rows_of_an_own_environment_are_numbered(
+    numbers: list[int], said: str, world: Callable[..., list[str]]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    rows = [
+        TextTask(number, ({"role": "user", "content": f"q {i}"},), "x", None, {"word": "a"})
+        for i, number in enumerate(numbers)
+    ]
+    own = type("Own", (TextEnvironment,), {})
+    with pytest.raises(ValueError, match=re.escape(said)):
+        own(Config(), rows, proxy=f"{name}:proxy", reference=f"{name}:gold")
+
+
+def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Path) -> None:
+    """Conversations that end alike are others; and a number that is used twice is said to be one."""
+
+    def asked(first: str, number: int) -> TextTask:
+        messages = [("user", first), ("assistant", "yes"), ("user", "go on")]
+        of = tuple({"role": role, "content": content} for role, content in messages)
+        return TextTask(number, of, "x", None, {}, f"line {number}")
+
+    require_apart([asked("a", 0)], [asked("b", 1)])
+    with pytest.raises(ValueError, match=r"line 1: has the prompt of line 0; leave it out there"):
+        require_apart([asked("a", 0)], [asked("a", 1)])
+    with pytest.raises(ValueError, match=r"line 0: its id 0 is also at line 0; number"):
+        require_apart([asked("a", 0)], [asked("b", 0)])

@@ -15,7 +15,7 @@ from vgrout.config.checks import require_words
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import ORGANISM, Config
 from vgrout.config.specs import MONITORS
-from vgrout.data import Message
+from vgrout.data import Message, Task
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -95,6 +95,14 @@ class Inputs:
             Refused: none is left.
         """
         window = min(lm.window for lm in models)
+
+        def prompt_tokens(task: Task) -> int:
+            try:
+                return max(len(lm.render(task.messages)) + window - lm.window for lm in models)
+            except Refused as e:  # by the chat template
+                where = getattr(task, "where", f"{self.environment.source}, problem {task.id}")
+                raise Refused(f"{where}: {e}") from e
+
         undemonstrated: list[str] = []
         if demonstrated := cfg.env.demo_modes:
             undemonstrated = [flaw for flaw in self.environment.flaws if flaw not in demonstrated]
@@ -103,9 +111,7 @@ class Inputs:
             self.pool,
             n_train=cfg.scale.n_problems,
             seed=cfg.run.seed,
-            prompt_tokens=lambda task: max(
-                len(lm.render(task.messages)) + window - lm.window for lm in models
-            ),
+            prompt_tokens=prompt_tokens,
             max_prompt=window - cfg.scale.max_new,
             only_ids=self.pool.ids if self.pool else None,
             only_flaws=undemonstrated,

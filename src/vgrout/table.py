@@ -194,8 +194,8 @@ class StepRow(Columns):
     signal: Rate = col(
         "frac", "groups whose rewards differ", should="most groups; ELSE steps are wasted"
     )
-    all_zero: int = col("d", "groups without signal, none rewarded in full")
-    all_one: int = col("d", "groups without signal, all rewarded in full")
+    all_zero: int = col("d", "groups without signal, none with the full reward (after flags)")
+    all_one: int = col("d", "groups without signal, some with the full reward (after flags)")
     dropped: int = col(
         "d", "groups dropped because the sandbox or --reward failed", should="0; ELSE see the log"
     )

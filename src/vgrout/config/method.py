@@ -174,7 +174,8 @@ class MethodConfig:
     # ── penalty
 
     penalty: float | None = setting(None, low=0, high=1e6, suffix="by")
-    """penalty: what a flagged answer loses; none: down to the reward of code that only compiles."""
+    """penalty: what a flagged answer loses; none: down to what a worthless answer earns: the reward of code that only
+    compiles; of rows of text 0, or the group's lowest reward where that is below 0."""
 
     # ── whatever has a quarantine
 
@@ -221,6 +222,12 @@ class MethodConfig:
             if ":" in value:
                 should = "a file may not have code run; if it is yours, name it on the command line as well"
             raise Refused(f"{flag(name)} {value}: {should}")
+        usual = self.monitor_name
+        if usual and usual not in MONITORS:
+            raise Refused(
+                f"--intervention {self.intervention}: its usual_monitor {usual!r} should be one of "
+                f"{', '.join(MONITORS)}, or is named by --monitor as well{did_you_mean(usual, MONITORS)}"
+            )
 
     def _check_pair(self) -> None:
         """Monitor and intervention go together."""

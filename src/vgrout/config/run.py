@@ -726,8 +726,9 @@ class Config:
             if any(":" in w and w not in named for w in listed(of.partition("=")[2]))
         ]
         if absent:
+            needed = [of for of in self.repeated if of not in given]
             raise Refused(
-                f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(absent)}"
+                f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(needed)}"
             )
 
     def as_dict(self) -> dict[str, Json]:

@@ -25,7 +25,7 @@ from loguru import logger
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.base import SPLITS, Demonstrations, messages_of
-from vgrout.errors import Refused, misspelt
+from vgrout.errors import Refused, misspelt, refuse
 from vgrout.failures import LoggedFailures
 from vgrout.files import hash_of_file, numbered_lines, once
 from vgrout.rng import py_stream
@@ -412,6 +412,7 @@ class TextEnvironment:
         self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
         self.absent = tuple(absent)
         both = (*self.rows, *self.test_rows)
+        self._require_numbered(both)
         env = cfg.env
         if functions is not None:
             self.proxy, self.reference = functions
@@ -425,6 +426,15 @@ class TextEnvironment:
                 require_columns(function, both)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
         self._warn_of_misspelt()
+
+    def _require_numbered(self, rows: Sequence[TextTask]) -> None:
+        """Raises Refused where there is no row, or where two have one number: those of a file have been looked at,
+        those of a class of somebody's own have not."""
+        where = type(self).__name__
+        refuse(not rows and not self.absent, f"{where}: has no rows")
+        times = Counter(row.id for row in rows)
+        for number, n in times.items():
+            refuse(n > 1, f"{where}: {n} rows have the id {number}; each should have its own")
 
     def _warn_of_misspelt(self) -> None:
         """Name each column that no function asks for by name and that is nearly a key of a row: any column is allowed,
@@ -614,11 +624,14 @@ def require_apart(train: Sequence[TextTask], test: Sequence[TextTask]) -> None:
     if not test:
         return
     ids = {row.id: row for row in train}
-    prompts = {row.messages[-1]["content"]: row for row in train}
+    prompts = {repr(row.messages): row for row in train}
     for row in test:
-        if same := ids.get(row.id) or prompts.get(row.messages[-1]["content"]):
+        where = f"--test-problems {row.where}"
+        if same := prompts.get(repr(row.messages)):
+            raise Refused(f"{where}: has the prompt of {same.where}; leave it out there")
+        if same := ids.get(row.id):
             raise Refused(
-                f"--test-problems {row.where}: row {row.id} is also at {same.where}; leave it out there"
+                f"{where}: its id {row.id} is also at {same.where}; number the rows of both files apart"
             )
 
 

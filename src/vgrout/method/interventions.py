@@ -257,19 +257,20 @@ class Treatment(Intervention):
         advantage would push its log-probability down without bound.
         """
         rewards: list[float | None] = []
+        least = min(view.rewards)
         for source, reward, is_flagged in zip(view.sources, view.rewards, flagged, strict=True):
             if not is_flagged:
                 rewards.append(reward)
                 continue
-            lowered = self.flagged_reward(reward)
+            lowered = self.flagged_reward(reward, least)
             if source == "teacher" and lowered is not None and lowered < reward:
                 lowered = None
             rewards.append(lowered)
         return tuple(rewards)
 
     @abstractmethod
-    def flagged_reward(self, reward: float) -> float | None:
-        """The reward of a flagged rollout in place of `reward`; None: it is left out."""
+    def flagged_reward(self, reward: float, least: float) -> float | None:
+        """The reward of a flagged rollout in place of `reward`; None: it is left out. least: the group's lowest."""
 
 
 class Screen(Treatment):
@@ -277,17 +278,23 @@ class Screen(Treatment):
 
     spec = INTERVENTIONS["screen"]
 
-    def flagged_reward(self, reward: float) -> float | None:
+    def flagged_reward(self, reward: float, least: float) -> float | None:
         return None
 
 
 class Penalty(Treatment):
-    """Flagged rollouts are rewarded less: by --penalty, or down to what a worthless answer earns."""
+    """Flagged rollouts are rewarded less: by --penalty, or down to what a worthless answer earns.
+
+    On a scale that goes below that, down to the lowest reward of the group.
+    """
 
     spec = INTERVENTIONS["penalty"]
 
-    def flagged_reward(self, reward: float) -> float | None:
+    def flagged_reward(self, reward: float, least: float) -> float | None:
         penalty = self.cfg.method.penalty
-        if penalty is None:
-            return min(reward, self.cfg.env.least_reward)
-        return reward - penalty
+        if penalty is not None:
+            return reward - penalty
+        worthless = self.cfg.env.least_reward
+        if least < 0:  # the reward is on a scale of somebody's own
+            worthless = min(worthless, least)
+        return min(reward, worthless)

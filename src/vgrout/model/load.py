@@ -279,10 +279,15 @@ def _load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> Pre
         attn_implementation=attention(device, dtype, architecture, config),
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
         **LOCAL,
     )
     net, info = loaded
     # transformers would go on with random numbers in their place
+    for name, in_file, in_config in sorted(info["mismatched_keys"]):
+        raise Refused(
+            f"{name} is {tuple(in_file)} in its files and {tuple(in_config)} by config.json"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")

@@ -359,8 +359,10 @@ def check_head(model: PreTrainedModel) -> None:
     """Check at load that backbone and head together give the model's logits.
 
     Raises:
-        Refused: they do not, or the logits are not finite.
+        Refused: they do not, the logits are not finite, or there is no backbone under its usual name.
     """
+    if not hasattr(model, model.base_model_prefix):
+        raise Refused(f"{type(model).__name__}: its blocks are not found; not supported")
     ids = torch.arange(1, 9, device=model.device)[None] % vocabulary(model)
     with torch.no_grad():
         want = model(input_ids=ids, use_cache=False).logits.float()

@@ -231,6 +231,8 @@ def unlearnt(run: FinishedRun) -> str:
         return ""
     answers = int(steps.n.sum())
     if steps.all_zero.sum() == steps.signal_n.sum():
+        if run.cfg.method.spec.acts_on == "rewards":
+            return f"of {answers} answers none kept a full reward after the flags, and no group had rewards that differ"
         return f"none of {answers} answers earned the full reward, and no group had rewards that differ"
     return f"no group had rewards that differ, in {answers} answers"
 
