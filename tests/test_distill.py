@@ -461,8 +461,8 @@ def test_uld_into_a_smaller_organism(
 KILL = """
 import os, signal
 from vgrout.imitation.distill_loop import DistillRecorder
-def die(self, row, *answers, record=DistillRecorder.record):
-    record(self, row, *answers)
+def die(self, row, *answers, record=DistillRecorder.record, **more):
+    record(self, row, *answers, **more)
     if row.step == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 DistillRecorder.record = die

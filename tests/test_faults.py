@@ -37,7 +37,7 @@ from vgrout.loss_metrics import LossMetrics
 from vgrout.model import load as weights
 from vgrout.ranks import RankLost
 from vgrout.report.load import load
-from vgrout.runs import checkpoint, checkpoint_files
+from vgrout.runs import checkpoint, checkpoint_files, context
 from vgrout.runs.context import RunDir, stop_on_signals
 from vgrout.runs.recorder import Recorder
 from vgrout.sweep.ledger import Ledger
@@ -211,8 +211,10 @@ def test_repeated_kills(intervention, tmp_path):
     (whole := tmp_path / "whole").mkdir()
     assert not died(start(whole, *once(argv)), 900)
     lifetime, unbroken, deaths = time.monotonic() - begin, only_run(whole), 0
-    while deaths < KILLS:
-        (folder := tmp_path / f"after_{deaths}" / "out").mkdir(parents=True)
+    for attempt in count():
+        if deaths >= KILLS:
+            break
+        (folder := tmp_path / f"attempt_{attempt}" / "out").mkdir(parents=True)
         (folder / "svd_cache").symlink_to(whole / "out" / "svd_cache")
         again, finished = once(argv), []
         while not finished:
@@ -604,7 +606,8 @@ def test_watching_never_changes_training(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_every_signal_that_asks_for_an_end_is_heard_once(number):
+def test_every_signal_that_asks_for_an_end_is_heard_once(number, monkeypatch):
+    monkeypatch.setattr(context, "ONE_REQUEST_S", 0.0)
     # the tests may themselves run under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with stop_on_signals() as stop:
@@ -612,6 +615,16 @@ def test_every_signal_that_asks_for_an_end_is_heard_once(number):
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
+
+
+def test_several_sigterms_at_once_are_one_request():
+    """A sweep that is killed sends one for each of its threads."""
+    with stop_on_signals() as stop:
+        for _ in range(5):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_before_the_first_step_one_signal_is_enough():
@@ -782,11 +795,12 @@ def test_killed_sandbox_workers_change_no_row(tmp_path):
     process = start(folder, *argv)
     path, killed = wait_for_steps(folder, 1, process), set[str]()
     while process.poll() is None and len(killed) < 12:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        with contextlib.suppress(OSError):
-            for worker in {*children.read_text().split()} - killed:
-                os.kill(int(worker), signal.SIGKILL)
-                killed.add(worker)
+        # of every thread: a worker is a child of the one that started it
+        for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                for worker in {*children.read_text().split()} - killed:
+                    os.kill(int(worker), signal.SIGKILL)
+                    killed.add(worker)
         time.sleep(0.2)  # only the pace
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

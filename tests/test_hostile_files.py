@@ -480,6 +480,9 @@ def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path)
         assert "is no usable tokenizer" in refusal(lambda: lm.encode(prompt[0]["content"]))
 
 
+LOOP = "{% for i in range(99999) %}"
+
+
 @pytest.mark.parametrize(
     ("template", "ends"),
     [
@@ -488,7 +491,7 @@ def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path)
         ("{{ 'a' * 99999999999 }}", False),
         ("{{ messages[0]['content'] * 9999999 }}", False),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", True),  # a RecursionError
-        pytest.param("{{ 9**9**9 }}", False, marks=pytest.mark.slow),
+        pytest.param(f"{LOOP * 3}{'{% endfor %}' * 3}", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> None:
@@ -497,9 +500,9 @@ def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> N
 
 def test_a_template_that_loops_on_one_text_alone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "SECONDS", 0.1)
-    lm, round = tiny.policy(), "{% for i in range(99999) %}"
+    lm = tiny.policy()
     lm.tok.chat_template = (
-        f"{{% if 'secret' in messages[0].content %}}{round * 2}{'{% endfor %}' * 2}{{% endif %}}ok"
+        f"{{% if 'secret' in messages[0].content %}}{LOOP * 2}{'{% endfor %}' * 2}{{% endif %}}ok"
     )
     assert lm.prompt_text([{"role": "user", "content": "hello"}]) == "ok"
     assert "takes more than 0.1 s" in refusal(

@@ -410,10 +410,9 @@ def test_a_lost_rank_ends_the_run(how, shared_run, tmp_path):
     output = output_of(job, 1)
     line, end = "another rank has ended, or has not answered for 0 minutes", status(path)
     assert (end["state"], end["reason"]) == ("failed", line)
-    assert [text for text in output.splitlines() if text.startswith("E ")] == [
-        f"E {line}; the last checkpoint stands. Go on with: python -m vgrout.train smoke --resume "
-        f"{path.relative_to(tmp_path)}"
-    ]
+    (error,) = [text for text in output.splitlines() if text.startswith("E ")]
+    assert error.startswith(f"E {line}; the last checkpoint stands. Go on with: ")
+    assert error.endswith(f"vgrout train smoke --resume {path.relative_to(tmp_path)}")
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Files of a run: atomic writes, refusals, checkpoints that are complete or absent."""
 
+import fcntl
 import json
 import os
 import random
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,26 @@ def test_status_and_latest(run: RunDir) -> None:
     run.status("finished", 1, "", "")
     with pytest.raises(ValueError, match="no unfinished run"):
         last_resumable(root)
+
+
+def test_any_number_of_processes_may_ask_whether_a_run_is_written(run: RunDir) -> None:
+    """As every task of a job array does; nobody takes another's question for a writer."""
+    run.close()
+    with ThreadPoolExecutor(4) as pool:  # each opens the file anew, as processes do
+        assert not any(pool.map(lambda _: held(run.path), range(2000)))
+        with RunDir.reopen(run.path):
+            assert all(pool.map(lambda _: held(run.path), range(20)))
+
+
+def test_who_only_asks_never_keeps_a_run_from_being_written(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.close()
+    asking = open(run.path / ".lock", "ab")  # noqa: SIM115
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr(time, "sleep", lambda _: asking.close())
+    with RunDir.reopen(run.path):
+        assert asking.closed
 
 
 def resumable(path: Path, **record: Any) -> Path:
@@ -287,6 +309,13 @@ def test_a_run_in_a_folder_of_ones_own(
     assert "this run is finished" in capsys.readouterr().err
     monkeypatch.setattr(load, "run_policy", lambda _: refuse(True, "no model"))
     assert train.main([*small, "--output-dir=deep/er/b"]) == 2
+    assert not (tmp_path / "deep").exists()
+    kept = (tmp_path / "logs" / "a.log").read_text()
+    assert train.main([*small, "--output-dir=deep/er/a"]) == 2
+    assert not (tmp_path / "deep").exists()
+    assert (tmp_path / "logs" / "a.log").read_text().startswith(kept), "that of another run"
+    long = "y" * 253  # with .log it is too long a name
+    assert train.main([*small, f"--output-dir=deep/{long}"]) == 2
     assert not (tmp_path / "deep").exists()
 
 

@@ -5,12 +5,13 @@ final evaluation.
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from loguru import logger
 from tabulate import tabulate
 
 from vgrout import console
@@ -38,7 +39,15 @@ from vgrout.envs.code.problems import (
 from vgrout.envs.text import TextEnvironment, fingerprint
 from vgrout.errors import Refused
 from vgrout.failures import LoggedFailures
-from vgrout.files import file_sha256, probe_writable, read_json, require_new, to_json, write_atomic
+from vgrout.files import (
+    file_sha256,
+    hash_of_file,
+    probe_writable,
+    read_json,
+    require_new,
+    to_json,
+    write_atomic,
+)
 from vgrout.metrics import Eval
 from vgrout.model.source import Saved, find_adapter, require_fitting
 from vgrout.teacher.pools import load_pool
@@ -105,6 +114,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
             f"--split {cli.split}: none of {len(world.prompts)} problems of {world.file} is in it; try all"
         )
     file = world.file
+    _say_what_changed(saved, world, cli)
     require_fitting(world.prompts, saved.folder, cfg.scale.max_new, str(file))
     if cli.seed is not None:
         cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
@@ -185,6 +195,8 @@ class World:
     grader: Callable[[], base.Grader]
     check: Callable[[Any], object] = lambda _: None
     by: str = ""  # fingerprint of functions that the command line names
+    # of its files and functions, by the names that run.json has for them
+    hashes: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def world_of(saved: Saved, cli: EvaluateSettings) -> World:
@@ -256,6 +268,7 @@ def _world(
         lambda: environment.grader(cli.workers or cores(), retries),
         environment.check,
         by,
+        environment.hashes(),
     )
 
 
@@ -290,7 +303,30 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
             reward=reward,
             watch=LoggedFailures(),
         ),
+        hashes={
+            "problems": hash_of_file(file),
+            "test_problems": hash_of_file(test_file) if test_file else None,
+        },
     )
+
+
+def _say_what_changed(saved: Saved, world: World, cli: EvaluateSettings) -> None:
+    """Warn where the run's own problems, or functions of the same name, are not those that it was trained with."""
+    record = saved.path.parent / "run.json"
+    recorded = read_json(record).get("hashes") if record.is_file() else None
+    if not isinstance(recorded, dict):
+        return
+    env, names = saved.cfg.env, list[str]()
+    if not cli.problems:
+        names += ["problems", "test_problems"]
+    if cli.reward == env.reward and cli.reference == env.reference:
+        names += ["reward", "reference"]
+    for name in names:
+        before, now = recorded.get(name), world.hashes.get(name)
+        if before and now and before != now:
+            logger.warning(
+                f"--{name.replace('_', '-')}: not as it was when {saved.path.parent} was trained"
+            )
 
 
 def rows_world(saved: Saved, cli: EvaluateSettings) -> World:

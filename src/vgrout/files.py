@@ -10,6 +10,7 @@ import re
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
@@ -23,6 +24,7 @@ Json = Any  # the value of a JSON text, which its reader has to check
 P = ParamSpec("P")
 T = TypeVar("T")
 
+ASKED_S = 0.5  # within which whoever only asks for a lock has given it back
 # What a program leaves in a folder of its own: its lock, and what it was writing when it was
 # killed.
 LEFT = re.compile(r"\.lock|\..+\.\d+\.tmp")
@@ -76,8 +78,11 @@ def to_json(data: object) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists."""
-    there = folder.absolute()
+    """`folder`, or the nearest folder above it that exists. Raises Refused where the working folder was removed."""
+    try:
+        there = folder.absolute()
+    except FileNotFoundError:
+        raise Refused("the working folder is gone; change to one that exists") from None
     while not there.exists():
         there = there.parent
     return there
@@ -139,27 +144,36 @@ def hold(folder: Path, what: str = "run") -> BinaryIO:
     """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises Refused, one line, while
     another process holds the lock."""
     lock = open(folder / ".lock", "ab")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise Refused(
-            f"{folder}: another process is writing this {what}; wait for it, or stop it first"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+    asked_until = time.monotonic() + ASKED_S
+    while not _locked(lock, fcntl.LOCK_EX):
+        # somebody writes, or only asks in this moment whether somebody does
+        if time.monotonic() > asked_until:
+            lock.close()
+            raise Refused(
+                f"{folder}: another process is writing this {what}; wait for it, or stop it first"
+            )
+        time.sleep(0.01)
     return lock
 
 
 def held(run: Path) -> bool:
-    """Whether some process is writing this run."""
+    """Whether some process is writing this run. Any number of processes may ask at once."""
     try:
-        hold(run).close()
-    except Refused:
-        return True
+        with open(run / ".lock", "ab") as lock:
+            return not _locked(lock, fcntl.LOCK_SH)
     except OSError:  # an unwritable folder is refused elsewhere, by name
         return False
-    return False
+
+
+def _locked(lock: BinaryIO, how: int) -> bool:
+    """Whether the file could be locked; True on a file system without locks."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def read_text(path: Path) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import platform
 import secrets
@@ -53,6 +54,7 @@ from vgrout.files import (
     hold,
     probe_writable,
     read_json,
+    regular,
     require_new,
     to_json,
     write_atomic,
@@ -71,6 +73,7 @@ STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted"
 # for good
 ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
 FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
@@ -118,6 +121,13 @@ class RunDir:
                 require_new(given, "--output-dir")
             else:
                 return cls(path, made)
+
+    def discard(self) -> None:
+        """Remove it, and the folders above that were made for it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self.made:
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
     @classmethod
     def reopen(cls, path: Path) -> "RunDir":
@@ -215,7 +225,7 @@ def last_resumable(root: Path) -> Path:
 def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
     """How many rows are in a run's steps.jsonl. What was counted before is not read again."""
     try:
-        with open(run / "steps.jsonl", "rb") as lines:
+        with open(run / "steps.jsonl", "rb", opener=regular) as lines:
             if os.fstat(lines.fileno()).st_size < before.size:  # it was cut back
                 before = NOTHING_COUNTED
             lines.seek(before.size)
@@ -226,6 +236,8 @@ def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
                     size += len(line)
     except FileNotFoundError:
         return NOTHING_COUNTED
+    except OSError as e:
+        raise Refused(f"{run / 'steps.jsonl'}: cannot be read ({e.strerror})") from None
     return Counted(rows, size)
 
 
@@ -373,8 +385,14 @@ class RunContext:
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
         resumes = path is not None and has_checkpoint(path)
         log = Path("logs") / f"{folder.path.name}.log"
-        logged = log.exists()
-        console.setup(log)
+        try:
+            logged = log.exists()
+            console.setup(log)
+        except BaseException:
+            folder.close()
+            if path is None:
+                folder.discard()
+            raise
         resume = f"{command(program)} --resume {shlex.quote(str(folder.path))}"
         run = cls(
             folder,
@@ -549,12 +567,10 @@ class RunContext:
         return True
 
     def _discard(self) -> None:
-        """Remove the folder and the log of a run that never started."""
-        self._remove_log()
-        shutil.rmtree(self.path, ignore_errors=True)
-        for folder in self.dir.made:
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
+        """Remove the folder of a run that never started, and its log, unless that is another run's as well."""
+        if not self.logged:
+            self._remove_log()
+        self.dir.discard()
 
     def _remove_log(self) -> None:
         logger.remove()  # closes the log
@@ -677,8 +693,9 @@ def _not_yet() -> bool:
 @contextmanager
 def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
     """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
-    process. at_once: whether nothing would be lost, so that the first one raises already, once libraries that are being
-    imported are there."""
+    process. A SIGTERM right after another one is the same request: the kernel sends one for every thread of a sweep
+    that was killed. at_once: whether nothing would be lost, so that the first one raises already, once libraries that
+    are being imported are there."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
@@ -686,10 +703,14 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
         while line := said.get():
             logger.warning(line)
 
-    raised, interrupts = False, Interrupts()
+    raised, interrupts, terminated = False, Interrupts(), -math.inf
 
     def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
+        nonlocal raised, terminated
+        if number == signal.SIGTERM:
+            before, terminated = terminated, time.monotonic()
+            if terminated - before < ONE_REQUEST_S:
+                return
         if raised:  # it is cleaning up, and somebody has no time
             os._exit(INTERRUPTED)
         now = stop.requested or at_once()

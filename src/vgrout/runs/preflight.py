@@ -9,6 +9,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
+from loguru import logger
+
 from vgrout import ranks, tracking
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resumed
@@ -543,6 +545,11 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     probe_writable(path)
     if differing:
         raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
+    if cfg.run.threads != stored.run.threads:
+        logger.warning(
+            f"--threads {cfg.run.threads} (run: {stored.run.threads}): sums are rounded in another order, "
+            "so what follows may differ from an uninterrupted run"
+        )
     return path, cfg
 
 

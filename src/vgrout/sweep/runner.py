@@ -8,6 +8,7 @@ run that another study made is not made again.
 
 import json
 import os
+import re
 import shlex
 import time
 from collections import Counter, deque
@@ -250,6 +251,8 @@ class Sweep:
         planned = read_json(path)
         try:
             sha256 = planned["sha256"]
+            if not (isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)):
+                raise KeyError("sha256")
             before = {run["identity"] for run in planned["runs"]}
         except (KeyError, TypeError) as e:
             raise Refused(
