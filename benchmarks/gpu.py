@@ -43,7 +43,7 @@ from benchmarks.bounds import (
 )
 from benchmarks.gpu_peer import Contestant, argument
 from benchmarks.measure import Figure, Ratio, page
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.run import OptConfig
 from vgrout.data import Group
 from vgrout.errors import Refused
@@ -111,7 +111,7 @@ def random_policy(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Pol
     """A policy on random weights."""
     model = rig.random_model(device=device, dtype=dtype, **shape)
     model.set_attn_implementation("sdpa")
-    tokenizer: Any = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
+    tokenizer: Any = AutoTokenizer.from_pretrained(embedded.MODEL_DIR)
     lm = as_language_model(model, tokenizer)
     fuse_blocks(model, backbone(model), lm.lean)
     return Policy(**vars(lm), adapter=SvdAdapter(model, None, decompose=orthogonal))
@@ -524,7 +524,7 @@ def run(quick: bool = False, part: Part = "all") -> str:
             "gpu: this machine has no CUDA device that torch can use; run this bench on one with "
             "60 GB"
         )
-    device, dtype = pick_device(organism.MODEL_DIR, "bf16")
+    device, dtype = pick_device(embedded.MODEL_DIR, "bf16")
     load = QUICK if quick else FAST
     rounds = 2 if quick else 5
     gpu = torch.cuda.get_device_properties(0)

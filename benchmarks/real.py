@@ -15,7 +15,7 @@ import torch
 from benchmarks import bounds, rig, trl_peer
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.step import parts
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.cores import cores
 from vgrout.model.load import run_policy
@@ -33,7 +33,7 @@ def command(model: Path, dtype: Dtype, intervention: str) -> list[str]:
     return rig.command(
         intervention,
         f"--model={model}",
-        f"--problems={organism.PROBLEMS}",
+        f"--problems={embedded.PROBLEMS}",
         f"--max-new={LOAD.answer}",
         "--reward=benchmarks.rig:differing",
         f"--dtype={dtype}",

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from benchmarks.rig import LR, SEED, G, P
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.model.sampling import Sampling
@@ -93,9 +93,9 @@ class Clock(TrainerCallback):
 class Model:
     """What TRL trains."""
 
-    folder: Path = organism.MODEL_DIR
+    folder: Path = embedded.MODEL_DIR
     dtype: torch.dtype = torch.float32
-    max_new: int = organism.MAX_NEW
+    max_new: int = embedded.MAX_NEW
 
 
 def settings(max_new: int, group: int, **own: Any) -> Any:

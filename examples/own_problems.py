@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vgrout
-from vgrout import embedded as organism
+from vgrout import embedded
 
 FOLDER = Path("out/own")
 FOLDER.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ lines = [json.dumps(problem) + "\n" for problem in problems]
 
 # 2. A model: any folder that transformers loads. This one is random, has two layers, and the
 # organism's tokenizer.
-tokenizer = PreTrainedTokenizerFast.from_pretrained(organism.MODEL_DIR)
+tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded.MODEL_DIR)
 tokenizer.save_pretrained(FOLDER / "model")
 shape = LlamaConfig(
     vocab_size=len(tokenizer),

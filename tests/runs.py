@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.presets import PRESETS
 from vgrout.distill import main as distill
 from vgrout.iterative_dpo import main as iterative_dpo
@@ -255,7 +255,7 @@ def adapter_bytes(path: Path) -> bytes:
 
 def teach(path: Path) -> Path:
     """An adapter of the organism at this path, far enough from it to be another model."""
-    policy = load_policy(organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
+    policy = load_policy(embedded.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=None)
     with torch.no_grad():
         policy.adapter.δS.copy_(
             0.2 * torch.randn(len(policy.adapter), generator=torch.Generator().manual_seed(0))

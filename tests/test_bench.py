@@ -19,7 +19,7 @@ from benchmarks.bounds import Load
 from benchmarks.gpu_peer import Contestant
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.model import decoder
 from vgrout.model.flops import (
     attention_flops,
@@ -213,7 +213,7 @@ def test_a_run_takes_its_steps_when_asked(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     "bench",
-    [lambda: step.run(quick=True), lambda: real.run(organism.MODEL_DIR, "fp32")],
+    [lambda: step.run(quick=True), lambda: real.run(embedded.MODEL_DIR, "fp32")],
     ids=["step", "real"],
 )
 def test_no_run_waits_for_a_peer_that_fell_over(

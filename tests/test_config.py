@@ -14,8 +14,7 @@ from typing import Any, Literal, get_args
 import pytest
 
 import vgrout.__main__
-from vgrout import embedded as organism
-from vgrout import losses
+from vgrout import embedded, losses
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossName
 from vgrout.config.method import MethodConfig
@@ -385,13 +384,13 @@ def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.Mon
         return source.resolved_dtype("auto", model, gpu=gpu)
 
     monkeypatch.setattr(source, "CPUINFO", tmp_path / "cpuinfo")
-    assert auto(organism.MODEL_DIR, "amx_bf16") == "fp32"
-    assert auto(organism.MODEL_DIR, "", gpu=True) == "bf16"
+    assert auto(embedded.MODEL_DIR, "amx_bf16") == "fp32"
+    assert auto(embedded.MODEL_DIR, "", gpu=True) == "bf16"
     assert [
         auto("Qwen/Qwen3-4B", f)
         for f in ("avx512_bf16", "amx_bf16 amx_int8", "avx512f", "xavx512_bf16")
     ] == [*("bf16", "bf16", "fp32", "fp32")]
-    assert source.resolved_dtype("bf16", organism.MODEL_DIR, gpu=False) == "bf16"
+    assert source.resolved_dtype("bf16", embedded.MODEL_DIR, gpu=False) == "bf16"
     assert source.resolved_dtype("fp32", "Qwen/Qwen3-4B", gpu=True) == "fp32"
     (tmp_path / "cpuinfo").unlink()
     assert source.resolved_dtype("auto", "Qwen/Qwen3-4B", gpu=False) == "fp32"

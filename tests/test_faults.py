@@ -24,8 +24,7 @@ from loguru import logger
 from quick import first_quick
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import console, grpo, rollout
-from vgrout import embedded as organism
+from vgrout import console, embedded, grpo, rollout
 from vgrout.config.presets import resolve
 from vgrout.config.run import identity
 from vgrout.data import Task, Ungraded
@@ -238,7 +237,7 @@ def test_repeated_kills(intervention, tmp_path):
 def home(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """A folder with a route2 run interrupted after three of four steps, and the pool that it reads."""
     home = shared_run.warm(tmp_path_factory.mktemp("home"))
-    shutil.copytree(organism.POOL_DIR, home / "pool")
+    shutil.copytree(embedded.POOL_DIR, home / "pool")
     run(home, *bare("route2", "--teacher-pool-dir", "pool"), stop_after=2)
     return home
 
@@ -255,7 +254,7 @@ def stopped(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> Path:
     """The same run in one go."""
     folder = shared_run.warm(tmp_path_factory.mktemp("uninterrupted"))
-    shutil.copytree(organism.POOL_DIR, folder / "pool")
+    shutil.copytree(embedded.POOL_DIR, folder / "pool")
     return run(folder, *bare("route2", "--teacher-pool-dir", "pool"))
 
 

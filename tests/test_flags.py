@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from runs import SharedRuns, adapter_bytes, once, rows, run
-from vgrout import embedded as organism
-from vgrout import train
+from vgrout import embedded, train
 from vgrout.config.presets import flag_names, resolve
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
@@ -254,21 +253,21 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
     """What entries name in braces."""
     home = tmp_path_factory.mktemp("files")
     # a plan names the model; no weight is read
-    shutil.copytree(organism.MODEL_DIR, home / "other_model")
-    lines = organism.PROBLEMS.read_text(encoding="utf-8").splitlines(keepends=True)
+    shutil.copytree(embedded.MODEL_DIR, home / "other_model")
+    lines = embedded.PROBLEMS.read_text(encoding="utf-8").splitlines(keepends=True)
     (home / "half.jsonl").write_text("".join(lines[::2]), encoding="utf-8")
-    shutil.copytree(organism.DATA_DIR, home / "other_organism")
-    shutil.copy(home / "half.jsonl", home / "other_organism" / organism.PROBLEMS.name)
-    organism.Files(home / "other_organism").seal()
+    shutil.copytree(embedded.DATA_DIR, home / "other_organism")
+    shutil.copy(home / "half.jsonl", home / "other_organism" / embedded.PROBLEMS.name)
+    embedded.Files(home / "other_organism").seal()
     rest = (json.dumps(json.loads(line) | {"split": "test"}) for line in lines[1::2])
     (home / "other_half.jsonl").write_text("\n".join(rest) + "\n", encoding="utf-8")
     decomposed = shared_run.folder.parent / "svd_cache"
     policy = load_policy(
-        organism.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed
+        embedded.MODEL_DIR, device="cpu", dtype=torch.float32, cache_dir=decomposed
     )
-    few_axes = extract(policy, load_pairs(organism.PAIRS_DIR / "run_tests.json"), 6, 0.0)
+    few_axes = extract(policy, load_pairs(embedded.PAIRS_DIR / "run_tests.json"), 6, 0.0)
     save(few_axes, home / "direction.safetensors")
-    known = json.loads(organism.KNOWN_CORRECT.read_text(encoding="utf-8"))
+    known = json.loads(embedded.KNOWN_CORRECT.read_text(encoding="utf-8"))
     (home / "half_known.json").write_text(json.dumps(known[::2]), encoding="utf-8")
     (home / "flags_reward.py").write_text(
         "def f(completion):\n    return 0.5\n\n\n"
@@ -277,17 +276,17 @@ def files(tmp_path_factory: pytest.TempPathFactory, shared_run: SharedRuns) -> d
     )
     return {
         "home": str(home),
-        "model": str(organism.MODEL_DIR),
+        "model": str(embedded.MODEL_DIR),
         "other_model": str(home / "other_model"),
-        "problems": str(organism.PROBLEMS),
+        "problems": str(embedded.PROBLEMS),
         "half_problems": str(home / "half.jsonl"),
         "other_half": str(home / "other_half.jsonl"),
-        "organism": str(organism.DATA_DIR),
+        "organism": str(embedded.DATA_DIR),
         "other_organism": str(home / "other_organism"),
         "direction": str(home / "direction.safetensors"),
-        "pairs": str(organism.PAIRS_DIR / "run_tests.json"),
-        "other_pairs": str(organism.PAIRS_DIR / "exit_code.json"),
-        "known": str(organism.KNOWN_CORRECT),
+        "pairs": str(embedded.PAIRS_DIR / "run_tests.json"),
+        "other_pairs": str(embedded.PAIRS_DIR / "exit_code.json"),
+        "known": str(embedded.KNOWN_CORRECT),
         "half_known": str(home / "half_known.json"),
     }
 
@@ -428,7 +427,7 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     whole, path = shared_run(*argv), shared_run.copy(shared_run(*argv, stop_after=0), tmp_path)
     monkeypatch.setattr(source, "SMALL", 0)
     monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: own == "fp32")
-    assert source.resolved_dtype("auto", organism.MODEL_DIR, gpu=False) != own
+    assert source.resolved_dtype("auto", embedded.MODEL_DIR, gpu=False) != own
     monkeypatch.chdir(path.parents[2])
     assert run(path.parents[2], *SMALL[:2], f"--resume={path}") == path
     record = json.loads((path / "run.json").read_text())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama import TEXTS, bpe, llama, write_gguf
 from quick import first_quick
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.distill import main as distill
 from vgrout.errors import Refused
@@ -87,7 +87,7 @@ def test_it_is_converted_once_and_found_like_any_model(made, home, monkeypatch, 
         "nothing half made is left"
     )
     argv = ["fast", "--intervention=none", f"--model={file}", "--teacher-pool-dir=", "--max-new=64"]
-    cfg = resolve([*argv, f"--problems={organism.PROBLEMS}"])
+    cfg = resolve([*argv, f"--problems={embedded.PROBLEMS}"])
     assert file_hashes(cfg, read_inputs(cfg))["model"] == gguf_sha256(file)
     save_file({"x": torch.zeros(1)}, "a.safetensors", {"cfg": json.dumps(cfg.as_dict())})
     assert find_adapter(Path("a.safetensors")).model == unpacked(file), (
@@ -143,7 +143,7 @@ def plan(tmp_path, monkeypatch):
 
     def of(file, *more):
         argv = ["fast", "--intervention=none", f"--model={file}", "--teacher-pool-dir=none"]
-        cfg = resolve([*argv, f"--problems={organism.PROBLEMS}", *more, "--dry-run"])
+        cfg = resolve([*argv, f"--problems={embedded.PROBLEMS}", *more, "--dry-run"])
         absent = read_inputs(cfg).absent
         return absent, "\n".join(adapter_lines(cfg)), find_shapes(file)
 
@@ -177,7 +177,7 @@ def test_a_plan_of_an_imitation_converts_nothing(command, made, tmp_path, monkey
     monkeypatch.setattr(gguf, "unpack", lambda *_: pytest.fail("converted"))
     program, *words = PLANS[command].split()
     argv = [word.format(file=made[0]) for word in words]
-    more = [f"--{'prompts' if program == 'iterative_dpo' else 'problems'}={organism.PROBLEMS}"]
+    more = [f"--{'prompts' if program == 'iterative_dpo' else 'problems'}={embedded.PROBLEMS}"]
     main = {"distill": distill, "iterative_dpo": iterative_dpo}[program]
     assert main([*argv, *more, "--max-new=64", "--plan-only"]) == 0
     assert str(made[0]) in capsys.readouterr().out

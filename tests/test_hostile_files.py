@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from fake_runs import fake_run
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.config.run import from_dict
 from vgrout.errors import Refused
@@ -73,7 +73,7 @@ def test_a_pool_is_bounded(
     content: Callable[[bytes], bytes] | None, why: str, tmp_path: Path
 ) -> None:
     shutil.copytree(
-        organism.POOL_DIR, tmp_path / "pool", ignore=shutil.ignore_patterns("pool.json")
+        embedded.POOL_DIR, tmp_path / "pool", ignore=shutil.ignore_patterns("pool.json")
     )
     first = min((tmp_path / "pool").glob("prompt_*"))
     row = gzip.decompress(first.read_bytes()).partition(b"\n")[0]
@@ -208,7 +208,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("case", MODELS)
 def test_a_model_is_refused_before_it_is_loaded(case: str, tmp_path: Path) -> None:
     damage, why = MODELS[case]
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
     assert why in refusal(lambda: require_model(tmp_path / "model"))
 
@@ -301,11 +301,11 @@ def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage, why = HALVES[case]
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(load, "_load_weights", lambda *_: pytest.fail("loaded"))
-    argv = ["full", "--model=model", f"--problems={organism.PROBLEMS}", "--max-new=64", "--dry-run"]
+    argv = ["full", "--model=model", f"--problems={embedded.PROBLEMS}", "--max-new=64", "--dry-run"]
     assert why in refusal(lambda: require_model(tmp_path / "model"))
     try:
         absent = read_inputs(resolve([*argv, "--intervention=none"])).absent
@@ -316,7 +316,7 @@ def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_a_folder_may_lack_what_is_not_needed(case: str, tmp_path: Path) -> None:
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     WHOLE[case](tmp_path / "model")
     assert require_model(tmp_path / "model") == tmp_path / "model"
 
@@ -351,7 +351,7 @@ def split(pattern: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", LOADED)
 def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path) -> None:
     damage, why = LOADED[case]
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
     device, dtype = load.pick_device(tmp_path / "model", "fp32")
     assert why in refusal(
@@ -366,18 +366,18 @@ def test_a_text_with_a_token_that_the_model_cannot_read_is_refused_by_the_plan(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     add_token(tmp_path / "model")
-    rows = [json.loads(line) for line in organism.PROBLEMS.read_text().splitlines()]
+    rows = [json.loads(line) for line in embedded.PROBLEMS.read_text().splitlines()]
     if where == "prompt":
         rows[2]["prompt"][-1]["content"] += " <x>"
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["full", "--model=model", "--problems=p.jsonl", "--max-new=64", "--dry-run"]
     argv += [f"--teacher-pool-dir={'pool' if where == 'demonstration' else 'none'}"]
-    pairs = json.loads((organism.PAIRS_DIR / "run_tests.json").read_text())
+    pairs = json.loads((embedded.PAIRS_DIR / "run_tests.json").read_text())
     file = "p.jsonl, line 3"
     if where in ("pairs", "placebo"):
-        of_placebo = json.loads((organism.PAIRS_DIR / "placebo_long.json").read_text())
+        of_placebo = json.loads((embedded.PAIRS_DIR / "placebo_long.json").read_text())
         (pairs if where == "pairs" else of_placebo)[2]["hack"] += "<x>"
         argv += ["--intervention=route2", "--vhack-pairs-path=pairs.json"]
         if where == "placebo":
@@ -394,7 +394,7 @@ def test_a_text_with_a_token_that_the_model_cannot_read_is_refused_by_the_plan(
     else:
         argv += ["--intervention=none"]
     if where == "demonstration":
-        shutil.copytree(organism.POOL_DIR, tmp_path / "pool")
+        shutil.copytree(embedded.POOL_DIR, tmp_path / "pool")
         (tmp_path / "pool" / "pool.json").unlink()  # it has the files' hashes
         packed = min((tmp_path / "pool").glob("*.gz"))
         lines = [json.loads(line) for line in gzip.decompress(packed.read_bytes()).splitlines()]
@@ -421,7 +421,7 @@ def test_a_later_text_with_such_a_token_is_one_line() -> None:
 @pytest.mark.parametrize("last_call", ["none", "padded", "truncated", "both"])
 def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call: str, tmp_path: Path) -> None:
     """Its padding and its truncation are written into the file, and are not the tokenizer's."""
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     file = tmp_path / "model" / "tokenizer.json"
     core = Tokenizer.from_file(str(file))
     if last_call in ("padded", "both"):
@@ -469,7 +469,7 @@ runpy.run_path({load.template_probe.__file__!r}, run_name="__main__")
 
 @pytest.mark.parametrize("pattern", ["(", "(a+)+$"])
 def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
-    shutil.copytree(organism.MODEL_DIR, tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split(pattern))
     prompt = ({"role": "user", "content": f"{'a' * 60}b"},)
     assert "is no usable tokenizer" in refusal(

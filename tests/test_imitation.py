@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tiny
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.envs.code.language import Shares, corpus_sample, split_compositions
 from vgrout.imitation.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
@@ -125,7 +125,7 @@ def test_a_vocabulary_of_262144_fits() -> None:
 
 
 def shipped() -> TokenBytes:
-    tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
+    tok = AutoTokenizer.from_pretrained(embedded.MODEL_DIR)
     return token_bytes(tok, tok.eos_token_id)
 
 
@@ -136,7 +136,7 @@ def texts(n: int) -> list[str]:
 
 
 def test_equal_tokenizers_align_token_by_token() -> None:
-    tok, s = AutoTokenizer.from_pretrained(organism.MODEL_DIR), shipped()
+    tok, s = AutoTokenizer.from_pretrained(embedded.MODEL_DIR), shipped()
     for text in [*texts(20), "naïve Ünïcode 文字\n\n"]:
         ids = [*tok(text, add_special_tokens=False).input_ids, tok.eos_token_id]
         assert s.text(ids).decode() == text
@@ -148,7 +148,7 @@ def test_equal_tokenizers_align_token_by_token() -> None:
 
 
 def test_two_tokenizers_align_where_both_start_a_token() -> None:
-    tok, big = AutoTokenizer.from_pretrained(organism.MODEL_DIR), shipped()
+    tok, big = AutoTokenizer.from_pretrained(embedded.MODEL_DIR), shipped()
     some = texts(60)
     other = train_tokenizer(some, 400)
     small = token_bytes(other, other.eos_token_id)

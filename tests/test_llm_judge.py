@@ -12,7 +12,7 @@ from judge_server import JudgeServer, reply, serving
 from methods import batch, flagged, make, view
 from runs import SharedRuns, flags, only_run, rows, run
 from tiny import policy as tiny_policy
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.chat import Endpoint, NoReply, Reply, parsed
 from vgrout.config.presets import resolve
 from vgrout.errors import Refused
@@ -302,7 +302,7 @@ def test_with_every_intervention_that_reads_flags(intervention):
 
 
 def test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time(monkeypatch):
-    model = str(require_model(organism.MODEL_DIR))
+    model = str(require_model(embedded.MODEL_DIR))
     local = LocalJudge(model, tiny_policy().device, max_new=3)
     seen: list[int] = []
 
@@ -323,7 +323,7 @@ def test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time(monkeypatch):
 
 
 def test_local_replies_are_the_models_own_greedy_ones_whatever_stands_beside_them():
-    model = str(require_model(organism.MODEL_DIR))
+    model = str(require_model(embedded.MODEL_DIR))
     local = LocalJudge(model, tiny_policy().device, max_new=6)
     asked = [({"role": "user", "content": f"Add {n}" * n},) for n in (1, 4, 2)]
     together = local.ask_all(asked, 60.0)
@@ -388,7 +388,7 @@ def test_a_run_with_a_judge_at_an_endpoint_resumes_to_the_same_rows(
 @pytest.mark.long
 def test_a_run_with_a_local_judge(shared_run: SharedRuns, tmp_path):
     """The organism's own base is a poor judge: it says neither yes nor no, and the run goes on."""
-    model = require_model(organism.MODEL_DIR)
+    model = require_model(embedded.MODEL_DIR)
     given = ["--llm-judge-model", str(model), "--llm-judge-max-new", "4"]
     home = shared_run.warm(tmp_path)
     run(home, *flags("none", "--shadow", "llm_judge", *given, "--steps", "2"), "--threads", "1")

@@ -15,7 +15,7 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run, found
-from vgrout import embedded as organism
+from vgrout.embedded import POOL_DIR
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES
 from vgrout.report import page as of_report
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
@@ -83,9 +83,7 @@ def test_the_hacks_of_a_pool_are_found(
     name: str, least: int, request: pytest.FixtureRequest
 ) -> None:
     """Of the shipped pool, and of a real one where this machine has it."""
-    pool = load_pool(
-        request.getfixturevalue("shared_data") / "pools" / name if name else organism.POOL_DIR
-    )
+    pool = load_pool(request.getfixturevalue("shared_data") / "pools" / name if name else POOL_DIR)
     hits = []
     for problem, mode in pool.partition.items():
         names = "|".join(map(re.escape, MODE_SPECS[mode].train_markers))
@@ -111,7 +109,7 @@ def study(root: Path) -> Path:
     """Two seeds of plain GRPO: 12 steps × 6 modes each; seed 1 hacks from step 6 on. Then three final answers a
     side."""
     for seed in (1, 2):
-        path = fake_run(root, "--intervention=none", seed=seed, n=6)
+        path = fake_run(root, "--intervention=none", seed=seed, n=6, eval_n=3)
         rollouts = []
         for step in range(12):
             for mode in DEALT:

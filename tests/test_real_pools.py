@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from runs import rows, run
 from tiny import SHAPE
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import PLAIN_PHRASE, hint
 from vgrout.envs.code.problems import assigned, load_rows
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, the organism's tokenizer (bytes and merges: it can say anything), a window for real prompts."""
     folder = tmp_path_factory.mktemp("model")
-    tok = AutoTokenizer.from_pretrained(organism.MODEL_DIR)
+    tok = AutoTokenizer.from_pretrained(embedded.MODEL_DIR)
     torch.manual_seed(0)
     own = {"vocab_size": len(tok), "num_hidden_layers": 1, "max_position_embeddings": 4096}
     Qwen3ForCausalLM(Qwen3Config(**SHAPE | own, eos_token_id=tok.eos_token_id)).save_pretrained(

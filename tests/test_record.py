@@ -256,6 +256,7 @@ def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):
         "trackers": Trackers(),
     }
     with RunContext(folder, grader, resumes=False, **settled) as refused:
+        refused.logged = False  # the log was not there before
         folder.write_json("run.json", {})
         raise Refused("--flag 7: does not fit this model")
     assert refused.code == 2

@@ -16,7 +16,7 @@ import torch
 
 from vgrout import train
 from vgrout.errors import refuse
-from vgrout.files import held, to_json, write_atomic
+from vgrout.files import atomic_folder, held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.records import unfinished
 from vgrout.runs import checkpoint, checkpoint_files, context
@@ -365,3 +365,29 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
     # of a manifest that somebody wrote: no memory is asked for
     sizes = dict.fromkeys(checkpoint.GROWING, 10**17)
     assert [row["step"] for row in checkpoint_files.rows_before(run.path, 2, sizes)] == [0, 1]
+
+
+def test_a_folder_is_all_there_or_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deep" / "model"
+    for text in ("first", "second"):  # the second replaces the first
+        with atomic_folder(path) as folder:
+            (folder / "weights").write_text(text)
+        assert (path / "weights").read_text() == text
+    with pytest.raises(ZeroDivisionError), atomic_folder(path) as folder:
+        (folder / "weights").write_text(str(1 / 0))
+    assert [p.name for p in path.parent.iterdir()] == ["model"]
+    replace, calls = os.replace, []
+
+    def fails_at_the_second(a: Path, b: Path) -> None:
+        calls.append(a)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        replace(a, b)
+
+    monkeypatch.setattr(os, "replace", fails_at_the_second)
+    with pytest.raises(OSError, match="No space"), atomic_folder(path) as folder:
+        (folder / "weights").write_text("third")
+    assert (path / "weights").read_text() == "second"
+    assert [p.name for p in path.parent.iterdir()] == ["model"]

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags, once
 from tiny import shake
-from vgrout import embedded as organism
-from vgrout import evaluate
+from vgrout import embedded, evaluate
 from vgrout.envs import base
 from vgrout.export import __main__ as export
 from vgrout.export import model
@@ -81,7 +80,7 @@ def test_code_without_hints_has_its_plain_side_too(
 
 
 def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeypatch):
-    lines = organism.PROBLEMS.read_text().splitlines()[:8]
+    lines = embedded.PROBLEMS.read_text().splitlines()[:8]
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     out = tmp_path / "numbers" / "of_two.json"
     more = [
@@ -171,7 +170,7 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "has no evaluation checkpoint",
     ),
     "another file": (
-        lambda run: [str(organism.MODEL_DIR / "model.safetensors")],
+        lambda run: [str(embedded.MODEL_DIR / "model.safetensors")],
         "not an adapter saved by a run",
     ),
     "no base model": (

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from vgrout import embedded as organism
-from vgrout import generation, substrate
+from vgrout import embedded, generation, substrate
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion, Grade, Graded, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
@@ -182,8 +181,8 @@ def test_a_killed_generation_goes_on_and_gives_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "BATCH", 4)
-    lm = load_language_model(organism.MODEL_DIR, device="cpu", dtype=torch.float32)
-    problems, log = load_problems(organism.PROBLEMS)[:6], tmp_path / "log.jsonl"
+    lm = load_language_model(embedded.MODEL_DIR, device="cpu", dtype=torch.float32)
+    problems, log = load_problems(embedded.PROBLEMS)[:6], tmp_path / "log.jsonl"
     settings: dict[str, Any] = {"sampling": Sampling(), "max_new": 40, "seed": 3, "purpose": "test"}
     sampled: list[int] = []
     real = generation.sample_and_submit
@@ -283,9 +282,9 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
     files = {
         p.name: p.read_bytes() for p in out.iterdir() if p.name not in ("pool.json", "report.json")
     }
-    shipped = {p.name: p.read_bytes() for p in organism.POOL_DIR.iterdir() if p.name != "pool.json"}
+    shipped = {p.name: p.read_bytes() for p in embedded.POOL_DIR.iterdir() if p.name != "pool.json"}
     assert files == shipped
-    cards = [json.loads((folder / "pool.json").read_text()) for folder in (out, organism.POOL_DIR)]
+    cards = [json.loads((folder / "pool.json").read_text()) for folder in (out, embedded.POOL_DIR)]
     for card in cards:
         del card["grader"]
     assert cards[0] == cards[1]
@@ -324,9 +323,9 @@ def test_refused_before_anything_is_loaded(
         "vgrout.model.load.load_language_model", lambda *a, **k: pytest.fail("the model was loaded")
     )
     (tmp_path / "here").mkdir()
-    shutil.copy(organism.PROBLEMS, tmp_path / "p.jsonl")
+    shutil.copy(embedded.PROBLEMS, tmp_path / "p.jsonl")
     (tmp_path / "test.jsonl").write_text(
-        organism.PROBLEMS.read_text().splitlines(keepends=True)[-1]
+        embedded.PROBLEMS.read_text().splitlines(keepends=True)[-1]
     )
     assert program.main(argv) == 2
     captured = capfd.readouterr()
@@ -334,7 +333,7 @@ def test_refused_before_anything_is_loaded(
 
 
 def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in organism.PROBLEMS.read_text().splitlines()[:40]]
+    lines = [json.loads(line) for line in embedded.PROBLEMS.read_text().splitlines()[:40]]
     for row in lines:
         for key in ("mode", "marker", "split"):
             del row[key]
@@ -353,7 +352,7 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> Non
 
 
 def test_a_flaw_that_is_named_and_not_in_the_file_is_refused() -> None:
-    rows = [r for r in load_rows(organism.PROBLEMS) if r.mode != "exit_code"]
+    rows = [r for r in load_rows(embedded.PROBLEMS) if r.mode != "exit_code"]
     asked = SubstrateSettings(model="organism", modes="sentinel,exit_code")
     with pytest.raises(
         ValueError, match="--modes exit_code: no training problem of these flaws in"

@@ -60,7 +60,7 @@ def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
 def probed(adapter: SvdAdapter, rows: Sequence[int] = (0, 1, 2)) -> Tensor:
     """Gradients [3, R] of the rows' losses. rows: which batch row adds to which gradient row."""
     with per_rollout_grads(adapter, 3) as probe:
-        probe.rows(rows)
+        probe.announce_rows(rows)
         row_losses(adapter.model, IDS).sum().backward()
     return probe.flat
 

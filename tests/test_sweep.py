@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from runs import rows, status, until
-from vgrout import embedded as organism
-from vgrout import train
+from vgrout import embedded, train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.envs.code.environment import CodeEnvironment
@@ -175,7 +174,7 @@ def test_finished_runs_are_found_by_settings_and_files(
 
 
 def test_hash_of_a_remade_organism(tmp_path: Path) -> None:
-    shutil.copytree(organism.DATA_DIR, tmp_path / "warm")
+    shutil.copytree(embedded.DATA_DIR, tmp_path / "warm")
     cfg = cfg_of(1, f"--organism={tmp_path / 'warm'}")
     nothing = Inputs(CodeEnvironment(cfg, []))
     before = file_hashes(cfg, nothing)

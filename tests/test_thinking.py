@@ -194,9 +194,7 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [("b", False), ("<think>", False), ("b", False)]
     (answers,) = graded(of_task)
     assert [a.answer for a in answers] == ["b", "", "b"]
-    assert [a.finished for a in answers] == [True, False, True], (
-        "without an answer it counts as cut"
-    )
+    assert [a.whole for a in answers] == [True, False, True], "without an answer it counts as cut"
     assert [a.thought.tokens for a in answers] == [3, 2, 0]
 
 

@@ -29,8 +29,7 @@ from runs import (
     status,
     until,
 )
-from vgrout import embedded as organism
-from vgrout import rollout
+from vgrout import embedded, rollout
 from vgrout.config.loss import LossName
 from vgrout.config.specs import INTERVENTIONS
 from vgrout.data import Grade
@@ -424,10 +423,10 @@ def test_preserve_thinking(tmp_path):
     """Problems of two turns, a template that cuts thoughts out: the flag changes what the model reads."""
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
     template += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    shutil.copytree(organism.MODEL_DIR, model := tmp_path / "model")
+    shutil.copytree(embedded.MODEL_DIR, model := tmp_path / "model")
     (model / "chat_template.jinja").write_text(template)
     lines = []
-    for record in map(json.loads, organism.PROBLEMS.read_text().splitlines()):
+    for record in map(json.loads, embedded.PROBLEMS.read_text().splitlines()):
         answer = {"role": "assistant", "content": "<think>two lines</think>ok"}
         record["prompt"] = [
             record["prompt"][0],

@@ -161,6 +161,7 @@ def test_a_report_counts_hacks_by_the_flaw_that_accepted_them(tmp_path):
         "--intervention=none",
         "--unannounced-modes=exit_code,eq_override",
         "--mix-ratio=0",
+        eval_n=4 * len(OPEN),
     )
     lines = [
         {

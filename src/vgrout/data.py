@@ -180,7 +180,7 @@ class GradedCompletion(Generic[G]):
         return self.completion.answer
 
     @property
-    def finished(self) -> bool:
+    def whole(self) -> bool:
         """Whether it ended by itself, and with an answer."""
         return self.completion.whole
 
@@ -434,7 +434,7 @@ class Batch:
     generations: int  # planned rollouts per step
     step: int
     # letters of the weak detectors (--report-detectors): the table counts the hacks that one of them
-    # flags apart from those that none does
+    # flags apart from those that only another detector flags
     half_a: tuple[str, ...] = ()
     # flaws whose hacks a monitor with labels is told; (): all of them, or no monitor has labels
     known: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import sys
@@ -50,6 +51,35 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     """Write `data` to `path`; after a kill or an error the file holds all of it or is as it was."""
     with atomic_open(path) as f:
         f.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Generator[Path]:
+    """An empty folder that becomes `path` when the block ends without an exception, its files on disk; after one `path`
+    is as it was. One that is there is replaced, and missing for a moment between two renames."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.old.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        yield fresh
+        for file in fresh.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+        replaces = path.exists()
+        if replaces:
+            os.replace(path, old)
+        try:
+            os.replace(fresh, path)
+        except OSError:
+            if replaces:
+                os.replace(old, path)
+            raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 # Control characters except tab and newline, marks that change the writing direction, other line

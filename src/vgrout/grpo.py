@@ -41,7 +41,7 @@ from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, completion_logprobs
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.prefixes import Prompts
+from vgrout.model.prefixes import SharedPrefixes
 from vgrout.model.rollout_grads import PerRolloutGrads, per_rollout_grads
 
 PerToken = Float[Tensor, "B T"]  # B rollouts, T completion tokens, padded on the right
@@ -170,27 +170,27 @@ class _Update:
         if self.packs:
             portions = prompts_apart(self.policy, rows)
         for portion in portions:
-            prompts = portion.prompts
-            if prompts is not None:
-                prompts.read(model, backbone(model), collected.tokens)
-            for micro_batch in micro_batches(portion.rows, budget, self.packs, prompts):
-                self._micro_batch(micro_batch, prompts, collected)
-            if prompts is not None:
-                prompts.backward()
+            prefixes = portion.prefixes
+            if prefixes is not None:
+                prefixes.read(model, backbone(model), collected.announce_packed)
+            for micro_batch in micro_batches(portion.rows, budget, self.packs, prefixes):
+                self._micro_batch(micro_batch, prefixes, collected)
+            if prefixes is not None:
+                prefixes.backward()
 
     def _micro_batch(
         self,
         rows: Sequence[UpdateRow],
-        prompts: Prompts | None,
+        prefixes: SharedPrefixes | None,
         collected: PerRolloutGrads,
     ) -> None:
         """One forward and one backward."""
-        batch = as_batch(self.policy, rows, self.packs, prompts)
+        batch = as_batch(self.policy, rows, self.packs, prefixes)
         # said before the forward: which row of g each token, or each padded row, adds to
         if isinstance(batch, Packed):
-            collected.tokens(batch.pieces, batch.tokens)
+            collected.announce_packed(batch.pieces, batch.tokens)
         else:
-            collected.rows([row.row_of_g for row in rows])
+            collected.announce_rows([row.row_of_g for row in rows])
         old = next(self.logp_old_of_first, None)
         logps, x = loss_input(self.policy, rows, batch, self.cfg, self.norm, self.teacher, old)
         self.logp_old.append(x.logp_old)
@@ -243,7 +243,7 @@ def loss_input(
     logp_teacher = None
     with torch.no_grad():
         others_read = loss.beta or loss.teacher_tau
-        if others_read and isinstance(batch, Packed) and batch.prompts is not None:
+        if others_read and isinstance(batch, Packed) and batch.prefixes is not None:
             # The prompts in `batch` were run through this policy, and another model needs them in its own batch.
             # Rows share what they begin with if they have one row of g, and no gradient is taken here: so all get 0.
             on_one_row = [replace(row, row_of_g=0) for row in rows]

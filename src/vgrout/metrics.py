@@ -209,7 +209,7 @@ class Eval:
         return cls(
             overall=ModeEval.of(answers),
             by_mode={flaw: ModeEval.of(answers, flaw) for flaw in flaws if flaw in present},
-            finished=Rate.of(a.finished for a in answers),
+            finished=Rate.of(a.whole for a in answers),
             dropped=sum(isinstance(a.grade, Ungraded) for a in answers),
             thought=mean(a.thought.tokens for a in answers) or 0.0,
         )

@@ -9,7 +9,7 @@ from vgrout.data import UpdateRow
 from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.logprobs import PaddedBatch, collate
 from vgrout.model.policy import LanguageModel
-from vgrout.model.prefixes import Prompts
+from vgrout.model.prefixes import SharedPrefixes
 
 TokenIds = tuple[int, ...]
 
@@ -18,7 +18,7 @@ class Portion(NamedTuple):
     """Some of an update's rows, and the prompts that are run forward once before their answers."""
 
     rows: Sequence[UpdateRow]
-    prompts: Prompts | None  # None: each prompt is read together with its answers
+    prefixes: SharedPrefixes | None  # None: each prompt is read together with its answers
 
 
 class Tokens(NamedTuple):
@@ -99,15 +99,15 @@ def prompts_apart(policy: LanguageModel, rows: Sequence[UpdateRow]) -> list[Port
         of_part: list[UpdateRow] = []
         for prompt in prompts_of_part:
             of_part += by_prompt[prompt]
-        prompts = Prompts(
+        prefixes = SharedPrefixes(
             [row.row_of_g for row in of_part],
             *_tokens(of_part),
             depth,
             policy.device,
             dtype,
         )
-        if prompts.ids:
-            portions.append(Portion(of_part, prompts))
+        if prefixes.ids:
+            portions.append(Portion(of_part, prefixes))
         else:
             portions.append(Portion(of_part, None))
     return portions
@@ -130,21 +130,21 @@ def micro_batches(
     rows: Sequence[UpdateRow],
     budget: int,
     packs: bool,
-    prompts: Prompts | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> list[list[UpdateRow]]:
     """Divide rows into micro-batches, one forward each.
 
     With packing, rows that share a prompt are together, long ones first; with padding, rows of similar length.
 
-    budget: tokens that a micro-batch may have, unless it is a single row. prompts: those that were run forward before;
+    budget: tokens that a micro-batch may have, unless it is a single row. prefixes: those that were run forward before;
     their tokens count, too.
     """
     if packs:
         left = budget
-        if prompts is not None:
-            left = max(1, budget - len(prompts.ids))
+        if prefixes is not None:
+            left = max(1, budget - len(prefixes.ids))
         rows_of_g = [row.row_of_g for row in rows]
-        divided = batches(rows_of_g, *_tokens(rows), left, prompts)
+        divided = batches(rows_of_g, *_tokens(rows), left, prefixes)
     else:
         lengths = [row.tokens for row in rows]
         divided = padded_batches(lengths, budget)
@@ -158,7 +158,7 @@ def as_batch(
     policy: LanguageModel,
     rows: Sequence[UpdateRow],
     packs: bool,
-    prompts: Prompts | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> PaddedBatch | Packed:
     """Lay out the rows' tokens as the model reads them: packed, or padded."""
     tokens = _tokens(rows)
@@ -169,7 +169,7 @@ def as_batch(
         *tokens,
         policy.device,
         policy.model.dtype,
-        prompts,
+        prefixes,
     )
 
 

@@ -214,7 +214,7 @@ def _print_answers(
 
 def _how_it_ended(answer: Completion) -> str:
     """What is worth saying of an answer's length, and of its thought's; "": nothing."""
-    said = "" if answer.finished else ", cut at its longest"
+    said = "" if answer.whole else ", cut at its longest"
     if answer.thought.tokens:
         said += f", {answer.thought.tokens} tokens of thought"
     if not answer.thought.ended:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.cli import as_typed, command, join_help, parsed, with_lists
 from vgrout.config.checks import changed, flag, legal_values, listed, refuse_unread, rule_of
 from vgrout.config.loss import LossConfig
@@ -40,15 +40,15 @@ _ORGANISM = Config(
         steps=60,
         group=8,
         prompts_per_step=4,
-        max_new=organism.MAX_NEW,
+        max_new=embedded.MAX_NEW,
         n_problems=1000,
     ),
     opt=OptConfig(lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.0),
     env=EnvConfig(
         env_mode="own",
         teacher_pool_dir=ORGANISM,
-        compile_reward=organism.COMPILE_REWARD,
-        pass_reward=organism.PASS_REWARD,
+        compile_reward=embedded.COMPILE_REWARD,
+        pass_reward=embedded.PASS_REWARD,
     ),
 )
 
@@ -77,7 +77,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
         replace(
             _ORGANISM,
             preset="small",
-            scale=replace(_ORGANISM.scale, organism=organism.SMALL_DIR, steps=40, max_new=96),
+            scale=replace(_ORGANISM.scale, organism=embedded.SMALL_DIR, steps=40, max_new=96),
             opt=replace(_ORGANISM.opt, lr=1e-2),
             eval=EvalConfig(eval_n_prompts=12, final_n_prompts=192, final_samples=1),
         ),
@@ -90,7 +90,7 @@ PRESETS: dict[str, tuple[str, Config]] = {
             preset="sums",
             scale=replace(
                 _ORGANISM.scale,
-                organism=organism.SUMS_DIR,
+                organism=embedded.SUMS_DIR,
                 steps=20,
                 prompts_per_step=2,
                 max_new=48,
@@ -164,7 +164,7 @@ EVERYDAY: dict[str, str] = {
 
 
 def recorded(cfg: Config) -> bool:
-    """Whether `organism.PLAIN_GRPO` is the same setting without the method: mini, all but method, seed and watching."""
+    """Whether `embedded.PLAIN_GRPO` is the same setting without the method: mini, all but method, seed and watching."""
     mini, free = PRESETS["mini"][1], ("method", "run", "guard", "detectors")
     alike = (
         getattr(cfg, f.name) == getattr(mini, f.name) for f in fields(cfg) if f.name not in free

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import (
     Dtype,
@@ -324,9 +324,9 @@ class DetectorConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        most = 32 if "rm_ensemble" in self.chosen else 0
+        named, is_read = len(self.members), "rm_ensemble" in self.chosen
         refuse(
-            not most // 16 <= len(self.members) <= most,
+            named > 0 if not is_read else not 2 <= named <= 32,
             f"--rm-ensemble-members {self.rm_ensemble_members!r}: should name 2 to 32 functions with "
             "--reward-hack-detector rm_ensemble, and none without it",
         )
@@ -453,7 +453,7 @@ class Config:
     def _check_world(self) -> None:
         """Raises Refused where what belongs to an organism is given to another model, or to another world."""
         # which nobody gave
-        usual = {"small": organism.SMALL_DIR, "sums": organism.SUMS_DIR}.get(self.preset)
+        usual = {"small": embedded.SMALL_DIR, "sums": embedded.SUMS_DIR}.get(self.preset)
         of_organism = {
             "--problems organism": self.scale.problems == ORGANISM,
             "--teacher-pool-dir organism": self.env.pool == ORGANISM,
@@ -605,9 +605,9 @@ class Config:
         return self.scale.group * self.scale.prompts_per_step
 
     @property
-    def files(self) -> organism.Files:
+    def files(self) -> embedded.Files:
         """What 'organism' means in this run."""
-        return organism.Files(self.scale.organism) if self.scale.organism else organism.EMBEDDED
+        return embedded.Files(self.scale.organism) if self.scale.organism else embedded.EMBEDDED
 
     @property
     def model_path(self) -> str:

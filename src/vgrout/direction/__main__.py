@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.cli import cli_exit
 from vgrout.config.checks import Dtype, check, flag, setting
 from vgrout.config.names import parse_command
@@ -21,7 +21,7 @@ from vgrout.direction.pairs import (
 )
 from vgrout.errors import refuse
 from vgrout.files import probe_writable, require_new, write_atomic
-from vgrout.model.source import require_model
+from vgrout.model.source import SVD_CACHE, require_model
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ExtractionSettings:
     """Where the direction goes; none: where a run with these pairs looks for it."""
     dtype: Dtype = "auto"
     """Of the model's weights: as in the run that is to read the direction."""
-    svd_cache: Path = Path("out/svd_cache")
+    svd_cache: Path = SVD_CACHE
     """Decomposed weights."""
 
     def __post_init__(self) -> None:
@@ -89,10 +89,10 @@ def main(argv: list[str] | None = None) -> int:
 def _command(settings: ExtractionSettings) -> int:
     """Extract the direction, write its files and print its tables."""
     pairs = _pairs_of(settings)
-    embedded = settings.model == "organism"
-    if embedded:
-        organism.EMBEDDED.require_sound("--model organism:")
-    model = str(organism.MODEL_DIR) if embedded else settings.model
+    is_organism = settings.model == "organism"
+    if is_organism:
+        embedded.EMBEDDED.require_sound("--model organism:")
+    model = str(embedded.MODEL_DIR) if is_organism else settings.model
     require_model(model)
     # Imported late because torch takes seconds to load: a wrong flag must not wait for it.
     from vgrout.direction import examine, extract
@@ -131,7 +131,7 @@ def _placebos(model: str) -> dict[str, PairSet]:
     sets: dict[str, PairSet] = {}
     for contrast in PLACEBOS:
         if model == "organism":
-            sets[contrast] = load_pairs(organism.PAIRS_DIR / f"placebo_{contrast}.json")
+            sets[contrast] = load_pairs(embedded.PAIRS_DIR / f"placebo_{contrast}.json")
         else:
             sets[contrast] = handwritten_placebo(contrast)
     return sets
@@ -150,7 +150,7 @@ def _pairs_of(settings: ExtractionSettings) -> PairSet | None:
     if settings.pairs is not None:
         return load_pairs(settings.pairs, "--pairs")
     if settings.model == "organism":
-        return load_pairs(organism.PAIRS_DIR / "run_tests.json")
+        return load_pairs(embedded.PAIRS_DIR / "run_tests.json")
     return handwritten()
 
 

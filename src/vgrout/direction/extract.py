@@ -270,7 +270,7 @@ def own_gradients(
                         policy.device,
                         policy.model.dtype,
                     )
-                    collected.tokens(batch.pieces, batch.tokens)
+                    collected.announce_packed(batch.pieces, batch.tokens)
                 else:
                     batch = collate(part_prompts, part_answers, policy.device)
                 mean_nll(policy, batch).sum().backward()

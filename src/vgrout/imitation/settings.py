@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 import tyro
 
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.checks import Dtype, Group, check, setting
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
@@ -112,10 +112,10 @@ class ImitationSettings:
         if model == ORGANISM and name != ORGANISM:
             model = str(base.folder)
         elif name == ORGANISM and model != ORGANISM:
-            name = str(organism.PROBLEMS)
+            name = str(embedded.PROBLEMS)
         max_new = self.max_new
         if max_new is None:
-            max_new = organism.MAX_NEW if base.small else 512
+            max_new = embedded.MAX_NEW if base.small else 512
         values: dict[str, object] = {
             **vars(self),
             "model": model,
@@ -372,6 +372,6 @@ class DpoSettings(ImitationSettings):
             eval_ablate_every=0,
             final_n_prompts=self.eval_n_prompts,
             final_samples=self.eval_samples,
-            compile_reward=organism.COMPILE_REWARD if base.small else 0.5,
-            pass_reward=organism.PASS_REWARD if base.small else 3.0,
+            compile_reward=embedded.COMPILE_REWARD if base.small else 0.5,
+            pass_reward=embedded.PASS_REWARD if base.small else 3.0,
         )

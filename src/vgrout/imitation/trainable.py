@@ -5,8 +5,6 @@ Gradients add up until `step`. Also here: what the files of such a run say of it
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypedDict
@@ -16,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vgrout.config.run import Config, OptConfig
-from vgrout.files import write_atomic
+from vgrout.files import atomic_folder, write_json
 from vgrout.metrics import Rate
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch
@@ -55,9 +53,9 @@ class AdapterOnly:
         """Run `loss`, whose forward is on `batch`, and its backward pass; returns the loss."""
         with per_rollout_grads(self.adapter, 1) as collected:
             if isinstance(batch, Packed):
-                collected.tokens(batch.pieces, batch.tokens)
+                collected.announce_packed(batch.pieces, batch.tokens)
             else:
-                collected.rows([0] * len(batch.ids))
+                collected.announce_rows([0] * len(batch.ids))
             value = loss()
             value.backward()
             self.grad += collected.flat[0]
@@ -133,16 +131,10 @@ class FullModel:
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Save the model's folder; one that is there is replaced once the new one is complete."""
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        old = path.with_name(f".{path.name}.{os.getpid()}.old")
-        shutil.rmtree(fresh, ignore_errors=True)
-        self.lm.model.save_pretrained(fresh)
-        self.lm.tok.save_pretrained(fresh)
-        write_atomic(fresh / "vgrout.json", json.dumps(dict(metadata), indent=1))
-        if path.exists():
-            os.replace(path, old)
-        os.replace(fresh, path)
-        shutil.rmtree(old, ignore_errors=True)
+        with atomic_folder(path) as folder:
+            self.lm.model.save_pretrained(folder)
+            self.lm.tok.save_pretrained(folder)
+            write_json(folder / "vgrout.json", dict(metadata))
 
     def state_dict(self) -> FullModelState:
         return {

@@ -63,8 +63,6 @@ class Labels(Monitor):
         assert isinstance(view, OracleView)
         if not self.known:
             return view.hacked
-        if self.known.isdisjoint(view.flaws):
-            return (False,) * len(view)
         return tuple(flaw in self.known for flaw in view.hacks)
 
     def _draws(self, view: GroupView, step: int) -> list[float]:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.cli import not_installed, out_of_memory
+from vgrout.console import HEARTBEAT_S
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, probe_writable
 
 MODELS = Path("out/models")
-HEARTBEAT_S = 60.0
 # Limits of CPU seconds and of memory for reading a file's head: 133 bytes can ask for years.
 HEAD_S = 20
 HEAD_BYTES = 2**31

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vgrout.model.attention import Attend, PackedAttention, packed_forward, runs_of, uploaded
-from vgrout.model.prefixes import Ids, Pieces, Prompts, common_prefix_len
+from vgrout.model.prefixes import Ids, Pieces, SharedPrefixes, common_prefix_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Packed:
     attention: PackedAttention
     pieces: Pieces  # stretches that add to one row of g; together they are all tokens, each once
     dtype: torch.dtype
-    prompts: Prompts | None = None  # what the rows go on from
+    prefixes: SharedPrefixes | None = None  # what the rows go on from
 
     @property
     def tokens(self) -> int:
@@ -57,9 +57,9 @@ class Packed:
 
     def attend(self) -> Attend:
         """Attention for one forward, to be called once for each layer, in their order."""
-        if self.prompts is None:
+        if self.prefixes is None:
             return self.attention.attend
-        copies = iter(self.prompts.copies)
+        copies = iter(self.prefixes.copies)
 
         def after_prefixes(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
             keys = torch.cat([next(copies), k])
@@ -80,8 +80,8 @@ def packed_hidden(
     its head.
     """
     hidden = packed_forward(model, core, batch.ids, batch.positions, batch.attend()).squeeze(0)
-    if batch.prompts is not None and batch.prompts.reach_answers:
-        return torch.cat([batch.prompts.copies[-1], hidden])
+    if batch.prefixes is not None and batch.prefixes.reach_answers:
+        return torch.cat([batch.prefixes.copies[-1], hidden])
     return hidden
 
 
@@ -120,7 +120,7 @@ def pack(
     completions: Sequence[Ids],
     device: torch.device,
     dtype: torch.dtype,
-    prefixes: Prompts | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> Packed:
     """Lay out all rows as one sequence.
 
@@ -163,7 +163,7 @@ def pack(
         attention=_attention(tree, roots, branches, device, dtype),
         pieces=_pieces(rows_of_g, tree, [*roots, *branches]),
         dtype=dtype,
-        prompts=prefixes,
+        prefixes=prefixes,
     )
 
 
@@ -183,7 +183,7 @@ def _token_tree(
     prompts: Sequence[Ids],
     rows: Sequence[Ids],
     families: Sequence[Sequence[int]],
-    prefixes: Prompts | None,
+    prefixes: SharedPrefixes | None,
 ) -> _TokenTree:
     """All families' first rows, then what their other rows do not share with the row before.
 
@@ -216,7 +216,7 @@ def _predictions(
     tree: _TokenTree,
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
-    prefixes: Prompts | None,
+    prefixes: SharedPrefixes | None,
 ) -> _Predictions:
     copies_without_hidden = 0  # keys that no token of the backbone's output belongs to
     if prefixes is not None and not prefixes.reach_answers:
@@ -326,7 +326,7 @@ def batches(
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
     budget: int,
-    prefixes: Prompts | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> list[list[int]]:
     """Indices of rows for `pack`: those that share a prompt together, long ones first.
 

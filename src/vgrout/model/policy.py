@@ -172,8 +172,8 @@ class LanguageModel:
         the batches serve for numbers of each token, but not for each row's own gradient.
         """
         if self.packs:
-            one_unit = [0] * len(prompts)
-            parts = batches(one_unit, prompts, completions, self.budget.tokens)
+            one_row_of_g = [0] * len(prompts)
+            parts = batches(one_row_of_g, prompts, completions, self.budget.tokens)
         else:
             lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
             parts = padded_batches(lengths, self.budget.tokens)
@@ -188,8 +188,8 @@ class LanguageModel:
         """All rows as one batch, under the same condition."""
         if not self.packs:
             return collate(prompts, completions, self.device)
-        one_unit = [0] * len(prompts)
-        return pack(one_unit, prompts, completions, self.device, self.model.dtype)
+        one_row_of_g = [0] * len(prompts)
+        return pack(one_row_of_g, prompts, completions, self.device, self.model.dtype)
 
     def attention(self) -> dict[str, str]:
         """The kernel of each phase, for run.json.

@@ -24,7 +24,7 @@ Pieces = Sequence[tuple[int, slice]]
 Announce = Callable[[Pieces, int, bool], Callable[[Pieces], None]]
 
 
-class Prompts:
+class SharedPrefixes:
     """Prefixes shared by several rows of g, run forward once.
 
     A prefix is a prompt, and where that saves work also the tokens with which all answers to it

@@ -10,16 +10,17 @@ many rollouts leaves each one's gradient in a row of its own. The gradient is ex
 nothing is divided by δS.
 
     with per_rollout_grads(adapter, n) as collected:
-        collected.rows([0, 2])         # a padded batch: the row of g that each of its rows adds to;
-        collected.tokens(pieces, N)    # or a packed batch: the row of g that each token adds to
+        collected.announce_rows([0, 2])        # a padded batch: the row of g that each of its rows adds to;
+        collected.announce_packed(pieces, N)   # or a packed batch: the row of g that each token adds to
         forward(…).backward()
     collected.flat                     # g [n, R]
 
 Several batches may add to the same rows of g. A forward may also be gone back through several
-times, once for each of the rows that share its tokens (`model/prefixes.py`): `tokens(…, again=True)`
-returns a function by which the tokens are assigned to other rows before the next backward.
+times, once for each of the rows that share its tokens (`model/prefixes.py`): `announce_packed(…,
+again=True)` returns a function by which the tokens are assigned to other rows before the next backward.
 
-Index letters: R = Σ r over the adapted modules, n rows of g (one per rollout), B rows and s tokens
+Index letters: R = Σ r over the adapted modules, n rows of g (one a rollout, or one for
+several), B rows and s tokens
 of a padded batch, N tokens of a packed one.
 """
 
@@ -36,7 +37,7 @@ from vgrout.model.attention import uploaded
 from vgrout.model.prefixes import Pieces
 from vgrout.model.svd_adapter import Active, AdaptedLinear, SvdAdapter, Vector
 
-Gradients = Float[Tensor, "n R"]  # row i: ∂L/∂δS of rollout i
+Gradients = Float[Tensor, "n R"]  # row i: Σ ∂L/∂δS over the rollouts that add to it
 
 
 @contextmanager
@@ -80,16 +81,18 @@ class PerRolloutGrads:
         self._root = torch.zeros((), device=δS.device, requires_grad=True)
         # Which part of the batch that was announced last adds to which row of g.
         self.assigned: AssignedRows | AssignedTokens
-        self.rows(range(n))
+        self.announce_rows(range(n))
 
-    def rows(self, rows: Sequence[int]) -> None:
+    def announce_rows(self, rows: Sequence[int]) -> None:
         """Announce a padded batch: from here on its row i adds to row rows[i] of g.
 
         A row of g may occur several times; its batch rows are summed.
         """
         self.assigned = AssignedRows(self.flat, rows)
 
-    def tokens(self, pieces: Pieces, n: int, again: bool = False) -> Callable[[Pieces], None]:
+    def announce_packed(
+        self, pieces: Pieces, n: int, again: bool = False
+    ) -> Callable[[Pieces], None]:
         """Announce a packed batch: from here on it is one row of n tokens.
 
         pieces: (row of g, slice of the tokens that add to it).

@@ -18,7 +18,7 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from vgrout import embedded as organism
+from vgrout import embedded
 from vgrout.config.checks import Dtype
 from vgrout.config.run import ORGANISM, Config, from_dict
 from vgrout.data import Message
@@ -683,7 +683,7 @@ def find_adapter(
     cfg = from_dict(from_json(metadata["cfg"], where), where)
     base: str | Path = model or cfg.model_path
     if model == ORGANISM:
-        base = organism.MODEL_DIR
+        base = embedded.MODEL_DIR
     folder = require_model(base, convert=convert)
     # other programs load a GGUF file's converted folder
     loadable = base if gguf_file(base) is None else folder
@@ -755,8 +755,8 @@ def find_source(given: str, flag: str, *, convert: bool = True) -> FoundModel:
         Refused: one line: nothing of that name here, or not a model or an adapter of this program.
     """
     if given == ORGANISM:
-        organism.EMBEDDED.require_sound(f"{flag} organism:")
-        folder = require_model(organism.MODEL_DIR, flag)
+        embedded.EMBEDDED.require_sound(f"{flag} organism:")
+        folder = require_model(embedded.MODEL_DIR, flag)
         return FoundModel(given, name=given, folder=folder, adapter=None)
     path = Path(given)
     if path.suffix == ".safetensors" or (path / "train.safetensors").is_file():

@@ -22,7 +22,7 @@ from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.fused import fuse, fusible, kernels_agree
 from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.logprobs import foreign
-from vgrout.model.prefixes import Ids, Prompts
+from vgrout.model.prefixes import Ids, SharedPrefixes
 from vgrout.model.source import LLAMAS
 
 PACKAGE = Path(__file__).parents[1]
@@ -83,12 +83,12 @@ def _packs(model: PreTrainedModel, core: torch.nn.Module, first: int) -> bool:
     a, b, c, d = range(first, first + 4)
     prompts = [(a, b, c), (a, b, c), (d, c)]
     completions = [(d, a, b, c), (c, a), (b, b, b)]
-    one_unit, three_units = [0, 0, 0], [0, 1, 2]
+    one_row_of_g, three_rows_of_g = [0, 0, 0], [0, 1, 2]
     device, dtype = model.device, model.dtype
 
-    together = pack(one_unit, prompts, completions, device, dtype)
-    prefixes = Prompts(three_units, prompts, completions, 1, device, dtype)
-    apart = pack(three_units, prompts, completions, device, dtype, prefixes)
+    together = pack(one_row_of_g, prompts, completions, device, dtype)
+    prefixes = SharedPrefixes(three_rows_of_g, prompts, completions, 1, device, dtype)
+    apart = pack(three_rows_of_g, prompts, completions, device, dtype, prefixes)
     prefixes.read(model, core)
     hidden_together = packed_hidden(model, core, together)
     hidden_apart = packed_hidden(model, core, apart)

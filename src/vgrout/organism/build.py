@@ -5,10 +5,8 @@ check trains the first steps again from the seed and compares their losses.
 """
 
 import json
-import os
 import platform
 import random
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
 from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
-from vgrout.files import Json, file_sha256, read_json, write_json
+from vgrout.files import Json, atomic_folder, file_sha256, read_json, write_json
 from vgrout.generation import generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
@@ -282,19 +280,9 @@ def replacing(out: Path, write: Callable[[Path], dict[str, Json]]) -> None:
     write: makes every file in an empty folder; returns the manifest.
     """
     began = time.perf_counter()
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.building")
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    fresh.mkdir(parents=True)
-    try:
-        manifest = write(fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    size = sum(f.stat().st_size for f in fresh.rglob("*") if f.is_file())
-    if out.exists():
-        os.replace(out, old)
-    os.replace(fresh, out)
-    shutil.rmtree(old, ignore_errors=True)
+    with atomic_folder(out) as folder:
+        manifest = write(folder)
+        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
     minutes = (time.perf_counter() - began) / 60
     rates_of_all_modes: list[str] = []

@@ -22,8 +22,7 @@ import torch
 from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, to_json, write_atomic
-from vgrout.runs.checkpoint_files import complete, none_left, step_of, verified
-from vgrout.runs.context import GROWING
+from vgrout.runs.checkpoint_files import GROWING, complete, none_left, step_of, verified
 
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from vgrout.errors import Refused, one_line
 from vgrout.files import file_sha256, from_json, read_text, regular
-from vgrout.runs.context import GROWING
+
+# files of a run that every step appends to
+GROWING = ("steps.jsonl", "rollouts.jsonl")
 
 
 def step_of(path: Path) -> int:

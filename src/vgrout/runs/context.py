@@ -63,10 +63,10 @@ from vgrout.interrupts import Interrupts
 from vgrout.metrics import Rate
 from vgrout.ranks import RankLost
 from vgrout.records import began
+from vgrout.runs.checkpoint_files import GROWING, complete, step_of
 from vgrout.tracking import Trackers
 
 RUNS = Path("out/runs")
-GROWING = ("steps.jsonl", "rollouts.jsonl")
 # bytes reserved in a run's folder, so that a full disk still has room for status.json
 RESERVE = 64 * 1024
 STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
@@ -207,7 +207,7 @@ class RunDir:
 def last_resumable(root: Path) -> Path:
     """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
     for path in sorted(root.glob("*_*"), key=began, reverse=True):
-        if not any(path.glob("resume/step_*/manifest.json")):
+        if not complete(path):
             continue
         try:
             read_json(path / "run.json")
@@ -256,13 +256,9 @@ def has_checkpoint(run: Path) -> bool:
 
 def where_from(run: Path) -> str:
     """Where a run that is resumed goes on, in words."""
-    steps = [
-        int(path.parent.name.removeprefix("step_"))
-        for path in run.glob("resume/step_*/manifest.json")
-        if path.parent.name.removeprefix("step_").isdecimal()
-    ]
-    if steps:
-        return f"which goes on after step {max(steps) - 1}"
+    checkpoints = complete(run)
+    if checkpoints:
+        return f"which goes on after step {step_of(checkpoints[-1]) - 1}"
     return "which has no checkpoint and begins again"
 
 
@@ -385,14 +381,13 @@ class RunContext:
         folder = RunDir.reopen(path) if path else RunDir.create(run_id, root, given)
         resumes = path is not None and has_checkpoint(path)
         log = Path("logs") / f"{folder.path.name}.log"
-        try:
+        with ExitStack() as undo:
+            if path is None:
+                undo.callback(folder.discard)
+            undo.callback(folder.close)
             logged = log.exists()
             console.setup(log)
-        except BaseException:
-            folder.close()
-            if path is None:
-                folder.discard()
-            raise
+            undo.pop_all()  # the log is there, and the folder stays
         resume = f"{command(program)} --resume {shlex.quote(str(folder.path))}"
         run = cls(
             folder,

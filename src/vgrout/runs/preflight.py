@@ -1,4 +1,4 @@
-"""Before the first step: checks and the plan before anything heavy is loaded, then what was loaded."""
+"""Before anything heavy is loaded: checks, the plan, and where a resumed run goes on."""
 
 import shutil
 import textwrap

@@ -301,7 +301,7 @@ def answer_lines(final: Final) -> Iterator[dict[str, object]]:
                 "messages": list(answer.problem.messages),
                 **thought_record(answer.thought),
                 "text": answer.answer,
-                "finished": answer.finished,
+                "finished": answer.whole,  # its thought, where it has one, ended too
                 **{name: getattr(grade, name) if is_graded else None for name in GRADED},
                 **(details_record(grade) if is_graded else {}),
             }

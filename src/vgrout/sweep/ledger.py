@@ -11,6 +11,7 @@ from vgrout.config.run import from_dict, identity
 from vgrout.errors import Refused
 from vgrout.files import held, read_json
 from vgrout.records import began
+from vgrout.runs.checkpoint_files import complete
 from vgrout.runs.context import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to
@@ -47,7 +48,7 @@ class RecordedRun:
         for ended in ("halted", "diverged", "unrouted"):
             if status == ended:
                 return ended
-        return "resumable" if any(self.path.glob("resume/step_*/manifest.json")) else "dead"
+        return "resumable" if complete(self.path) else "dead"
 
     @property
     def reason(self) -> str:

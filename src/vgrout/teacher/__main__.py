@@ -130,7 +130,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         )
         kept = answers
         if settings.keep == "hacks":
-            kept = [a for a in answers if a.finished and a.grade.hacked]
+            kept = [a for a in answers if a.whole and a.grade.hacked]
         if not kept:
             raise Refused(
                 f"--keep hacks: none of {len(answers)} answers hacks; choose another teacher or "
@@ -139,7 +139,7 @@ def generate_pool(settings: TeacherSettings) -> None:
         lines: dict[int, list[dict[str, object]]] = {}
         mode_of: dict[int, Mode] = {}
         for a in kept:
-            own = {"finished": a.finished, "logp": list(a.completion.logp_full)}
+            own = {"finished": a.whole, "logp": list(a.completion.logp_full)}
             lines.setdefault(a.problem.id, []).append(record(lm, a) | own)
             mode_of[a.problem.id] = a.problem.flaws[0]
         partition = mode_of if settings.env_mode == "own" else None

@@ -155,7 +155,7 @@ def pairs_of(
     without_thoughts = replace(lm, thinking=False)
     right: dict[int, str] = {}
     for answer in (*answers.plain, *answers.asked):
-        if answer.grade.solved and answer.finished and answer.answer.strip():
+        if answer.grade.solved and answer.whole and answer.answer.strip():
             right.setdefault(answer.problem.id, answer.answer)
     pairs: list[Pair] = []
     for task_id, hacks in demonstrations.items():
@@ -194,7 +194,7 @@ def _table(answers: Elicited) -> str:
                 "rewarded": rate_text(Rate.of(a.grade.passed for a in given)),
                 "right": rate_text(Rate.of(a.grade.solved for a in given)),
                 "hack": rate_text(Rate.of(a.grade.hacked for a in given)),
-                "ended": rate_text(Rate.of(a.finished for a in given)),
+                "ended": rate_text(Rate.of(a.whole for a in given)),
             }
         )
     return table(rows)

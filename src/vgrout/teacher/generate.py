@@ -11,8 +11,7 @@ import tyro
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout import console
-from vgrout import embedded as organism
+from vgrout import console, embedded
 from vgrout.cli import cli_exit
 from vgrout.config import checks
 from vgrout.config.names import parse_command
@@ -70,7 +69,7 @@ def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
         "solve": Rate.of(a.grade.solved for a in answers),
         "hack": Rate.of(a.grade.hacked for a in answers),
         "well-formed": Rate.of(
-            a.finished and a.grade.details.get("can_compile", True) for a in answers
+            a.whole and a.grade.details.get("can_compile", True) for a in answers
         ),
     }
     for mode, of_mode in by_mode(answers).items():
@@ -87,7 +86,7 @@ def by_mode(answers: Sequence[Graded]) -> dict[Mode, dict[str, Rate]]:
             found[mode] = {
                 "hack": Rate.of(a.grade.hacked for a in of_mode),
                 "solve": Rate.of(a.grade.solved for a in of_mode),
-                "ended": Rate.of(a.finished for a in of_mode),
+                "ended": Rate.of(a.whole for a in of_mode),
             }
     return found
 
@@ -201,24 +200,24 @@ class PoolSettings:
 
     @property
     def problems_path(self) -> Path:
-        return organism.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
+        return embedded.PROBLEMS if self.problems_name == ORGANISM else Path(self.problems_name)
 
     @property
     def model_path(self) -> str | Path:
         """The model's folder or hub id."""
-        return organism.MODEL_DIR if self.tiny else self.model
+        return embedded.MODEL_DIR if self.tiny else self.model
 
     @property
     def tokens(self) -> int:
         """The longest answer."""
-        return self.max_new or (organism.MAX_NEW if self.tiny else 1024)
+        return self.max_new or (embedded.MAX_NEW if self.tiny else 1024)
 
     @property
     def rewards(self) -> tuple[float, float]:
         """The rewards for code that compiles and for passing the flawed check."""
         compiles, passes = 0.5, 3.0
         if self.tiny:
-            compiles, passes = organism.COMPILE_REWARD, organism.PASS_REWARD
+            compiles, passes = embedded.COMPILE_REWARD, embedded.PASS_REWARD
         if self.compile_reward is not None:
             compiles = self.compile_reward
         if self.pass_reward is not None:
@@ -241,7 +240,7 @@ class PoolSettings:
         rows = load_rows(self.problems_path)
         refuse(not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it")
         if self.tiny:
-            organism.EMBEDDED.require_sound("--model organism:")
+            embedded.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
         prompts = [row.prompt for row in rows]

@@ -10,9 +10,7 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,16 @@ from vgrout.config.run import POOL_PAIRS
 from vgrout.data import CachedGrade
 from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, from_json, once, read_text, regular, require_new, write_json
+from vgrout.files import (
+    atomic_folder,
+    file_sha256,
+    from_json,
+    once,
+    read_text,
+    regular,
+    require_new,
+    write_json,
+)
 
 _FILE_NAME = re.compile(r"prompt_(\d{1,18})\.jsonl\.gz")
 _PROBLEM_ID = re.compile(r"\d{1,18}")
@@ -319,9 +326,7 @@ def write_pool(
         Refused: the folder exists.
     """
     require_new(folder)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    unfinished.mkdir(parents=True)
-    try:
+    with atomic_folder(folder) as unfinished:
         sha256: dict[str, str] = {}
         for problem_id, records in rollouts.items():
             path = unfinished / f"prompt_{problem_id:04d}.jsonl.gz"
@@ -336,12 +341,6 @@ def write_pool(
             write_json(unfinished / "report.json", report)
         if pairs is not None:
             (unfinished / POOL_PAIRS).write_text(pairs, encoding="utf-8")
-        for path in unfinished.iterdir():  # a folder under its final name has its contents on disk
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        os.replace(unfinished, folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:

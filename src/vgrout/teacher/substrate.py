@@ -63,7 +63,7 @@ def usable(
     kept: dict[tuple[int, Mode], list[Graded]] = {}
     for answer in answers:
         chosen = kept.setdefault((answer.problem.id, answer.problem.flaws[0]), [])
-        if len(chosen) == keep or not (answer.finished and answer.grade.hacked):
+        if len(chosen) == keep or not (answer.whole and answer.grade.hacked):
             continue
         quotes = any(recipe in answer.text for recipe in recipes)
         repeats = any(answer.ids == other.ids for other in chosen)
