@@ -99,11 +99,6 @@ def test_strata_keep_their_weights() -> None:
     assert two_level([row] * 5) == pytest.approx((0.0, 0.0))
 
 
-def test_the_same_numbers_give_the_same_interval() -> None:
-    rows = hierarchical(np.random.default_rng(2), 5, 0.1)
-    assert two_level(rows) == two_level(rows)
-
-
 def test_the_interval_of_many_seeds_is_what_it_was() -> None:
     """A figure from before seeds' places in the resamples were found by one sort."""
     rows = []

@@ -650,6 +650,7 @@ def test_demonstrations_are_hacks_that_were_asked_for(pooled: tuple[Path, str, s
     folder, _, said = pooled
     pool = load_pool(folder / "pool", ("reward",))
     demonstrations = [demo for demos in pool.demos.values() for demo in demos]
+    assert len(demonstrations) > 1
     assert f"kept {len(demonstrations)} hacks of" in said
     assert all(demo.grade.hacked and demo.grade.reward == 3 for demo in demonstrations)
     for demo in demonstrations:

@@ -373,6 +373,7 @@ def test_a_run_with_thoughts(
     assert not re.search(r"\bthink\b", capsys.readouterr().out)
 
     rows = {name: lines(tmp_path / name / "rollouts.jsonl") for name in ("on", "off")}
+    assert all(rows.values()), "there are answers to look at"
     assert all(row["prompt"].endswith("<assistant><think>") for row in rows["on"])
     assert all(row["prompt"].endswith("<assistant><think></think>") for row in rows["off"])
     assert not any("thought" in row for row in rows["off"])
