@@ -535,10 +535,7 @@ class Tallies:
                 f"(precision), {recall} of the hacks that the monitor looked at are flagged (recall)."
             )
             if self.not_looked_at:
-                line += (
-                    f" It did not look at {self.not_looked_at} more hacks: in their groups all rewards were alike, "
-                    "and nothing was learnt."
-                )
+                line += f" It did not look at {self.not_looked_at} more hacks, in groups whose rewards were all alike."
             found.append(line)
         if self.by_mode:  # what a monitor misses, training amplifies
             flaw, of = min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n)
