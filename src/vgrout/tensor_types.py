@@ -7,6 +7,7 @@ adapter's; a module is a slice of R.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,6 +18,11 @@ from vgrout.data import Flags
 Directions = dict[str, Float[Tensor, "_k _r"]]
 Gradient = Float[Tensor, " R"]
 Spans = Mapping[str, slice]  # module → its part of R, in the model's order
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @dataclass(frozen=True, slots=True)

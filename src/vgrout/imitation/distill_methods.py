@@ -37,6 +37,7 @@ from vgrout.model.logprobs import (
 )
 from vgrout.model.policy import LanguageModel
 from vgrout.rng import py_stream
+from vgrout.tensor_types import at_least_fp32
 
 
 class StepLosses(TypedDict):
@@ -423,8 +424,3 @@ def aligned_rows(translations: Sequence[Translation]) -> tuple[list[int], list[i
 def logits_per_row(lm: LanguageModel, teacher_model: LanguageModel) -> int:
     """How many logits a row takes while the two models are compared on it."""
     return 3 * (vocabulary(lm.model) + vocabulary(teacher_model.model))
-
-
-def at_least_fp32(logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
-    """The logits in fp32, or in fp64 if they are."""
-    return logits.float() if logits.dtype != torch.float64 else logits

@@ -28,6 +28,7 @@ from vgrout.model.fused import (
     rotated_heads,
 )
 from vgrout.model.logprobs import backbone, head_logits, masked
+from vgrout.tensor_types import at_least_fp32
 
 # Below this many parameters a step is bound by calls, not by bytes: q, k, v (gate, up) become one
 # product, for a copy of these weights per call of the sampler. Above it, on a CPU, weights are
@@ -154,7 +155,7 @@ class _Norm:
     @staticmethod
     def of(weight: Tensor, norm: Any) -> "_Norm":
         """norm: the model's own, whose ε is taken."""
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        wide = at_least_fp32(weight)
         return _Norm(weight, norm.variance_epsilon, wide * weight.shape[-1] ** 0.5)
 
     def __call__(self, x: Float[Tensor, "n *h D"]) -> Float[Tensor, "n *h D"]:

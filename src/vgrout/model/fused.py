@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from vgrout.model.autograd import Context
 from vgrout.model.source import LLAMAS
+from vgrout.tensor_types import at_least_fp32
 
 Rows = Float[Tensor, "*n D"]
 Heads = Float[Tensor, "N H D"]
@@ -48,19 +49,16 @@ _fused: WeakSet[nn.Module] = WeakSet()
 
 def norm(x: Rows, weight: Float[Tensor, " D"], ε: float) -> Rows:
     """RMS norm of the last dimension."""
-    wide = _wide(x)
-    return (wide * _inverse_rms(wide, ε) * _wide(weight)).to(x.dtype)
+    wide = at_least_fp32(x)
+    return (wide * _inverse_rms(wide, ε) * at_least_fp32(weight)).to(x.dtype)
 
 
 def norm_backward(dy: Rows, x: Rows, weight: Float[Tensor, " D"], ε: float) -> Rows:
     """The gradient of `norm` on x."""
-    wide = _wide(x)
-    return _norm_gradient(_wide(dy), wide, _wide(weight), _inverse_rms(wide, ε)).to(x.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """x in at least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = at_least_fp32(x)
+    return _norm_gradient(at_least_fp32(dy), wide, at_least_fp32(weight), _inverse_rms(wide, ε)).to(
+        x.dtype
+    )
 
 
 def _inverse_rms(x: Rows, ε: float) -> Float[Tensor, "*n 1"]:
@@ -76,12 +74,12 @@ def _norm_gradient(dy: Rows, x: Rows, weight: Float[Tensor, " D"], inverse: Tens
 
 def rotate(x: Heads, cos: Table, sin: Table, weight: Tensor | None, ε: float) -> Heads:
     """The rotary embedding of x, or of its norm where there is a weight."""
-    y = _wide(x)
+    y = at_least_fp32(x)
     if weight is not None:
-        y = y * _inverse_rms(y, ε) * _wide(weight)
+        y = y * _inverse_rms(y, ε) * at_least_fp32(weight)
     first, second = y.chunk(2, -1)
-    cos_first, cos_second = _wide(cos).unsqueeze(1).chunk(2, -1)
-    sin_first, sin_second = _wide(sin).unsqueeze(1).chunk(2, -1)
+    cos_first, cos_second = at_least_fp32(cos).unsqueeze(1).chunk(2, -1)
+    sin_first, sin_second = at_least_fp32(sin).unsqueeze(1).chunk(2, -1)
     rotated = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
     return torch.cat(rotated, -1).to(x.dtype)
 
@@ -90,28 +88,28 @@ def rotate_backward(
     dy: Heads, x: Heads, cos: Table, sin: Table, weight: Tensor | None, ε: float
 ) -> Heads:
     """The gradient of `rotate` on x."""
-    first, second = _wide(dy).chunk(2, -1)
-    cos_first, cos_second = _wide(cos).unsqueeze(1).chunk(2, -1)
-    sin_first, sin_second = _wide(sin).unsqueeze(1).chunk(2, -1)
+    first, second = at_least_fp32(dy).chunk(2, -1)
+    cos_first, cos_second = at_least_fp32(cos).unsqueeze(1).chunk(2, -1)
+    sin_first, sin_second = at_least_fp32(sin).unsqueeze(1).chunk(2, -1)
     turned = (first * cos_first + second * sin_second, second * cos_second - first * sin_first)
     dx = torch.cat(turned, -1)
     if weight is not None:
-        wide = _wide(x)
-        dx = _norm_gradient(dx, wide, _wide(weight), _inverse_rms(wide, ε))
+        wide = at_least_fp32(x)
+        dx = _norm_gradient(dx, wide, at_least_fp32(weight), _inverse_rms(wide, ε))
     return dx.to(x.dtype)
 
 
 def gated(gate: Rows, up: Rows) -> Rows:
     """silu(gate) · up."""
-    wide = _wide(gate)
-    return (wide * wide.sigmoid() * _wide(up)).to(gate.dtype)
+    wide = at_least_fp32(gate)
+    return (wide * wide.sigmoid() * at_least_fp32(up)).to(gate.dtype)
 
 
 def gated_backward(dy: Rows, gate: Rows, up: Rows) -> tuple[Rows, Rows]:
     """The gradients of `gated` on both."""
-    wide, dy = _wide(gate), _wide(dy)
+    wide, dy = at_least_fp32(gate), at_least_fp32(dy)
     share = wide.sigmoid()
-    dgate = dy * _wide(up) * share * (1 + wide * (1 - share))
+    dgate = dy * at_least_fp32(up) * share * (1 + wide * (1 - share))
     dup = dy * wide * share
     return dgate.to(gate.dtype), dup.to(up.dtype)
 
@@ -143,12 +141,12 @@ def rotated_heads(
     of queries, then of keys, where there are any.
     """
     heads, D = qkv.shape[1:]
-    wide = _wide(qkv)
+    wide = at_least_fp32(qkv)
     y = wide
     if weight is not None:
-        y = wide * _inverse_rms(wide, ε) * pad(_wide(weight), (0, 0, 0, kv_heads))
+        y = wide * _inverse_rms(wide, ε) * pad(at_least_fp32(weight), (0, 0, 0, kv_heads))
     swapped = y.roll(D // 2, -1)
-    y = y * _wide(cos).unsqueeze(1) + swapped * _wide(sin).unsqueeze(1)
+    y = y * at_least_fp32(cos).unsqueeze(1) + swapped * at_least_fp32(sin).unsqueeze(1)
     is_value = torch.arange(heads, device=qkv.device).unsqueeze(1) >= heads - kv_heads
     return torch.where(is_value, wide, y).to(qkv.dtype)
 

@@ -20,6 +20,7 @@ from vgrout.model.autograd import Context
 from vgrout.model.layout import Packed, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
 from vgrout.model.sampling import Sampling, support, tempered
+from vgrout.tensor_types import at_least_fp32
 
 # The logit of an id without a token. Its probability is 0, and differences of such logits are still
 # numbers, as those of −inf are not.
@@ -338,9 +339,7 @@ def _head(
     sampling: Sampling | None,
 ) -> tuple[Float[Tensor, " n"], ...]:
     """Log-probs of the targets: full, then with `sampling` those of what is sampled from."""
-    logits = head_logits(model, hidden)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = at_least_fp32(head_logits(model, hidden))
     full = log_softmax_at(logits, target)
     if sampling is None:
         return (full,)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vgrout.config.sampling import Sampling
+from vgrout.tensor_types import at_least_fp32
 
 WIDE = 2**14  # logits of a row from which `largest` looks for blocks first
 BLOCK = 64  # logits of such a block
@@ -14,8 +15,7 @@ BLOCK = 64  # logits of such a block
 
 def tempered(logits: Float[Tensor, "*n V"], sampling: Sampling) -> Float[Tensor, "*n V"]:
     """Logits at the sampling temperature, in fp32 at least; greedy (0) keeps them as they are."""
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = at_least_fp32(logits)
     if sampling.temperature in (0, 1):
         return logits
     return logits / sampling.temperature

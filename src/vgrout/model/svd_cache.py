@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vgrout.errors import Refused
 from vgrout.files import write_atomic
+from vgrout.tensor_types import at_least_fp32
 
 Weight = Float[Tensor, "d_out d_in"]
 Factors = tuple[Tensor, Tensor, Tensor]  # U [d_out, r], S [r], Vh [r, d_in]
@@ -62,8 +63,7 @@ def svd(W: Weight) -> Factors:
 
     Signs are fixed: the largest entry of each column of U is positive.
     """
-    at_least_fp32 = torch.promote_types(W.dtype, torch.float32)
-    U, S, Vh = torch.linalg.svd(W.to(at_least_fp32), full_matrices=False)
+    U, S, Vh = torch.linalg.svd(at_least_fp32(W), full_matrices=False)
     largest = U.abs().argmax(0, keepdim=True)
     sign = U.gather(0, largest).sign().squeeze(0)
     U = (U * sign).to(W.dtype)
