@@ -12,7 +12,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
@@ -87,6 +87,11 @@ def atomic_folder(path: Path) -> Generator[Path]:
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text holds half a character, which no tokenizer takes."""
+    return re.search(r"[\ud800-\udfff]", text) is not None
 
 
 def printable(text: str) -> str:
@@ -382,6 +387,15 @@ def json_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> Itera
                     yield strict_json(line)
         except (ValueError, RecursionError) as e:  # text that is not UTF-8 too
             raise Refused(f"{path}, line {number}: damaged ({e})") from None
+
+
+def write_json_lines(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """Write a file of JSON lines, complete or not at all. Raises ValueError on a NaN, as `to_json` does."""
+    with atomic_open(path) as f:
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+            # a sampled answer may have a lone surrogate, which UTF-8 cannot encode
+            f.write(line.encode(errors="backslashreplace"))
 
 
 def file_sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from vgrout.data import Message
 from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.errors import Refused
-from vgrout.files import Json, from_json, numbered_lines, once, read_text
+from vgrout.files import Json, from_json, has_lone_surrogate, numbered_lines, once, read_text
 from vgrout.model.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
@@ -163,10 +163,7 @@ def _load_entries(path: Path, flag: str, keys: Sequence[str]) -> list[dict[str, 
 
 def _is_text(value: object) -> bool:
     """Whether a value is a text that is not blank and that a tokenizer takes."""
-    if not isinstance(value, str) or not value.strip():
-        return False
-    # A surrogate is half a character, which no tokenizer takes.
-    return re.search(r"[\ud800-\udfff]", value) is None
+    return isinstance(value, str) and bool(value.strip()) and not has_lone_surrogate(value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.base import SPLITS, Demonstrations, messages_of
 from vgrout.errors import Refused, misspelt, refuse
 from vgrout.failures import LoggedFailures
-from vgrout.files import hash_of_file, numbered_lines, once
+from vgrout.files import has_lone_surrogate, hash_of_file, numbered_lines, once
 from vgrout.rng import py_stream
 from vgrout.scoring import (
     UNWATCHED,
@@ -602,7 +602,7 @@ def _row(record: object, where: str) -> TextTask:
         messages = messages_of(record)
     except ValueError as e:
         raise Refused(f"{where}: {e}") from None
-    if any(re.search(r"[\ud800-\udfff]", message["content"]) for message in messages):
+    if any(has_lone_surrogate(message["content"]) for message in messages):
         raise Refused(f"{where}: its prompt holds half a character (a lone surrogate)")
     if not messages[-1]["content"].strip():
         raise Refused(f"{where}: its prompt is empty")

@@ -3,10 +3,9 @@
 A round is complete when its folder has a manifest. The folders are the checkpoints of a run.
 """
 
-import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from vgrout.data import Graded, Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
-from vgrout.files import Json, atomic_open, file_sha256, read_json, to_json, write_atomic
+from vgrout.files import Json, file_sha256, read_json, to_json, write_atomic, write_json_lines
 from vgrout.generation import BATCH, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
@@ -198,7 +197,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
                     break
                 self.metrics.append(metrics)
         rows = [DpoRow.from_json(metrics).as_json() for metrics in self.metrics]
-        write_lines(self.run.path / "steps.jsonl", rows)
+        write_json_lines(self.run.path / "steps.jsonl", rows)
         self.restore({}, rows)
 
     def record(self, metrics: Metrics) -> None:
@@ -335,8 +334,8 @@ class Rounds:
             rollout = Rollout.of(answer.problem, (), answer.completion)
             prompt = self.policy.prompt_text(answer.problem.messages)
             lines.append(rollout_record(rollout, answer.grade, prompt) | {"score": score})
-        write_lines(folder / "rollouts.jsonl", lines)
-        write_lines(folder / "pairs.jsonl", [pair.as_json() for pair in collected.pairs])
+        write_json_lines(folder / "rollouts.jsonl", lines)
+        write_json_lines(folder / "pairs.jsonl", [pair.as_json() for pair in collected.pairs])
 
     def load(self, what: str) -> None:
         """Load the adapter that the plan names: "base", or a round's."""
@@ -492,14 +491,6 @@ def write_manifest(folder: Path, number: int, plan: Plan) -> None:
             files[path.relative_to(folder).as_posix()] = file_sha256(path)
     manifest = {"schema": 1, "round": number, "plan": plan_sha256(plan), "files": files}
     write_atomic(folder / "manifest.json", to_json(manifest))
-
-
-def write_lines(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    """Write a file of JSON lines, complete or not at all."""
-    with atomic_open(path) as f:
-        for record in records:
-            line = json.dumps(record, ensure_ascii=False) + "\n"
-            f.write(line.encode(errors="backslashreplace"))
 
 
 # ── pairs and their loss

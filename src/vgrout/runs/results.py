@@ -1,6 +1,5 @@
 """What a run leaves at its end: the answer on the console; tables, a figure, and files with the same numbers."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from tabulate import tabulate
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade
 from vgrout.envs.base import Splits
-from vgrout.files import Json, atomic_open, json_lines, printable, write_atomic
+from vgrout.files import Json, json_lines, printable, write_atomic, write_json_lines
 from vgrout.inputs import Inputs
 from vgrout.metrics import Final, Rate
 from vgrout.runs.context import RunContext
@@ -276,11 +275,7 @@ def ending(results: Results) -> dict[str, object]:
 
 def write_answers(final: Final, path: Path) -> None:
     """Write final.jsonl: every answer of the final evaluation."""
-    with atomic_open(path) as f:
-        for line in answer_lines(final):
-            text = json.dumps(line, ensure_ascii=False, allow_nan=False)
-            # a sampled answer may have a lone surrogate, which UTF-8 cannot encode
-            f.write(text.encode(errors="backslashreplace") + b"\n")
+    write_json_lines(path, answer_lines(final))
 
 
 def answer_lines(final: Final) -> Iterator[dict[str, object]]:

@@ -27,6 +27,7 @@ from vgrout.files import (
     atomic_folder,
     file_sha256,
     from_json,
+    has_lone_surrogate,
     once,
     read_text,
     regular,
@@ -220,7 +221,7 @@ def _is_switch(value: object) -> bool:
 
 def _is_text(value: object) -> bool:
     """Whether it is text without half a character (a lone surrogate)."""
-    return isinstance(value, str) and not re.search(r"[\ud800-\udfff]", value)
+    return isinstance(value, str) and not has_lone_surrogate(value)
 
 
 def _are_tokens(value: object) -> bool:

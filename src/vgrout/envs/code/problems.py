@@ -32,7 +32,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import CODE_ONLY, Problem, is_row_of_text
 from vgrout.errors import Refused
-from vgrout.files import beginning, numbered_lines, once
+from vgrout.files import beginning, has_lone_surrogate, numbered_lines, once
 from vgrout.rng import py_stream
 
 
@@ -114,8 +114,7 @@ _CALLED = re.compile(r"\b(\w+)\s*\(")  # the names that a test calls
 def _faults(record: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with a line, in this order: a check presumes those before it."""
     yield from _key_faults(record)
-    # no tokenizer takes it
-    if re.search(r"[\ud800-\udfff]", json.dumps(record, ensure_ascii=False)):
+    if has_lone_surrogate(json.dumps(record, ensure_ascii=False)):
         yield "it holds half a character (a lone surrogate, \\ud800 to \\udfff)"
     yield from _prompt_faults(record["prompt"])
     tests = record["gt_answer"]
