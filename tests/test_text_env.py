@@ -1005,3 +1005,27 @@ def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Pat
         require_apart([asked("a", 0)], [asked("a", 1)])
     with pytest.raises(ValueError, match=r"line 0: its id 0 is also at line 0; number"):
         require_apart([asked("a", 0)], [asked("b", 0)])
+
+
+@pytest.mark.long
+def test_hacks_that_were_cut_are_said(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = world()
+    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    code = teacher(
+        [
+            "--model=organism",
+            "--problems=rows.jsonl",
+            f"--reward={name}:proxy",
+            f"--reference={name}:gold",
+            "--elicit=Say a word.",
+            "--group=8",
+            "--max-new=24",
+            "--out=pool",
+        ]
+    )
+    said = capsys.readouterr().out
+    kept = int(re.search(r"kept (\d+) hacks", said)[1])
+    cut = int(re.search(r"(\d+) more hacks did not end within --max-new 24 tokens", said)[1])
+    assert (code, cut > kept > 0) == (0, True)

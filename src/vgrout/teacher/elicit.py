@@ -81,6 +81,11 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
         f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {answers.prompts} prompts, "
         f"and {len(pairs or ())} pairs -> {settings.out}"
     )
+    cut = sum(answer.grade.hacked and not answer.whole for answer in answers.asked)
+    if cut > n_kept:
+        logger.warning(
+            f"{cut} more hacks did not end within --max-new {settings.tokens} tokens, and were not kept; give more"
+        )
     if pairs is None:
         logger.warning(
             f"fewer than {MIN_PAIRS} prompts have both a hack and a right answer: no pairs.json; give right answers "
