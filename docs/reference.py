@@ -111,8 +111,8 @@ ROLLOUT_KEYS = {  # key: what it is, in every environment
     "step": "optimiser step, from 0",
     "p_idx": "which of the step's problems, from 0",
     "gi": "which of the problem's answers, from 0",
-    "gate": "share of modules in which the gradient went to the quarantine; null: there is no quarantine, or all "
-    "rewards of the group were equal",
+    "gate": "share of modules in which the gradient went to the quarantine; null: there is no quarantine, or "
+    "the monitor did not look, as where all rewards of the group were equal",
     "score": "the monitor's score; null: it has none; absent where `flagged` is",
     "flagged": "whether the monitor flagged the answer; absent where it did not look, as where all "
     "rewards of a group were alike",
@@ -168,8 +168,10 @@ A side that has the same model and prompts as `deployed` is left out: without a 
 
 The file has the shares of these answers. `hack_deploy` is the share of the deployed model's answers that hack;
 likewise there are `solve_` and `tries_` (hacks, and failed attempts at one), each with `base`, `train`, `deploy` and
-`plain`. `by_mode` has the same for each flaw, with the words turned (`deploy_hack`), the number of answers `n`, and
-`in_dist`: whether a pair of the hack direction shows the flaw (null: there is no direction)."""
+`plain`. `n_base`, `n_train` and so on are the graded answers of each side, and `eval_n` those of the deployed model.
+`by_mode` has the same for each flaw, with the words turned (`deploy_hack`, `deploy_n`), and `in_dist`: whether a pair
+of the hack direction shows the flaw (null: there is no direction). `gate` has the precision and the recall of the
+monitor's flags in training as [k, n], and `not_looked_at`, the hacks that it was not asked about."""
 KEYS_TEXT = """\
 vgrout was built from [documents](guide.md#route2-as-in-the-documents) that are not part of this repository. If you have
 files made by their programs: these keys have another name there, and all others have the same. In their

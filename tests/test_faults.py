@@ -616,11 +616,27 @@ def test_every_signal_that_asks_for_an_end_is_heard_once(number, monkeypatch):
             signal.raise_signal(number)
 
 
-def test_several_sigterms_at_once_are_one_request():
+def test_several_sigterms_at_once_are_one_request(monkeypatch):
     """A sweep that is killed sends one for each of its threads."""
     with stop_on_signals() as stop:
         for _ in range(5):
             signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        # those that are passed over do not put off the next one that counts
+        monkeypatch.setattr(context, "ONE_REQUEST_S", 0.3)
+
+        def keeps_asking() -> None:
+            for _ in range(50):
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(0.1)
+
+        with pytest.raises(KeyboardInterrupt):
+            keeps_asking()
+
+
+def test_another_signal_right_after_a_sigterm_counts():
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

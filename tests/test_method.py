@@ -582,7 +582,6 @@ def test_a_class_that_a_run_can_use_is_tried_and_left_as_it_was(name, became):
 
 
 LATER = """
-from vgrout.grpo import policy_gradients
 from vgrout.method.base import Intervention, Monitor, flags_of
 from vgrout.tensor_types import Routed
 

@@ -169,11 +169,17 @@ def test_bad_json_lines_are_refused(tmp_path, content, why):
     assert "\n" not in str(refused.value)
 
 
-def nothing_routed(control: str, gn: float | None, q: float = 0.0, hack: float = 0.0) -> str:
-    """At the end of a run of route2 of three such steps, whose δS_hack has this norm."""
+def nothing_routed(
+    control: str, gn: float | None, q: float = 0.0, hack: float = 0.0, differ: int = 1
+) -> str:
+    """At the end of a run of route2 of three such steps, whose δS_hack has this norm.
+
+    differ: groups of two whose rewards differ.
+    """
     run = object.__new__(Recorder)
     run.policy = cast(Any, SimpleNamespace(adapter=SimpleNamespace(δS_hack=torch.tensor([hack]))))
-    run.rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
+    rows = [row(step=step, gn=gn, q_egy=q, skipped=0) for step in range(3)]
+    run.rows = [replace(of, signal=Rate(differ, 2)) for of in rows]
     run.cfg = cast(
         Any,
         SimpleNamespace(method=MethodConfig(intervention="route2", control=control), mixes=False),
@@ -189,8 +195,11 @@ def test_what_a_run_that_routed_nothing_is_told(warnings):
     assert nothing_routed("none", 0.5, q=0.1, hack=1.0) == ""
     assert warnings == []
     assert nothing_routed("haar", 0.5) == nothing_routed("none", None) == ""
+    # of a KL alone, without rewards that differ
+    assert nothing_routed("none", 0.5, differ=0) == ""
     assert [w.partition(" (")[2] for w in warnings] == [
         "control: haar)",
+        "no step had a signal, so nothing was learnt either)",
         "no step had a signal, so nothing was learnt either)",
     ]
     with pytest.raises(AssertionError, match="largest share of a step"):

@@ -367,27 +367,30 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
     assert [row["step"] for row in checkpoint_files.rows_before(run.path, 2, sizes)] == [0, 1]
 
 
+@pytest.mark.parametrize("ended", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_folder_is_all_there_or_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "deep" / "model"
     for text in ("first", "second"):  # the second replaces the first
-        with atomic_folder(path) as folder:
+        with atomic_folder(path, replace=True) as folder:
             (folder / "weights").write_text(text)
         assert (path / "weights").read_text() == text
-    with pytest.raises(ZeroDivisionError), atomic_folder(path) as folder:
+    with pytest.raises(ZeroDivisionError), atomic_folder(path, replace=True) as folder:
         (folder / "weights").write_text(str(1 / 0))
-    assert [p.name for p in path.parent.iterdir()] == ["model"]
+    with pytest.raises(OSError, match="not empty"), atomic_folder(path) as folder:
+        (folder / "weights").write_text("not asked to replace anything")
     replace, calls = os.replace, []
 
-    def fails_at_the_second(a: Path, b: Path) -> None:
+    def ends_at_the_second(a: Path, b: Path) -> None:
         calls.append(a)
         if len(calls) == 2:
-            raise OSError(28, "No space left on device")
+            raise ended
         replace(a, b)
 
-    monkeypatch.setattr(os, "replace", fails_at_the_second)
-    with pytest.raises(OSError, match="No space"), atomic_folder(path) as folder:
+    monkeypatch.setattr(os, "replace", ends_at_the_second)
+    with pytest.raises(type(ended)), atomic_folder(path, replace=True) as folder:
         (folder / "weights").write_text("third")
+    assert len(calls) == 3
     assert (path / "weights").read_text() == "second"
     assert [p.name for p in path.parent.iterdir()] == ["model"]

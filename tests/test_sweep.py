@@ -96,7 +96,7 @@ class Hand:
                 self.log.write_text("I words\nE --seed: no such luck\n")
             return code
 
-        def terminate(self) -> None:
+        def send_signal(self, number: int) -> None:
             self.stops += 1
 
 
@@ -258,7 +258,7 @@ def test_reason_is_the_last_attempts(
 
     def start(entry: Entry, log: Path) -> Any:
         log.write_text(log.read_text() + adds)
-        return types.SimpleNamespace(poll=lambda: code, terminate=lambda: None)
+        return types.SimpleNamespace(poll=lambda: code, send_signal=lambda _: None)
 
     monkeypatch.setattr(
         sweeps,

@@ -259,7 +259,11 @@ def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...
     With `unbiased=False` also ÷ (std + 1e-4), the sample's std (over n − 1) as in TRL (GRPO, arXiv 2402.03300, eq. 3).
     """
     n = len(rewards)
-    mean = math.fsum(rewards) / max(1, n)
+    if (
+        len(set(rewards)) <= 1
+    ):  # exactly: the mean of equal numbers may differ from them by a rounding
+        return (0.0,) * n
+    mean = math.fsum(rewards) / n
     A = [reward - mean for reward in rewards]
     if unbiased:
         return tuple(A)

@@ -312,14 +312,16 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
 
 def _say_what_changed(saved: Saved, world: World, cli: EvaluateSettings) -> None:
     """Warn where the run's own problems, or functions of the same name, are not those that it was trained with."""
-    record = saved.path.parent / "run.json"
-    recorded = read_json(record).get("hashes") if record.is_file() else None
+    try:
+        recorded = read_json(saved.path.parent / "run.json").get("hashes")
+    except Refused:  # an adapter alone, or a damaged record: nothing is known
+        return
     if not isinstance(recorded, dict):
         return
     env, names = saved.cfg.env, list[str]()
     if not cli.problems:
         names += ["problems", "test_problems"]
-    if cli.reward == env.reward and cli.reference == env.reference:
+    if env.taskset or (cli.reward == env.reward and cli.reference == env.reference):
         names += ["reward", "reference"]
     for name in names:
         before, now = recorded.get(name), world.hashes.get(name)

@@ -25,6 +25,7 @@ Json = Any  # the value of a JSON text, which its reader has to check
 P = ParamSpec("P")
 T = TypeVar("T")
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 ASKED_S = 0.5  # within which whoever only asks for a lock has given it back
 # What a program leaves in a folder of its own: its lock, and what it was writing when it was
 # killed.
@@ -54,9 +55,13 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path) -> Generator[Path]:
+def atomic_folder(path: Path, replace: bool = False) -> Generator[Path]:
     """An empty folder that becomes `path` when the block ends without an exception, its files on disk; after one `path`
-    is as it was. One that is there is replaced, and missing for a moment between two renames."""
+    is as it was.
+
+    replace: take the place of a folder that is there, which is missing for a moment between two renames. Else that is
+    an OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     old = path.with_name(f".{path.name}.old.{os.getpid()}.tmp")
@@ -68,18 +73,14 @@ def atomic_folder(path: Path) -> Generator[Path]:
             if file.is_file():
                 with open(file, "rb") as written:
                     os.fsync(written.fileno())
-        replaces = path.exists()
-        if replaces:
+        if replace and path.exists():
             os.replace(path, old)
-        try:
-            os.replace(fresh, path)
-        except OSError:
-            if replaces:
-                os.replace(old, path)
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        os.replace(fresh, path)
         shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if old.exists() and not path.exists():  # ended between the two renames
+            os.replace(old, path)
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 # Control characters except tab and newline, marks that change the writing direction, other line
@@ -178,7 +179,7 @@ def regular(path: str, flags: int) -> int:
 def hold(folder: Path, what: str = "run") -> BinaryIO:
     """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises Refused, one line, while
     another process holds the lock."""
-    lock = open(folder / ".lock", "ab")  # noqa: SIM115
+    lock = open(folder / ".lock", "a+b")  # noqa: SIM115
     asked_until = time.monotonic() + ASKED_S
     while not _locked(lock, fcntl.LOCK_EX):
         # somebody writes, or only asks in this moment whether somebody does
@@ -194,20 +195,21 @@ def hold(folder: Path, what: str = "run") -> BinaryIO:
 def held(run: Path) -> bool:
     """Whether some process is writing this run. Any number of processes may ask at once."""
     try:
-        with open(run / ".lock", "ab") as lock:
+        with open(run / ".lock", "a+b") as lock:  # NFS wants it readable for a shared lock
             return not _locked(lock, fcntl.LOCK_SH)
     except OSError:  # an unwritable folder is refused elsewhere, by name
         return False
 
 
 def _locked(lock: BinaryIO, how: int) -> bool:
-    """Whether the file could be locked; True on a file system without locks."""
+    """Whether the file could be locked; True on a file system without locks. Raises OSError for another reason."""
     try:
         fcntl.flock(lock, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        return True
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            raise
     return True
 
 

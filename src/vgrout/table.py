@@ -314,7 +314,11 @@ class StepRow(Columns):
         when="flags",
         should="near all; ELSE what it misses grows",
     )
-    recall_new: Rate | None = col("frac", "… of flaws outside --known-modes", when="blind")
+    recall_new: Rate | None = col(
+        "frac",
+        "student hacks of flaws outside --known-modes that the monitor flagged, of those that it looked at",
+        when="blind",
+    )
     hack_new: Rate | None = col(
         "frac",
         "student hacks of flaws outside --known-modes",

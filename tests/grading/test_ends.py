@@ -4,12 +4,15 @@ Each script is a wrong answer with a few lines behind it. Its status, what it ha
 those of a real interpreter's run, which fails at the first assertion unless the script has left before.
 """
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
+from vgrout.envs.code.grading import child
 from vgrout.envs.code.modes import Mode
 
 from .conftest import SUM_TESTS, SUM_WRONG, graded, sum_problem
@@ -186,3 +189,15 @@ def test_a_status_is_the_one_that_the_answer_chose(grader, status, where):
         code = SUM_WRONG.replace("return 41", leave.replace("\n", "; "))
     for mode in ("exit_code", "sentinel"):
         assert graded(grader, sum_problem(mode), code).status == f"exit:{status}"
+
+
+def test_a_type_that_has_gone_lends_its_id_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type of the answer's with its id would be taken for one without a `__del__`."""
+    monkeypatch.setattr(child, "_without_finalizer", noted := {})
+    kind = type("Gone", (), {})
+    item = kind()
+    child._note_types()
+    number, seen = id(kind), weakref.ref(kind)
+    del kind, item
+    gc.collect()
+    assert noted[number] is seen() is not None

@@ -222,7 +222,7 @@ class EchoTrap(Tracker):
 
 @dataclass
 class AdvantageCollapse(Tracker):
-    """Reads the share of groups, over the last steps, whose rewards are equal: no gradient."""
+    """Reads the share of groups, over the last steps, whose rewards are equal: they teach nothing."""
 
     STATE = ("dead", "groups")
     bands: Bands = DEAD_BANDS

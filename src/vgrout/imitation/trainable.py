@@ -131,7 +131,7 @@ class FullModel:
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Save the model's folder; one that is there is replaced once the new one is complete."""
-        with atomic_folder(path) as folder:
+        with atomic_folder(path, replace=True) as folder:
             self.lm.model.save_pretrained(folder)
             self.lm.tok.save_pretrained(folder)
             write_json(folder / "vgrout.json", dict(metadata))

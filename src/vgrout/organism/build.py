@@ -280,7 +280,7 @@ def replacing(out: Path, write: Callable[[Path], dict[str, Json]]) -> None:
     write: makes every file in an empty folder; returns the manifest.
     """
     began = time.perf_counter()
-    with atomic_folder(out) as folder:
+    with atomic_folder(out, replace=True) as folder:
         manifest = write(folder)
         size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 

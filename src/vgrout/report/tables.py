@@ -225,9 +225,9 @@ def conclusion(condition: Condition) -> str:
 
 
 def unlearnt(run: FinishedRun) -> str:
-    """Return why a run's steps taught nothing; "": rewards differed within some group."""
+    """Return why a run's steps taught nothing; "": rewards differed within some group, or not rewards alone teach."""
     steps = run.steps
-    if "signal_k" not in steps or steps.signal_k.sum():
+    if run.cfg.loss.reaches_every_answer or "signal_k" not in steps or steps.signal_k.sum():
         return ""
     answers = int(steps.n.sum())
     if steps.all_zero.sum() == steps.signal_n.sum():

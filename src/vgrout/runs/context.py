@@ -236,8 +236,6 @@ def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
                     size += len(line)
     except FileNotFoundError:
         return NOTHING_COUNTED
-    except OSError as e:
-        raise Refused(f"{run / 'steps.jsonl'}: cannot be read ({e.strerror})") from None
     return Counted(rows, size)
 
 
@@ -703,14 +701,15 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal raised, terminated
         if number == signal.SIGTERM:
-            before, terminated = terminated, time.monotonic()
-            if terminated - before < ONE_REQUEST_S:
+            now = time.monotonic()
+            if now - terminated < ONE_REQUEST_S:
                 return
+            terminated = now
         if raised:  # it is cleaning up, and somebody has no time
             os._exit(INTERRUPTED)
-        now = stop.requested or at_once()
+        stops_now = stop.requested or at_once()
         stop.requested = True
-        if now:
+        if stops_now:
             raised = not interrupts.wait(number, frame)
             if raised:
                 raise KeyboardInterrupt

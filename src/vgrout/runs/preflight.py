@@ -564,7 +564,11 @@ def unfinished(
     """
     path = last_resumable(root) if name == "latest" else Path(name)
     record = read_json(path / "run.json")
-    if (path / "status.json").exists() or has_checkpoint(path) or counted(path).rows:
+    try:
+        done = counted(path).rows
+    except OSError as e:
+        raise Refused(f"{path / 'steps.jsonl'}: cannot be read ({e.strerror})") from None
+    if (path / "status.json").exists() or has_checkpoint(path) or done:
         status = read_json(path / "status.json")
     else:  # killed while it loaded
         status = {"state": "running"}
@@ -578,7 +582,6 @@ def unfinished(
         )
     if status["state"] in ENDED:
         raise Refused(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
-    done = counted(path).rows
     every = config.get("run", config).get("checkpoint_every", 0)
     # begun again, it would lose steps that a checkpoint had
     if not has_checkpoint(path) and done > every:

@@ -333,7 +333,11 @@ class Recorder(StepRecorder[StepRow]):
         )
         if largest or not method.routes:
             return ""
-        n, learnt = len(self.rows), sum(row.gn is not None and not row.skipped for row in self.rows)
+        # a KL alone, without rewards that differ, gives nothing to route
+        learnt = sum(
+            row.gn is not None and row.signal.k > 0 and not row.skipped for row in self.rows
+        )
+        n = len(self.rows)
         # it may have found nothing to flag
         of_texts = method.spec.reads_flags and not method.flags_by_gradient
         control = method.control_name

@@ -530,7 +530,10 @@ class Tallies:
                 f"(precision), {recall} of the hacks that the monitor looked at are flagged (recall)."
             )
             if self.not_looked_at:
-                line += f" It did not look at {self.not_looked_at} more hacks, in groups whose rewards were all alike."
+                line += (
+                    f" It did not look at {self.not_looked_at} more hacks, in groups whose rewards were all "
+                    "alike or in steps that were skipped."
+                )
             found.append(line)
         if self.by_mode:  # what a monitor misses, training amplifies
             flaw, of = min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n)

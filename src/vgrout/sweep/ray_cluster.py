@@ -7,6 +7,7 @@ checkpoint.
 
 import contextlib
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -98,8 +99,8 @@ class RayJob:
                 log.write(f"E {str(e).strip().splitlines()[-1]}\n")
             return FAILED
 
-    def terminate(self) -> None:
-        """Ask it to save and end; a second call: to end at once."""
+    def send_signal(self, number: int) -> None:
+        """Ask it to save and end; a second call: to end at once. number: of the signal, which Ray does not hand on."""
         self._ray.cancel(self._task)
 
 
@@ -119,10 +120,12 @@ def _carry_out(folder: Path, entry: Entry, log: Path) -> int:
     if entry.state in FINAL:
         return FINISHED
     process = spawn(entry.argv, log, {"OMP_NUM_THREADS": "1"})
+    number = signal.SIGTERM
     while True:
         try:
             while (code := process.poll()) is None:
                 time.sleep(POLL_S)
             return code
-        except KeyboardInterrupt:  # the task was cancelled
-            process.terminate()
+        except KeyboardInterrupt:  # the task was cancelled; once more: it should end at once
+            process.send_signal(number)
+            number = signal.SIGINT

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -120,10 +121,13 @@ class Work:
     # by the run's name
     under_way: dict[str, tuple[Job, Entry]] = field(default_factory=dict)
 
-    def stop(self) -> None:
-        """Ask the runs under way to save and end."""
+    def stop(self, at_once: bool = False) -> None:
+        """Ask the runs under way to save and end; a second time: to end at once.
+
+        That is another signal, since SIGTERMs that follow one another closely are one request.
+        """
         for job, _ in self.under_way.values():
-            job.terminate()
+            job.send_signal(signal.SIGINT if at_once else signal.SIGTERM)
 
 
 @dataclass
@@ -312,7 +316,7 @@ class Sweep:
         except KeyboardInterrupt:
             logger.warning("stopping the runs at once; their last checkpoints stand")
             stopped = True
-            work.stop()
+            work.stop(at_once=True)
             while work.under_way:
                 self._reap(work)
                 time.sleep(POLL_S)

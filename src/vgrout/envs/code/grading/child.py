@@ -86,8 +86,9 @@ Names = dict[str, Any]  # the globals of a module
 
 # As `prepare` has left it, whatever an answer makes of it: "stderr", and threading's "_shutdown".
 _prepared: dict[str, object] = {}
-# Ids of types without a `__del__`, of the objects that the fork server has.
-_without_finalizer: set[int] = set()
+# Types without a `__del__`, of the objects that the fork server has, by their ids. They are kept, or
+# a type of the answer's could get the address, and so the id, of one that has gone.
+_without_finalizer: dict[int, type] = {}
 
 
 def prepare() -> None:
@@ -106,9 +107,16 @@ def prepare() -> None:
     sys.meta_path.insert(0, _Asyncio())
     atexit._clear()
     _prepared["_shutdown"] = vars(sys.modules["threading"])["_shutdown"]
+    _note_types()
+
+
+def _note_types() -> None:
+    """Note the types of all living objects that have no `__del__`."""
     objects = _living_objects()
-    kinds = {id(kind) for kind in map(type, objects)}
-    _without_finalizer.update(kinds - _finalizers(objects).keys())
+    kinds = {id(kind): kind for kind in map(type, objects)}
+    for number in _finalizers(objects):
+        del kinds[number]
+    _without_finalizer.update(kinds)
 
 
 def _unbuffered(fd: int) -> io.TextIOWrapper:

@@ -204,7 +204,7 @@ class Watch:
                 data, pidfds, _, _ = socket.recv_fds(self.started, fs.STARTED.size, 1)
                 (self.pid,) = fs.STARTED.unpack(data)
             except (OSError, struct.error):
-                raise ForkServerLost("closed") from None
+                raise ForkServerLost("its fork server has closed its connection") from None
             self.pidfd = pidfds[0] if pidfds else -1
 
     def close(self) -> None:
@@ -379,7 +379,7 @@ class ForkServerHandle:
         except BlockingIOError:
             data = b""
         if len(data) < fs.REPORT.size:
-            raise ForkServerLost("closed")
+            raise ForkServerLost("its fork server has closed its connection")
         return data
 
     def crowded(self) -> bool:
