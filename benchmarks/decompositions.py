@@ -120,11 +120,9 @@ def _cached(weights: dict[torch.Size, Tensor], counted: Counter[torch.Size]) -> 
             cache = SvdCache(Path(folder), lambda _, factors=factors: factors)
             keep: Callable[[], object] = partial(cache.decompose, W)
             seconds += counted[shape] * timed(keep)
-    return _figure("writing them to the cache", "hashed and flushed", seconds, goal=False)
+    return Figure("writing them to the cache", "hashed and flushed", f"{seconds:.3g} s")
 
 
-def _figure(what: str, against: str, seconds: float, goal: bool = True) -> Figure:
-    shown = f"{seconds:.3g} s"
-    if not goal:
-        return Figure(what, against, shown)
-    return Figure(what, against, shown, f"≤ {GOAL_SECONDS} s", seconds <= GOAL_SECONDS)
+def _figure(what: str, against: str, seconds: float) -> Figure:
+    goal, reached = f"≤ {GOAL_SECONDS} s", seconds <= GOAL_SECONDS
+    return Figure(what, against, f"{seconds:.3g} s", goal, reached)

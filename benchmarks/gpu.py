@@ -4,8 +4,8 @@ Update and sampler run at Qwen3-4B's shapes with random weights. A step of `fast
 TRL's, where TRL is installed; with vLLM too, where that is. Then come the claims: model FLOPs used,
 tokens / s against the memory's bandwidth, peak memory against the plan, lengths that were not
 warmed up on, how often the host waits, CUDA graphs and packed attention against their plain forms,
-attention's kernels, and ways to decompose the weights. `mini` is run on the GPU, on the CPU, and killed and
-resumed.
+attention's kernels, and ways to decompose the weights. `mini` is run on the GPU, on the CPU, and
+killed and resumed.
 """
 
 import contextlib

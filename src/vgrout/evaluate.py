@@ -313,10 +313,8 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
 def _say_what_changed(saved: Saved, world: World, cli: EvaluateSettings) -> None:
     """Warn where the run's own problems, or functions of the same name, are not those that it was trained with."""
     try:
-        recorded = read_json(saved.path.parent / "run.json").get("hashes")
-    except Refused:  # an adapter alone, or a damaged record: nothing is known
-        return
-    if not isinstance(recorded, dict):
+        recorded = _recorded_hashes(saved)
+    except Refused:  # damaged: nothing is known
         return
     env, names = saved.cfg.env, list[str]()
     if not cli.problems:
@@ -394,7 +392,7 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
     if not env.reward:
         return None
     reward = RewardFunction(env.reward, env.reward_passes_at)
-    if _trained_with(saved) not in (None, reward.sha256):
+    if _recorded_hashes(saved).get("reward") not in (None, reward.sha256):
         raise Refused(
             f"{reward.file}: changed since {saved.path.parent} was trained with --reward; "
             "put it back"
@@ -402,11 +400,15 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
     return reward
 
 
-def _trained_with(saved: Saved) -> str | None:
-    """The sha256 of the run's reward function; None if the run did not record it."""
+def _recorded_hashes(saved: Saved) -> Mapping[str, str | None]:
+    """Of the files and functions that the run was trained with, as far as its run.json has them.
+
+    Raises:
+        Refused: run.json is damaged.
+    """
     record = saved.path.parent / "run.json"
     hashes = read_json(record).get("hashes") if record.is_file() else None
-    return hashes.get("reward") if isinstance(hashes, dict) else None
+    return hashes if isinstance(hashes, dict) else {}
 
 
 def table(sides: dict[str, Eval]) -> str:

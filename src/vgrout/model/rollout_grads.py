@@ -20,8 +20,7 @@ times, once for each of the rows that share its tokens (`model/prefixes.py`): `a
 again=True)` returns a function by which the tokens are assigned to other rows before the next backward.
 
 Index letters: R = Σ r over the adapted modules, n rows of g (one a rollout, or one for
-several), B rows and s tokens
-of a padded batch, N tokens of a packed one.
+several), B rows and s tokens of a padded batch, N tokens of a packed one.
 """
 
 from collections.abc import Callable, Generator, Sequence
