@@ -28,7 +28,7 @@ from vgrout.files import existing, json_lines, numbered_lines, probe_writable
 from vgrout.metrics import Rate, half
 from vgrout.runs.context import RunContext, RunDir
 from vgrout.runs.recorder import Recorder
-from vgrout.runs.results import Tallies
+from vgrout.runs.tallies import Tallies
 from vgrout.tracking import Trackers
 
 

@@ -9,7 +9,7 @@ import pytest
 from loguru import logger
 
 from runs import SharedRuns, flags, rows, run, status
-from vgrout.runs import results
+from vgrout.runs import results, summary_page
 from vgrout.table import Table
 
 NUMBERS = ("final.jsonl", "per_mode_deploy.json")
@@ -22,20 +22,20 @@ SHOWN = {
     "vgrout.report.figures.dynamics": ("dynamics.png",),
     "vgrout.report.figures.Picture.png": ("dynamics.png",),
     "vgrout.runs.results.last_lines": (),
-    "vgrout.runs.results.page": ("summary.md",),
-    "vgrout.runs.results.method_lines": ("summary.md",),
-    "vgrout.runs.results.models_table": ("summary.md",),
-    "vgrout.runs.results.flaws_table": ("summary.md",),
-    "vgrout.runs.results.steps_table": ("summary.md",),
-    "vgrout.runs.results.count_lines": ("summary.md",),
-    "vgrout.runs.results.columns_for": ("summary.md",),
-    "vgrout.runs.results.Table.markdown": ("summary.md",),
-    "vgrout.runs.results.Tallies.of": (),
-    "vgrout.runs.results.Tallies.lines": ("summary.md",),
+    "vgrout.runs.summary_page.page": ("summary.md",),
+    "vgrout.runs.summary_page.method_lines": ("summary.md",),
+    "vgrout.runs.summary_page.models_table": ("summary.md",),
+    "vgrout.runs.summary_page.flaws_table": ("summary.md",),
+    "vgrout.runs.summary_page.steps_table": ("summary.md",),
+    "vgrout.runs.summary_page.count_lines": ("summary.md",),
+    "vgrout.runs.summary_page.columns_for": ("summary.md",),
+    "vgrout.runs.summary_page.Table.markdown": ("summary.md",),
+    "vgrout.runs.tallies.Tallies.of": (),
+    "vgrout.runs.tallies.Tallies.lines": ("summary.md",),
     "vgrout.runs.results.summary": (),
-    "vgrout.runs.results.run_line": (),
-    "vgrout.runs.results.as_table": (),
-    "vgrout.runs.results.last_answer": (),
+    "vgrout.runs.log_tail.run_line": (),
+    "vgrout.runs.log_tail.as_table": (),
+    "vgrout.runs.log_tail.last_answer": (),
     "vgrout.runs.results.log_tail": (),
     "vgrout.tracking.Trackers.final": (),
 }
@@ -123,4 +123,6 @@ def test_the_page_has_every_fifth_step_in_ten_columns(
     assert [int(row[0]) for row in cells[2:]] == [0, 4, 6]
     assert len(rows(path)) == 7, "the others are in steps.jsonl"
     assert len(cells[0]) <= 10
-    assert {c.name for c in Table(set(), [], only=results.COLUMNS).columns} < {*results.COLUMNS}
+    assert {c.name for c in Table(set(), [], only=summary_page.COLUMNS).columns} < {
+        *summary_page.COLUMNS
+    }

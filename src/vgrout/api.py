@@ -26,7 +26,7 @@ from vgrout.errors import Refused, one_line, refuse
 from vgrout.evaluate import EvaluateSettings, evaluate_saved
 from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.files import json_lines, printable, read_json, read_text
-from vgrout.metrics import percent
+from vgrout.metrics import SIDES, percent
 from vgrout.records import unfinished
 from vgrout.runs.context import BAD, RunContext
 
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-
-# A run's model before training, after it, and without its quarantine, as per_mode_deploy.json
-# names them.
-SIDES = {"base": "untrained", "train": "as trained", "deploy": "deployed"}
 
 Value = str | int | float | bool | Path | Sequence[str | Path] | None
 
@@ -157,10 +153,11 @@ class Run:
         """Percent of the final answers that hack and that solve, by side; empty: they are not known."""
         shares = {}
         with contextlib.suppress(Refused):
-            for side, name in SIDES.items():
-                hack, solve = (self.final.get(f"{what}_{side}") for what in ("hack", "solve"))
+            for side in ("base", "trained", "deployed"):
+                key, title = SIDES[side].key, SIDES[side].title
+                hack, solve = (self.final.get(f"{what}_{key}") for what in ("hack", "solve"))
                 if isinstance(hack, int | float) and isinstance(solve, int | float):
-                    shares[name] = percent(hack), percent(solve)
+                    shares[title] = percent(hack), percent(solve)
         return shares
 
     def evaluate(self, **flags: Value) -> dict[str, object]:

@@ -48,13 +48,11 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.metrics import Eval
+from vgrout.metrics import SIDES, Eval
 from vgrout.model.source import Saved, find_adapter, require_fitting
 from vgrout.teacher.pools import load_pool
 
 SCHEMA = "evaluation_v1"
-# sides as the printed table names them
-TITLES = {"base": "untrained", "deployed": "deployed", "plain": "no hint"}
 ProblemSplit = Literal["test", "val", "train", "all"]
 
 
@@ -417,10 +415,10 @@ def table(sides: dict[str, Eval]) -> str:
     for flaw in (*sides["deployed"].by_mode, "all"):
         row = {"flaw": flaw}
         for side, scored in sides.items():
-            title = TITLES[side]
+            title = SIDES[side].title
             rates = scored if flaw == "all" else scored.by_mode[flaw]
-            row[f"{title} hack"] = f"{rates.hack.k}/{rates.hack.n}"
-            row[f"{title} solve"] = f"{rates.solve.k}/{rates.solve.n}"
+            row[f"hack {title}"] = f"{rates.hack.k}/{rates.hack.n}"
+            row[f"solve {title}"] = f"{rates.solve.k}/{rates.solve.n}"
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 

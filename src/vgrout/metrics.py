@@ -254,9 +254,26 @@ class Eval:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class SideName:
+    """How a side of an evaluation is called outside of the code."""
+
+    key: str  # in the keys of per_mode_deploy.json and in runs.csv: hack_KEY
+    title: str  # in tables for a person
+
+
+# Which model answered, and which prompts.
+SIDES = {
+    "base": SideName("base", "untrained"),  # without its adapter
+    "trained": SideName("train", "as trained"),  # with both vectors
+    "deployed": SideName("deploy", "deployed"),  # without the quarantine
+    "plain": SideName("plain", "deployed, no hint"),  # and on prompts without a hint
+}
+
+
 @dataclass(frozen=True)
 class Final:
-    """The final evaluation, on the same test problems for every method. `plain`: the deployed model without a hint."""
+    """The final evaluation, on the same test problems for every method."""
 
     base: Eval
     trained: Eval
@@ -264,6 +281,11 @@ class Final:
     plain: Eval
     # by side; without a quarantine trained's list is deployed's
     answers: Mapping[str, Sequence[GradedAnswer]]
+
+    @property
+    def sides(self) -> dict[str, Eval]:
+        """Every side's rates, in the order of SIDES."""
+        return {name: getattr(self, name) for name in SIDES}
 
     @classmethod
     def of(cls, flaws: Iterable[str], **answers: Sequence[GradedAnswer]) -> "Final":

@@ -18,7 +18,7 @@ from vgrout.cli import cli_exit
 from vgrout.config.checks import check, flag, setting
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
-from vgrout.data import Completion, Message, Side, Task, Ungraded, Verdict
+from vgrout.data import Completion, Message, Task, Ungraded, Verdict
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problems import load_rows
@@ -27,9 +27,8 @@ from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
 from vgrout.failures import LoggedFailures
 from vgrout.files import printable
+from vgrout.metrics import SIDES
 from vgrout.model.source import Saved, find_adapter
-
-TITLES: dict[Side, str] = {"base": "untrained", "trained": "as trained", "deployed": "deployed"}
 
 
 @dataclass(frozen=True)
@@ -192,12 +191,11 @@ def _print_answers(
         split = f" ({asked.split})" if asked.split else ""
         print(f"problem {asked.problem.id}{split}, flaw {asked.problem.flaws[0]}")
     print(f"\n{printable(_as_text(asked.messages))}")
-    titles = TITLES
-    if not cfg.method.routes:
-        titles = TITLES | {"deployed": "trained and deployed"}
     sides, why = answering.sides_of(saved, policy)
     for side in sides:
-        title = titles[side]
+        title = SIDES[side].title
+        if side == "deployed" and not cfg.method.routes:
+            title = "trained and deployed"
         given = answering.answers_to(
             asked.messages, asked.problem, policy, side, cfg, samples, grader
         )

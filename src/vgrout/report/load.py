@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from pandas import DataFrame, Index, MultiIndex, Series, isna
 
-from vgrout import environments
+from vgrout import environments, metrics
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config, from_dict
@@ -30,7 +30,7 @@ Settings = dict[str, Any]
 What = Literal["hack", "solve"]
 WHATS: tuple[What, ...] = get_args(What)
 # Sides as per_mode_deploy.json names them → as final.jsonl does.
-SIDES = {"base": "base", "train": "trained", "deploy": "deployed", "plain": "plain"}
+SIDES = {name.key: side for side, name in metrics.SIDES.items()}
 # Groups of settings that training does not read.
 MEASURING = ("eval", "guard", "detectors", "run")
 # Hashes in run.json of the files that every method starts from, a user's own functions among them …

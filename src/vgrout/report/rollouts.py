@@ -12,18 +12,13 @@ from vgrout.data import Flaw
 from vgrout.environments import spelt
 from vgrout.errors import Refused, refuse
 from vgrout.files import json_lines, printable
+from vgrout.metrics import SIDES
 from vgrout.report.forms import Answer, require_shown
 from vgrout.report.load import Condition, FinishedRun
 
 # Where an answer comes from, as the page says it: "training" is rollouts.jsonl, the others are the
 # sides of final.jsonl.
-PARTS = {
-    "training": "training",
-    "base": "untrained",
-    "trained": "as trained",
-    "deployed": "deployed",
-    "plain": "deployed, no hint",
-}
+PARTS = {"training": "training"} | {side: name.title for side, name in SIDES.items()}
 # Facts about an answer, one bit each.
 FLAGS = ("hacked", "solved", "passed", "finished", "deployed", "gt_pass", "channel", "flagged")
 # Columns whose cells are places in a list of distinct texts.

@@ -10,7 +10,7 @@ from vgrout.config.presets import recorded
 from vgrout.config.run import Config
 from vgrout.data import Ungraded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.metrics import Final
+from vgrout.metrics import SIDES, Final
 from vgrout.table import TOO_FEW, StepRow
 
 ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one near 5 %
@@ -53,11 +53,11 @@ def last_lines(
 
     means: the conclusion of the run's report.
     """
-    sides = {"untrained": final.base, "as trained": final.trained, "deployed": final.deployed}
     lines: list[str] = []
-    for name, side in sides.items():
-        hack, solve = side.hack.percent, side.solve.percent
-        lines.append(f"{name:<11} {hack:>5} % hack  {solve:>5} % solve")
+    for name, side in final.sides.items():
+        if name != "plain":
+            hack, solve = side.hack.percent, side.solve.percent
+            lines.append(f"{SIDES[name].title:<11} {hack:>5} % hack  {solve:>5} % solve")
     lines.append(verdict_line(cfg, means))
     lines += dropped_lines(cfg, rows, final)
     if recorded(cfg):
