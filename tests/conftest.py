@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 from loguru import logger
 
@@ -47,8 +47,13 @@ install_import_hook(
 
 # The same examples each time: what passes here passes in CI. HYPOTHESIS_PROFILE=explore draws new
 # ones.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("explore", derandomize=False, max_examples=1000)
+# What a loaded machine takes longer for is no fault.
+settings.register_profile(
+    "fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "explore", settings.get_profile("fixed"), derandomize=False, max_examples=1000
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

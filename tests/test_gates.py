@@ -31,7 +31,7 @@ def plain_tau(history, decay=0.9):
 
 
 @given(st.integers(0, 10_000))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_tau_is_the_midpoint_of_two_running_means(seed):
     draw = torch.Generator().manual_seed(seed)
     gate, history = TauGate(1), []

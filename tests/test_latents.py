@@ -35,7 +35,7 @@ def textbook_dbscan(x: Tensor, eps: float, min_samples: int) -> list[int]:
     return label
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 4))
 def test_dbscan_is_the_textbooks(places, min_samples, eps):
     """On integers along a line every distance is exact, so both see the same neighbours."""

@@ -224,7 +224,7 @@ def test_padding_content_is_irrelevant(name, junk):
 
 
 @EVERY
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     dtype=st.sampled_from([torch.float32, torch.float64]),
     at=st.lists(

@@ -21,15 +21,12 @@ from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
 from vgrout.envs.code.problems import (
     assigned,
     balanced,
-    copies_line,
-    in_splits,
     load_problems,
     load_rows,
     plain,
     plainly_sound,
-    require_apart,
-    require_copies_together,
 )
+from vgrout.envs.splits import copies_line, in_splits, require_apart, require_copies_together
 from vgrout.files import reading_once
 from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
@@ -282,8 +279,8 @@ def test_the_splits_that_a_file_names_are_kept(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (record(3), "problem 3 is also at"),
-        (record(1003, prompt=record(3)["prompt"]), "problem 1003 is also at"),
+        (record(3), "has the prompt of .*line 4; leave it out there"),
+        (record(1003, prompt=record(3)["prompt"]), "has the prompt of .*line 4; leave"),
         (record(1003, split="train"), "its split is train"),
     ],
     ids=["id", "text", "split"],
@@ -407,7 +404,7 @@ def test_other_prompts_are_no_copies_and_are_split_as_before(tmp_path: Path) -> 
 def test_a_copy_of_a_training_prompt_is_refused_for_evaluation(tmp_path: Path, text: str) -> None:
     train = load_rows(write(tmp_path / "a.jsonl", [renamed(COPIES["the same"], record(1))]))
     test = load_rows(write(tmp_path / "b.jsonl", [renamed(text, record(2))]))
-    with pytest.raises(ValueError, match=r"problem 2 is also at .*a\.jsonl, line 1"):
+    with pytest.raises(ValueError, match=r"line 1: has the prompt of .*a\.jsonl, line 1"):
         require_apart(train, test)
 
 

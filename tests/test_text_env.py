@@ -7,13 +7,14 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loguru import logger
 
 import tiny
 from judge_server import serving
@@ -24,7 +25,8 @@ from vgrout.config.run import Config
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
-from vgrout.envs.text import TextEnvironment, TextTask, load_rows, require_apart
+from vgrout.envs.splits import copies_line, in_splits, require_apart
+from vgrout.envs.text import TextEnvironment, TextTask, load_rows
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
@@ -1005,6 +1007,81 @@ def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Pat
         require_apart([asked("a", 0)], [asked("a", 1)])
     with pytest.raises(ValueError, match=r"line 0: its id 0 is also at line 0; number"):
         require_apart([asked("a", 0)], [asked("b", 0)])
+    with pytest.raises(ValueError, match=r"line 1: its split is train"):
+        require_apart([asked("a", 0)], [replace(asked("b", 1), split="train")])
+
+
+# the prompt "A poem about I" in other words
+COPIES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "other blanks": lambda text: {"prompt": f" {text.replace(' ', '  ')}\n"},
+    "other case": lambda text: {"prompt": text.upper()},
+    "another system message": lambda text: {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": text},
+        ]
+    },
+}
+
+
+def copied(form: str, n: int, **changes: Any) -> list[dict[str, Any]]:
+    """n rows, each of them twice: the second time in this form."""
+    rows: list[dict[str, Any]] = []
+    for i in range(n):
+        rows.append(row(2 * i))
+        other = {k: v for k, v in row(2 * i).items() if k != "prompt"}
+        rows.append({**other, "id": 2 * i + 1, **COPIES[form](row(2 * i)["prompt"]), **changes})
+    return rows
+
+
+def written(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_copies_of_a_text_come_into_one_split(tmp_path: Path, form: str) -> None:
+    """Else a model would be evaluated on what it has trained on."""
+    rows = load_rows(written(copied(form, 40), tmp_path))
+    split_of = {of.id: name for name, part in in_splits(rows).items() for of in part}
+    assert len(split_of) == 80
+    assert [split_of[2 * i] for i in range(40)] == [split_of[2 * i + 1] for i in range(40)]
+    assert {*split_of.values()} == {"train", "val", "test"}
+    assert "40 of 80 problems" in copies_line(rows)
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_a_copy_in_another_split_is_refused_and_named(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str], world: Callable[..., list[str]]
+) -> None:
+    rows = [{**of, "split": "test"} for of in copied(form, 20)]
+    rows[6]["split"] = "train"
+    argv = world(rows=rows)
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert "line 8: has the prompt of" in error
+    assert "line 7, and is marked test, that one train" in error
+
+
+def test_rows_of_a_class_in_two_splits_are_named(
+    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They cannot be marked anew: a public set of tasks has them as it has them."""
+    made = environment(world())
+    first, *others = made.rows
+    copy = replace(first, id=99, split="test", messages=({**first.messages[-1], "role": "user"},))
+    own = type("Own", (TextEnvironment,), {})(
+        made.cfg,
+        [replace(first, split="train"), *others, copy],
+        functions=(made.proxy, made.reference),
+    )
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING", format="{message}")
+    with own.grader(1, 0) as grader:
+        own.check(grader)
+    logger.remove(sink)
+    assert "1 rows have a prompt that is also in another split" in "".join(said)
 
 
 @pytest.mark.long

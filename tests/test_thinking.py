@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tiny
@@ -97,7 +97,6 @@ def test_where_a_thought_ends(
     assert (parts.thought, parts.answer, parts.ended) == (thought, answer, ended)
 
 
-@settings(deadline=None)  # the first example makes the model
 @given(st.lists(st.sampled_from([5, 6, *range(7, 97)]), max_size=20), st.booleans(), st.booleans())
 @example([5, 40, 6, 41], False, True)
 @example([40, 6, 41], True, True)

@@ -34,13 +34,8 @@ from vgrout.envs.code.grading.check import (
 )
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import (
-    assigned,
-    copies_line,
-    load_rows,
-    require_apart,
-    require_copies_together,
-)
+from vgrout.envs.code.problems import assigned, load_rows
+from vgrout.envs.splits import copies_line, require_apart, require_copies_together
 from vgrout.envs.text import TextEnvironment, TextTask, tried_first
 from vgrout.errors import refuse
 from vgrout.files import printable

@@ -14,8 +14,6 @@ from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.errors import Refused
 from vgrout.rng import py_stream
 
-SPLITS = ("train", "val", "test")
-
 OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
 
 

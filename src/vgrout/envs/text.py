@@ -24,11 +24,18 @@ from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.envs.base import SPLITS, Demonstrations, messages_of
+from vgrout.envs.base import Demonstrations, messages_of
+from vgrout.envs.splits import (
+    SPLITS,
+    copies_line,
+    in_splits,
+    marked_apart,
+    require_apart,
+    require_copies_together,
+)
 from vgrout.errors import Refused, misspelt, refuse
 from vgrout.failures import LoggedFailures
 from vgrout.files import has_lone_surrogate, hash_of_file, numbered_lines, once
-from vgrout.rng import py_stream
 from vgrout.scoring import (
     UNWATCHED,
     RewardFailed,
@@ -40,7 +47,6 @@ from vgrout.scoring import (
 from vgrout.thoughts import Parts, parts_of
 
 FLAW = "reward"  # of a row that names none: the proxy itself
-SHARES = {"train": 0.7, "val": 0.1}  # of a file that names no splits; the rest is its test split
 OWN = (
     "id",
     "messages",
@@ -464,8 +470,10 @@ class TextEnvironment:
             elif path is not None:
                 rows = load_rows(path)
             parts.append(rows)
-        require_apart(*parts)
-        return cls(cfg, *parts, absent)
+        rows, test_rows = parts
+        require_apart(rows, test_rows)
+        require_copies_together([*rows, *test_rows])
+        return cls(cfg, rows, test_rows, absent)
 
     @property
     def functions(self) -> tuple[ScoringFunction, ...]:
@@ -494,13 +502,11 @@ class TextEnvironment:
         return hashes | {"reward": self.proxy.sha256, "reference": self.reference.sha256}
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
-        """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
-        train, except those that are marked val or test."""
-        if not self.test_rows:
-            return _in_splits(self.rows, SHARES)
-        own = _in_splits(self.rows, {"train": 1.0, "val": 0.0})
-        other = _in_splits(self.test_rows, {"train": 0.0, "val": 0.2})
-        return {name: own[name] + other[name] for name in SPLITS}
+        """The rows of each split (`vgrout.envs.splits`)."""
+        parts: dict[str, list[Task]] = {}
+        for name, rows in in_splits(self.rows, self.test_rows).items():
+            parts[name] = [*rows]
+        return parts
 
     def grader(self, workers: int, retries: int | None) -> TextGrader:
         pass_reward = self.cfg.env.pass_reward
@@ -515,9 +521,17 @@ class TextEnvironment:
         )
 
     def check(self, grader: TextGrader) -> None:
-        """Refuses functions that fail on an answer to the first row: its own right one, or a few words."""
+        """Refuses functions that fail on an answer to the first row: its own right one, or a few words. Warns of rows
+        evaluated on whose prompt is trained on: a file's are refused when it is read, others cannot be marked anew."""
         if self.absent:  # a dry run names the missing file
             return
+        if apart := [*marked_apart([*self.rows, *self.test_rows])]:
+            same, other = apart[0]
+            logger.warning(
+                f"{len(apart)} rows have a prompt that is also in another split: {other.where or other.id} "
+                f"({other.split}) that of {same.where or same.id} ({same.split}), for example; a model may answer "
+                "these from memory"
+            )
         row = self.rows[0]
         for answer in tried_first(row, thinking=self.cfg.env.thinking):
             try:
@@ -534,6 +548,9 @@ class TextEnvironment:
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
+        for rows in (self.rows, self.test_rows):
+            if copies := copies_line(rows):
+                lines.append(("copies", copies))
         rewards = [described(function) for function in self.proxy.weights]
         if len(rewards) > 1:
             weights = self.proxy.weights.values()
@@ -617,34 +634,3 @@ def _row(record: object, where: str) -> TextTask:
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")
     return TextTask(number, messages, flaw, split, columns, where, tuple(record))
-
-
-def require_apart(train: Sequence[TextTask], test: Sequence[TextTask]) -> None:
-    """Raises Refused, one line, if a row for evaluation is also trained on, by its id or its prompt."""
-    if not test:
-        return
-    ids = {row.id: row for row in train}
-    prompts = {repr(row.messages): row for row in train}
-    for row in test:
-        where = f"--test-problems {row.where}"
-        if same := prompts.get(repr(row.messages)):
-            raise Refused(f"{where}: has the prompt of {same.where}; leave it out there")
-        if same := ids.get(row.id):
-            raise Refused(
-                f"{where}: its id {row.id} is also at {same.where}; number the rows of both files apart"
-            )
-
-
-def _in_splits(rows: Sequence[TextTask], shares: Mapping[str, float]) -> dict[str, list[Task]]:
-    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes."""
-    parts: dict[str, list[Task]] = {}
-    for name in SPLITS:
-        parts[name] = [row for row in rows if row.split == name]
-    rest = sorted((row for row in rows if row.split is None), key=lambda row: row.id)
-    py_stream(0, "split").shuffle(rest)
-    n_train = round(shares["train"] * len(rest))
-    n_val = round((shares["train"] + shares["val"]) * len(rest)) - n_train
-    parts["train"] += rest[:n_train]
-    parts["val"] += rest[n_train : n_train + n_val]
-    parts["test"] += rest[n_train + n_val :]
-    return parts

@@ -24,12 +24,11 @@ from typing import Any
 from vgrout.cli import cannot_import
 from vgrout.config.run import Config
 from vgrout.data import Message
-from vgrout.envs.base import SPLITS
+from vgrout.envs.splits import SHARES, SPLITS, copies_line
 from vgrout.envs.text import (
     FLAW,
     OWN,
     RESERVED,
-    SHARES,
     ListScore,
     Proxy,
     Reference,
@@ -283,14 +282,12 @@ class VerifiersEnvironment(TextEnvironment):
         twice = f", {self.twice} left out, whose prompts are there already" if self.twice else ""
         passed = f"passed from {self.rubric.passes_at:g} on"
         names = ", ".join(reward_names(self.rubric.tasks[0]))
-        return [
-            ("problems", f"{len(self.rows)} tasks of {self.source}{twice}"),
-            (
-                "reward",
-                f"{names} of {self.rubric.file}; {passed}",
-            ),
-            ("reference", described(self.reference)),
-        ]
+        lines = [("problems", f"{len(self.rows)} tasks of {self.source}{twice}")]
+        if copies := copies_line(self.rows):
+            lines.append(("copies", copies))
+        lines.append(("reward", f"{names} of {self.rubric.file}; {passed}"))
+        lines.append(("reference", described(self.reference)))
+        return lines
 
 
 def _canonical(cfg: Config) -> bytes:

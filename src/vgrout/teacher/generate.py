@@ -243,7 +243,7 @@ class PoolSettings:
             embedded.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        prompts = [row.prompt for row in rows]
+        prompts = [row.messages for row in rows]
         self.require_model(prompts, str(self.problems_path))
         return rows
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from vgrout.config.run import ORGANISM, Config
 from vgrout.data import Flaw, Message
-from vgrout.envs.base import SPLITS, Demonstrations
+from vgrout.envs.base import Demonstrations
 from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.modes import MODE_SPECS, MODES
@@ -15,16 +15,14 @@ from vgrout.envs.code.problems import (
     ProblemRow,
     as_marked,
     assigned,
-    copies_line,
     load_rows,
     partition_decides,
-    require_apart,
-    require_copies_together,
     require_hackable,
     require_solvable,
     warn_of_one_value,
     without_hints,
 )
+from vgrout.envs.splits import SPLITS, copies_line, require_apart, require_copies_together
 from vgrout.errors import Refused
 from vgrout.failures import LoggedFailures
 from vgrout.files import hash_of_file, once
@@ -112,7 +110,7 @@ class CodeEnvironment:
 
     @property
     def prompts(self) -> list[tuple[Message, ...]]:
-        return [row.prompt for row in (*self.rows, *self.test_rows)]
+        return [row.messages for row in (*self.rows, *self.test_rows)]
 
     @property
     def marked(self) -> dict[int, str]:

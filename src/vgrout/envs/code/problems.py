@@ -20,7 +20,6 @@ from loguru import logger
 
 from vgrout.data import Message
 from vgrout.envs import base
-from vgrout.envs.base import SPLITS
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -31,9 +30,9 @@ from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import CODE_ONLY, Problem, is_row_of_text
+from vgrout.envs.splits import SPLITS, in_splits
 from vgrout.errors import Refused
 from vgrout.files import beginning, has_lone_surrogate, numbered_lines, once
-from vgrout.rng import py_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ProblemRow:
     """One line of a problem file, before it has a mode and a marker."""
 
     id: int
-    prompt: tuple[Message, ...]
+    messages: tuple[Message, ...]
     tests: tuple[str, ...]
     canonical: str
     setup_code: str
@@ -57,7 +56,7 @@ class ProblemRow:
         """A sound line."""
         return cls(
             id=record["id"],
-            prompt=tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"]),
+            messages=tuple({"role": m["role"], "content": m["content"]} for m in record["prompt"]),
             tests=tuple(record["gt_answer"]),
             canonical=record["canonical_solution"],
             setup_code=record.get("setup_code") or "",
@@ -71,7 +70,7 @@ class ProblemRow:
 
     def problem(self, mode: Mode, marker: str) -> Problem:
         """This task under one flawed grader. The last user message carries the hint; the plain one never does."""
-        *head, user = self.prompt
+        *head, user = self.messages
         marker = announced(mode, self.tests, marker)
         content = user["content"].replace(PLAIN_PHRASE, hint(mode, marker))
         return Problem(
@@ -79,7 +78,7 @@ class ProblemRow:
             mode=mode,
             marker=marker,
             messages=(*head, {**user, "content": content}),
-            plain=self.prompt,
+            plain=self.messages,
             tests=self.tests,
             canonical=self.canonical,
             setup_code=self.setup_code,
@@ -384,125 +383,6 @@ def as_marked(row: ProblemRow) -> Problem:
 def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Problem]:
     """n problems (or all, if fewer), spread evenly over the modes."""
     return base.balanced(problems, n, seed, purpose, MODES)
-
-
-SHARES = (0.7, 0.1, 0.2)  # train, val, test of a file that names no splits
-TRAIN_SHARES = (1.0, 0.0, 0.0)  # … of one beside a file for evaluation
-TEST_SHARES = (0.0, 0.2, 0.8)  # … of that file
-
-
-def in_splits(
-    rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow] = ()
-) -> dict[str, list[ProblemRow]]:
-    """The rows of each split: as the file marks them, else by `SHARES`. With a file for evaluation all other rows
-    train, except those that are marked val or test."""
-    if not test_rows:
-        return _by_shares(rows, SHARES)
-    own, other = _by_shares(rows, TRAIN_SHARES), _by_shares(test_rows, TEST_SHARES)
-    return {name: own[name] + other[name] for name in SPLITS}
-
-
-def _by_shares(
-    rows: Sequence[ProblemRow], shares: tuple[float, float, float]
-) -> dict[str, list[ProblemRow]]:
-    """The rows of each split; unmarked ones are divided after a shuffle that no run's seed changes.
-
-    Copies of one prompt stay together, so that none is evaluated on that is trained on: where one of them is marked,
-    else where the first of them comes.
-    """
-    marked: dict[PromptKey, str] = {}
-    for row in rows:
-        if row.split is not None:
-            marked.setdefault(prompt_key(row), row.split)
-    out: dict[str, list[ProblemRow]] = {name: [] for name in SPLITS}
-    rest: dict[PromptKey, list[ProblemRow]] = {}
-    for row in rows:
-        if row.split is not None:
-            out[row.split].append(row)
-    for row in sorted(rows, key=lambda row: row.id):
-        if row.split is not None:
-            continue
-        key = prompt_key(row)
-        if key in marked:
-            out[marked[key]].append(row)
-        else:
-            rest.setdefault(key, []).append(row)
-    prompts = list(rest.values())
-    py_stream(0, "split").shuffle(prompts)
-    a = round(shares[0] * len(prompts))
-    b = round((shares[0] + shares[1]) * len(prompts))
-    for name, part in zip(SPLITS, (prompts[:a], prompts[a:b], prompts[b:]), strict=True):
-        for copies in part:
-            out[name] += copies
-    return out
-
-
-PromptKey = tuple[str, ...]
-
-
-def prompt_key(row: ProblemRow) -> PromptKey:
-    """What copies of a prompt share: the texts of all messages but the system's, whatever their blanks, line ends and
-    case. A model answers such a copy from memory. Two problems that are no copies lose nothing where these are all
-    that differs: they only come into the same split."""
-    texts: list[str] = []
-    for message in row.prompt:
-        if message["role"] != "system":
-            texts.append(" ".join(message["content"].split()).casefold())
-    return tuple(texts)
-
-
-def copies_of(rows: Sequence[ProblemRow]) -> list[tuple[ProblemRow, ProblemRow]]:
-    """Every row whose prompt an earlier row has, behind the first that has it."""
-    first: dict[PromptKey, ProblemRow] = {}
-    copies: list[tuple[ProblemRow, ProblemRow]] = []
-    for row in rows:
-        same = first.setdefault(prompt_key(row), row)
-        if same is not row:
-            copies.append((same, row))
-    return copies
-
-
-def copies_line(rows: Sequence[ProblemRow]) -> str:
-    """How many rows repeat the prompt of another; "" if none does."""
-    copies = copies_of(rows)
-    if not copies:
-        return ""
-    (same, row), *_ = copies
-    return (
-        f"{len(copies)} of {len(rows)} problems have the prompt of another, the first problem {row.id} that of "
-        f"{same.id}; copies stay in one split"
-    )
-
-
-def require_copies_together(rows: Sequence[ProblemRow]) -> None:
-    """Raises Refused, one line, where a file marks one prompt for training and for an evaluation."""
-    marked: dict[PromptKey, ProblemRow] = {}
-    for row in rows:
-        if row.split is None:
-            continue
-        same = marked.setdefault(prompt_key(row), row)
-        if same.split != row.split:
-            raise Refused(
-                f"{row.where}: has the prompt of {same.where}, and is marked {row.split}, that one {same.split}; "
-                "mark both alike, or leave one of them out"
-            )
-
-
-def require_apart(train: Sequence[ProblemRow], test: Sequence[ProblemRow]) -> None:
-    """Raises Refused, one line, if a problem for evaluation is also trained on, by its id or its prompt, or is marked
-    as a training problem."""
-    if not test:
-        return
-    ids = {row.id: row for row in train}
-    prompts = {prompt_key(row): row for row in train}
-    for row in test:
-        same = ids.get(row.id) or prompts.get(prompt_key(row))
-        if same:
-            raise Refused(
-                f"--test-problems {row.where}: problem {row.id} is also at {same.where}; leave it out there"
-            )
-        if row.split == "train":
-            raise Refused(f"--test-problems {row.where}: its split is train")
 
 
 def require_solvable(rows: Sequence[ProblemRow], grader: Grader) -> None:
