@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vgrout import embedded
+from vgrout import embedded, evaluate
 from vgrout.config.presets import resolve
+from vgrout.config.run import EnvConfig
 from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
@@ -498,3 +500,22 @@ def test_a_file_as_they_usually_are_is_read_without_parsing() -> None:
     text = "assert Solution().f(x = 'a', y=[[1, [2.5, None]], []]) == {1: ['b'], -2: False}"
     assert plainly_sound(text)
     assert parse_test(text).expected == {1: ["b"], -2: False}
+
+
+def test_a_training_problem_is_evaluated_under_the_name_that_its_pool_announces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`evaluate --split train` and `sample` ask what training asked."""
+    rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(20)]))
+    pool = SimpleNamespace(partition={}, announced={i: f"name_{i}" for i in range(20)})
+    monkeypatch.setattr(evaluate, "load_pool", lambda _: pool)
+    cfg = SimpleNamespace(
+        pool_path=tmp_path, plain_prompts=False, env=EnvConfig(env_mode="sentinel")
+    )
+    saved: Any = SimpleNamespace(cfg=cfg)
+    found = evaluate.problems_of(saved, rows, (), "train")
+    assert {problem.id: problem.marker for problem in found} == {
+        problem.id: f"name_{problem.id}" for problem in found
+    }
+    held_out = evaluate.problems_of(saved, rows, (), "test")
+    assert not {problem.marker for problem in held_out} & {*pool.announced.values()}

@@ -24,13 +24,13 @@ from vgrout.data import Message, Task
 from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs import base
 from vgrout.envs.base import balanced, none_fits
+from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import RewardFunction
-from vgrout.envs.code.modes import MODES, Mode
+from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     ProblemRow,
-    assigned,
     load_rows,
     modes_in_turn,
     with_modes,
@@ -358,18 +358,20 @@ def problems_of(
     saved: Saved, rows: Sequence[ProblemRow], test_rows: Sequence[ProblemRow], split: ProblemSplit
 ) -> list[Problem]:
     """The problems of one split under the run's modes and markers; [] if there are none."""
-    env, pool = saved.cfg.env, saved.cfg.pool_path
-    published = env.marker_names == "published"
-    partition: dict[int, Mode] = {}
-    if pool is not None and pool.is_dir():
-        partition = load_pool(pool).partition
-    if split == "all":
-        modes = modes_in_turn(rows, env.env_mode, partition)
-        problems = with_modes(rows, modes, partition, evaluation=True, published=published)
-    else:
-        by_split = assigned(rows, env.env_mode, partition, test_rows=test_rows, published=published)
-        problems = by_split[split]
-    return without_hints(problems, env.unannounced) if saved.cfg.plain_prompts else problems
+    cfg = saved.cfg
+    path = cfg.pool_path
+    pool = load_pool(path) if path is not None and path.is_dir() else None
+    if split != "all":
+        return CodeEnvironment(cfg, rows, test_rows).tasks(pool)[split]
+    partition = pool.partition if pool else {}
+    problems = with_modes(
+        rows,
+        modes_in_turn(rows, cfg.env.env_mode, partition),
+        partition,
+        evaluation=True,
+        published=cfg.env.marker_names == "published",
+    )
+    return without_hints(problems, cfg.env.unannounced) if cfg.plain_prompts else problems
 
 
 def reward_of(saved: Saved, given: str) -> RewardFunction | None:
