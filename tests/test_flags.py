@@ -425,7 +425,7 @@ def test_a_resumed_run_goes_on_in_its_own_dtype(
     """On a machine where auto means the other one; to the last bit."""
     argv = [*SMALL, *NONE, *given]
     whole, path = shared_run(*argv), shared_run.copy(shared_run(*argv, stop_after=0), tmp_path)
-    monkeypatch.setattr(source, "SMALL", 0)
+    monkeypatch.setattr(source, "MINIATURE_BELOW", 0)
     monkeypatch.setattr(source, "cpu_multiplies_bf16", lambda: own == "fp32")
     assert source.resolved_dtype("auto", embedded.MODEL_DIR, gpu=False) != own
     monkeypatch.chdir(path.parents[2])

@@ -499,7 +499,7 @@ def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file
         stored, written = from_dict(cfg.as_dict()), cfg.as_dict()
     assert (
         stored.code
-        == stored.repeated
+        == stored.flags_to_repeat
         == ("--intervention=own_part:Ours", "--monitor=own_part:Mine")
     )
     stored.refuse_code(stored.code, "run.json")
@@ -535,7 +535,7 @@ def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repea
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
         written = resolve(["mini", *argv]).as_dict()
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
-        repeated = from_dict(written).repeated  # as a sweep reads it: no code
+        repeated = from_dict(written).flags_to_repeat  # as a sweep reads it: no code
     requested = resolve(["mini", *repeated, "--resume=x"])
     stored = from_dict(written)
     stored.refuse_code(requested.code, "run.json")

@@ -124,7 +124,7 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
 )
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
-    monkeypatch.setattr(decoder, "SMALL", 2**26 if size == "small" else 0)
+    monkeypatch.setattr(decoder, "FUSE_BELOW", 2**26 if size == "small" else 0)
     # prompts one by one, or all at once
     monkeypatch.setattr(decoder, "READ_CPU", 12 if size == "large" else 512)
     monkeypatch.setattr(decoder, "BLOCK", 16)  # two of them are passed
@@ -154,7 +154,7 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
 )
 def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch):
     """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
-    monkeypatch.setattr(decoder, "SMALL", 0 if large else 2**26)
+    monkeypatch.setattr(decoder, "FUSE_BELOW", 0 if large else 2**26)
     policy = replace(tiny.policy(family), graphs=graphs)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
@@ -181,7 +181,7 @@ def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, how, 
 
 @pytest.mark.parametrize("answers", [1, 2])
 def test_a_prompts_keys_are_kept_apart_where_several_answers_go_on_from_it(answers, monkeypatch):
-    monkeypatch.setattr(decoder, "SMALL", 0)
+    monkeypatch.setattr(decoder, "FUSE_BELOW", 0)
     policy = tiny.policy()
     kinds: list[type] = []
     prefill = LeanDecoder.prefill

@@ -428,7 +428,7 @@ def test_the_command_that_resumes_a_run_is_not_refused(
     name = argv[argv.index("--reward") + 1].partition(":")[0]
     given = f"mini --problems rows.jsonl --reference {name}:gold {more.format(m=name)}"
     stored = resolve(given.split())
-    requested = resolve(["mini", *stored.repeated, "--resume=x"])
+    requested = resolve(["mini", *stored.flags_to_repeat, "--resume=x"])
     assert resumed(requested, stored) == (stored, [])
 
 

@@ -30,7 +30,7 @@ from vgrout.export.__main__ import main as export
 from vgrout.generation import graded, sample_and_submit
 from vgrout.inputs import read_inputs
 from vgrout.method.llm_judge import LLMJudge
-from vgrout.model.load import thinking
+from vgrout.model.load import with_thinking
 from vgrout.model.policy import apply_template
 from vgrout.problems import main as problems
 from vgrout.report.__main__ import main as report
@@ -134,10 +134,10 @@ def test_the_template_is_told(template: str, on: str, off: str) -> None:
     lm.tok.chat_template = template
     head = "<user>two<eos><assistant>"
     assert lm.prompt_text(USER) == head + off == apply_template(lm.tok, USER)
-    asked = thinking(lm, True)
+    asked = with_thinking(lm, True)
     assert asked.prompt_text(USER) == head + on
     assert asked.render(USER) == lm.encode(head + on)
-    assert thinking(asked, False).render(USER) == lm.render(USER)
+    assert with_thinking(asked, False).render(USER) == lm.render(USER)
 
 
 def test_a_conversation_goes_on_as_it_was_sampled() -> None:
@@ -145,7 +145,7 @@ def test_a_conversation_goes_on_as_it_was_sampled() -> None:
     for template in (LIKE_QWEN, OPENS):
         lm = tiny.policy()
         lm.tok.chat_template = template
-        lm = replace(thinking(lm, True), preserve_thinking=True)
+        lm = replace(with_thinking(lm, True), preserve_thinking=True)
         first = lm.render(USER)
         sampled = lm.encode("so</think>four")
         more = (*USER, {"role": "assistant", "content": "so</think>four"}, *USER)
@@ -156,8 +156,8 @@ def test_a_template_without_thoughts_is_refused() -> None:
     lm = tiny.policy()
     lm.tok.chat_template = NEVER
     with pytest.raises(Refused, match=r"--thinking.*enable_thinking"):
-        thinking(lm, True)
-    assert thinking(lm, False).thinking is False
+        with_thinking(lm, True)
+    assert with_thinking(lm, False).thinking is False
 
 
 # ── answers
@@ -168,7 +168,7 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     from vgrout.model import sampler
 
     texts = ("<think>a</think>b", "<think>a", "b")
-    lm = thinking(tiny.policy(), True)
+    lm = with_thinking(tiny.policy(), True)
     completions = []
     for text in texts:
         completions.append(Completion((*lm.encode(text), 1), text, True, (), ()))

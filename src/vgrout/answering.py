@@ -128,7 +128,7 @@ def texts_of_model(
 ) -> list[list[str]]:
     """n answers of a bare model to each prompt, without their thoughts."""
     device, dtype = load.pick_device(model, "auto")
-    lm = load.thinking(load.load_language_model(model, device=device, dtype=dtype), thinks)
+    lm = load.with_thinking(load.load_language_model(model, device=device, dtype=dtype), thinks)
     rendered = [lm.render(messages) for messages in prompts]
     stream = torch_stream(0, "check", 0)
     sampled = sampler.sample(lm, rendered, n, Sampling(), max_new, stream)

@@ -28,7 +28,7 @@ from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.files import json_lines, printable, read_json, read_text
 from vgrout.metrics import SIDES, percent
 from vgrout.records import unfinished
-from vgrout.runs.context import BAD, RunContext
+from vgrout.runs.context import REFUSED, RunContext
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,7 +215,7 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
     if not runs:
         raise Refused(f"{preset}: this rank writes no run; rank 0 does")
     begun = runs[0]
-    if code == BAD:
+    if code == REFUSED:
         assert begun.error is not None
         why = f"{preset}: refused while it was loaded: {begun.error}"
         raise Refused(why) from begun.error.__cause__

@@ -405,7 +405,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRow:
-    """A rollout as the update sees it. It is learnt under what sampled it: the quarantine on, or off."""
+    """A rollout as the update sees it. Its gradient is taken with the quarantine on or off, as it was sampled."""
 
     rollout: Rollout
     group: int = 0  # which of the step's prompts

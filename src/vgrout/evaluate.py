@@ -299,7 +299,7 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
             cli.workers,
             allow_weak=cli.allow_weak_sandbox,
             reward=reward,
-            watch=LoggedFailures(),
+            observer=LoggedFailures(),
         ),
         hashes={
             "problems": hash_of_file(file),

@@ -7,12 +7,12 @@ from loguru import logger
 
 from vgrout import faults
 from vgrout.files import printable
-from vgrout.scoring import RewardFailed, Scoring, Watch
+from vgrout.scoring import FailureObserver, RewardFailed, Scoring
 
 SAID_AGAIN = 10  # every tenth, hundredth, thousandth … failure of a function is said
 
 
-class LoggedFailures(Watch):
+class LoggedFailures(FailureObserver):
     """Logs a function's first failure with its place in somebody's file, then their number now and then, and at the
     end. Thread-safe."""
 

@@ -392,8 +392,8 @@ def require_flaws(cfg: Config, environment: Environment) -> None:
 
 
 def require_detector(cfg: Config, environment: Environment) -> None:
-    """Raises Refused, one line, for a monitor that could never flag: it reads the environment's weak detector, or
-    knows demonstrations alone, and there is none."""
+    """Raises Refused, one line, for a monitor that could never flag, because its only source of flags, the
+    environment's weak detector or demonstrations, is not there."""
     if environment.detectors:
         return
     nothing = f"could flag nothing: --env {environment.name} has no weak detector"

@@ -113,7 +113,7 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
             pass_reward=env.pass_reward,
             allow_weak=cli.allow_weak_sandbox,
             reward=reward_of(saved, cli.reward),
-            watch=LoggedFailures(),
+            observer=LoggedFailures(),
         )
     if saved.cfg.env.reference and not (cli.reward or cli.reference or cli.env):
         return None

@@ -62,7 +62,7 @@ class Scoring(Protocol):
         ...
 
 
-class Watch:
+class FailureObserver:
     """Is told of every failure of a function, also where it is asked again and answers. This one does nothing."""
 
     def failed(self, function: Scoring, e: RewardFailed) -> None:
@@ -72,7 +72,7 @@ class Watch:
         """The function is not called any more."""
 
 
-UNWATCHED = Watch()
+NO_OBSERVER = FailureObserver()
 
 
 def weights_of(named: str, flag: str) -> dict[str, float]:
@@ -297,14 +297,14 @@ class ScoringFunction:
         arguments: Callable[[], Mapping[str, object]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
-        watch: Watch = UNWATCHED,
+        observer: FailureObserver = NO_OBSERVER,
     ) -> float:
         """The score of an answer. Raises RewardFailed with the reason, one line.
 
         arguments: makes all that the function may ask for, afresh for each call, so that it may change them.
-        retries: how often it is asked again after a failure; None: until `gives_up`. watch: is told of each failure.
+        retries: how often it is asked again after a failure; None: until `gives_up`. observer: is told of each failure.
         """
-        (score,) = self.scores_of([arguments], retries, gives_up, watch)
+        (score,) = self.scores_of([arguments], retries, gives_up, observer)
         return score
 
     def scores_of(
@@ -312,7 +312,7 @@ class ScoringFunction:
         answers: Sequence[Callable[[], Mapping[str, object]]],
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
-        watch: Watch = UNWATCHED,
+        observer: FailureObserver = NO_OBSERVER,
     ) -> list[float]:
         """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
         assert self.batched or len(answers) == 1, "one call for each answer"
@@ -321,7 +321,7 @@ class ScoringFunction:
             value = self._call(self._given([arguments() for arguments in answers]))
             return [self._number(one) for one in self._each(value, len(answers))]
 
-        return asked_again(call, retries, gives_up, partial(watch.failed, self))
+        return asked_again(call, retries, gives_up, partial(observer.failed, self))
 
     def _given(self, arguments: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """What it asks for, of what there is for each answer."""

@@ -214,7 +214,7 @@ def begin_run(
     hashes: Mapping[str, str | None],
 ) -> RunContext:
     """Make the run's folder, or open that of the run to resume, and start its log. path: as in `launch`."""
-    command = ["train", cfg.preset, *cfg.repeated]
+    command = ["train", cfg.preset, *cfg.flags_to_repeat]
     record = {
         "config": cfg.as_dict(),
         "beside_documents": beside_documents(cfg.method),

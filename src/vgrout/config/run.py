@@ -233,7 +233,7 @@ class EnvConfig:
 
     @property
     def taskset_args(self) -> Json:
-        """--env-args as JSON has it; None where it is none."""
+        """The parsed value of --env-args; None where it is not JSON."""
         try:
             return json.loads(self.env_args or "{}")
         except ValueError:
@@ -241,7 +241,8 @@ class EnvConfig:
 
     @property
     def pool(self) -> str:
-        """--teacher-pool-dir; '': no pool. No organism has one of rows of a user's own."""
+        """--teacher-pool-dir; '': no pool. `organism` is none for rows of a user's own, of which no organism has
+        demonstrations."""
         none = self.teacher_pool_dir == "none"
         other = self.teacher_pool_dir == ORGANISM and self.environment not in OF_ORGANISMS
         return "" if none or other else self.teacher_pool_dir
@@ -265,7 +266,7 @@ class EnvConfig:
 
     @property
     def held_out(self) -> str:
-        """What evaluations have of their own."""
+        """What evaluation does not share with training: problems, and in the code world the names of markers."""
         varied = self.environment == "code" and self.marker_names == "varied"
         return "problems and markers" if varied else "problems"
 
@@ -317,8 +318,8 @@ class DetectorConfig:
     echo_trap_enabled: bool = False
     """Watch repetition within answers, measured against the untrained model's own."""
     echo_trap_threshold: float = setting(0.6, above=0, high=1, needs="echo_trap_enabled")
-    """Share of the way from the untrained model's repetition to nothing else at which the echo trap says HACK; WARN at
-    half of it."""
+    """Repetition at which the echo trap says HACK, from 0, the untrained model's own, to 1, answers that only repeat;
+    WARN at half of it."""
     echo_trap_halt: bool = setting(False, needs="echo_trap_enabled")
     """Stop the run (exit 3) when the echo trap says HACK."""
 
@@ -425,7 +426,8 @@ class Config:
         )
 
     def _check_demonstrations(self) -> None:
-        """Raises Refused where demonstrations, or answers without the quarantine, are none or of another grader."""
+        """Raises Refused where the share of demonstrations, or of answers without the quarantine, comes to none, and
+        where demonstrations are labelled by another grader."""
         refuse(
             self.mixes and not 0 < self.n_teacher < self.scale.group,
             f"--mix-ratio {self.env.mix_ratio} with --group {self.scale.group}: rounds to {self.n_teacher} teacher rows"
@@ -452,7 +454,7 @@ class Config:
 
     def _check_world(self) -> None:
         """Raises Refused where what belongs to an organism is given to another model, or to another world."""
-        # which nobody gave
+        # the preset's own folder, which no flag gave
         usual = {"small": embedded.SMALL_DIR, "sums": embedded.SUMS_DIR}.get(self.preset)
         of_organism = {
             "--problems organism": self.scale.problems == ORGANISM,
@@ -543,7 +545,7 @@ class Config:
 
     @property
     def guard_warning(self) -> str:
-        """That the guard only logs although it usually halts such a run, and why; "": it does as usual, or as given."""
+        """Why the guard, which usually halts such a run, only logs; "": it does as usual, or as a flag says."""
         if self.guard.guard or not self._usually_halts or not self.guard_cannot_halt:
             return ""
         return f"the guard only logs, as it could not halt this run ({self.guard_cannot_halt})"
@@ -641,8 +643,8 @@ class Config:
 
     @property
     def pairs_path(self) -> Path | None:
-        """Contrastive pairs, or a folder with a file for each flaw; None: the hand-written set, and without a pool
-        nothing outside the code world, where a pool has pairs of its own."""
+        """Contrastive pairs, or a folder with a file for each flaw. None: in the code world the hand-written pairs; in
+        others a pool's own, and no pairs without a pool."""
         if self.method.vhack_pairs_path is not None:
             return self.method.vhack_pairs_path
         if self.scale.model == ORGANISM and self.of_organism:
@@ -700,8 +702,9 @@ class Config:
         return tuple(f"{flag(name)}={given}" for name, given in named.items() if ":" in given)
 
     @property
-    def repeated(self) -> tuple[str, ...]:
-        """The same with what they need, which a resume has to repeat: a command line is checked by itself."""
+    def flags_to_repeat(self) -> tuple[str, ...]:
+        """`code` and the flags that it needs. A resume has to repeat them all, because its command line is checked
+        before the run's settings are read."""
         method, needed = self.method, list[str]()
         if any(":" in getattr(method, name) for name in CLASSES):
             given = {
@@ -726,13 +729,13 @@ class Config:
             if any(":" in w and w not in named for w in listed(of.partition("=")[2]))
         ]
         if absent:
-            needed = [of for of in self.repeated if of not in given]
+            needed = [of for of in self.flags_to_repeat if of not in given]
             raise Refused(
                 f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(needed)}"
             )
 
     def as_dict(self) -> dict[str, Json]:
-        """JSON-ready, nested by group; a method's settings as they are meant."""
+        """JSON-ready, nested by group. A method's settings that are None are stored as the values they stand for."""
         settings = {group: vars(getattr(self, group)) for group in GROUPS}
         settings["method"] = self.method.resolved_settings
         return json.loads(json.dumps({**settings, "preset": self.preset}, default=str))

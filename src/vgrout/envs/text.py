@@ -37,10 +37,10 @@ from vgrout.errors import Refused, misspelt, refuse
 from vgrout.failures import LoggedFailures
 from vgrout.files import has_lone_surrogate, hash_of_file, numbered_lines, once
 from vgrout.scoring import (
-    UNWATCHED,
+    NO_OBSERVER,
+    FailureObserver,
     RewardFailed,
     ScoringFunction,
-    Watch,
     rounded_to,
     weights_of,
 )
@@ -190,16 +190,16 @@ class TextGrader:
         *,
         pass_reward: float,
         retries: int | None,
-        watch: Watch = UNWATCHED,
+        observer: FailureObserver = NO_OBSERVER,
     ) -> None:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
-        without end. watch: is told of each failure of a function."""
+        without end. observer: is told of each failure of a function."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
         self.functions: tuple[ScoringFunction, ...] = tuple(proxy.weights)
         if isinstance(reference, ScoringFunction):
             self.functions += (reference,)
         self.pass_reward, self.retries = pass_reward, retries
-        self._watch = watch
+        self._observer = observer
         self._closed = False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
 
@@ -227,25 +227,29 @@ class TextGrader:
     ) -> list[Future[Grade | Ungraded]]:
         """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
         parts = [parts_of(text, in_thought) for text in texts]
-        return self._begun(self._graded_or_not, task, parts, self._watch)
+        return self._begun(self._graded_or_not, task, parts, self._observer)
 
     def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
         """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
         parts = [parts_of(text) for text in texts]
-        grade = partial(self._graded, watch=UNWATCHED)
-        return [graded.result() for graded in self._begun(grade, task, parts, UNWATCHED)]
+        grade = partial(self._graded, observer=NO_OBSERVER)
+        return [graded.result() for graded in self._begun(grade, task, parts, NO_OBSERVER)]
 
     def _begun(
-        self, grade: Callable[..., T], task: TextTask, parts: Sequence[Parts], watch: Watch
+        self,
+        grade: Callable[..., T],
+        task: TextTask,
+        parts: Sequence[Parts],
+        observer: FailureObserver,
     ) -> list[Future[T]]:
-        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`. watch: is told
-        of each failure of a function that takes lists."""
+        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`. observer: is
+        told of each failure of a function that takes lists."""
         answers = [part.answer for part in parts]
         # Before the gradings that wait for them: those cannot take every thread.
         lists: dict[ScoringFunction, Future[list[float]]] = {}
         for function in self.functions:
             if function.batched:
-                lists[function] = self._pool.submit(self._scores, function, task, answers, watch)
+                lists[function] = self._pool.submit(self._scores, function, task, answers, observer)
         grades: list[Future[T]] = []
         for i, part in enumerate(parts):
             of_answer = {function: (scores, i) for function, scores in lists.items()}
@@ -258,13 +262,13 @@ class TextGrader:
 
     def graded(self, task: TextTask, text: str) -> Grade:
         """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
-        return self._graded(task, parts_of(text), {}, UNWATCHED)
+        return self._graded(task, parts_of(text), {}, NO_OBSERVER)
 
     def _graded_or_not(
         self, task: TextTask, parts: Parts, lists: Mapping[ScoringFunction, ListScore]
     ) -> Grade | Ungraded:
         try:
-            return self._graded(task, parts, lists, self._watch)
+            return self._graded(task, parts, lists, self._observer)
         except RewardFailed as e:
             return Ungraded(str(e))
 
@@ -273,14 +277,14 @@ class TextGrader:
         task: TextTask,
         parts: Parts,
         lists: Mapping[ScoringFunction, ListScore],
-        watch: Watch,
+        observer: FailureObserver,
     ) -> Grade:
         """lists: of functions that are called for several answers at once, their scores and this answer's place.
 
-        A thought that never ended has no answer. The functions are asked about an empty one, and whatever they say,
-        it does not pass, is not right, and earns nothing: at most they take something away.
+        A thought that never ended has no answer. The functions score an empty one, and scores above 0 count as 0: it
+        does not pass, is not right, and earns nothing, but may still lose what they take away.
         """
-        scored = self._scored(task, parts.answer, lists, watch)
+        scored = self._scored(task, parts.answer, lists, observer)
         proxy, reference = scored.proxy, scored.reference
         if not parts.ended:
             proxy, reference = min(proxy, 0.0), min(reference, 0.0)
@@ -307,16 +311,16 @@ class TextGrader:
         task: TextTask,
         answer: str,
         lists: Mapping[ScoringFunction, ListScore],
-        watch: Watch,
+        observer: FailureObserver,
     ) -> Scores:
-        """What the functions say of an answer. watch: is told of each failure. Raises RewardFailed."""
+        """What the functions say of an answer. observer: is told of each failure. Raises RewardFailed."""
         scores: dict[ScoringFunction, float] = {}
         for function in self.functions:
             if function in lists:
                 of_all, place = lists[function]
                 scores[function] = of_all.result()[place]
             else:
-                (scores[function],) = self._scores(function, task, [answer], watch)
+                (scores[function],) = self._scores(function, task, [answer], observer)
         proxies: dict[str, float] = {}
         if len(self.proxy.weights) > 1:
             proxies = {function.name: scores[function] for function in self.proxy.weights}
@@ -328,12 +332,12 @@ class TextGrader:
         function: ScoringFunction,
         task: TextTask,
         answers: Sequence[str],
-        watch: Watch,
+        observer: FailureObserver,
     ) -> list[float]:
         """What a function scores these answers to one prompt. Raises RewardFailed."""
         asked = [partial(arguments, task, answer) for answer in answers]
         try:
-            return function.scores_of(asked, self.retries, lambda: self._closed, watch)
+            return function.scores_of(asked, self.retries, lambda: self._closed, observer)
         except RewardFailed as e:
             failed = RewardFailed(f"{function.flag} {function.name} {e}")
             failed.where = function.where
@@ -343,7 +347,7 @@ class TextGrader:
         """Let running gradings finish. Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
-        self._watch.ended()
+        self._observer.ended()
 
     def __enter__(self) -> "TextGrader":
         return self
@@ -517,7 +521,7 @@ class TextEnvironment:
             self.reference,
             pass_reward=pass_reward,
             retries=retries,
-            watch=LoggedFailures(),
+            observer=LoggedFailures(),
         )
 
     def check(self, grader: TextGrader) -> None:

@@ -44,12 +44,12 @@ from vgrout.errors import Refused, refuse
 from vgrout.failures import LoggedFailures
 from vgrout.scoring import (
     LARGEST,
+    NO_OBSERVER,
     TIMEOUT,
-    UNWATCHED,
     Awaiter,
+    FailureObserver,
     RewardFailed,
     ScoringFunction,
-    Watch,
     asked_again,
     in_one_line,
     rounded_to,
@@ -140,10 +140,10 @@ class RubricGrader(TextGrader):
         *,
         pass_reward: float,
         retries: int | None,
-        watch: Watch = UNWATCHED,
+        observer: FailureObserver = NO_OBSERVER,
     ) -> None:
         super().__init__(
-            workers, rubric, reference, pass_reward=pass_reward, retries=retries, watch=watch
+            workers, rubric, reference, pass_reward=pass_reward, retries=retries, observer=observer
         )
         self.rubric = rubric
 
@@ -152,22 +152,22 @@ class RubricGrader(TextGrader):
         task: TextTask,
         answer: str,
         lists: Mapping[ScoringFunction, ListScore],
-        watch: Watch,
+        observer: FailureObserver,
     ) -> Scores:
-        rewards = self._rewards(task, answer, watch)
-        reference = self._reference(task, answer, lists, rewards, watch)
+        rewards = self._rewards(task, answer, observer)
+        reference = self._reference(task, answer, lists, rewards, observer)
         total = math.fsum(score * weight for score, weight in rewards.values())
         proxies = {name: score for name, (score, _) in rewards.items()}
         return Scores(rounded_to(total, (self.proxy.passes_at, 0.0, 1.0)), reference, proxies)
 
     def _rewards(
-        self, task: TextTask, answer: str, watch: Watch
+        self, task: TextTask, answer: str, observer: FailureObserver
     ) -> Mapping[str, tuple[float, float]]:
         """Each reward with its weight. Raises RewardFailed."""
         call = partial(self.rubric.rewards_of, task.id, answer)
         try:
             return asked_again(
-                call, self.retries, lambda: self._closed, partial(watch.failed, self.rubric)
+                call, self.retries, lambda: self._closed, partial(observer.failed, self.rubric)
             )
         except RewardFailed as e:
             raise self._failed(e) from e.__cause__
@@ -184,19 +184,19 @@ class RubricGrader(TextGrader):
         answer: str,
         lists: Mapping[ScoringFunction, ListScore],
         rewards: Mapping[str, tuple[float, float]],
-        watch: Watch,
+        observer: FailureObserver,
     ) -> float:
         if isinstance(self.reference, ScoringFunction):
             if self.reference in lists:
                 scores, place = lists[self.reference]
                 return scores.result()[place]
-            (score,) = self._scores(self.reference, task, [answer], watch)
+            (score,) = self._scores(self.reference, task, [answer], observer)
             return score
         if self.reference.name not in rewards:
             e = RewardFailed(
                 f"has no reward {self.reference.name!r} for --reference; it has {', '.join(rewards)}"
             )
-            watch.failed(self.rubric, e)
+            observer.failed(self.rubric, e)
             raise self._failed(e)
         score, _ = rewards[self.reference.name]
         return rounded_to(score, (0.0, 1.0))
@@ -275,7 +275,7 @@ class VerifiersEnvironment(TextEnvironment):
             self.reference,
             pass_reward=pass_reward,
             retries=retries,
-            watch=LoggedFailures(),
+            observer=LoggedFailures(),
         )
 
     def plan(self) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from vgrout.files import file_sha256, read_text
 from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
 from vgrout.inputs import Inputs
 from vgrout.model.source import FoundModel, find_source
-from vgrout.runs.preflight import disk_needed, preflight, require_disk, unfinished
+from vgrout.runs.preflight import disk_needed, preflight, require_disk, run_to_resume
 
 ROOT = Path("out/distill")
 # Settings that may differ when a run is resumed.
@@ -167,7 +167,7 @@ def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSetting
     """
     if not requested.resume:
         return None, requested
-    path, config, _ = unfinished(requested.resume, "distill", "minillm_teacher_mix_ratio", ROOT)
+    path, config, _ = run_to_resume(requested.resume, "distill", "minillm_teacher_mix_ratio", ROOT)
     try:
         values: dict[str, Any] = config | {"sampling": Sampling(**config["sampling"])}
         stored = DistillSettings(**values)

@@ -34,7 +34,7 @@ from vgrout.tensor_types import at_least_fp32
 # product, for a copy of these weights per call of the sampler. Above it, on a CPU, weights are
 # copied into the layout of oneDNN's kernels, and a prompt's keys and values are read once for all
 # slots that go on from it.
-SMALL = 2**26
+FUSE_BELOW = 2**26
 # Tokens of prompts, with their padding, that go through a larger model at once.
 READ, READ_CPU = 2**15, 2**9
 BLOCK = 128  # positions by which the static cache's attention grows
@@ -317,7 +317,7 @@ class _Block:
 
     @staticmethod
     def of(layer: Any, kind: type[_Plain] | type[_Prepacked], small: bool) -> "_Block":
-        """layer: the model's own block. small: the model is below `SMALL`."""
+        """layer: the model's own block. small: the model is below `FUSE_BELOW`."""
         attention, mlp = layer.self_attn, layer.mlp
         qk_norm = None
         if hasattr(attention, "q_norm"):
@@ -384,9 +384,9 @@ class _Cache:
             self.pad[:P, ..., : self.used] = pad
 
     def layers(self, n: int) -> Iterator[tuple[Write, Attend]]:
-        """For each layer: what writes the next token's keys and values, and attention up to it.
+        """Yields, for each layer, what writes the next token's keys and values, and attention up to it.
 
-        From now on that token counts as there.
+        From the first one on, that token is counted in `used`.
         """
         self.used += 1
         held = self.kv[:, :, :n, :, : self.used]
@@ -421,7 +421,7 @@ def _moves(slots: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 class _StaticCache(_Cache):
-    """The same for a captured step: at the same addresses whatever is there.
+    """A cache for CUDA graphs: a step's tensors have the same addresses and shapes each time.
 
     Attention is to whole blocks of positions, of which a mask hides what is not there yet. The next
     token's position is a number on the device.
@@ -608,7 +608,7 @@ class LeanDecoder:
         self.heads: int = model.config.num_attention_heads
         self.kv_heads: int = model.config.num_key_value_heads
         parameters = sum(p.numel() for p in model.parameters())
-        self.small = parameters < SMALL
+        self.small = parameters < FUSE_BELOW
         prepacks = not (self.small or self.fused) and _prepacks(model)
         kind = _Prepacked if prepacks else _Plain
         self.layers = [_Block.of(layer, kind, self.small) for layer in self.core.layers]

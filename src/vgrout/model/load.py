@@ -81,7 +81,7 @@ def run_policy(cfg: Config) -> Policy:
             "(--ratio-support sampled: what was sampled from)"
         )
     budget = budget_of(cfg, policy)
-    policy = thinking(policy, cfg.env.thinking)
+    policy = with_thinking(policy, cfg.env.thinking)
     return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget)
 
 
@@ -92,7 +92,7 @@ def room_on_gpu() -> int:
 
 
 def budget_of(cfg: Config, policy: LanguageModel, *, beside: int = 0, full: bool = False) -> Budget:
-    """How much is processed at once in the memory that this process may have on its device.
+    """Tokens that a forward may have, and what is held beside them, in this process's memory on its device.
 
     beside, full: as for `plan_of`.
     """
@@ -153,7 +153,7 @@ def load_saved(saved: Saved) -> Policy:
     dtype = torch.bfloat16 if saved.metadata.get("dtype") == "bfloat16" else torch.float32
     policy = load_policy(saved.model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
     policy.adapter.load(saved.path)
-    policy = thinking(policy, saved.cfg.env.thinking)
+    policy = with_thinking(policy, saved.cfg.env.thinking)
     return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
 
 
@@ -491,7 +491,7 @@ def ends(template: str) -> bool:
     return done.returncode == 0
 
 
-def thinking(lm: AnyModel, on: bool) -> AnyModel:
+def with_thinking(lm: AnyModel, on: bool) -> AnyModel:
     """The same model, asked for a thought before each answer if `on`.
 
     Raises:

@@ -152,8 +152,8 @@ def window_of(config: Mapping[str, object]) -> int | None:
     """Longest prompt + completion, in tokens, for which a model's numbers depend on a row alone.
 
     It is what the model was built for. But "longrope" has two sets of rotation factors, and the
-    longest row of a forward chooses for all of its rows, and for keys that lie in a cache: there it
-    is the length up to which the first set is used.
+    longest row of a forward decides which set all of its rows get, and keys that lie in a cache:
+    the window of such a model ends where the first set does.
 
     None: no window is named.
     """
@@ -268,7 +268,7 @@ def _largest_token(folder: Path) -> int:
 
 
 def _read_tokenizer(folder: Path) -> tuple[Tokenizer, int] | None:
-    """Both of these."""
+    """The tokenizer and its largest token id; None without tokenizer.json."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -589,13 +589,13 @@ def find_shapes(model: str | Path) -> Shapes | None:
 
 CPUINFO = Path("/proc/cpuinfo")
 # A model with fewer weights is a miniature: it has other defaults, and a second thread only costs.
-SMALL = 2**24
+MINIATURE_BELOW = 2**24
 
 
 def is_small(model: str | Path) -> bool:
     """Whether a folder or hub id is a miniature; False where its shapes are not known."""
     shapes = find_shapes(model)
-    return shapes is not None and shapes.parameters < SMALL
+    return shapes is not None and shapes.parameters < MINIATURE_BELOW
 
 
 def resolved_dtype(dtype: Dtype, model: str | Path, *, gpu: bool) -> Literal["fp32", "bf16"]:
@@ -721,7 +721,7 @@ class FoundModel:
     @property
     def small(self) -> bool:
         """Whether it is a miniature; False where its shapes are not known."""
-        return self.shapes is not None and self.shapes.parameters < SMALL
+        return self.shapes is not None and self.shapes.parameters < MINIATURE_BELOW
 
     @property
     def numbers(self) -> int:

@@ -393,9 +393,10 @@ class SvdAdapter:
     def basis_fingerprint(self, δ: Vector) -> Fingerprint:
         """What δ does in this basis: k numbers a module, of about the size of ‖δ‖, on the CPU.
 
-        They are aᵀ U diag(δ) Vh z for k pairs of fixed random signs a and z. Singular vectors are
-        W's only up to sign, to which this is blind, and up to rotation where singular values are
-        close: another machine may turn them, and the same δ is another model there.
+        They are aᵀ U diag(δ) Vh z for k pairs of fixed random signs a and z. W fixes its singular
+        vectors up to sign, which changes none of these numbers, and up to rotation among those
+        whose singular values are close, which does: another machine may turn them, and the same δ
+        is another model there.
         """
         signs = self._fingerprint_signs
         products = signs * δ.to(signs)

@@ -72,7 +72,7 @@ RESERVE = 64 * 1024
 STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
 # for good
 ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
-FINISHED, FAILED, BAD, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+FINISHED, FAILED, REFUSED, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
@@ -286,7 +286,7 @@ def git(here: Path) -> dict[str, object]:
         return {}
 
 
-def environment() -> dict[str, object]:
+def provenance() -> dict[str, object]:
     """Where the numbers come from: command, revision, versions, machine."""
     versions = {"python": platform.python_version()}
     for package in (
@@ -348,7 +348,7 @@ class RunContext:
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
         self.record: dict[str, Json] = {
-            **environment(),
+            **provenance(),
             # by which trackers know it; a folder's name may be that of another run's
             "tracker_id": secrets.token_hex(4),
             "hashes": {},
@@ -521,7 +521,7 @@ class RunContext:
                 self.code = FINISHED
                 self.status("finished", "", f"read {self.path / 'summary.md'}")
             case Refused() if self._loading:
-                self.code = BAD
+                self.code = REFUSED
                 if self.owns_folder and not self.resumes:
                     self._discard()
                 elif not self.logged:
@@ -687,8 +687,10 @@ def _not_yet() -> bool:
 def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
     """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
     process. A SIGTERM right after another one is the same request: the kernel sends one for every thread of a sweep
-    that was killed. at_once: whether nothing would be lost, so that the first one raises already, once libraries that
-    are being imported are there."""
+    that was killed.
+
+    at_once: whether nothing can be lost yet. Then the first one raises already, once libraries that are being imported
+    are there."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held

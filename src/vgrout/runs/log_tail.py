@@ -71,7 +71,7 @@ def summary(cfg: Config, final: Final, report: "OwnReport | None") -> dict[str, 
 
 
 def pool_name(cfg: Config) -> str:
-    """The pool as a column says it: as it was given, or by its folder if it is the organism's."""
+    """The pool as a column says it: `organism` for the organism's, else its folder's name; ·: none."""
     pool = cfg.pool_path
     if pool is None:
         return "·"

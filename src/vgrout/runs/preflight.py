@@ -85,7 +85,7 @@ def svd_cache(cfg: Config, shapes: Shapes) -> int:
 
 
 def disk_needed(cfg: Config) -> int:
-    """Bytes that a run writes, about. Weights that seem to be decomposed already are not: the cache holds as much."""
+    """Bytes that a run writes, about, less what the cache of decompositions holds already, of whichever model."""
     answers = (
         cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
     )
@@ -204,7 +204,7 @@ def judge_line(method: MethodConfig) -> str:
 
 
 def brought(method: MethodConfig) -> list[str]:
-    """The settings that tell the recommended method from that of the documents, theirs in brackets."""
+    """The settings in which the recommended method is another than the documents', whose values are in brackets."""
     parts = list[str]()
     for name, (value, documents) in beside_documents(method).items():
         own, theirs = _said(value), _said(documents)
@@ -233,7 +233,7 @@ def _said(value: object) -> str:
 
 
 def _which(method: MethodConfig) -> str:
-    """Which of several methods of this name it is."""
+    """Whose settings these are: the recommended ones, the documents', or one's own; "": the method has one set."""
     if not (documents := method.spec.documents):
         return ""
     meant = method.resolved_settings
@@ -524,7 +524,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     """
     if not requested.run.resume:
         return None, requested
-    path, config, status = unfinished(requested.run.resume, "train", "preset", RUNS)
+    path, config, status = run_to_resume(requested.run.resume, "train", "preset", RUNS)
     stored = from_dict(config, f"--resume {path}: run.json")
     stored.refuse_code(requested.code, f"--resume {path}: run.json")
     began = read_json(path / "run.json").get("dtype")
@@ -553,7 +553,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
     return path, cfg
 
 
-def unfinished(
+def run_to_resume(
     name: str, program: str, setting: str, root: Path
 ) -> tuple[Path, dict[str, Json], dict[str, Json]]:
     """The folder that --resume names, with its run's configuration and status. setting: one that only this program's

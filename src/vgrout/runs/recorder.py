@@ -323,8 +323,8 @@ class Recorder(StepRecorder[StepRow]):
             self.keep(step, closing)
 
     def nothing_routed(self) -> str:
-        """After the last step: how a routing intervention learnt without ever routing, which makes it plain GRPO; "":
-        it routed, or has nothing to route. Under a control that is a possible outcome, and a warning."""
+        """Why a routing run was in fact plain GRPO; "": it routed, or has nothing to route. Asked after the last step.
+        Under a control that is a possible outcome, and a warning."""
         norm = self.policy.adapter.δS_hack.detach().norm().item()
         largest = max((row.q_egy or 0.0 for row in self.rows), default=0.0)
         method = self.cfg.method

@@ -100,7 +100,7 @@ class Entry:
         """The flags of `vgrout train` that start or resume the run."""
         cfg = self.planned.cfg
         if self.state == "resumable" and self.run:
-            return [cfg.preset, *cfg.repeated, f"--resume={self.run}"]
+            return [cfg.preset, *cfg.flags_to_repeat, f"--resume={self.run}"]
         return [*self.planned.flags]
 
     @property

@@ -43,7 +43,7 @@ from vgrout.files import (
 from vgrout.gpus import visible
 from vgrout.inputs import file_hashes
 from vgrout.metrics import percent
-from vgrout.runs.context import BAD, FAILED, FINISHED, INTERRUPTED, Stop, stop_on_signals
+from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED, Stop, stop_on_signals
 from vgrout.runs.preflight import preflight
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
@@ -502,7 +502,7 @@ def run_study(settings: SweepSettings) -> int:
         edited = sweep.edited()
         if edited and not settings.replan:
             print(edited)
-        return BAD if sweep.missing else FINISHED
+        return REFUSED if sweep.missing else FINISHED
     # a client or a cluster that is not there is refused before anything is written
     queue = Pueue(gpus) if settings.via == "pueue" else None
     with closing(_workers(settings, gpus)) as workers:

@@ -299,16 +299,16 @@ class PoolSettings:
             load_language_model,
             load_policy,
             pick_device,
-            thinking,
+            with_thinking,
         )
 
         device, dtype = pick_device(self.model_path, "auto")
         if self.adapter_path is None:
             lm = load_language_model(self.model_path, device=device, dtype=dtype)
-            return thinking(lm, self.thinking)
+            return with_thinking(lm, self.thinking)
         policy = load_policy(self.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
         policy.adapter.load(self.adapter_path)
-        return thinking(policy, self.thinking)
+        return with_thinking(policy, self.thinking)
 
     def answers(
         self,

@@ -142,7 +142,7 @@ class CodeEnvironment:
             allow_weak=env.allow_weak_sandbox,
             reward=self.reward,
             retries=retries,
-            watch=LoggedFailures(),
+            observer=LoggedFailures(),
         )
 
     def check(self, grader: Grader) -> None:

@@ -44,7 +44,7 @@ from vgrout.envs.code.grading.watch import (
 from vgrout.envs.code.modes import Mode, tries
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import UNWATCHED, RewardFailed, Watch
+from vgrout.scoring import NO_OBSERVER, FailureObserver, RewardFailed
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 
@@ -248,7 +248,7 @@ class Grader:
     answer on which it fails for good is Ungraded.
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
-    watch: is told of each failure of `reward`.
+    observer: is told of each failure of `reward`.
 
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
@@ -267,7 +267,7 @@ class Grader:
         reward: RewardFunction | None = None,
         without: tuple[str, ...] = (),
         retries: int | None = 3,
-        watch: Watch = UNWATCHED,
+        observer: FailureObserver = NO_OBSERVER,
     ) -> None:
         self.workers = workers or cores()
         self.compile_reward, self.pass_reward, self.detectors = (
@@ -276,7 +276,7 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
-        self.retries, self.reward, self._watch = retries, reward, watch
+        self.retries, self.reward, self._observer = retries, reward, observer
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -355,8 +355,8 @@ class Grader:
 
         in_thought: the prompt ends in a <think> that the text goes on with.
 
-        An answer that is queued or running is not run a second time: a policy that has settled gives the same one
-        several times in a group, at the same moment. A user's reward function is called each time: its score may vary.
+        Equal answers to a task that wait or run at the same time are graded once: a policy that has converged repeats
+        itself within a group. A user's reward function is called each time: its score may vary.
         """
         if in_thought:
             text = f"<think>\n{text}"
@@ -456,7 +456,7 @@ class Grader:
                     score = 0.0
                 else:
                     score = reward.score(
-                        problem, text, self.retries, lambda: self._closed, self._watch
+                        problem, text, self.retries, lambda: self._closed, self._observer
                     )
             except RewardFailed as e:
                 return Ungraded(f"{reward.name} {e}")
@@ -520,7 +520,7 @@ class Grader:
         for worker in alive:
             worker.close()
         self._starter.shutdown()
-        self._watch.ended()
+        self._observer.ended()
 
     def __enter__(self) -> "Grader":
         return self

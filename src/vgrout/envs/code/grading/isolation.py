@@ -828,7 +828,7 @@ class Enclosure:
     own_root: bool = False
     # The root of a child, where that is made by chroot; `cwd` is in there.
     chroot: str = ""
-    # What a child is about to enter: where that fails, it is to blame.
+    # The layer that a child is entering, which is named if that fails.
     entering: str = ""
     uid: int | None = None  # that a child takes on; None: it keeps the fork server's
     # The seccomp filters of children that may open files (True) and of those that may not.

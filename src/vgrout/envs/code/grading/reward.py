@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import TIMEOUT, UNWATCHED, RewardFailed, ScoringFunction, Watch
+from vgrout.scoring import NO_OBSERVER, TIMEOUT, FailureObserver, RewardFailed, ScoringFunction
 
 
 def arguments(problem: Problem, text: str) -> dict[str, object]:
@@ -52,13 +52,13 @@ class RewardFunction(ScoringFunction):
         text: str,
         retries: int | None = 0,
         gives_up: Callable[[], bool] = lambda: False,
-        watch: Watch = UNWATCHED,
+        observer: FailureObserver = NO_OBSERVER,
     ) -> float:
         """The score of this answer, in [0, 1]. Raises RewardFailed with the reason, one line.
 
-        retries: how often it is asked again after a failure; None: until `gives_up`. watch: is told of each failure.
+        retries: how often it is asked again after a failure; None: until `gives_up`. observer: is told of each failure.
         """
-        return self.score_of(lambda: arguments(problem, text), retries, gives_up, watch)
+        return self.score_of(lambda: arguments(problem, text), retries, gives_up, observer)
 
     def probe(self, problem: Problem, retries: int | None = 0) -> float:
         """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from
