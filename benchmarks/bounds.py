@@ -16,7 +16,7 @@ from vgrout.model.flops import decode_bytes, update_flops
 from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
-from vgrout.model.source import Shapes, shapes_of
+from vgrout.model.shapes import Shapes, shapes_of
 from vgrout.model.step_time import BY_CLIENT_NAME, Load
 from vgrout.torch_rng import torch_stream
 

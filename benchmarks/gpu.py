@@ -44,7 +44,7 @@ from benchmarks.bounds import (
 from benchmarks.gpu_peer import Contestant, argument
 from benchmarks.measure import Figure, Ratio, page
 from vgrout import embedded
-from vgrout.config.run import OptConfig
+from vgrout.config.groups import OptConfig
 from vgrout.data import Group
 from vgrout.errors import Refused
 from vgrout.model.load import as_language_model, pick_device, room_on_gpu

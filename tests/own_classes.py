@@ -14,14 +14,7 @@ import numpy as np
 import torch
 
 from vgrout.data import Flags
-from vgrout.method.base import (
-    GradientFlags,
-    Intervention,
-    Monitor,
-    flags_of,
-    positions,
-    rewarded,
-)
+from vgrout.method.base import GradientFlags, Intervention, Monitor, flags_of, positions, rewarded
 from vgrout.method.gates import Gate
 from vgrout.method.interventions import Penalty, Route2
 from vgrout.tensor_types import Routed
@@ -742,7 +735,8 @@ class Set(Intervention):
 def method_of(cls: type, policy: Any, flags: dict[str, Any]) -> Any:
     """The method of a run with this class, as `make_method` builds it. Raises what it raises."""
     from methods import config, problem, setup
-    from vgrout.config.run import EnvConfig, ScaleConfig
+    from vgrout.config.env import EnvConfig
+    from vgrout.config.groups import ScaleConfig
     from vgrout.config.specs import INTERVENTION, MONITOR, register
     from vgrout.method import make_method
 

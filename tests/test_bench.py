@@ -28,7 +28,7 @@ from vgrout.model.flops import (
     head_flops,
     update_flops,
 )
-from vgrout.model.source import Shapes, shapes_of
+from vgrout.model.shapes import Shapes, shapes_of
 from vgrout.model.svd_cache import svd
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

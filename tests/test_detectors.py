@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vgrout.config.run import DETECTORS
+from vgrout.config.groups import DETECTORS
 from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,

@@ -35,21 +35,15 @@ from vgrout.direction.extract import (
     obtain,
     save,
 )
-from vgrout.direction.pairs import (
-    DIRECTIONS,
-    SHARED_SCHEMA,
-    Pair,
-    PairSet,
-    check_file,
-    load_pairs,
-)
+from vgrout.direction.pairs import DIRECTIONS, SHARED_SCHEMA, Pair, PairSet, check_file, load_pairs
 from vgrout.errors import Refused
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.adapter_files import fingerprint_to_string
 from vgrout.model.load import load_policy
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.source import safetensors_head, shapes_of
+from vgrout.model.shapes import shapes_of
+from vgrout.model.source import safetensors_head
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")

@@ -34,7 +34,7 @@ from vgrout.inputs import Inputs
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
-from vgrout.model.source import FoundModel
+from vgrout.model.saved import FoundModel
 from vgrout.organism import build, start
 from vgrout.organism.recipe import Recipe, Shape
 from vgrout.runs import checkpoint, checkpoint_files

@@ -11,8 +11,8 @@ import torch
 import tiny
 from methods import graded
 from runs import program
+from vgrout.config.groups import OptConfig
 from vgrout.config.guard import GuardConfig
-from vgrout.config.run import OptConfig
 from vgrout.data import Completion, Graded, GradedCompletion
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused

@@ -18,7 +18,7 @@ from vgrout.export.model import card
 from vgrout.files import json_lines
 from vgrout.model.load import load_saved
 from vgrout.model.policy import Policy
-from vgrout.model.source import Saved, find_adapter
+from vgrout.model.saved import Saved, find_adapter
 
 
 @pytest.fixture

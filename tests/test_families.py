@@ -21,7 +21,8 @@ from transformers import (
 )
 
 import tiny
-from vgrout.config.run import Config, OptConfig, ScaleConfig
+from vgrout.config.groups import OptConfig, ScaleConfig
+from vgrout.config.run import Config
 from vgrout.data import CachedGrade, Group, Message, Rollout
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
@@ -35,7 +36,7 @@ from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import model_folder, require_fitting, window_of
 from vgrout.optim import Optimizer
-from vgrout.runs.preflight import adapter_lines
+from vgrout.runs.plan import adapter_lines
 from vgrout.tensor_types import Routed
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

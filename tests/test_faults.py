@@ -26,7 +26,7 @@ from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, u
 from test_train import start, wait_for_steps
 from vgrout import console, embedded, grpo, rollout
 from vgrout.config.presets import resolve
-from vgrout.config.run import identity
+from vgrout.config.stored import settings_sha256
 from vgrout.data import Task, Ungraded
 from vgrout.envs.base import Splits
 from vgrout.errors import Refused
@@ -550,7 +550,7 @@ def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, ca
     assert [r["step"] for r in record["resumed"]] == [end["step"]]
     ledger = Ledger()  # a study that has the run finds it still
     ledger.refresh()
-    found = ledger.find(identity(resolve([*argv, "halt"])), {})
+    found = ledger.find(settings_sha256(resolve([*argv, "halt"])), {})
     assert found is not None
     assert found.path.samefile(path)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from methods import TWO_GROUPS, group, routed, rows, scores, total, toy
 from vgrout.config.presets import resolve
 from vgrout.method.thresholds import BandGate, TauGate
-from vgrout.runs.preflight import method_lines
+from vgrout.runs.plan import method_lines
 
 BY_MODULE = {"gate_vote": "module"}
 

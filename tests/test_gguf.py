@@ -24,16 +24,11 @@ from vgrout.inputs import file_hashes, read_inputs
 from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import gguf
 from vgrout.model.gguf import gguf_sha256, unpacked
-from vgrout.model.source import (
-    find_adapter,
-    find_shapes,
-    find_source,
-    model_folder,
-    require_model,
-    shapes_of,
-)
+from vgrout.model.saved import find_adapter, find_source
+from vgrout.model.shapes import find_shapes, shapes_of
+from vgrout.model.source import model_folder, require_model
 from vgrout.organism.__main__ import main as organism_command
-from vgrout.runs.preflight import adapter_lines
+from vgrout.runs.plan import adapter_lines
 
 
 @pytest.fixture(scope="module")

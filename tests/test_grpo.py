@@ -11,8 +11,9 @@ from torch.func import functional_call
 
 import tiny
 from tiny import relative, shake, step_of
+from vgrout.config.groups import ScaleConfig
 from vgrout.config.loss import LossConfig, LossName
-from vgrout.config.run import Config, ScaleConfig
+from vgrout.config.run import Config
 from vgrout.data import CachedGrade, Completion, Group, Rollout
 from vgrout.envs.code.problem import Problem
 from vgrout.grpo import policy_gradients

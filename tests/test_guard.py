@@ -36,7 +36,7 @@ from vgrout.guard.kill_switch import (
 from vgrout.inputs import kl_of_runs
 from vgrout.model.hidden_states import ReferenceStats
 from vgrout.rollout import training_reward
-from vgrout.runs.preflight import guard_line
+from vgrout.runs.plan import guard_line
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)

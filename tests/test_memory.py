@@ -19,14 +19,15 @@ from live import Live
 from pretended_gpu import varlen_on_cpu
 from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
-from vgrout.config.run import Config, ScaleConfig
+from vgrout.config.groups import ScaleConfig
+from vgrout.config.run import Config
 from vgrout.embedded import DATA_DIR
 from vgrout.model import svd_adapter
 from vgrout.model.decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import USUAL, WIDEST, plan
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.source import KNOWN, find_shapes, shapes_of
+from vgrout.model.shapes import KNOWN, find_shapes, shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import preflight
 

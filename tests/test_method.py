@@ -25,8 +25,8 @@ from vgrout import register_intervention, register_monitor
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import resolve, resumed
-from vgrout.config.run import from_dict
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
+from vgrout.config.stored import from_dict
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView
 from vgrout.grpo import policy_gradients
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views

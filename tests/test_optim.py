@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiny import relative, tiny
-from vgrout.config.run import OptConfig
+from vgrout.config.groups import OptConfig
 from vgrout.loss_metrics import LossMetrics
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer, Update, lr_at

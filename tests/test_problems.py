@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vgrout import embedded, evaluate
+from vgrout.config.env import EnvConfig
 from vgrout.config.presets import resolve
-from vgrout.config.run import EnvConfig
 from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test

@@ -17,7 +17,7 @@ from vgrout.cli import command
 from vgrout.config.checks import flag
 from vgrout.config.names import ANSWERS, NAMES, same, translated
 from vgrout.config.presets import flag_names, resolve
-from vgrout.config.run import from_dict
+from vgrout.config.stored import from_dict
 from vgrout.embedded import DATA_DIR
 from vgrout.envs.code.modes import PLAIN_PHRASE
 from vgrout.files import require_own

@@ -9,10 +9,12 @@ import pytest
 
 from runs import SharedRuns, flags
 from vgrout import sample
-from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ScaleConfig
+from vgrout.config.run import Config
 from vgrout.errors import Refused
 from vgrout.files import json_lines
-from vgrout.model.source import find_adapter
+from vgrout.model.saved import find_adapter
 from vgrout.sample import find_prompt
 
 pytestmark = pytest.mark.long

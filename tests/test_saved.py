@@ -19,7 +19,7 @@ from vgrout.envs import base
 from vgrout.export import __main__ as export
 from vgrout.export import model
 from vgrout.model.load import load_saved
-from vgrout.model.source import find_adapter
+from vgrout.model.saved import find_adapter
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.config.presets import resolve
-from vgrout.model.source import BF16, FP32, KNOWN, Shapes
+from vgrout.model.shapes import BF16, FP32, KNOWN, Shapes
 from vgrout.model.step_time import (
     BY_CLIENT_NAME,
     COMPARED,
@@ -24,7 +24,7 @@ from vgrout.model.step_time import (
     step_time,
     update_seconds,
 )
-from vgrout.runs.preflight import step_lines
+from vgrout.runs.plan import step_lines
 from vgrout.train import main
 
 QWEN3_4B = KNOWN["Qwen/Qwen3-4B"]

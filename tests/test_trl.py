@@ -19,8 +19,8 @@ from methods import problem
 from test_losses import LENGTHS, NORM, G, T, make
 from test_updates import learnt, of_loss
 from tiny import relative
+from vgrout.config.groups import OptConfig
 from vgrout.config.loss import LossConfig
-from vgrout.config.run import OptConfig
 from vgrout.data import Batch, CachedGrade, Group, Rollout
 from vgrout.losses import LossInput, policy_loss
 from vgrout.optim import Update

@@ -16,8 +16,8 @@ import tiny
 from methods import batch, make
 from runs import adapter_bytes, flags, rows, run
 from tiny import relative
+from vgrout.config.groups import OptConfig
 from vgrout.config.loss import LossConfig
-from vgrout.config.run import OptConfig
 from vgrout.data import Batch
 from vgrout.grpo import policy_gradients
 from vgrout.method.method import Method

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ScaleConfig
+from vgrout.config.run import Config
 from vgrout.envs.base import Splits, split_tasks
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.modes import Mode

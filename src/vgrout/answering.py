@@ -19,7 +19,8 @@ from vgrout.heldout import answers, as_side
 from vgrout.metrics import Eval
 from vgrout.model import load, sampler
 from vgrout.model.policy import Policy
-from vgrout.model.source import Saved, is_small
+from vgrout.model.saved import Saved
+from vgrout.model.shapes import is_small
 from vgrout.runs import checkpoint
 from vgrout.thoughts import to_grade
 from vgrout.torch_rng import torch_stream

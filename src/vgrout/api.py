@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Literal
 from vgrout import console, train
 from vgrout.cli import parse_args
 from vgrout.config.presets import resolve
-from vgrout.config.run import Config, from_dict
+from vgrout.config.run import Config
+from vgrout.config.stored import from_dict
 from vgrout.errors import Refused, one_line, refuse
 from vgrout.evaluate import EvaluateSettings, evaluate_saved
 from vgrout.export.__main__ import ExportSettings, export_run

@@ -17,8 +17,10 @@ from tabulate import tabulate
 from vgrout import console
 from vgrout.cli import cli_exit
 from vgrout.config.checks import check, flag, setting
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ScaleConfig
 from vgrout.config.names import parse_command
-from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.data import Message, Task
 from vgrout.environments import ENVIRONMENTS, environment_class
@@ -49,7 +51,8 @@ from vgrout.files import (
     write_atomic,
 )
 from vgrout.metrics import SIDES, Eval
-from vgrout.model.source import Saved, find_adapter, require_fitting
+from vgrout.model.saved import Saved, find_adapter
+from vgrout.model.source import require_fitting
 from vgrout.teacher.pools import load_pool
 
 SCHEMA = "evaluation_v1"

@@ -12,8 +12,9 @@ from loguru import logger
 
 from vgrout.chat import Endpoint, NoReply, usable_key
 from vgrout.config.checks import require_words
+from vgrout.config.groups import ORGANISM
 from vgrout.config.method import MethodConfig
-from vgrout.config.run import ORGANISM, Config
+from vgrout.config.run import Config
 from vgrout.config.specs import MONITORS
 from vgrout.data import Message, Task
 from vgrout.direction.pairs import (
@@ -30,8 +31,8 @@ from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.errors import Refused, refuse
 from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines, once
 from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
+from vgrout.model.shapes import find_shapes
 from vgrout.model.source import (
-    find_shapes,
     looks_like_path,
     model_folder,
     require_embedded,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.run import OptConfig
+from vgrout.config.groups import OptConfig
 from vgrout.loss_metrics import LossMetrics
 from vgrout.method.projection import cos_upd
 from vgrout.model.svd_adapter import SvdAdapter

@@ -21,8 +21,10 @@ from vgrout import console, embedded, faults
 from vgrout.cli import OWN_REWARD, cli_exit
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ORGANISM, ScaleConfig
 from vgrout.config.names import parse_command
-from vgrout.config.run import ORGANISM, Config, EnvConfig, ScaleConfig
+from vgrout.config.run import Config
 from vgrout.console import Progress
 from vgrout.data import Grade
 from vgrout.envs.code.grading.check import (

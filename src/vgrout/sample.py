@@ -28,7 +28,7 @@ from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_
 from vgrout.failures import LoggedFailures
 from vgrout.files import printable
 from vgrout.metrics import SIDES
-from vgrout.model.source import Saved, find_adapter
+from vgrout.model.saved import Saved, find_adapter
 
 
 @dataclass(frozen=True)

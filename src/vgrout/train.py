@@ -33,15 +33,9 @@ from vgrout.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.metrics import BatchMetrics
 from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
-from vgrout.runs.preflight import (
-    HEAD,
-    beside_documents,
-    brought,
-    find_resume,
-    first_lines,
-    plan_lines,
-    preflight,
-)
+from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, recommended_settings
+from vgrout.runs.preflight import preflight
+from vgrout.runs.resume import find_resume
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
 
@@ -199,7 +193,7 @@ def launch(
             run.announce(*first_lines(cfg, named=named))
             if cfg.guard_warning:
                 logger.warning(cfg.guard_warning)
-            for line in brought(cfg.method):
+            for line in recommended_settings(cfg.method):
                 logger.debug(f"method: {line}")
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))

@@ -14,20 +14,13 @@ import tyro
 from vgrout import embedded
 from vgrout.cli import as_typed, command, join_help, parsed, with_lists
 from vgrout.config.checks import changed, flag, legal_values, listed, refuse_unread, rule_of
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ORGANISM, EvalConfig, OptConfig, ScaleConfig
 from vgrout.config.loss import LossConfig
 from vgrout.config.names import translated
-from vgrout.config.run import (
-    FREE,
-    GROUPS,
-    ORGANISM,
-    Config,
-    EnvConfig,
-    EvalConfig,
-    OptConfig,
-    ScaleConfig,
-    merge_flags,
-)
+from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
+from vgrout.config.stored import FREE, merge_flags
 from vgrout.environments import VERIFIERS, holds_text
 from vgrout.errors import Refused, did_you_mean, refuse
 from vgrout.files import to_json

@@ -38,7 +38,7 @@ from vgrout.model.layout import Packed, batches, pack, padded_batches
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
 from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.source import shapes_of
+from vgrout.model.shapes import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, weights_sha256
 from vgrout.tensor_types import Directions
 

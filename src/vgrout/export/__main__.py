@@ -27,7 +27,7 @@ from vgrout.errors import Refused
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
 from vgrout.files import existing, require_new
-from vgrout.model.source import find_adapter
+from vgrout.model.saved import find_adapter
 
 
 @dataclass(frozen=True)

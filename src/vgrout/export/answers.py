@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.cli import cannot_import, not_installed
-from vgrout.config.run import from_dict
+from vgrout.config.stored import from_dict
 from vgrout.errors import Refused
 from vgrout.files import json_lines, read_json
 

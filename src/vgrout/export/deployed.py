@@ -6,7 +6,7 @@ from typing import Literal
 
 from vgrout.export import model, peft
 from vgrout.model import load
-from vgrout.model.source import Saved
+from vgrout.model.saved import Saved
 
 
 def write_deployed(

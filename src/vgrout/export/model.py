@@ -24,7 +24,7 @@ from vgrout.export import Differs
 from vgrout.files import numbered_lines, read_json
 from vgrout.metrics import percent
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
-from vgrout.model.source import Saved
+from vgrout.model.saved import Saved
 
 # Of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next.
 TOLERANCE = 5e-2

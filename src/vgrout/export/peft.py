@@ -22,7 +22,7 @@ from vgrout.cli import cannot_import
 from vgrout.export import Differs
 from vgrout.export.model import Parity, about, card, load_beside, parity
 from vgrout.model.policy import Policy
-from vgrout.model.source import Saved
+from vgrout.model.saved import Saved
 from vgrout.model.svd_adapter import AdaptedLinear
 
 

@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vgrout.config.run import Config, merge_flags
+from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
+from vgrout.config.stored import merge_flags
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_text
 from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
 from vgrout.inputs import Inputs
-from vgrout.model.source import FoundModel, find_source
-from vgrout.runs.preflight import disk_needed, preflight, require_disk, run_to_resume
+from vgrout.model.saved import FoundModel, find_source
+from vgrout.runs.preflight import disk_needed, preflight, require_disk
+from vgrout.runs.resume import run_to_resume
 
 ROOT = Path("out/distill")
 # Settings that may differ when a run is resumed.

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from vgrout.config.run import ORGANISM, Config
+from vgrout.config.groups import ORGANISM
+from vgrout.config.run import Config
 from vgrout.data import Grade, Task
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.inputs import Inputs
-from vgrout.model.source import FoundModel, find_source
+from vgrout.model.saved import FoundModel, find_source
 from vgrout.runs.preflight import preflight
 from vgrout.scoring import scorer
 

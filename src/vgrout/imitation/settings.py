@@ -15,23 +15,23 @@ import tyro
 
 from vgrout import embedded
 from vgrout.config.checks import Dtype, Group, check, setting
-from vgrout.config.guard import GuardConfig, blind
-from vgrout.config.method import MethodConfig
-from vgrout.config.run import (
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import (
     BENCHMARK_TRAIN,
     ORGANISM,
-    Config,
-    EnvConfig,
     EvalConfig,
     OptConfig,
     RunConfig,
     ScaleConfig,
 )
+from vgrout.config.guard import GuardConfig, blind
+from vgrout.config.method import MethodConfig
+from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
 from vgrout.environments import EnvMode
 from vgrout.errors import refuse
 from vgrout.files import Json
-from vgrout.model.source import FoundModel
+from vgrout.model.saved import FoundModel
 
 MAX_VOCABULARY = 262_144
 

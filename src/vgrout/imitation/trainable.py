@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout.config.run import Config, OptConfig
+from vgrout.config.groups import OptConfig
+from vgrout.config.run import Config
 from vgrout.files import atomic_folder, write_json
 from vgrout.metrics import Rate
 from vgrout.model.layout import Packed

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vgrout.model.source import Shapes
+from vgrout.model.shapes import Shapes
 
 Lengths = tuple[int, Sequence[int]]  # tokens of one prompt, and of each of its completions
 

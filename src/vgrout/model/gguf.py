@@ -167,7 +167,7 @@ def _run_apart(file: Path, flag: str, *folder: str) -> str:
 # ── in a process of its own
 
 
-# Architectures whose blocks are those of `source.Shapes`.
+# Architectures whose blocks are those of `shapes.Shapes`.
 LLAMAS = ("llama", "qwen2", "qwen3")
 # Names in a file's head, below its architecture's, and in a config.json.
 SIZES = {

@@ -42,17 +42,9 @@ from vgrout.model.policy import (
     loaded_window,
     require_thinking,
 )
-from vgrout.model.source import (
-    SVD_CACHE,
-    FoundModel,
-    Saved,
-    advice,
-    is_small,
-    require_model,
-    resolved_dtype,
-    shapes_of,
-    tokenizing,
-)
+from vgrout.model.saved import FoundModel, Saved
+from vgrout.model.shapes import is_small, resolved_dtype, shapes_of
+from vgrout.model.source import SVD_CACHE, advice, require_model, tokenizing
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 from vgrout.model.trials import fuse_blocks, lean_fits, packs, raised_here, require_branching

@@ -9,7 +9,7 @@ below. On other cards these rates are assumed, and nothing was measured.
 from dataclasses import dataclass
 
 from vgrout.model.flops import Lengths, decode_bytes, forward_flops, update_flops
-from vgrout.model.source import BF16, Shapes
+from vgrout.model.shapes import BF16, Shapes
 
 
 @dataclass(frozen=True, slots=True)

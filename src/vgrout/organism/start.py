@@ -26,7 +26,8 @@ from vgrout.files import Json
 from vgrout.inputs import hash_of_files
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import DTYPE_NAMES
-from vgrout.model.source import cpu_multiplies_bf16, require_model
+from vgrout.model.shapes import cpu_multiplies_bf16
+from vgrout.model.source import require_model
 from vgrout.organism.recipe import FRESH, TUNED, Recipe, Shape
 from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
 from vgrout.organism.weights import new_model

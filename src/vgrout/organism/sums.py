@@ -16,7 +16,9 @@ from statistics import fmean
 
 from loguru import logger
 
-from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ScaleConfig
+from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
 from vgrout.data import Graded
 from vgrout.embedded import shipped

@@ -15,8 +15,9 @@ from pandas import DataFrame, Index, MultiIndex, Series, isna
 from vgrout import environments, metrics
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
-from vgrout.config.run import Config, from_dict
+from vgrout.config.run import Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
+from vgrout.config.stored import from_dict
 from vgrout.data import Flaw
 from vgrout.errors import Refused, one_line
 from vgrout.files import Json, from_json, json_lines, read_json, read_text

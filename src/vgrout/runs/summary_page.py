@@ -8,7 +8,7 @@ from vgrout.data import Flaw
 from vgrout.metrics import SIDES, Final
 from vgrout.runs.log_tail import count_lines, shown
 from vgrout.runs.outcome import Outcome
-from vgrout.runs.preflight import method_lines
+from vgrout.runs.plan import method_lines
 from vgrout.runs.recorder import columns_for
 from vgrout.table import Table
 

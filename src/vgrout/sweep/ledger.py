@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
-from vgrout.config.run import from_dict, identity
+from vgrout.config.stored import from_dict, settings_sha256
 from vgrout.errors import Refused
 from vgrout.files import held, read_json
 from vgrout.records import began
@@ -105,4 +105,4 @@ def _record(path: Path) -> RecordedRun | None:
         code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
     except (Refused, KeyError, TypeError, AttributeError):
         return None
-    return RecordedRun(path, began(path), identity(cfg), data.get("hashes") or {}, code)
+    return RecordedRun(path, began(path), settings_sha256(cfg), data.get("hashes") or {}, code)

@@ -26,20 +26,13 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from vgrout.config.checks import check, flag, listed, setting
+from vgrout.config.groups import OptConfig
 from vgrout.config.presets import register_named
-from vgrout.config.run import Config, OptConfig
+from vgrout.config.run import Config
 from vgrout.config.specs import CLASSES
 from vgrout.cores import cores
 from vgrout.errors import Refused
-from vgrout.files import (
-    held,
-    hold,
-    probe_writable,
-    read_json,
-    reading_once,
-    to_json,
-    write_atomic,
-)
+from vgrout.files import held, hold, probe_writable, read_json, reading_once, to_json, write_atomic
 from vgrout.gpus import visible
 from vgrout.inputs import file_hashes
 from vgrout.metrics import percent

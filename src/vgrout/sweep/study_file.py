@@ -17,7 +17,8 @@ from typing import Any
 from vgrout.config.checks import NotRead, flag, rule_of
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import Parse, WordParser, flag_names, resolve
-from vgrout.config.run import Config, identity
+from vgrout.config.run import Config
+from vgrout.config.stored import settings_sha256
 from vgrout.errors import Refused
 from vgrout.files import read_text
 
@@ -74,7 +75,7 @@ class PlannedRun:
 
     @cached_property
     def identity(self) -> str:
-        return identity(self.cfg)
+        return settings_sha256(self.cfg)
 
     def as_json(self) -> dict[str, object]:
         return {"name": self.name, "arm": self.arm, "seed": self.seed, "flags": [*self.flags]}
@@ -246,7 +247,10 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
             continue  # the same arm under another value of what it does not read
         if not label.isprintable():  # `--commands` prints it into a shell's comment
             raise Refused(f"runs called {label!r}: should be printable, in one line")
-        for known, what in ((identity(cfg), "with these runs"), (label, f"called {label!r}")):
+        for known, what in (
+            (settings_sha256(cfg), "with these runs"),
+            (label, f"called {label!r}"),
+        ):
             if known in seen:
                 raise Refused(
                     f"{where}: a second arm {what}, after {seen[known]}; "

@@ -10,7 +10,7 @@ from typing import Literal
 
 from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, flags, setting
-from vgrout.config.run import EnvConfig
+from vgrout.config.env import EnvConfig
 from vgrout.data import Graded
 from vgrout.envs.code.modes import EnvMode, Mode
 from vgrout.envs.code.problems import assigned
@@ -18,15 +18,7 @@ from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
 from vgrout.metrics import rate_text
 from vgrout.teacher.elicit import generate_elicited
-from vgrout.teacher.generate import (
-    PoolSettings,
-    by_mode,
-    command,
-    fitting,
-    record,
-    spread,
-    table,
-)
+from vgrout.teacher.generate import PoolSettings, by_mode, command, fitting, record, spread, table
 from vgrout.teacher.pools import write_pool
 
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from vgrout.config.run import Config, EnvConfig, ScaleConfig
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ScaleConfig
+from vgrout.config.run import Config
 from vgrout.data import Grade, Graded, Task
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
 from vgrout.environments import environment_class

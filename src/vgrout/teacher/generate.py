@@ -14,21 +14,15 @@ from tabulate import tabulate
 from vgrout import console, embedded
 from vgrout.cli import cli_exit
 from vgrout.config import checks
+from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.names import parse_command
-from vgrout.config.run import BENCHMARK_TRAIN, ORGANISM
 from vgrout.config.sampling import Sampling
 from vgrout.data import Graded, Message, Task
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import (
-    ProblemRow,
-    balanced,
-    load_rows,
-    require_solvable,
-    split_sizes,
-)
+from vgrout.envs.code.problems import ProblemRow, balanced, load_rows, require_solvable, split_sizes
 from vgrout.errors import Refused, refuse
 from vgrout.files import (
     file_sha256,

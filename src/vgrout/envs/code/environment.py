@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from vgrout.config.run import ORGANISM, Config
+from vgrout.config.groups import ORGANISM
+from vgrout.config.run import Config
 from vgrout.data import Flaw, Message
 from vgrout.envs.base import Demonstrations
 from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
