@@ -9,19 +9,21 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from vgrout import train
-from vgrout.errors import refuse
+from vgrout import ranks, train
+from vgrout.config.groups import RunConfig
+from vgrout.config.run import Config
+from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
 from vgrout.files import atomic_folder, held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.records import unfinished
 from vgrout.runs import checkpoint, checkpoint_files, context
 from vgrout.runs.context import RunDir, git, last_resumable
-from vgrout.runs.peers import require_torchrun
+from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 
 
 @pytest.fixture
@@ -195,10 +197,11 @@ def test_the_latest_run_is_the_one_that_began_last(
 def test_a_run_that_was_killed_is_not_running(run: RunDir) -> None:
     """Its folder is held by no process, whatever its status.json says."""
     run.append({"step": 0}, [])
-    run.status("running", 1, "", "vgrout train smoke --resume x")
+    again = f"vgrout train smoke --resume {run.path}"
+    run.status("running", 1, "", again)
     assert unfinished(run.path) == "running"
     run.close()
-    assert unfinished(run.path) == ("stopped at step 1; go on with `vgrout train smoke --resume x`")
+    assert unfinished(run.path) == f"stopped at step 1; go on with `{again}`"
     for state, said in (("failed", "failed"), ("finished", ""), ("halted", "")):
         run.status(state, 1, "", "")
         assert unfinished(run.path) == said
@@ -394,3 +397,92 @@ def test_a_folder_is_all_there_or_as_it_was(
     assert len(calls) == 3
     assert (path / "weights").read_text() == "second"
     assert [p.name for p in path.parent.iterdir()] == ["model"]
+
+
+# ── after a restart by torchrun
+
+JOB = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+}
+
+
+def folder_of(root: Path, name: str, state: str, job: str | None) -> Path:
+    """A run that this job of torchrun's has begun, and last written."""
+    path = root / "out" / "runs" / name
+    path.mkdir(parents=True)
+    (path / "run.json").write_text(json.dumps({"torchrun": job}))
+    (path / "status.json").write_text(json.dumps({"state": state, "torchrun": job}))
+    return path
+
+
+def test_a_restart_goes_on_with_the_run_of_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else lies beside it, and however damaged."""
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    job = ranks.torchrun_id()
+    folder_of(tmp_path, "20260101T000000_other", "interrupted", "another/1@x")
+    damaged = folder_of(tmp_path, "20260101T000001_copied", "running", job)
+    (damaged / "run.json").write_text("")
+    (damaged / "status.json").write_text("[")
+    assert resumed_by_torchrun(Config()) == Config(), "there is none yet"
+    own = folder_of(tmp_path, "20260101T000002_own", "running", job)
+    assert resumed_by_torchrun(Config()).run.resume == str(own.relative_to(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert resumed_by_torchrun(Config()) == Config()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["resumed", "begun"])
+def test_a_restart_leaves_an_interrupted_run_alone(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    own = folder_of(tmp_path, "20260101T000002_own", "interrupted", ranks.torchrun_id())
+    if named:
+        own = own.rename(tmp_path / "elsewhere")
+    cfg = Config(run=RunConfig(resume=str(own) if named else None))
+    with pytest.raises(Interrupted, match="stays so after torchrun's restart"):
+        resumed_by_torchrun(cfg)
+    (own / "status.json").write_text(json.dumps({"state": "interrupted"}))  # by an earlier job
+    assert resumed_by_torchrun(cfg).run.resume == (
+        str(own) if named else str(own.relative_to(tmp_path))
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (None, 0),
+        (Interrupted("x"), 130),
+        (KeyboardInterrupt(), 130),
+        (Halted("x"), 3),
+        (Diverged("x"), 4),
+        (NothingRouted("x"), 1),
+    ],
+)
+def test_a_rank_beside_the_first_says_nothing_of_an_end_in_order(
+    ending: BaseException | None, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = Peer(cast(Any, None), False)
+    with peer:
+        if ending is not None:
+            raise ending
+    assert (peer.code, capsys.readouterr()) == (code, ("", ""))
+
+
+def test_a_copied_folder_is_named_itself(run: RunDir) -> None:
+    """Its status.json still has the command of the folder that it was copied from."""
+    command = f"vgrout train smoke --resume={run.path}"
+    run.status("running", 2, "", command)
+    run.close()
+    assert unfinished(run.path) == f"stopped at step 2; go on with `{command}`"
+    copy = run.path.rename(run.path.with_name("a copy"))
+    assert unfinished(copy).endswith(f"go on with --resume '{copy}'")

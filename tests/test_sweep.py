@@ -162,6 +162,7 @@ def test_finished_runs_are_found_by_settings_and_files(
     write_run(cfg_of(2), "finished", "by_force", begun=cfg_of(2, "--lr=0.5").as_dict())
     write_run(cfg_of(2), "finished", "other_problems", hashes={"problems": "0" * 64})
     write_run(cfg_of(2), "finished", "other_model", hashes={"model": "0" * 64})
+    write_run(cfg_of(2), "finished", "edited", hashes=["x"])
     old = write_run(cfg_of(2), "finished", "another_version")
     record = json.loads((old / "run.json").read_text())
     record["config"]["opt"]["momentum"] = 0.9

@@ -135,8 +135,43 @@ def test_several_ranks_are_started_by_torchrun(study):
         "torchrun --nnodes=2 --nproc-per-node=4 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=9"
     )
     trainer = "-m -- vgrout.train smoke --intervention=none --seed=2"
-    assert output.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:29500 {trainer}".split()
+    assert output.splitlines()[-1].split() == f"{ranks} --rdzv-endpoint=n1:20009 {trainer}".split()
     write_run(cfg_of(2), "interrupted", "cut", checkpoint=True)
     code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
-    assert output.splitlines()[-2].endswith("-m -- vgrout.train smoke --resume=out/runs/cut")
-    assert output.splitlines()[-1] == "scontrol requeue 9"  # the run has not ended
+    assert output.splitlines()[-1].endswith("-m -- vgrout.train smoke --resume=out/runs/cut")
+    assert "requeue" not in output, "it was not asked to end: it has failed, and would again"
+    stand_in("scancel", 'echo "scancel $*"; touch asked')
+    stand_in("torchrun", "kill -TERM $PPID; while [ ! -e asked ]; do sleep 0.1; done; exit 1")
+    code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
+    assert output.splitlines()[-2:] == ["scancel --signal=TERM 9", "scontrol requeue 9"]
+    write_run(cfg_of(2), "finished", "done")
+    code, output = bash("ranks.sbatch", str(study), RUN="2", **job)
+    assert output.splitlines() == ["true  # finished: none seed 2"]
+
+
+@pytest.mark.parametrize("script", ["study.sbatch", "ranks.sbatch"])
+@pytest.mark.parametrize("kills_python", [True, False])
+def test_a_job_that_is_asked_to_end_before_there_is_a_run_is_queued_again(
+    study: Path, script: str, kills_python: bool
+) -> None:
+    stand_in("scontrol", 'if [ "$1" = show ]; then echo n1; else echo "scontrol $*"; fi')
+    lines = "exit 143" if kills_python else f'exec {sys.executable} "$@"'
+    # the grandparent is the script: its parent is the subshell of $( … )
+    stand_in("python", f"kill -TERM $(ps -o ppid= -p $PPID); {lines}")
+    ids = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "7"}
+    code, output = bash(script, str(study), SLURM_JOB_NODELIST="n1", **ids)
+    job = {"study.sbatch": "7_1", "ranks.sbatch": "7"}[script]
+    assert (code, output) == (143, f"scontrol requeue {job}\n")
+
+
+@pytest.mark.parametrize(("code", "again"), [(143, True), (0, False)])
+def test_a_run_that_dies_of_the_signal_is_queued_again(study: Path, code: int, again: bool) -> None:
+    """It does while Python starts; one that has finished meanwhile has ended."""
+    stand_in("scontrol", 'echo "scontrol $*"')
+    trainer = f"trap 'exit {code}' TERM; kill -TERM $PPID; for i in {{1..100}}; do sleep 0.1; done"
+    stand_in(
+        "python", f'if [ "$2" = vgrout.sweep ]; then exec {sys.executable} "$@"; fi; {trainer}'
+    )
+    ids = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7"}
+    got, output = bash("study.sbatch", str(study), **ids)
+    assert (got, output.splitlines()[1:]) == (code, ["scontrol requeue 7_1"] * again)

@@ -24,9 +24,8 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout import ranks
-from vgrout.config.loss import LossConfig
 from vgrout.config.run import Config
-from vgrout.data import Batch, Rollout, UpdateRow
+from vgrout.data import Batch, UpdateRow
 from vgrout.loss_metrics import LossMetrics, Tally
 from vgrout.losses import LossInput, Norm, policy_loss
 from vgrout.micro_batches import (
@@ -39,7 +38,13 @@ from vgrout.micro_batches import (
 )
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
-from vgrout.model.logprobs import PaddedBatch, TokenLogprobs, backbone, completion_logprobs
+from vgrout.model.logprobs import (
+    PaddedBatch,
+    TokenLogprobs,
+    backbone,
+    completion_logprobs,
+    padded_logprobs,
+)
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.prefixes import SharedPrefixes
 from vgrout.model.rollout_grads import PerRolloutGrads, per_rollout_grads
@@ -237,8 +242,14 @@ def loss_input(
     logp = logps.of(kind)
     if old is None:
         old = logp.detach()
-    recorded, has_logps = recorded_logps(rollouts, loss, old)
-    is_demonstration = [rollout.source == "teacher" for rollout in rollouts]
+    by_sampler = [r.logp_full if kind == "full" else r.logp_sampled for r in rollouts]
+    # The ratio is 1 on demonstrations, and where the sampler's log-probs are not known.
+    has_ratio_1 = [
+        rollout.source == "teacher" or logprobs is None
+        for rollout, logprobs in zip(rollouts, by_sampler, strict=True)
+    ]
+    recorded = padded_logprobs(by_sampler, old.shape[1], policy.device, old.dtype)
+    logp_sampler = torch.where(uploaded(has_ratio_1, policy.device)[:, None], old, recorded)
     logp_ref = None
     logp_teacher = None
     with torch.no_grad():
@@ -255,38 +266,14 @@ def loss_input(
         if loss.teacher_tau and teacher is not None:
             of_teacher = completion_logprobs(teacher.model, batch, support)
             logp_teacher = of_teacher.of(kind)
-    # ratio 1 where the sampler's log-probs are not known, and on demonstrations
-    has_ratio_1 = uploaded(is_demonstration, policy.device) | ~has_logps
     advantages = [row.advantage for row in rows]
     return logps, LossInput(
         logp=logp,
         logp_old=old,
-        logp_sampler=torch.where(has_ratio_1[:, None], old, recorded),
+        logp_sampler=logp_sampler,
         advantages=uploaded(advantages, policy.device, logp.dtype),
         mask=batch.mask,
         norm=norm,
         logp_ref=logp_ref,
         logp_teacher=logp_teacher,
     )
-
-
-def recorded_logps(
-    rollouts: Sequence[Rollout],
-    loss: LossConfig,
-    like: PerToken,
-) -> tuple[PerToken, OfRollouts]:
-    """Return the log-probs that came with the rollouts (0 on padding), and which rollouts have them."""
-    T = like.shape[1]
-    padded: list[list[float]] = []
-    is_known: list[bool] = []
-    for rollout in rollouts:
-        logps = rollout.logp_sampled
-        if loss.ratio_support == "full":
-            logps = rollout.logp_full
-        is_known.append(logps is not None)
-        row = list(logps or ())
-        padding = [0.0] * (T - len(row))
-        padded.append(row + padding)
-    recorded = uploaded(padded, like.device, like.dtype)
-    known = uploaded(is_known, like.device)
-    return recorded, known

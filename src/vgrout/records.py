@@ -1,6 +1,7 @@
 """What a run's folder says of the run: when it began, and what became of it. Standard library only."""
 
 import re
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -54,4 +55,7 @@ def unfinished(run: Path) -> str:
         return ""
     if state != "running" or ((run / ".lock").exists() and held(run)):
         return f"{state:.40}"
-    return f"stopped at step {status.get('step')}; go on with `{status.get('next')}`"
+    stopped = f"stopped at step {status.get('step')}"
+    if run.name not in str(status.get("next")):
+        return f"{stopped}; its folder was renamed or copied, so go on with --resume {shlex.quote(str(run))}"
+    return f"{stopped}; go on with `{status.get('next')}`"

@@ -115,7 +115,7 @@ class Wandb:
 
     def options(self, run: Path, tracker_id: str) -> dict[str, object]:
         """Return arguments of the client's `init` besides project and configuration."""
-        mode = os.environ.get("WANDB_MODE", "offline")
+        mode = os.environ.get("WANDB_MODE") or "offline"
         return {
             "name": run.name,
             "id": tracker_id or run.name,

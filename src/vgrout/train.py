@@ -28,10 +28,18 @@ from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.envs.base import Grader
-from vgrout.errors import NothingRouted
+from vgrout.errors import Interrupted, NothingRouted
 from vgrout.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.metrics import BatchMetrics
-from vgrout.runs.context import FINISHED, NOTHING, RUNS, RunContext, leave, require_same
+from vgrout.runs.context import (
+    FINISHED,
+    INTERRUPTED,
+    NOTHING,
+    RUNS,
+    RunContext,
+    leave,
+    require_same,
+)
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, recommended_settings
 from vgrout.runs.preflight import preflight
@@ -171,7 +179,12 @@ def launch(
     if not ranks.first():
         return FINISHED if requested.run.dry_run else follow()
     # path: the folder of the run that is resumed; None: a new run
-    path, cfg = find_resume(resumed_by_torchrun(requested))
+    try:
+        requested = resumed_by_torchrun(requested)
+    except Interrupted as e:
+        logger.warning(str(e))
+        return INTERRUPTED
+    path, cfg = find_resume(requested)
     named = named or path is not None
     inputs = preflight(cfg, path)
     hashes = file_hashes(cfg, inputs)

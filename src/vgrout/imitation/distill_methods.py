@@ -22,7 +22,6 @@ from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserst
 from vgrout.imitation.mixed_sampling import mixed_model
 from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
 from vgrout.imitation.trainable import Trainable
-from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import (
     PaddedBatch,
@@ -32,6 +31,7 @@ from vgrout.model.logprobs import (
     head_logits,
     in_chunks,
     log_softmax_at,
+    padded_logprobs,
     tokens,
     vocabulary,
 )
@@ -102,7 +102,10 @@ class MiniLlm:
         kls: list[Tensor] = []
         losses: list[float] = []
         for part, batch in batches_of(lm, rollouts):
-            sampler = sampler_logprobs([rollouts[i] for i in part], batch, lm)
+            # answers are sampled at temperature 1, from all tokens: log-probs under the full
+            # softmax are those of what they were sampled from
+            by_sampler = [rollouts[i].logp_full for i in part]
+            sampler = padded_logprobs(by_sampler, batch.mask.shape[1], lm.device)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
                 logq, logp, kl = compared_tokens(lm, teacher_model, batch)
@@ -334,18 +337,6 @@ def batches_of(
 ) -> Iterator[tuple[list[int], PaddedBatch | Packed]]:
     """The batches of these answers, each with its answers' indices."""
     return lm.batches([r.prompt_ids for r in rollouts], [r.completion_ids for r in rollouts])
-
-
-def sampler_logprobs(
-    rollouts: Sequence[Rollout], batch: PaddedBatch | Packed, lm: LanguageModel
-) -> Float[Tensor, "G T"]:
-    """Log-probs of the answers' tokens under the distribution they were sampled from, 0 padded."""
-    width = batch.mask.shape[1]
-    rows: list[list[float]] = []
-    for rollout in rollouts:
-        logp = rollout.logp_full or ()
-        rows.append([*logp, *[0.0] * (width - len(logp))])
-    return uploaded(rows, lm.device)
 
 
 def compared_tokens(

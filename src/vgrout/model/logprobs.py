@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from vgrout.errors import Refused
+from vgrout.model.attention import uploaded
 from vgrout.model.autograd import Context
 from vgrout.model.layout import Packed, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
@@ -92,6 +93,20 @@ class TokenLogprobs:
         chosen = self.full if ratio_support == "full" else self.sampled
         assert chosen is not None, ratio_support
         return chosen
+
+
+def padded_logprobs(
+    of_rows: Sequence[Sequence[float] | None],
+    T: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "B T"]:
+    """Recorded log-probs of the rows' tokens, 0 on padding and in a row that has none."""
+    padded_rows: list[list[float]] = []
+    for of_row in of_rows:
+        known = list(of_row or ())
+        padded_rows.append([*known, *[0.0] * (T - len(known))])
+    return uploaded(padded_rows, device, dtype)
 
 
 def completion_logprobs(

@@ -55,7 +55,9 @@ def verified(path: Path) -> tuple[int, dict[str, int]]:
 
 def none_left(run: Path, passed_over: Sequence[str]) -> Refused:
     detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
-    return Refused(f"--resume {run}: no usable checkpoint ({detail})")
+    return Refused(
+        f"--resume {run}: no usable checkpoint ({detail}); move the folder away to begin anew"
+    )
 
 
 def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> None:

@@ -73,9 +73,18 @@ STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted"
 # for good
 ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
 FINISHED, FAILED, REFUSED, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+# how a run may end in order, and its exit code then
+ENDINGS: dict[type[BaseException], int] = {
+    KeyboardInterrupt: INTERRUPTED,
+    Interrupted: INTERRUPTED,
+    Halted: HALTED,
+    Diverged: DIVERGED,
+    NothingRouted: FAILED,
+    NothingAligned: FAILED,
+}
 ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 FULL = (errno.ENOSPC, errno.EDQUOT)
-STORAGE = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
+STORAGE = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
 NONE_YET = "there is no checkpoint yet"
 
@@ -171,6 +180,7 @@ class RunDir:
             "next": then,
             "time": time.time(),
             "pid": os.getpid(),
+            **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
         }
         reserve = self.path / ".reserve"
         if state == "running":

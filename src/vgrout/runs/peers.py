@@ -1,19 +1,21 @@
 """The run as seen by the ranks beside rank 0, and what a restart by torchrun goes on with."""
 
+import contextlib
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 from vgrout import faults, ranks
 from vgrout.cli import show_refusal
 from vgrout.config.run import Config
 from vgrout.envs.base import Grader
-from vgrout.errors import Refused
+from vgrout.errors import Interrupted, Refused
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
 from vgrout.records import began
-from vgrout.runs.context import FINISHED, INTERRUPTED, RUNS, RunContext, stop_on_signals
+from vgrout.runs.context import ENDINGS, FINISHED, RUNS, RunContext, stop_on_signals
 
 
 def require_torchrun() -> None:
@@ -28,15 +30,34 @@ def require_torchrun() -> None:
 
 
 def resumed_by_torchrun(requested: Config) -> Config:
-    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun."""
-    if requested.run.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    """The requested configuration; after a restart by torchrun, set to resume the run that its job has begun.
+
+    Raises:
+        Interrupted: that run was asked to stop, which torchrun takes for a failure.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return requested
-    own = requested.run.output_dir
-    files = RUNS.glob("*/run.json") if own is None else own.glob("run.json")
-    begun = [p.parent for p in files if read_json(p).get("torchrun") == ranks.torchrun_id()]
-    if not begun:
+    for run in _of_this_job(requested, "status.json"):
+        if read_json(run / "status.json").get("state") == "interrupted":
+            raise Interrupted(f"{run}: was interrupted, and stays so after torchrun's restart")
+    begun = _of_this_job(requested, "run.json")
+    if requested.run.resume or not begun:
         return requested
     return replace(requested, run=replace(requested.run, resume=str(max(begun, key=began))))
+
+
+def _of_this_job(requested: Config, file: str) -> list[Path]:
+    """The runs in which this job of torchrun's has written the file. Files that cannot be read are another's."""
+    own = requested.run.output_dir
+    files = [*RUNS.glob(f"*/{file}"), *([] if own is None else own.glob(file))]
+    if requested.run.resume not in (None, "", "latest"):
+        files += Path(requested.run.resume).glob(file)
+    found: list[Path] = []
+    for path in files:
+        with contextlib.suppress(Refused, OSError):
+            if read_json(path).get("torchrun") == ranks.torchrun_id():
+                found.append(path.parent)
+    return found
 
 
 class Peer(RunContext):
@@ -56,8 +77,8 @@ class Peer(RunContext):
         self._open.close()
         if e is None:
             self.code = FINISHED
-        elif isinstance(e, KeyboardInterrupt):
-            self.code = INTERRUPTED
+        elif isinstance(e, tuple(ENDINGS)):  # rank 0 says so
+            self.code = next(code for kind, code in ENDINGS.items() if isinstance(e, kind))
         elif isinstance(e, RankLost):
             print(f"E {e}", file=sys.stderr)
         elif isinstance(e, Refused):  # which rank 0 says as well, if it is its own

@@ -2,6 +2,7 @@
 read on."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,10 +66,11 @@ def last_lines(
         lines.append(
             f"for comparison: plain GRPO ended at {hack} % hack, {solve} % solve in {PLAIN_GRPO_SEEDS} earlier runs"
         )
-    lines.append(f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {run}')}")
+    folder = shlex.quote(str(run))
+    lines.append(f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {folder}')}")
     if TOO_FEW in means and cfg.env.environment == "code":
         n, samples = cfg.eval.final_n_prompts, cfg.eval.final_samples
         samples = max(math.ceil(ENOUGH / n), MORE * samples)
-        reward = f" --reward={cfg.env.reward}" if cfg.env.reward else ""
-        lines.append(f"more answers: {command(f'evaluate {run} --samples {samples}{reward}')}")
+        reward = f" --reward={shlex.quote(cfg.env.reward)}" if cfg.env.reward else ""
+        lines.append(f"more answers: {command(f'evaluate {folder} --samples {samples}{reward}')}")
     return lines

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vgrout.errors import one_line
+from vgrout.errors import one_line, refuse
 from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.sweep.ledger import Ledger, RecordedRun
 from vgrout.sweep.study_file import PlannedRun
@@ -88,7 +88,7 @@ class Entry:
     def _take(self, found: RecordedRun | None, state: RunState) -> None:
         self.state = state
         self.run = found.path if found else None
-        self.reason = one_line(found.reason, 160) if found else ""
+        self.reason = one_line(found.reason, 300) if found else ""
 
     @property
     def directory(self) -> Path | None:
@@ -113,6 +113,10 @@ class Entry:
         """The same for a shell; `true` where there is nothing to do."""
         if self.state in (*FINAL, "running"):
             return f"true  # {self.state}: {self.planned.name}"
+        refuse(
+            any("\n" in flag for flag in self.flags),
+            f"{self.planned.name}: a setting has a line break, and --commands a line for each run",
+        )
         return shlex.join(["python", "-m", "vgrout.train", *self.flags])
 
     @property

@@ -103,6 +103,7 @@ def _record(path: Path) -> RecordedRun | None:
         cfg = from_dict(data.get("begun") or data["config"])
         git = data.get("git") or {}
         code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
-    except (Refused, KeyError, TypeError, AttributeError):
+        hashes = dict(data.get("hashes") or {})
+    except (Refused, KeyError, TypeError, ValueError, AttributeError):
         return None
-    return RecordedRun(path, began(path), settings_sha256(cfg), data.get("hashes") or {}, code)
+    return RecordedRun(path, began(path), settings_sha256(cfg), hashes, code)
