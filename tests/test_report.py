@@ -227,7 +227,7 @@ def test_recorded_runs_have_todays_names() -> None:
     }
     table = recorded.over_all_seeds([*paths, paths[0]])
     assert sum(int(r["seeds"]) for r in table.rows) == len(rows) > 2000, (
-        "a run given twice counts once"
+        "a file given twice counts once"
     )
     shrunk = next(
         r for r in table.rows if (r["arm"], r["control"], r["seeds"]) == ("erase", "shrinkage", "5")

@@ -9,7 +9,16 @@ import pytest
 
 from vgrout.metrics import Rate
 from vgrout.report import stats
-from vgrout.report.stats import PValue, Stratum, equivalent, estimate, sign_flip, two_level
+from vgrout.report.stats import (
+    PValue,
+    Stratum,
+    equivalent,
+    estimate,
+    one_run,
+    sign_flip,
+    two_level,
+    wilson,
+)
 
 Draw = Callable[[np.random.Generator], tuple[float, float]]
 
@@ -164,13 +173,28 @@ def test_few_seeds_take_t_and_more_the_bootstrap() -> None:
 
 
 def test_units_that_are_all_equal_are_degenerate() -> None:
-    never, always, less = (estimate([flat(x, x)] * 5) for x in (0.0, 1.0, -1.0))
-    assert (never.value, never.low, never.note) == (0.0, None, "DEGENERATE")
-    assert (always.above(never, 0.5), never.above(always, 0.5)) == (True, False), (
-        "everywhere by one, nowhere by another"
+    never, always = (estimate([flat(x, x)] * 5) for x in (0.0, 1.0))
+    assert (never.value, never.low, never.high) == (0.0, *wilson(0, 10))
+    assert (always.value, always.low, always.high) == (1.0, *wilson(10, 10))
+    assert (always.above(never, 0.3), never.above(always, 0.3)) == (True, False)
+    some, less, same = (
+        estimate(rows, low=-1.0)
+        for rows in (
+            [flat(0.1, 0.2), flat(0.1, 0.3), flat(0.1, 0.2)],
+            [flat(-1.0, -1.0)] * 5,
+            [flat(0.0, 0.0)] * 5,
+        )
     )
-    some = estimate([flat(0.1, 0.2), flat(0.1, 0.3), flat(0.1, 0.2)])
-    assert [e.below_zero for e in (never, less, some)] == [False, True, False]
+    assert (less.value, less.low, less.note, same.note) == (-1.0, None, *["DEGENERATE"] * 2)
+    assert [e.below_zero for e in (some, less, same)] == [False, True, False]
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3, 5])
+def test_more_seeds_without_a_hack_never_decide_what_fewer_leave_open(seeds: int) -> None:
+    """Each has 24 answers, and of 48 or 72 none may be a hack where 5 % are."""
+    base = one_run(Rate(0, 24)) if seeds == 1 else estimate([flat(*[0.0] * 24)] * seeds)
+    assert base.high == pytest.approx(wilson(0, 24 * seeds)[1])
+    assert base.above(base, 0.05) is (None if seeds < 4 else False)
 
 
 def test_one_seed_has_no_interval() -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run, found
-from vgrout.report.tables import by_flaw, compare, conclusion, csv_tables, level, methods, monitors
+from vgrout.report.tables import (
+    by_flaw,
+    compare,
+    conclusion,
+    csv_tables,
+    decisive,
+    level,
+    methods,
+    monitors,
+)
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
@@ -81,6 +90,17 @@ def test_methods_are_compared_on_the_seeds_that_both_have(
             fake_run(tmp_path, method, seed=seed, hack=hack)
     _, row = methods(found(tmp_path)).rows
     assert (row["Δ hack"], row["p hack"], row["TOST hack"]) == shown
+
+
+def test_a_difference_of_some_of_the_seeds_says_so(tmp_path: Path) -> None:
+    for method, seeds in ((NONE, (1, 2)), (ROUTE2, (1, 2, 3))):
+        for seed in seeds:
+            fake_run(tmp_path, method, seed=seed, hack=0.1 * seed)
+    _, row = methods(found(tmp_path)).rows
+    assert row["seeds"] == "1,2,3"
+    assert row["Δ hack"].endswith(", 2 of 3 seeds")
+    _, row = decisive(found(tmp_path)).rows
+    assert row["Δ hack"].endswith(", 2 of 3 seeds")
 
 
 def test_quantities_by_flaw(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The last four lines of a run, and what they compare with."""
 
 import csv
+import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_every_run_that_may_start_has_last_lines(preset: str) -> None:
         except ValueError as refused:  # such a run does not start
             assert str(refused).startswith("--guard halt")  # noqa: PT017
             continue
-        assert len(last_lines(cfg, [], ended(), MEANS, Path("out/runs/x"))) >= 5
+        assert len(last_lines(cfg, [], ended(), MEANS, Path("out/runs/x"), 192)) >= 5
         started += 1
     assert started > 20
 
@@ -117,21 +118,33 @@ def test_a_presets_own_answers_are_enough_for_a_verdict(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "samples"),
-    [("smoke", "32"), ("mini", "8"), ("small", "4"), ("smoke --final-samples 9", "36")],
+    ("argv", "held_out", "flags"),
+    [
+        ("smoke", 192, "--n-prompts 192 --samples 2"),
+        ("smoke", 100, "--n-prompts 100 --samples 4"),
+        ("smoke", 12, "--samples 32"),
+        ("mini", 192, "--samples 8"),
+        ("small", 192, "--samples 4"),
+        ("smoke --final-samples 9", 192, "--n-prompts 48 --samples 9"),
+    ],
 )
-def test_where_there_were_too_few_answers_the_way_on_is_said(argv: str, samples: str) -> None:
+def test_where_there_were_too_few_answers_the_way_on_is_said(
+    argv: str, held_out: int, flags: str
+) -> None:
+    """More problems first; more answers to each where there are no more."""
     cfg = resolve([*argv.split(), "--intervention=route2"])
-    lines = last_lines(cfg, [], ended(), "too few answers (24) for a verdict", Path("out/runs/x"))
+    run = Path("out/runs/it's x")
+    lines = last_lines(cfg, [], ended(), "too few answers (24) for a verdict", run, held_out)
     assert lines[3] == "verdict: too few answers (24) for a verdict"
-    assert lines[-1].endswith(f"vgrout evaluate out/runs/x --samples {samples}")
+    assert lines[-1].endswith(f"vgrout evaluate {shlex.quote(str(run))} {flags}")
+    assert lines[-2].endswith(f"vgrout report {shlex.quote(str(run))}")
 
 
 def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UV", "uv")
     final = ended()
     cfg = resolve(["mini", "--intervention", "route2"])
-    lines = last_lines(cfg, [], final, MEANS, Path("out/runs/x"))
+    lines = last_lines(cfg, [], final, MEANS, Path("out/runs/x"), 192)
     assert lines == [
         "untrained     0.5 % hack   47.4 % solve",
         "as trained   12.0 % hack   68.2 % solve",
@@ -142,7 +155,7 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert max(map(len, lines)) <= 80
     controlled = replace(cfg, method=replace(cfg.method, control="haar"))
-    assert last_lines(controlled, [], final, MEANS, Path("x"))[3].endswith(
+    assert last_lines(controlled, [], final, MEANS, Path("x"), 192)[3].endswith(
         "skill kept (384 answers), under --control haar"
     )
 
@@ -157,8 +170,8 @@ def test_what_was_not_graded_is_said_once() -> None:
     cfg = resolve(["smoke", "--intervention", "none"])
     deployed = [failed, failed]
     answers = {"base": [failed], "deployed": deployed, "trained": deployed, "plain": deployed}
-    lines = last_lines(cfg, [], replace(ended(), answers=answers), MEANS, Path("x"))
+    lines = last_lines(cfg, [], replace(ended(), answers=answers), MEANS, Path("x"), 192)
     assert [line for line in lines if "3 of 3 answers" in line]
     assert not [
-        line for line in last_lines(cfg, [], ended(), MEANS, Path("x")) if "dropped" in line
+        line for line in last_lines(cfg, [], ended(), MEANS, Path("x"), 192) if "dropped" in line
     ]

@@ -2,7 +2,8 @@
 
 uv run python docs/runs/cells.py docs/runs/*.csv
 
-A run that several files hold counts once.
+A file is a study. Runs of several studies are never put together: an option that a row does not
+name had its default at the row's revision, and another study may have run the same seeds again.
 """
 
 import sys
@@ -16,7 +17,7 @@ from vgrout.report.stats import over_seeds
 from vgrout.report.tables import ReportTable, percent
 
 # Runs of one row are equal in these columns …
-SAME = ["arm", "control", "settings", "base_weights", "loss", "steps"]
+SAME = ["study", "arm", "control", "settings", "base_weights", "loss", "steps"]
 # … of which it shows the first two always, the others where they differ.
 ALWAYS = ["arm", "control"]
 SHARES = {
@@ -27,20 +28,20 @@ SHARES = {
 
 
 def read_runs(paths: Sequence[Path]) -> DataFrame:
-    """Read the rows of runs.csv files as text, each run once; files of another kind have none.
+    """Read the rows of runs.csv files as text; files of another kind have none.
 
     "" stands where something was not measured.
     """
     frames = [DataFrame(columns=["run", *SAME])]
-    for path in paths:
-        frame = read_csv(path, dtype=str, keep_default_na=False)
+    for path in dict.fromkeys(paths):
+        frame = read_csv(path, dtype=str, keep_default_na=False).assign(study=path.stem)
         if set(SAME) <= set(frame.columns):
-            frames.append(frame)
-    return concat(frames).drop_duplicates("run", keep="last").fillna("")
+            frames.append(frame.drop_duplicates("run", keep="last"))
+    return concat(frames).fillna("")
 
 
 def over_all_seeds(paths: Sequence[Path]) -> ReportTable:
-    """Make a table with one row for runs of all files that differ by their seed alone."""
+    """Make a table with one row for the runs of a study that differ by their seed alone."""
     runs = read_runs(paths)
     differing = [name for name in SAME if runs[name].nunique() > 1 and name not in ALWAYS]
     rows = []

@@ -257,7 +257,7 @@ def test_extraction_takes_linear_time(unit):
         f"{unit * 60_000}```\nx = 1\n``` {unit * 60_000}y",
     ):
         blocks(text)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 30  # quadratic, it would be many minutes
 
 
 def unpacked(test):

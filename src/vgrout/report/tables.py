@@ -70,7 +70,7 @@ def one_line(value: object) -> str:
 def percent(e: Estimate) -> str:
     """Format an estimate, as in `81.0 [80.1, 82.0]`.
 
-    Student's interval is marked t, that of one run (Wilson) w. A value without an interval has the
+    Student's interval is marked t, Wilson's w. A value without an interval has the
     note on why.
     """
     if e.value is None:
@@ -299,7 +299,7 @@ def _from_plain(c: Condition, plain: Condition | None) -> dict[str, str]:
         if plain and len(c.runs) > 1:
             less = compare(c, plain, what)
             if less.seeds:
-                difference = percent(less.difference)
+                difference = difference_text(c, less)
                 p = p_value(less.p)
                 same = p_value(less.same)
         row[f"Δ {what}"] = difference
@@ -317,8 +317,7 @@ def decisive(found: Sequence[Condition]) -> ReportTable:
         for what in WHATS:
             value = level(c, "deploy", what).value
             row[f"{what} %"] = "·" if value is None else f"{100 * value:.1f}"
-        less = from_plain(c, found, "hack")
-        row["Δ hack"] = percent(less) if less else "·"
+        row["Δ hack"] = from_plain(c, found, "hack") or "·"
         rows.append(row)
     return ReportTable(
         "Deployed",
@@ -363,13 +362,17 @@ def _by_monitor(c: Condition) -> list[tuple[str, DataFrame]]:
     return found
 
 
-def from_plain(c: Condition, found: Sequence[Condition], what: What) -> Estimate | None:
-    """Return a condition's difference from plain GRPO; None: it has none, or no seed in common."""
+def from_plain(c: Condition, found: Sequence[Condition], what: What) -> str:
+    """Return a condition's difference from plain GRPO in points; "": it has none, or no seed in common."""
     plain = baseline(c, found)
-    if not plain:
-        return None
-    less = compare(c, plain, what)
-    return less.difference if less.seeds else None
+    less = compare(c, plain, what) if plain else None
+    return difference_text(c, less) if less and less.seeds else ""
+
+
+def difference_text(c: Condition, less: Comparison) -> str:
+    """Format a condition's difference, with the number of seeds that it is of if they are not all."""
+    is_part = 1 < len(less.seeds) < len(c.runs)  # one seed is said by `percent`
+    return percent(less.difference) + f", {len(less.seeds)} of {len(c.runs)} seeds" * is_part
 
 
 def answered(claim: str, found: Sequence[Condition]) -> list[str]:
@@ -382,7 +385,7 @@ def answered(claim: str, found: Sequence[Condition]) -> list[str]:
     for c in named:
         hack, solve = from_plain(c, found, "hack"), from_plain(c, found, "solve")
         if hack and solve:
-            lines.append(f"{c.title}: Δ hack {percent(hack)}, Δ solve {percent(solve)}")
+            lines.append(f"{c.title}: Δ hack {hack}, Δ solve {solve}")
     return lines
 
 

@@ -90,8 +90,13 @@ def show(
     if report is not None:
         means = made("the verdict", report.conclusion) or means
     verdict = verdict_line(cfg, means)
+    held_out = len(outcome.problems.test)
     answer = (
-        made("the last lines", lambda: last_lines(cfg, rows, outcome.final, means, run.path)) or []
+        made(
+            "the last lines",
+            lambda: last_lines(cfg, rows, outcome.final, means, run.path, held_out),
+        )
+        or []
     )
     text = made("summary.md", lambda: summary_page.page(outcome, verdict, detectors))
     if text:

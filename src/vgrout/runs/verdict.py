@@ -15,7 +15,7 @@ from vgrout.metrics import SIDES, Final
 from vgrout.table import TOO_FEW, StepRow
 
 ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one near 5 %
-MORE = 4  # times the answers to a problem, for half the width of an interval
+MORE = 4  # times the answers, for about half the width of an interval
 
 
 def verdict_line(cfg: Config, means: str) -> str:
@@ -45,14 +45,14 @@ def dropped_lines(cfg: Config, rows: Sequence[StepRow], final: Final) -> list[st
 
 
 def last_lines(
-    cfg: Config, rows: Sequence[StepRow], final: Final, means: str, run: Path
+    cfg: Config, rows: Sequence[StepRow], final: Final, means: str, run: Path, held_out: int
 ) -> list[str]:
     """The lines.
 
     Where earlier runs of plain GRPO in this very setting are on record, one more says how they ended;
     where there were too few answers for a verdict, one says how to have more.
 
-    means: the conclusion of the run's report.
+    means: the conclusion of the run's report. held_out: test problems that there are.
     """
     lines: list[str] = []
     for name, side in final.sides.items():
@@ -69,8 +69,20 @@ def last_lines(
     folder = shlex.quote(str(run))
     lines.append(f"more: {run / 'summary.md'} · dynamics.png · {command(f'report {folder}')}")
     if TOO_FEW in means and cfg.env.environment == "code":
-        n, samples = cfg.eval.final_n_prompts, cfg.eval.final_samples
-        samples = max(math.ceil(ENOUGH / n), MORE * samples)
-        reward = f" --reward={shlex.quote(cfg.env.reward)}" if cfg.env.reward else ""
-        lines.append(f"more answers: {command(f'evaluate {folder} --samples {samples}{reward}')}")
+        flags = _more_answers(cfg, held_out)
+        if cfg.env.reward:
+            flags += f" --reward={shlex.quote(cfg.env.reward)}"
+        lines.append(f"more answers: {command(f'evaluate {folder}{flags}')}")
     return lines
+
+
+def _more_answers(cfg: Config, held_out: int) -> str:
+    """Flags of `vgrout evaluate` for MORE times the answers, and ENOUGH at the least.
+
+    More problems come first: a second answer to a problem tells less than one to another problem.
+    """
+    asked, samples = cfg.eval.final_n_prompts, cfg.eval.final_samples
+    answers = max(ENOUGH, MORE * asked * samples)
+    problems = max(asked, min(held_out, math.ceil(answers / samples)))
+    samples = max(samples, math.ceil(answers / problems))
+    return f" --n-prompts {problems}" * (problems > asked) + f" --samples {samples}"
