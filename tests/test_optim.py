@@ -186,7 +186,8 @@ def test_the_model_is_merged_again_and_the_applied_change_measured():
 
 
 def test_a_batch_has_one_learning_rate_and_one_record():
-    """Of its updates the first, with the clip's numbers of all; none of the loss where one was not finite."""
+    """Of its updates the first, with the clip's numbers and the routed share of all; none of the loss where one was not
+    finite."""
     adapter, optim = make()
     measured = [
         LossMetrics(loss=n, kl=n / 10, is_masked=n, masked_mismatch_kl=n or None)
@@ -199,6 +200,32 @@ def test_a_batch_has_one_learning_rate_and_one_record():
         assert {update.lr for update in updates} == {lr_at(step, HYPER, STEPS)}
     assert Update.of_batch(updates[:1]) == updates[0]
     merged = replace(measured[0], is_masked=1.0, masked_mismatch_kl=1.5)
-    assert Update.of_batch(updates) == replace(updates[0], loss=merged)
+    joined = Update.of_batch(updates)
+    assert joined.q_egy == pytest.approx(sum(update.q_egy or 0.0 for update in updates) / 3)
+    assert replace(joined, q_egy=updates[0].q_egy) == replace(updates[0], loss=merged)
     broken = optim.step(Routed(finite=False), measured[1], again=True)
     assert Update.of_batch([updates[0], broken]) == replace(updates[0], loss=None, skipped=True)
+
+
+def test_a_gradient_of_zero_is_none() -> None:
+    """A step in which nothing is routed, or everything, leaves the other vector, its moments and its count."""
+    (adapter, optim), (alone, other) = make(), make()
+    for step in range(STEPS):
+        routed = both(adapter, step)
+        assert routed.keep is not None
+        assert routed.quar is not None
+        if step % 3 == 1:
+            update = optim.step(replace(routed, quar=torch.zeros_like(routed.quar)))
+            other.step(replace(routed, quar=None))
+            assert update.q_egy == 0.0
+        elif step % 3 == 2:
+            update = optim.step(replace(routed, keep=torch.zeros_like(routed.keep)))
+            other.step(replace(routed, keep=None))
+            assert update.q_egy == 1.0
+        else:
+            optim.step(routed)
+            other.step(routed)
+        assert state(adapter, optim) == state(alone, other), step
+    before = state(adapter, optim)
+    nothing = optim.step(Routed(torch.zeros(len(adapter)), torch.zeros(len(adapter))))
+    assert (nothing.stepped, nothing.gn, state(adapter, optim)) == (False, None, before)

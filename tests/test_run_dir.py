@@ -399,6 +399,24 @@ def test_a_folder_is_all_there_or_as_it_was(
     assert [p.name for p in path.parent.iterdir()] == ["model"]
 
 
+def test_what_a_checkpoint_counts_is_on_the_disk_before_it(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a file may be shorter than what was written, unless it was synced."""
+    run.append({"step": 0}, [{"a": 1}])
+    synced: list[str] = []
+    sync = os.fsync
+
+    def noted(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    checkpoint.save(run.path, 1, {"x": torch.ones(2)}, keep=3)
+    manifest = next(i for i, name in enumerate(synced) if "manifest" in name)
+    assert {"steps.jsonl", "rollouts.jsonl"} <= {*synced[:manifest]}
+
+
 # ── after a restart by torchrun
 
 JOB = {

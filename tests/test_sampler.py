@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 
 import tiny
 from pretended_gpu import graphs_that_run_again
+from vgrout import ranks
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion
 from vgrout.iterative_dpo import main as iterative_dpo
@@ -448,6 +449,35 @@ def test_the_callback_comes_once_per_row_as_it_ends(family):
     lengths = [len(answer.ids) for *_, answer in seen]
     assert lengths == sorted(lengths), "in the order in which they end"
     assert run(policy, 0) == [[], [], []]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_prompts_answers_may_be_asked_for_on_one_rank(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that grades a group is called once for all of it, however many ranks there are."""
+    policy = tiny.policy()
+    alone = run(policy, n=4)
+    at = {"rank": 0}
+    ranks_of: dict[int, set[int]] = {}
+
+    def merged(make: Any) -> Any:
+        found: dict[Any, Any] = {}
+        for at["rank"] in (0, 1):
+            found |= make()
+        return found
+
+    monkeypatch.setattr(ranks, "own", lambda costs: ranks._part(costs, at["rank"], 2))
+    monkeypatch.setattr(ranks, "merged", merged)
+    answers = run(
+        policy,
+        n=4,
+        on_finish=lambda prompt, _, __: ranks_of.setdefault(prompt, set()).add(at["rank"]),
+        whole_prompts=whole,
+    )
+    assert tokens(answers) == tokens(alone)
+    assert sorted(map(len, ranks_of.values())) == ([1, 1, 1] if whole else [1, 1, 2])
+    assert set.union(*ranks_of.values()) == {0, 1}
 
 
 def test_the_stream_and_the_adapters_present_view_decide():

@@ -83,7 +83,9 @@ def test_the_probe_flags_nobody_before_it_has_seen_a_flag_and_resumes(policy):
     (found,) = monitor.flag([view()], 0)
     assert (found.flagged, found.scores) == ((False,) * 4, (None,) * 4)
     monitor.flag([replace(view(), detector=(False, True, False, False))], 1)
-    resumed = probe(policy, WeakDetector())
+    # as where a resume samples the base's answers again, and the grader loses one of them
+    resumed = probe(policy, WeakDetector(), RIGHT[1:])
+    assert resumed.flag([view()], 2) != monitor.flag([view()], 2)
     resumed.load_state_dict(monitor.state_dict())
     assert resumed.flag([view()], 2) == monitor.flag([view()], 2)
 

@@ -20,9 +20,11 @@ from vgrout.config.groups import OptConfig
 from vgrout.config.loss import LossConfig
 from vgrout.data import Batch
 from vgrout.grpo import policy_gradients
+from vgrout.loss_metrics import LossMetrics
 from vgrout.method.method import Method
 from vgrout.model.policy import Policy
 from vgrout.optim import Optimizer, Update, lr_at
+from vgrout.tensor_types import Routed
 
 OPT = OptConfig(
     lr=20.0, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.1, grad_clip=1e9
@@ -132,6 +134,35 @@ def test_every_update_is_routed_and_nothing_is_lost(policy, name, monkeypatch):
         assert relative(keep if quar is None else keep + quar, g) <= 1e-5
     assert relative(sums[1], sums[0]) > 1e-3, "another policy, another gradient"
     assert Update.of_batch(updates).routed is updates[0].routed, "the row is of the first"
+
+
+def test_a_batch_moves_the_gates_means_once() -> None:
+    """Its memory is in steps, however many updates a step has."""
+
+    def means_after(n: int, steps: int = 1) -> dict[str, Tensor]:
+        policy = tiny.policy()
+        method = make(policy, "route2", loss=LossConfig(updates_per_batch=n))
+        for step in range(steps):
+            learnt(policy, method, replace(batch(), step=step))
+        return method.monitor.state_dict()
+
+    once, thrice, two_steps = means_after(1), means_after(3), means_after(3, steps=2)
+    for name in ("gate/total", "gate/weight"):
+        assert torch.equal(once[name], thrice[name]), name
+    assert (two_steps["gate/weight"] > thrice["gate/weight"]).all()
+
+
+def test_what_later_updates_route_is_on_record(policy: Policy) -> None:
+    """Else a run whose first updates routed nothing would end as one that never routed."""
+    adapter = policy.adapter
+    keep, nothing = torch.ones(len(adapter)), torch.zeros(len(adapter))
+    optim = Optimizer(adapter, OPT, 10)
+    updates = [
+        optim.step(Routed(keep, quar), LossMetrics(), again=i > 0)
+        for i, quar in enumerate((nothing, keep))
+    ]
+    assert Update.of_batch(updates).q_egy == pytest.approx(0.25)
+    assert adapter.δS_hack.any()
 
 
 @pytest.mark.long

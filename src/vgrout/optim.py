@@ -19,8 +19,9 @@ from vgrout.tensor_types import Routed
 class Optimizer:
     """AdamW (arXiv 1711.05101) on δS and δS_hack; linear warm-up, then cosine to 0.
 
-    A vector that gets no gradient (None) is not stepped at all: it neither decays nor follows its
-    momentum, so an unused δS_hack stays 0. Adam ignores a gradient's scale, so δS_hack learns as
+    A vector whose gradient is None or exactly 0 is not stepped at all: it neither decays nor
+    follows its momentum. So an unused δS_hack stays 0, and a step whose rollouts are all routed, or
+    none of them, teaches the other vector nothing. Adam ignores a gradient's scale, so δS_hack learns as
     fast from a fifth of the gradient as δS from the rest.
     """
 
@@ -59,17 +60,18 @@ class Optimizer:
         gn = math.hypot(keep_norm, quar_norm)  # joint norm
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)
-        if routed.keep is None and routed.quar is None:
+        if not gn:
             return Update(routed, loss)
 
         before = self.adapter.δS.detach().clone()
-        self._set_gradients(routed, gn)
+        keep = routed.keep if keep_norm else None
+        quar = routed.quar if quar_norm else None
+        self._set_gradients(keep, quar, gn)
         self._apply(lr)
 
         q_egy = None
         if routed.quar is not None:
-            both = keep_norm + quar_norm
-            q_egy = quar_norm / both if both else 0.0
+            q_egy = quar_norm / (keep_norm + quar_norm)
         applied = None
         if routed.directions:
             change = self.adapter.δS.detach() - before
@@ -91,14 +93,19 @@ class Optimizer:
             self.done += 1
         return lr_at(self.done - 1, self.cfg, self.steps)
 
-    def _set_gradients(self, routed: Routed, gn: float) -> None:
+    def _set_gradients(
+        self,
+        keep: Float[Tensor, " R"] | None,
+        quar: Float[Tensor, " R"] | None,
+        gn: float,
+    ) -> None:
         """Give both vectors their gradients, scaled to a joint norm of at most `grad_clip`."""
         scale = 1.0
         if gn > self.cfg.grad_clip:
             scale = self.cfg.grad_clip / gn
         learnt = (
-            (self.adapter.δS, routed.keep),
-            (self.adapter.δS_hack, routed.quar),
+            (self.adapter.δS, keep),
+            (self.adapter.δS_hack, quar),
         )
         for vector, g in learnt:
             if g is None:
@@ -143,7 +150,7 @@ class Update:
 
     @classmethod
     def of_batch(cls, updates: Sequence["Update"]) -> "Update":
-        """Join the updates on one batch: the first one, but clipping and masking are averaged over all.
+        """Join the updates on one batch: the first one, but what was clipped, masked and routed is averaged over all.
 
         The policy of the first update is the one that sampled. If any update was not finite, the
         joined one has no numbers of the loss.
@@ -153,7 +160,9 @@ class Update:
         if not skipped:
             measured = [update.loss for update in updates if update.loss]
             loss = LossMetrics.of_batch(measured)
-        return replace(updates[0], skipped=skipped, loss=loss)
+        shares = [update.q_egy for update in updates if update.q_egy is not None]
+        q_egy = sum(shares) / len(shares) if shares else None
+        return replace(updates[0], skipped=skipped, loss=loss, q_egy=q_egy)
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""

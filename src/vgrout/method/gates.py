@@ -23,7 +23,9 @@ from vgrout.torch_rng import torch_stream
 class Threshold(Protocol):
     """Decides, per module, which share of each row's gradient is flagged."""
 
-    def __call__(self, cos: Cosines, nonzero: Mask, known: OfRollouts) -> Shares: ...
+    def __call__(
+        self, cos: Cosines, nonzero: Mask, known: OfRollouts, again: bool = False
+    ) -> Shares: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -36,6 +38,7 @@ class GradientMonitor(Monitor):
     # with --gate-vote rollout a rollout is flagged by the majority of its modules; False: to their mean share
     majority = True
     threshold: Threshold
+    _number: int | None = None  # of the last step that it was asked about
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
         self.cfg = cfg
@@ -73,7 +76,8 @@ class GradientMonitor(Monitor):
         cos, nonzero = self._cosines(step)
         is_known = [row.known_hack for row in step.first_rows]
         known = torch.tensor(is_known, device=step.g.device)
-        share = self.threshold(cos, nonzero, known)  # [M, N]
+        share = self.threshold(cos, nonzero, known, again=number == self._number)  # [M, N]
+        self._number = number
         if self.cfg.method.random_flags:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", number)
             has_gradient = nonzero.any(0)

@@ -30,7 +30,9 @@ from vgrout.model.policy import Policy
 
 SAMPLED = 256  # answers of the base, about, among which right ones are looked for
 RIDGE = 0.1  # of the mean variance, added to the covariance before it is inverted
-SUM, COUNT = "probe_sum", "probe_count"  # of the state that survives a resume
+# of the state that survives a resume
+SUM, COUNT = "probe_sum", "probe_count"
+MEAN, ROOT, JUDGE = "probe_mean", "probe_root", "probe_judge"
 
 
 class Text(NamedTuple):
@@ -182,6 +184,8 @@ class OnlineProbe(Monitor):
         state = dict(self.seed_monitor.state_dict())
         state[SUM] = self._sum
         state[COUNT] = torch.tensor(self._count)
+        # Answers of the base that are sampled and graded again need not all be accepted again.
+        state[MEAN], state[ROOT], state[JUDGE] = self._m, self._root, self._judge
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -189,4 +193,8 @@ class OnlineProbe(Monitor):
         self._count = int(state[COUNT])
         of_seed = dict(state)
         del of_seed[SUM], of_seed[COUNT]
+        if MEAN in of_seed:  # older checkpoints have none
+            self._m = of_seed.pop(MEAN).double()
+            self._root = of_seed.pop(ROOT).double()
+            self._judge = of_seed.pop(JUDGE).double()
         self.seed_monitor.load_state_dict(of_seed)

@@ -66,6 +66,7 @@ def sample(
     generator: torch.Generator,
     on_finish: OnFinish | None = None,
     *,
+    whole_prompts: bool = False,
     drop_finished: bool = True,
     share_prefixes: bool = True,
 ) -> list[list[Completion]]:
@@ -75,6 +76,8 @@ def sample(
     inverse CDF: a row's tokens do not depend on which other rows are still there, nor on the rank
     that samples it. `on_finish(prompt, index, completion)` is called as soon as a row ends, on the
     rank that has sampled it, so that grading runs beside sampling.
+
+    whole_prompts: all completions of a prompt are sampled on one rank.
 
     For tests and benchmarks: without drop_finished, finished rows stay in the batch; without
     share_prefixes, every row is computed by itself.
@@ -95,6 +98,9 @@ def sample(
         """The answers of this rank's rows."""
         answers: dict[tuple[int, int], Completion] = {}
         own = ranks.own([1] * len(rows))
+        if whole_prompts:
+            of_prompts = ranks.own(counts)
+            own = range(sum(counts[: of_prompts.start]), sum(counts[: of_prompts.stop]))
         for start in range(own.start, own.stop, at_once):
             turn = slice(start, min(start + at_once, own.stop))
             prompt_of = [prompt for prompt, _ in rows[turn]]

@@ -68,6 +68,10 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
     temporary = root / f".tmp_{next_step:06d}_{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
+        # The manifest has their sizes, which after a power cut they must not fall short of.
+        for name in GROWING:
+            with open(run / name, "rb") as growing:
+                os.fsync(growing.fileno())
         temporary.mkdir()
         write_atomic(temporary / "state.pt", data)
         manifest = {
