@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fake_runs import fake_run, found
+from vgrout.report.load import baseline
 from vgrout.report.tables import (
     by_flaw,
     compare,
@@ -101,6 +102,16 @@ def test_a_difference_of_some_of_the_seeds_says_so(tmp_path: Path) -> None:
     assert row["Δ hack"].endswith(", 2 of 3 seeds")
     _, row = decisive(found(tmp_path)).rows
     assert row["Δ hack"].endswith(", 2 of 3 seeds")
+
+
+def test_runs_by_a_changed_class_are_conditions_of_their_own(tmp_path: Path) -> None:
+    """A monitor's is compared with plain GRPO, which has none; an environment's with runs in the same one."""
+    fake_run(tmp_path, NONE, seed=1)
+    for seed, of_class in ((1, "a" * 64), (2, "a" * 64), (3, "b" * 64)):
+        fake_run(tmp_path, ROUTE2, seed=seed, hashes={"own:Mine": of_class})
+    plain, *routed = found(tmp_path)
+    assert sorted(c.seeds for c in routed) == ["1,2", "3"]
+    assert all(baseline(c, [plain, *routed]) is plain for c in routed)
 
 
 def test_quantities_by_flaw(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from loguru import logger
 
 import tiny
 from judge_server import serving
+from runs import rows, run
 from vgrout import embedded
 from vgrout.answering import answers_to
 from vgrout.config.presets import resolve, resumed
@@ -26,7 +28,7 @@ from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader, GroupGrader
 from vgrout.envs.splits import copies_line, in_splits, require_apart
-from vgrout.envs.text import TextEnvironment, TextTask, load_rows
+from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
 from vgrout.inputs import file_hashes, read_inputs
@@ -1106,3 +1108,94 @@ def test_hacks_that_were_cut_are_said(
     kept = int(re.search(r"kept (\d+) hacks", said)[1])
     cut = int(re.search(r"(\d+) more hacks did not end within --max-new 24 tokens", said)[1])
     assert (code, cut > kept > 0) == (0, True)
+
+
+def test_a_function_may_change_what_it_is_given() -> None:
+    """Its next call, and every other function's, gets what the row has."""
+    question = ({"role": "user", "content": "q"},)
+    task = TextTask(0, question, "x", None, {"words": ["a"], "facts": {"n": [1]}})
+    given = arguments(task, "answer")
+    before = deepcopy(given)
+    given["words"].append("b")  # ty: ignore[unresolved-attribute]
+    given["info"]["facts"]["n"].append(2)  # ty: ignore
+    given["messages"][0]["content"] = "changed"  # ty: ignore
+    assert arguments(task, "answer") == before
+    assert (task.columns, task.messages) == ({"words": ["a"], "facts": {"n": [1]}}, question)
+
+
+OWN_WORLD = """
+import random
+from vgrout.envs.text import TextEnvironment, TextTask
+from vgrout.method.base import Monitor, flags_of
+
+class Env(TextEnvironment):
+    name = "sums"
+
+    @classmethod
+    def of_run(cls, cfg):
+        rows = []
+        for i in range(60):
+            question = ({"role": "user", "content": f"{i} = ?"},)
+            rows.append(TextTask(i, question, "anywhere", None, {"total": str(i)}))
+        return cls(cfg, rows, proxy=f"{__name__}:anywhere", reference=f"{__name__}:exactly")
+
+def anywhere(completion, total):
+    return len(completion) % 2 == 0
+
+def exactly(completion, total):
+    return len(completion) % 4 == 0
+
+class Random(Monitor):
+    def flag(self, views, step):
+        flagged = set()
+        for i, view in enumerate(views):
+            flagged |= {(i, b) for b in range(len(view)) if random.random() < 0.5}
+        return flags_of(views, flagged)
+"""
+
+
+@pytest.mark.long
+def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It can be repeated and resumed although the monitor draws, evaluated, and sampled from; its files are inputs."""
+    name = "own_world_to_evaluate"
+    module = tmp_path / f"{name}.py"
+    module.write_text(OWN_WORLD, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = f"--env={name}:Env"
+    named = [f"--monitor={name}:Random", "--intervention=screen", env]
+    few = (
+        "--mix-ratio 0 --teacher-pool-dir none --guard log --steps 4 --group 4 --prompts-per-step 3 --max-new 8 "
+        "--threads 1 --checkpoint-every 1 --eval-ablate-every 0 --final-n-prompts 6 --final-samples 1"
+    )
+    argv = ["smoke", *few.split(), *named]
+    whole = run(tmp_path, *argv)
+    cut = run(tmp_path, *argv, stop_after=1)
+    resumed = ["smoke", *named, f"--resume={cut.relative_to(tmp_path)}"]
+    module.write_text(OWN_WORLD + "\n# changed\n", encoding="utf-8")
+    capsys.readouterr()
+    assert main(resumed) == 2
+    assert f"changed since: {name}:Env, {name}:Random, reward" in capsys.readouterr().err
+    module.write_text(OWN_WORLD, encoding="utf-8")
+    assert run(tmp_path, *resumed) == cut
+    assert rows(cut) == rows(whole)
+    assert (cut / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
+    assert {f"{name}:Env", f"{name}:Random"} <= {
+        *json.loads((whole / "run.json").read_text())["hashes"]
+    }
+
+    path = str(whole.relative_to(tmp_path))
+    capsys.readouterr()
+    assert evaluate([path]) == 2
+    assert f"add --env={name}:Env" in capsys.readouterr().err
+    assert evaluate([path, env]) == 0
+    (written,) = (whole / "evaluations").iterdir()
+    final = json.loads((whole / "per_mode_deploy.json").read_text())
+    k, n = json.loads(written.read_text())["sides"]["deployed"]["hack"]
+    assert (k / n, n) == (final["hack_deploy"], 6)
+    assert sample([path, "3", env]) == 0
+    assert "problem 3" in capsys.readouterr().out
+    assert sample([path, "3"]) == 2
+    assert f"add --env={name}:Env" in capsys.readouterr().err

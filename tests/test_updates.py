@@ -18,7 +18,7 @@ from runs import adapter_bytes, flags, rows, run
 from tiny import relative
 from vgrout.config.groups import OptConfig
 from vgrout.config.loss import LossConfig
-from vgrout.data import Batch
+from vgrout.data import Batch, Flags
 from vgrout.grpo import policy_gradients
 from vgrout.loss_metrics import LossMetrics
 from vgrout.method.method import Method
@@ -213,3 +213,20 @@ def test_a_run_killed_between_two_updates_goes_on_bit_for_bit(shared_run, tmp_pa
     assert rows(again) == rows(whole)
     assert adapter_bytes(again) == adapter_bytes(whole)
     assert any(row["is_masked"] for row in rows(whole)), "or the clip never binds"
+
+
+def test_every_rank_goes_by_the_flags_of_the_first(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a monitor of one's own, or of a language model, need not come out alike."""
+    method = make(policy, "penalty", "detector")
+    own = method.flag(batch()).groups
+
+    def of_first(flags: list[Flags]) -> list[Flags]:
+        return [replace(of, flagged=tuple(not flag for flag in of.flagged)) for of in flags]
+
+    monkeypatch.setattr("vgrout.ranks.from_first", of_first)
+    for group, before in zip(method.flag(batch()).groups, own, strict=True):
+        assert group.flags is not None
+        assert before.flags is not None
+        assert group.flags.flagged == tuple(not flag for flag in before.flags.flagged)

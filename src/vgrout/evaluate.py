@@ -4,6 +4,7 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 final evaluation.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,7 @@ class EvaluateSettings:
     reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
     """What says whether an answer is right: the problems are rows of your own, of any text."""
     env: str = ""
-    """The run's own --env verifiers:NAME, once more, where it has one."""
+    """The run's own --env verifiers:NAME or module:Class, once more, where it has one."""
     reward_passes_at: float | None = setting(None, low=-1e6, high=1e6, needs="reference")
     """Score of --reward from which on an answer passes; none: the run's."""
     out: Path | None = None
@@ -205,6 +206,8 @@ def world_of(saved: Saved, cli: EvaluateSettings) -> World:
     env = saved.cfg.env
     if env.taskset:
         return taskset_world(saved, cli)
+    if saved.cfg.own_environment and not cli.problems:
+        return own_world(saved, cli)
     if cli.env:
         raise Refused(
             f"--env {cli.env}: {saved.path} was trained with --env {env.env}; leave it out"
@@ -214,6 +217,37 @@ def world_of(saved: Saved, cli: EvaluateSettings) -> World:
     if env.environment in ENVIRONMENTS and env.environment not in ("code", "text"):
         return built_in_world(saved, cli)
     return code_world(saved, cli)
+
+
+def own_world(saved: Saved, cli: EvaluateSettings) -> World:
+    """The tasks of somebody's own environment, which the command line has to name again. Raises Refused, one line."""
+    cfg = saved.cfg
+    name = cfg.env.env
+    if cli.env != name:
+        raise Refused(
+            f"--env {cli.env or 'missing'}: {saved.path} was trained with code, which a file may not have run; if it "
+            f"is yours, add --env={name}; or give rows and functions with --problems, --reward and --reference"
+        )
+    if cli.reward or cli.reference or cli.reward_passes_at is not None:
+        raise Refused(
+            f"--reward, --reference, --reward-passes-at: not read with --env {name}; leave them out"
+        )
+    own = environment_class(name)
+    environment: base.Environment = own.of_run(cfg)
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    parts = environment.tasks()
+    problems = [task for part in parts.values() for task in part]
+    retries = cfg.run.max_error_retries
+    return World(
+        Path(inspect.getsourcefile(own) or name),
+        problems if cli.split == "all" else parts[cli.split],
+        environment.prompts,
+        tuple(environment.flaws),
+        lambda: environment.grader(cli.workers or cores(), retries),
+        environment.check,
+        hashes=environment.hashes(),
+    )
 
 
 def taskset_world(saved: Saved, cli: EvaluateSettings) -> World:
@@ -296,7 +330,7 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
     return World(
         file,
         problems,
-        [row.prompt for row in (*rows, *test_rows)],
+        [row.messages for row in (*rows, *test_rows)],
         MODES,
         lambda: Grader(
             cli.workers,

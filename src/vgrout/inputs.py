@@ -1,5 +1,6 @@
 """A run's files, read and checked before a model is loaded, with the hashes that a resume compares."""
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -11,11 +12,11 @@ from typing import Protocol, TypeVar
 from loguru import logger
 
 from vgrout.chat import Endpoint, NoReply, usable_key
-from vgrout.config.checks import require_words
+from vgrout.config.checks import listed, require_words
 from vgrout.config.groups import ORGANISM
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
-from vgrout.config.specs import MONITORS
+from vgrout.config.specs import CLASSES, MONITORS
 from vgrout.data import Message, Task
 from vgrout.direction.pairs import (
     KnownCorrect,
@@ -42,7 +43,7 @@ from vgrout.model.source import (
     require_thinking,
     window_of,
 )
-from vgrout.scoring import scorer
+from vgrout.scoring import import_function, scorer
 from vgrout.teacher.pools import Pool, load_pool
 
 T = TypeVar("T")
@@ -488,6 +489,19 @@ def _hash_of_model(given: str) -> str | None:
     return hash_of_files(parts) if parts and is_small else None
 
 
+def _hashes_of_classes(cfg: Config) -> dict[str, str | None]:
+    """sha256 of the file of each class of somebody's own that the run names, by module:Class."""
+    named = [cfg.env.env] if cfg.own_environment else []
+    for name in CLASSES:
+        named += [word for word in listed(getattr(cfg.method, name)) if ":" in word]
+    hashes: dict[str, str | None] = {}
+    for given in dict.fromkeys(named):
+        own = import_function(given, "--env", "module:Class")
+        file = inspect.getsourcefile(own)
+        hashes[given] = hash_of_file(Path(file)) if file else None
+    return hashes
+
+
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
     small folder or a GGUF file; the weights of any other are hashed once they are loaded."""
@@ -505,6 +519,7 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
             of_judge["judge_model"] = _hash_of_model(judge.llm_judge_model)
     return {
         **of_judge,
+        **_hashes_of_classes(cfg),
         "model": _hash_of_model(cfg.model_path),
         "teacher_model": _hash_of_model(cfg.teacher_model_path) if cfg.loss.teacher_model else None,
         **inputs.environment.hashes(),

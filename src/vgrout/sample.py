@@ -51,7 +51,7 @@ class SampleSettings:
     reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function")
     """The run's own --reference, once more, where it has one: with both, answers to its rows are graded."""
     env: str = ""
-    """The run's own --env verifiers:NAME, once more, where it has one: its problems are that code's."""
+    """The run's own --env verifiers:NAME or module:Class, once more, where it has one: its problems are that code's."""
     allow_weak_sandbox: bool = False
     """Go on where the sandbox cannot keep an answer from reading the expected values."""
 
@@ -139,13 +139,14 @@ def find_prompt(saved: Saved, given: str, env: str = "", reference: str = "") ->
     by_id: dict[int, Asked] = {}
     cfg = saved.cfg
     file, test_file = cfg.problems_path, cfg.test_problems_path
-    if cfg.env.taskset and env:
+    by_code = bool(cfg.env.taskset) or cfg.own_environment
+    if by_code and env:
         named = EvaluateSettings(run=saved.path, split="all", env=env, reference=reference)
         for task in world_of(saved, named).problems:
             by_id[task.id] = Asked(task.messages, task, "")
-    elif cfg.env.taskset and given.strip().isdecimal():
+    elif by_code and given.strip().isdecimal():
         raise Refused(f"{given}: a task of --env {cfg.env.env}; add --env={cfg.env.env}")
-    elif cfg.env.taskset:
+    elif by_code:
         pass  # a text
     elif not cfg.of_code and file.exists():
         for path in (file, test_file):

@@ -67,6 +67,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.runs import checkpoint, opening, results
     from vgrout.runs.recorder import Recorder, peak_memory
     from vgrout.teacher.demonstrations import Teacher
+    from vgrout.torch_rng import seed_global_streams
 
     clock = run.clock
     grader = run.grader
@@ -96,6 +97,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     last = first if guard.halts else cfg.scale.steps
     for step in run.steps(range(first, last)):
         clock.reset()
+        if cfg.code:  # classes and functions of somebody's own
+            seed_global_streams(cfg.run.seed, step)
         problems = splits.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
         demos = [demonstrations.demos(problem, step) for problem in problems]
         batch = rollout(

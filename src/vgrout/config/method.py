@@ -199,8 +199,11 @@ class MethodConfig:
         check(self)
         self._check_pair()
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
-        others = [name for name in watchers() if name != self.monitor_name]
-        require_words("shadow", self.in_shadow, others, "watcher")
+        refuse(
+            self.monitor_name in self.in_shadow,
+            f"--shadow {self.monitor_name}: is the run's own monitor; leave it out there",
+        )
+        require_words("shadow", self.in_shadow, watchers(), "watcher")
         self._check_control()
         self._check_read()
 

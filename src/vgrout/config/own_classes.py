@@ -193,6 +193,8 @@ def _require_acting(own: type, base: object, facts: Mapping[str, object], title:
         effect = "nothing would be flagged"
     elif facts["acts_on"] == "rewards":
         needed, effect = REWARDS, "no reward would change"
+        if any(_is_own(own, base, method) for method in GRADIENT):
+            effect += '; a class with route or advantages says acts_on = "gradient"'
     else:
         needed, effect = GRADIENT, "the run would be plain GRPO"
     if not any(_is_own(own, base, method) for method in needed):

@@ -342,6 +342,11 @@ class Config:
         return f"{self.preset}_{intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
     @property
+    def own_environment(self) -> bool:
+        """Whether --env is module:Class, an environment of somebody's own."""
+        return ":" in self.env.env and not self.env.taskset
+
+    @property
     def code(self) -> tuple[str, ...]:
         """The flags that name functions or classes to import."""
         named = {

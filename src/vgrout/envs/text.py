@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,7 @@ def arguments(task: TextTask, completion: str) -> dict[str, object]:
         "messages": [dict(message) for message in task.messages],
         "flaw": task.flaw,
     }
-    columns = dict(task.columns)
+    columns = deepcopy(dict(task.columns))
     return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
 
 

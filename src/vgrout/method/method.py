@@ -12,6 +12,7 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
+from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
@@ -230,7 +231,9 @@ class Method:
         if spec.acts_on == "rewards" or self.cfg.loss.reaches_every_answer:
             looked_at = batch.groups
         views = self._views(looked_at, self.monitor)
-        flags = contract.flags_of_monitor(self.monitor, views, batch.step)
+        # Every rank asks its own monitor, and all go by the first one's: two answers of a language
+        # model need not agree.
+        flags = ranks.from_first(contract.flags_of_monitor(self.monitor, views, batch.step))
         if self.cfg.method.random_flags and views:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
             movable = [view.passed for view in views]

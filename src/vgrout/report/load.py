@@ -160,10 +160,15 @@ class FinishedRun:
         A path alone does not identify a file, since it may come to hold another one.
         """
         settings = trained_with(self.cfg)
-        for name in (*OF_MODEL, *OF_METHOD):
+        for name in (*OF_MODEL, *OF_METHOD, *self.own_classes):
             digest = self.hashes.get(name)
             settings[f"{name} sha256"] = digest[:8] if digest else "not noted"
         return settings
+
+    @property
+    def own_classes(self) -> list[str]:
+        """The classes of somebody's own, module:Class, whose files run.json has the hashes of."""
+        return [name for name in self.hashes if ":" in name]
 
     @cached_property
     def compared_by(self) -> Settings:
@@ -697,7 +702,10 @@ def baseline(condition: Condition, among: Sequence[Condition]) -> Condition | No
     plain GRPO of the lowest β.
     """
     free = {f.name for f in fields(MethodConfig)}
-    free |= {f"{name} sha256" for name in OF_METHOD}
+    of_method = [
+        name for name in condition.first.own_classes if name != condition.first.cfg.env.env
+    ]
+    free |= {f"{name} sha256" for name in (*OF_METHOD, *of_method)}
     if condition.first.method == "none":
         free.add("beta")
 
