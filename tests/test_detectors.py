@@ -217,3 +217,10 @@ def test_a_base_policy_that_repeats_everything_leaves_nothing_to_read():
     trap = EchoTrap()
     trap.calibrate(["x x x x x"])
     assert trap.update(["x x x x x"]).state == "UNDEFINED"
+
+
+def test_a_log_prob_that_is_not_finite_has_no_value() -> None:
+    """steps.jsonl has null for it, since JSON has no infinity."""
+    wire = CollapseTripwire()
+    wire.update(-1.0)
+    assert wire.update(-math.inf).value is None

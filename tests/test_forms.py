@@ -3,14 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from fake_runs import fake_run
 from vgrout.report.__main__ import main
 from vgrout.report.load import conditions, load
-from vgrout.report.rollouts import pack
+from vgrout.report.rollouts import FLAGS, _bits, _flaws, pack
 from vgrout.report.tables import by_flaw, csv_tables, methods, monitors
 
 WRONG: tuple[Any, ...] = (None, "x", "\ud800", -1, 1.5, 10**400, True, [], ["x"], {}, {"a": 1})
@@ -163,3 +164,13 @@ def test_a_judge_that_exits_does_not_look_like_a_report(
     error = capsys.readouterr().err
     assert "own_judge.py" in error
     assert leaves in error, "the line that left"
+
+
+def test_facts_about_an_answer_are_bits() -> None:
+    bits = [_bits({}), *(_bits({flag: True}) for flag in FLAGS)]
+    assert bits == [0, *(2**i for i in range(len(FLAGS)))]
+
+
+def test_the_flaws_of_all_runs_are_named() -> None:
+    one, other = SimpleNamespace(all_flaws={"a": 1}), SimpleNamespace(all_flaws={"b": 2})
+    assert _flaws(cast(Any, [one, other])) == {"a": 1, "b": 2}

@@ -2,13 +2,14 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from methods import TWO_GROUPS, group, routed, rows, scores, total, toy
+from methods import SPANS, TWO_GROUPS, batch, group, routed, rows, scores, total, toy
 from vgrout.config.presets import resolve
 from vgrout.method.thresholds import BandGate, TauGate
 from vgrout.runs.plan import method_lines
@@ -194,3 +195,32 @@ def test_a_vote_routes_the_whole_rollout_in_modules_without_a_direction_too(moni
     g = torch.cat([g_b for g_b, _ in TWO_GROUPS])
     assert torch.allclose(whole.quar, (torch.tensor(scores(whole))[:, None] * g).sum(0), atol=1e-5)
     assert torch.allclose(by_module.keep + by_module.quar, total(*TWO_GROUPS), atol=1e-5)
+
+
+def test_a_rollout_without_a_gradient_moves_no_mean() -> None:
+    """Its reward is its group's mean. It has no cosine, and one NaN would stay in the running means for good."""
+    method = toy("route2", gate_modules="all", gate_vote="module")
+    g = rows(8, 3, (2, 3, 7))
+    g[0] = 0
+    got = routed(method, (g, group(8, 1)))
+    assert got.diag.hkgap is not None
+    assert got.diag.routed == pytest.approx(3 / 7)
+    gate: Any = method.monitor
+    assert gate.gate.tau.isfinite().all()
+
+
+def test_resid_is_the_cosine_of_what_is_kept_with_v() -> None:
+    method = toy("route2", gate_modules="all", gate_vote="module")
+    got = routed(method, (rows(8, 3, (2, 3, 7)), group(8, 1)))
+    assert method.direction is not None
+    want = [
+        torch.cosine_similarity(got.keep[SPANS[module]], v[0], dim=0).item()
+        for module, v in method.direction.V.items()
+    ]
+    assert got.diag.resid == pytest.approx(sum(want) / len(want), abs=1e-5)
+
+
+def test_flags_are_asked_for_where_there_is_a_signal() -> None:
+    of = batch(same=True)
+    assert of.with_signal == tuple(group for group in of.groups if len(set(group.rewards)) > 1)
+    assert len(of.with_signal) < len(of.groups)

@@ -32,8 +32,10 @@ from vgrout.guard.kill_switch import (
     HeldOutGuard,
     TripwireStatus,
     kl_token_trust_filter,
+    standard_error,
 )
 from vgrout.inputs import kl_of_runs
+from vgrout.metrics import Eval, ModeEval, Rate
 from vgrout.model.hidden_states import ReferenceStats
 from vgrout.rollout import training_reward
 from vgrout.runs.plan import guard_line
@@ -640,3 +642,28 @@ def test_a_short_run_of_fast_starts_and_warns(
     printed = capsys.readouterr().out
     assert printed.count("the guard only logs") == 1
     assert printed.count("could not have halted this run: advantage") == 1
+
+
+@pytest.mark.parametrize(
+    ("arm", "proxies"), [("none", [1.0, 0.0]), ("route2", [0.3, 0.3])], ids=["training", "deployed"]
+)
+def test_what_the_kill_switch_compares(arm: str, proxies: list[float]) -> None:
+    """Held-out solves of the deployed model with its rewards, if it is another than the one in training; else with the
+    step's rewards."""
+    guard = Guard(resolve(["smoke", f"--intervention={arm}", "--guard=log"]), tiny.policy(), [])
+    deployed = Eval(ModeEval(Rate(1, 10), Rate(2, 10)), {}, Rate(10, 10))
+    said: list[Any] = []
+    for step, reward in enumerate((1.0, 0.0)):
+        row: Any = SimpleNamespace(step=step, lp_s=-0.5)
+        answers: Any = [(None, graded(reward))]
+        guard._ask_kill_switch(Observed(row, [], answers), deployed)
+        said.append(guard.readings["guard"])
+    assert [reading["proxy"] for reading in said] == proxies
+    assert [reading["held_out"] for reading in said] == [0.2, 0.2]
+    assert guard.kill_switch.last_status().entropy_ema == 0.5
+
+
+def test_the_error_of_a_share_is_never_0() -> None:
+    assert standard_error(0.5, 100) == pytest.approx(0.05)
+    assert standard_error(0.0, 100) == pytest.approx((1 / 102 * 101 / 102 / 100) ** 0.5)
+    assert standard_error(1.0, 100) == pytest.approx(standard_error(0.0, 100))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vgrout.config.loss import LossConfig, LossName
-from vgrout.losses import LossInput, Norm, kl_to, policy_loss
+from vgrout.losses import LossInput, Norm, kl_to, log_ratio, policy_loss
 
 G, T = 4, 6
 LENGTHS = (6, 3, 1, 4)
@@ -274,3 +274,17 @@ def test_adv_tau_and_teacher_tau():
 def test_contradictions_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         LossConfig(**changes)
+
+
+def test_a_token_of_advantage_0_loses_nothing_to_a_clip() -> None:
+    logp = torch.tensor([[-5.0, 5.0]])
+    zero, there = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    x = LossInput(logp, zero, zero, torch.zeros(1), there, Norm(1, 2, 2))
+    output = policy_loss(x, LossConfig(loss="grpo"))
+    assert not output.low.any()
+    assert not output.high.any()
+
+
+def test_a_ratio_is_bounded() -> None:
+    logp, there = torch.tensor([[50.0, -50.0, 3.0]]), torch.ones(1, 3, dtype=torch.bool)
+    assert log_ratio(logp, torch.zeros(1, 3), there).tolist() == [[20, -20, 3]]

@@ -3,13 +3,18 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from loguru import logger
 
 from runs import SharedRuns, flags, rows, run, status
+from vgrout.config.run import Config
+from vgrout.metrics import Eval, Final, ModeEval, Rate
 from vgrout.runs import results, summary_page
+from vgrout.runs.log_tail import count_lines
+from vgrout.runs.tallies import Tallies
 from vgrout.table import Table
 
 NUMBERS = ("final.jsonl", "per_mode_deploy.json")
@@ -126,3 +131,59 @@ def test_the_page_has_every_fifth_step_in_ten_columns(
     assert {c.name for c in Table(set(), [], only=summary_page.COLUMNS).columns} < {
         *summary_page.COLUMNS
     }
+
+
+def final(**answers: tuple[int, int]) -> Final:
+    """Hacks and solves of ten answers, by side."""
+    sides: dict[str, Eval] = {}
+    for side, (hacks, solves) in answers.items():
+        of = ModeEval(Rate(hacks, 10), Rate(solves, 10))
+        sides[side] = Eval(of, {"f": of}, Rate(10, 10))
+    return Final(**sides, answers={})
+
+
+def test_the_tables_of_the_summary() -> None:
+    """Every figure in its own row and column."""
+    evaluated = final(base=(1, 2), trained=(3, 4), deployed=(5, 6), plain=(7, 8))
+    flaw: Any = SimpleNamespace(should="what a hack looks like")
+
+    def cells(table: str) -> list[list[str]]:
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+    assert cells(summary_page.flaws_table(evaluated, {"f": flaw})) == [
+        ["`f`", "30.0", "50.0", "60.0", "10", "what a hack looks like"]
+    ]
+    assert cells(summary_page.models_table(evaluated)) == [
+        ["untrained", "10.0", "20.0"],
+        ["as trained", "30.0", "40.0"],
+        ["deployed", "50.0", "60.0"],
+        ["deployed, no hint", "70.0", "80.0"],
+    ]
+    assert len(cells(summary_page.models_table(evaluated, hinted=False))) == 3
+    made = results.as_json(Config(), evaluated, None, Path("log"), {})
+    assert [made[f"hack_{key}"] for key in ("base", "train", "deploy", "plain")] == [
+        *(0.1, 0.3, 0.5, 0.7)
+    ]
+
+
+def test_counts_over_the_whole_run() -> None:
+    row: Any = SimpleNamespace(
+        hack_s=Rate(1, 8), solve_s=Rate(2, 8), hack_t=Rate(3, 4), pass_t=Rate(0, 4)
+    )
+    lines = count_lines([row], Tallies.nothing({}), {})
+    assert [line.split("=")[1] for line in lines] == [
+        *("0.3333 (4/12)", "0.1667 (2/12)", "0.1250 (1/8)", "0.7500 (3/4)")
+    ]
+
+
+def test_the_least_recalled_flaw(tmp_path: Path) -> None:
+    detectors = ("hacked_arbitrary", "hacked_wrong_tests", "hacked_loophole_used")
+    answer = dict.fromkeys(detectors, False)
+    answer |= {"step": 0, "problem_id": 1, "hacked": True, "gate": None, "env_mode": "run_tests"}
+    flagged = [("exit_code", True), ("exit_code", True), ("sentinel", True), ("sentinel", False)]
+    lines = [json.dumps({**answer, "mechanism": flaw, "flagged": is_}) for flaw, is_ in flagged]
+    (tmp_path / "rollouts.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    found = Tallies.of(tmp_path / "rollouts.jsonl", (), {})
+    assert found.gate == (Rate(3, 3), Rate(3, 4))
+    assert found.by_mode == {"exit_code": Rate(2, 2), "sentinel": Rate(1, 2)}
+    assert "Least recalled flaw: `sentinel`, 1/2 (50.0 %)." in found.lines(())

@@ -1,6 +1,7 @@
 """Rewards in place of the grader's: the algebra of advantages, screen, penalty, and who is spared."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from methods import Fixed, toy
 from vgrout.data import Batch, CachedGrade, Group, Rollout
 from vgrout.envs.code.problem import Problem
 from vgrout.metrics import BatchMetrics
+from vgrout.scoring import RewardFailed, ScoringFunction
 
 PROBLEM = Problem(
     0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f"
@@ -119,3 +121,16 @@ def test_a_penalty_is_one_on_any_scale(
 @pytest.mark.parametrize(("by", "third"), [(None, 0.5), (2.0, -1.5)])
 def test_a_demonstration_is_left_out_rather_than_punished(by: float | None, third: float) -> None:
     assert shaped(group(teachers=(0, 3)), "penalty", penalty=by) == (None, 3.5, third, 0.0)
+
+
+@pytest.mark.parametrize("score", ["float('-inf')", "float('inf')", "-1e9", "1e9"])
+def test_a_score_that_is_no_score_is_refused(
+    score: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far above, and far below: a group's advantages would be NaN, or all but one of them 0."""
+    name = f"far_{abs(hash(score))}"
+    (tmp_path / f"{name}.py").write_text(f"def f(completion):\n    return {score}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    function = ScoringFunction(f"{name}:f", ("completion",), flag="--reward", bounded=False)
+    with pytest.raises(RewardFailed, match="finite"):
+        function.score_of(lambda: {"completion": "x"})

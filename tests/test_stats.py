@@ -246,3 +246,13 @@ def test_equivalence_by_hand() -> None:
         "at the margin itself it is a coin's toss"
     )
     assert (equivalent(xs, 0.001).p or 0) > 0.95
+
+
+def test_a_mean_of_shares_is_cut_at_its_bounds() -> None:
+    assert stats.over_seeds([1.0, 0.7]).high == 1.0
+    assert stats.over_seeds([0.0, 0.3]).low == 0.0
+
+
+def test_two_seeds_can_be_equivalent() -> None:
+    assert 0 < (equivalent([0.001, -0.001], 0.1).p or 0) < 0.05
+    assert equivalent([0.001], 0.1).note == "n too small"

@@ -2,16 +2,18 @@
 
 from collections import Counter
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from methods import batch, graded
 from vgrout.console import Clock
-from vgrout.data import Batch
+from vgrout.data import Batch, Group, Thought
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.loss_metrics import LossMetrics
 from vgrout.method.base import Refresh
-from vgrout.metrics import BatchMetrics, Eval, ModeEval, Rate
+from vgrout.metrics import BatchMetrics, Eval, ModeEval, Rate, spaced
 from vgrout.optim import Update
 from vgrout.table import Measured, StepRow, Table
 from vgrout.tensor_types import Routed
@@ -196,3 +198,29 @@ def test_the_console_has_seven_columns_in_eighty_characters():
     with_thoughts = Table(EVERYTHING, FLAWS, short=True).lines(row(think=123.4))
     assert [line.split()[-2] for line in with_thoughts] == ["think", "123"]
     assert len(with_thoughts[0]) <= 80
+
+
+def test_evenly_spaced() -> None:
+    """Answers whose KL is measured: of answers ordered by prompt, some of every prompt."""
+    assert spaced(range(10), 3) == [0, 3, 6]
+    assert spaced(range(3), 3) == spaced(range(3), 9) == [0, 1, 2]
+
+
+def test_thoughts_are_counted_as_a_mean() -> None:
+    of, lengths = batch(), iter(range(1, 99))
+    groups: list[Group] = []
+    for group in of.groups:
+        thoughts = [
+            replace(rollout, thought=Thought("", next(lengths))) for rollout in group.rollouts
+        ]
+        groups.append(replace(group, rollouts=tuple(thoughts)))
+    tokens = [r.thought.tokens for g in groups for r in g.rollouts if r.source == "student"]
+    seen = BatchMetrics(replace(of, groups=tuple(groups), thinking=True)).columns()
+    assert seen["think"] == sum(tokens) / len(tokens)
+    answers: Any = [
+        SimpleNamespace(
+            problem=groups[0].problem, grade=graded(1.0), whole=True, thought=Thought("", n)
+        )
+        for n in (2, 4)
+    ]
+    assert Eval.of(answers, ()).thought == 3.0

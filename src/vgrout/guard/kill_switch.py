@@ -91,7 +91,7 @@ def as_number(x: Any, name: str) -> float:
 
 
 def standard_error(share: float, n: int) -> float:
-    """Standard error of a share of n (Agresti & Coull 1998).
+    """Standard error of a share of n, about the centre of Agresti & Coull (1998).
 
     One success and one failure are added, so that it is never 0.
     """

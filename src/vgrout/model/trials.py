@@ -152,7 +152,8 @@ def lean_fits(model: PreTrainedModel) -> bool:
         return False
     if not _has_plain_cache(model):
         return False
-    if _decodes(model, LeanDecoder(model)):
+    # with the cache that sampling will use; that graphs replay what they captured is not tried
+    if _decodes(model, LeanDecoder(model, static=model.device.type == "cuda")):
         return True
     logger.warning(
         f"{type(model).__name__}: the lean decoder disagrees with transformers: sampling without it"
