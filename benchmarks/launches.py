@@ -26,6 +26,7 @@ from vgrout.model import (
     decoder,
     fused,
     layout,
+    logprobs,
     memory,
     prefixes,
     rollout_grads,
@@ -181,7 +182,7 @@ def on_meta(counting: Counting) -> Generator[None]:
         return torch.empty_like(q)
 
     with ExitStack() as ends:
-        for module in (attention, layout, prefixes, rollout_grads, grpo, loss_metrics):
+        for module in (attention, layout, prefixes, rollout_grads, grpo, logprobs, loss_metrics):
             ends.enter_context(mock.patch.object(module, "uploaded", uploaded))
         ends.enter_context(mock.patch.object(attention, "varlen_kernel", varlen_kernel))
         ends.enter_context(mock.patch.object(fused, "compiled", counting.kernel))

@@ -67,7 +67,7 @@ def test_a_shadow_changes_nothing_and_survives_a_resume(method, shared_run, tmp_
         ("--shadow labels,labels", "--shadow: labels is there twice; legal: "),
         (
             "--intervention penalty --monitor labels --shadow labels",
-            "--shadow: unknown watcher 'labels'; legal: source, detector, online_probe, syntax_edge",
+            "--shadow labels: is the run's own monitor; leave it out there",
         ),
         ("--shadow detector --known-modes exit_code", "--known-modes: not read by"),
         ("--shadow syntax_edge --monitor-quantile 0.9", "--monitor-quantile: not read by"),
@@ -127,7 +127,8 @@ def test_each_shadow_remembers_by_itself():
     two = make(policy, "penalty", "labels", shadow="online_probe")
     one.flag(batch())
     state = one.state_dict()
-    assert {*state} == {"shadow/online_probe/probe_sum", "shadow/online_probe/probe_count"}
+    names = ("sum", "count", "mean", "root", "judge")
+    assert {*state} == {f"shadow/online_probe/probe_{name}" for name in names}
     assert int(state["shadow/online_probe/probe_count"]) == 2
     two.load_state_dict(state)
     assert one.flag(batch(step=1)) == two.flag(batch(step=1))

@@ -173,7 +173,7 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     for text in texts:
         completions.append(Completion((*lm.encode(text), 1), text, True, (), ()))
 
-    def sampled(*given: Any) -> list[list[Completion]]:
+    def sampled(*given: Any, **_: Any) -> list[list[Completion]]:
         for i, completion in enumerate(completions):
             given[-1](0, i, completion)
         return [completions]

@@ -248,8 +248,8 @@ def loss_input(
         rollout.source == "teacher" or logprobs is None
         for rollout, logprobs in zip(rollouts, by_sampler, strict=True)
     ]
-    recorded = padded_logprobs(by_sampler, old.shape[1], policy.device, old.dtype)
-    logp_sampler = torch.where(uploaded(has_ratio_1, policy.device)[:, None], old, recorded)
+    recorded = padded_logprobs(by_sampler, old.shape[1], old.device, old.dtype)
+    logp_sampler = torch.where(uploaded(has_ratio_1, old.device)[:, None], old, recorded)
     logp_ref = None
     logp_teacher = None
     with torch.no_grad():

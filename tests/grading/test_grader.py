@@ -135,7 +135,7 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
         lm.opens_thought = partial(LanguageModel.opens_thought, lm)
         texts = (f"Perhaps\n{FAST}", f"Perhaps\n{FAST}</think>{FAST}")
 
-        def sample(*given, texts=texts):
+        def sample(*given, texts=texts, **_):
             for i, text in enumerate(texts):
                 given[-1](0, i, Completion((1,), text, True, (), ()))
             return [[Completion((1,), text, True, (), ()) for text in texts]]

@@ -199,11 +199,13 @@ class MethodConfig:
         check(self)
         self._check_pair()
         require_words("seed_monitor", [self.seed_monitor], watchers(seeds=True), "seed")
+        own = self.monitor_name
         refuse(
-            self.monitor_name in self.in_shadow,
-            f"--shadow {self.monitor_name}: is the run's own monitor; leave it out there",
+            own in self.in_shadow and own in watchers(),
+            f"--shadow {own}: is the run's own monitor; leave it out there",
         )
-        require_words("shadow", self.in_shadow, watchers(), "watcher")
+        others = [name for name in watchers() if name != own]
+        require_words("shadow", self.in_shadow, others, "watcher")
         self._check_control()
         self._check_read()
 
