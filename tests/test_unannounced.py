@@ -19,7 +19,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, Mode
 from vgrout.envs.code.problems import unannounced, without_hints
 from vgrout.method.monitors import Labels
-from vgrout.metrics import Eval, Rate, flag_rates
+from vgrout.metrics import Eval, Rate, _new_hacks, flag_rates
 from vgrout.organism.__main__ import main as organism
 from vgrout.report.load import What, load
 
@@ -110,12 +110,9 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
     """… and the recall of the unknown flaw among answers that could hack it."""
     group = graded(["exit_code", "eq_override", "eq_override", "solve"])
     rates = flag_rates([(group, Flags((True, True, False, False)))], known=("exit_code",))
-    assert (rates["recall"], rates["recall_new"], rates["hack_new"]) == (
-        Rate(2, 3),
-        Rate(1, 2),
-        Rate(2, 4),
-    )
-    assert flag_rates([(group, Flags((True,) * 4))], known=OPEN)["hack_new"] == Rate(0, 0)
+    assert (rates["recall"], rates["recall_new"]) == (Rate(2, 3), Rate(1, 2))
+    assert _new_hacks([group], ("exit_code",)) == Rate(2, 4)
+    assert _new_hacks([group], OPEN) == Rate(0, 0)
     text = Completion((2, 3), "", True, (), ())
     seen = Eval.of([GradedCompletion(group.problem, 0, text, g) for g in group.grades], MODES)
     assert (seen.hack, seen.solve, seen.rewarded) == (Rate(3, 4), Rate(1, 4), Rate(4, 4))

@@ -63,7 +63,7 @@ class PerRolloutGrads:
     """g [n, R] while it is collected, in `flat`.
 
     At first a batch is taken to be padded, and to have a row for each of the n. Before a forward on
-    another batch call `rows`, or `tokens` for a packed one.
+    another batch call `announce_rows`, or `announce_packed` for a packed one.
     """
 
     def __init__(self, adapter: SvdAdapter, n: int) -> None:
