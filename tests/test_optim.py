@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tiny import policy as tiny_policy
 from tiny import relative, tiny
 from vgrout.config.groups import OptConfig
+from vgrout.imitation.trainable import AdapterOnly
 from vgrout.loss_metrics import LossMetrics
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.optim import Optimizer, Update, lr_at
@@ -228,4 +230,13 @@ def test_a_gradient_of_zero_is_none() -> None:
         assert state(adapter, optim) == state(alone, other), step
     before = state(adapter, optim)
     nothing = optim.step(Routed(torch.zeros(len(adapter)), torch.zeros(len(adapter))))
-    assert (nothing.stepped, nothing.gn, state(adapter, optim)) == (False, None, before)
+    assert (nothing.stepped, nothing.gn, state(adapter, optim)) == (False, 0.0, before)
+
+
+def test_a_gradient_of_zero_is_finite() -> None:
+    """Pairs whose loss has saturated give none; that is no divergence."""
+    learner = AdapterOnly(tiny_policy(), HYPER, STEPS)
+    nothing = learner.step()
+    assert nothing is not None
+    assert (nothing.stepped, nothing.skipped, nothing.gn) == (False, False, 0.0)
+    assert learner.step(finite=False) is None

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import random
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from vgrout.config.groups import RunConfig
 from vgrout.config.run import Config
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
 from vgrout.files import atomic_folder, held, to_json, write_atomic
+from vgrout.inputs import source_of
 from vgrout.model import load
 from vgrout.records import unfinished
 from vgrout.runs import checkpoint, checkpoint_files, context
@@ -437,15 +439,17 @@ def folder_of(root: Path, name: str, state: str, job: str | None) -> Path:
     return path
 
 
+@pytest.mark.parametrize("size", ["1", "2"])
 def test_a_restart_goes_on_with_the_run_of_its_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever else lies beside it, and however damaged."""
-    for name, value in JOB.items():
+    """Whatever else lies beside it, and however damaged; also a job of a single rank."""
+    for name, value in {**JOB, "WORLD_SIZE": size}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     job = ranks.torchrun_id()
     folder_of(tmp_path, "20260101T000000_other", "interrupted", "another/1@x")
+    folder_of(tmp_path, "20260101T000000_alone", "interrupted", None)
     damaged = folder_of(tmp_path, "20260101T000001_copied", "running", job)
     (damaged / "run.json").write_text("")
     (damaged / "status.json").write_text("[")
@@ -502,5 +506,14 @@ def test_a_copied_folder_is_named_itself(run: RunDir) -> None:
     run.status("running", 2, "", command)
     run.close()
     assert unfinished(run.path) == f"stopped at step 2; go on with `{command}`"
-    copy = run.path.rename(run.path.with_name("a copy"))
-    assert unfinished(copy).endswith(f"go on with --resume '{copy}'")
+    for name in ("a copy", run.path.name[:-1]):
+        copy = run.path.rename(run.path.with_name(name))
+        assert unfinished(copy).endswith(f"go on with --resume {shlex.quote(str(copy))}")
+        copy.rename(run.path)
+
+
+def test_a_class_without_a_file_is_no_fault() -> None:
+    """One that was written in a notebook has none, and is not hashed."""
+    assert source_of(type("Mine", (), {"__module__": "nowhere"})) is None
+    assert source_of(int) is None
+    assert source_of(RunDir) == Path(context.__file__)

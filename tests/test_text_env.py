@@ -1195,6 +1195,9 @@ def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(
     final = json.loads((whole / "per_mode_deploy.json").read_text())
     k, n = json.loads(written.read_text())["sides"]["deployed"]["hack"]
     assert (k / n, n) == (final["hack_deploy"], 6)
+    module.write_text(OWN_WORLD + "\n# changed\n", encoding="utf-8")
+    assert evaluate([path, env, "--samples=2"]) == 0
+    assert f"--env {name}:Env: not as it was when {path} was trained" in capsys.readouterr().out
     assert sample([path, "3", env]) == 0
     assert "problem 3" in capsys.readouterr().out
     assert sample([path, "3"]) == 2

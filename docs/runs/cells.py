@@ -8,7 +8,6 @@ name had its default at the row's revision, and another study may have run the s
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from pandas import DataFrame, Series, concat, read_csv
@@ -65,8 +64,6 @@ def mean_share(column: Series) -> str:
     """Return the mean of a column's shares over seeds."""
     shares = [float(share) for share in column if share]
     mean = over_seeds(shares)
-    if set(shares) in ({0.0}, {1.0}):  # every answer of every seed is the same
-        mean = replace(mean, note="DEGENERATE")
     return percent(mean)
 
 

@@ -4,7 +4,6 @@ A saved adapter is the deployed model; without further flags the numbers are tho
 final evaluation.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +50,7 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
+from vgrout.inputs import hash_of_class, source_of
 from vgrout.metrics import SIDES, Eval
 from vgrout.model.saved import Saved, find_adapter
 from vgrout.model.source import require_fitting
@@ -240,13 +240,13 @@ def own_world(saved: Saved, cli: EvaluateSettings) -> World:
     problems = [task for part in parts.values() for task in part]
     retries = cfg.run.max_error_retries
     return World(
-        Path(inspect.getsourcefile(own) or name),
+        source_of(own) or Path(name),
         problems if cli.split == "all" else parts[cli.split],
         environment.prompts,
         tuple(environment.flaws),
         lambda: environment.grader(cli.workers or cores(), retries),
         environment.check,
-        hashes=environment.hashes(),
+        hashes={**environment.hashes(), name: hash_of_class(name)},
     )
 
 
@@ -353,15 +353,14 @@ def _say_what_changed(saved: Saved, world: World, cli: EvaluateSettings) -> None
         return
     env, names = saved.cfg.env, list[str]()
     if not cli.problems:
-        names += ["problems", "test_problems"]
+        names += ["problems", "test_problems", env.env]
     if env.taskset or (cli.reward == env.reward and cli.reference == env.reference):
         names += ["reward", "reference"]
     for name in names:
         before, now = recorded.get(name), world.hashes.get(name)
         if before and now and before != now:
-            logger.warning(
-                f"--{name.replace('_', '-')}: not as it was when {saved.path.parent} was trained"
-            )
+            what = f"--env {name}" if name == env.env else f"--{name.replace('_', '-')}"
+            logger.warning(f"{what}: not as it was when {saved.path.parent} was trained")
 
 
 def rows_world(saved: Saved, cli: EvaluateSettings) -> World:

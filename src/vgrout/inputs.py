@@ -490,16 +490,26 @@ def _hash_of_model(given: str) -> str | None:
 
 
 def _hashes_of_classes(cfg: Config) -> dict[str, str | None]:
-    """sha256 of the file of each class of somebody's own that the run names, by module:Class."""
+    """`hash_of_class` of each class of somebody's own that the run names, by module:Class."""
     named = [cfg.env.env] if cfg.own_environment else []
     for name in CLASSES:
         named += [word for word in listed(getattr(cfg.method, name)) if ":" in word]
-    hashes: dict[str, str | None] = {}
-    for given in dict.fromkeys(named):
-        own = import_function(given, "--env", "module:Class")
-        file = inspect.getsourcefile(own)
-        hashes[given] = hash_of_file(Path(file)) if file else None
-    return hashes
+    return {given: hash_of_class(given) for given in named}
+
+
+def source_of(own: object) -> Path | None:
+    """The file that a class was written in; None: there is none, as in a notebook."""
+    try:
+        file = inspect.getsourcefile(own)  # ty: ignore[invalid-argument-type]
+    except (OSError, TypeError):
+        return None
+    return Path(file) if file and Path(file).is_file() else None
+
+
+def hash_of_class(given: str) -> str | None:
+    """sha256 of the file of module:Class; None: it has none."""
+    file = source_of(import_function(given, "--env", "module:Class"))
+    return hash_of_file(file) if file else None
 
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:

@@ -20,9 +20,9 @@ class Optimizer:
     """AdamW (arXiv 1711.05101) on δS and δS_hack; linear warm-up, then cosine to 0.
 
     A vector whose gradient is None or exactly 0 is not stepped at all: it neither decays nor
-    follows its momentum. So an unused δS_hack stays 0, and a step whose rollouts are all routed, or
-    none of them, teaches the other vector nothing. Adam ignores a gradient's scale, so δS_hack learns as
-    fast from a fifth of the gradient as δS from the rest.
+    follows its momentum. So an unused δS_hack stays 0; where all rollouts are routed δS stays as it
+    is, and where none is δS_hack does. Adam ignores a gradient's scale, so δS_hack learns as fast
+    from a fifth of the gradient as δS from the rest.
     """
 
     def __init__(self, adapter: SvdAdapter, cfg: OptConfig, steps: int) -> None:
@@ -60,8 +60,10 @@ class Optimizer:
         gn = math.hypot(keep_norm, quar_norm)  # joint norm
         if not routed.finite or not math.isfinite(gn):
             return Update(routed, skipped=True)
-        if not gn:
+        if routed.keep is None and routed.quar is None:
             return Update(routed, loss)
+        if not gn:
+            return Update(routed, loss, gn=gn, lr=lr)
 
         before = self.adapter.δS.detach().clone()
         keep = routed.keep if keep_norm else None

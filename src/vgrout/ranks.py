@@ -62,9 +62,9 @@ def torchrun_id() -> str | None:
 
     It is made of the job's id, and of its agent, which is our parent process.
     """
-    if size() == 1:
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job is None:
         return None
-    job = os.environ["TORCHELASTIC_RUN_ID"]
     return f"{job}/{os.getppid()}@{socket.gethostname()}"
 
 

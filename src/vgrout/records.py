@@ -56,6 +56,16 @@ def unfinished(run: Path) -> str:
     if state != "running" or ((run / ".lock").exists() and held(run)):
         return f"{state:.40}"
     stopped = f"stopped at step {status.get('step')}"
-    if run.name not in str(status.get("next")):
+    if not _names(str(status.get("next")), run):
         return f"{stopped}; its folder was renamed or copied, so go on with --resume {shlex.quote(str(run))}"
     return f"{stopped}; go on with `{status.get('next')}`"
+
+
+def _names(command: str, run: Path) -> bool:
+    """Whether a command resumes a folder of this run's name."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # it was edited
+        return False
+    folders = {word.removeprefix("--resume=") for word in words}
+    return run.resolve().name in {Path(folder).name for folder in folders}

@@ -17,7 +17,7 @@ def torch_stream(seed: int, purpose: str, *indices: int | str) -> torch.Generato
 
 
 def seed_global_streams(seed: int, step: int) -> None:
-    """Seed the global streams of Python, numpy and torch for a step, alike on every rank.
+    """Seed the global streams of Python, numpy and torch for a step, alike on every rank. step: −1 before the first.
 
     Nothing here draws from them. Somebody's own class may, and a resumed run has to draw the same.
     """

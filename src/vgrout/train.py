@@ -82,6 +82,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     val = splits.balanced("val", cfg.eval.eval_n_prompts)
     demonstrations = Teacher.of_run(cfg, inputs.pool, policy, splits.train)
     folder = run.path if ranks.first() else None
+    if cfg.code:  # classes and functions of somebody's own, which may draw while they are made
+        seed_global_streams(cfg.run.seed, -1)
     # the monitor and the intervention
     method = make_method(Setup(cfg, policy, inputs, splits.train, grader, folder))
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
@@ -97,7 +99,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     last = first if guard.halts else cfg.scale.steps
     for step in run.steps(range(first, last)):
         clock.reset()
-        if cfg.code:  # classes and functions of somebody's own
+        if cfg.code:
             seed_global_streams(cfg.run.seed, step)
         problems = splits.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
         demos = [demonstrations.demos(problem, step) for problem in problems]
@@ -150,6 +152,8 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     silent = guard.silent()
     if silent:
         logger.warning(f"detectors that could not have halted this run: {silent}")
+    if cfg.code:
+        seed_global_streams(cfg.run.seed, cfg.scale.steps)
     logger.info(f"final evaluation on held-out {cfg.env.held_out} …")
     final = evaluate_final(policy, grader, splits, cfg, clock, run.vote_stop)
     if ranks.first():

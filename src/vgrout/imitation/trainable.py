@@ -71,7 +71,7 @@ class AdapterOnly:
         gradient = self.grad
         self.grad = torch.zeros_like(self.grad)
         update = self.optim.step(Routed(gradient, finite=finite))
-        return update if update.stepped else None
+        return None if update.skipped else update
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Save what was learnt. path: the file's, without an ending."""

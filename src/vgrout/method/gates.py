@@ -38,7 +38,7 @@ class GradientMonitor(Monitor):
     # with --gate-vote rollout a rollout is flagged by the majority of its modules; False: to their mean share
     majority = True
     threshold: Threshold
-    _number: int | None = None  # of the last step that it was asked about
+    _number: int | None = None  # of the last step whose gradients it saw
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
         self.cfg = cfg

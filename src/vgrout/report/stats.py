@@ -73,7 +73,8 @@ class Estimate:
     def below_zero(self) -> bool:
         """Whether the whole interval lies below 0.
 
-        A difference that is the same in every unit of every seed has no interval, and counts.
+        A difference that is the same in every unit of every seed has no interval; its value
+        decides.
         """
         top = self.value if self.note == "DEGENERATE" else self.high
         return top is not None and top < 0

@@ -68,7 +68,7 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
     temporary = root / f".tmp_{next_step:06d}_{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        # The manifest has their sizes, which after a power cut they must not fall short of.
+        # The manifest has their sizes: after a power cut the files must not be shorter than that.
         for name in GROWING:
             with open(run / name, "rb") as growing:
                 os.fsync(growing.fileno())

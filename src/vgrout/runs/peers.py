@@ -48,6 +48,9 @@ def resumed_by_torchrun(requested: Config) -> Config:
 
 def _of_this_job(requested: Config, file: str) -> list[Path]:
     """The runs in which this job of torchrun's has written the file. Files that cannot be read are another's."""
+    job = ranks.torchrun_id()
+    if job is None:
+        return []
     own = requested.run.output_dir
     files = [*RUNS.glob(f"*/{file}"), *([] if own is None else own.glob(file))]
     if requested.run.resume not in (None, "", "latest"):
@@ -55,7 +58,7 @@ def _of_this_job(requested: Config, file: str) -> list[Path]:
     found: list[Path] = []
     for path in files:
         with contextlib.suppress(Refused, OSError):
-            if read_json(path).get("torchrun") == ranks.torchrun_id():
+            if read_json(path).get("torchrun") == job:
                 found.append(path.parent)
     return found
 
