@@ -224,30 +224,15 @@ def own_world(saved: Saved, cli: EvaluateSettings) -> World:
     cfg = saved.cfg
     name = cfg.env.env
     if cli.env != name:
-        raise Refused(
-            f"--env {cli.env or 'missing'}: {saved.path} was trained with code, which a file may not have run; if it "
-            f"is yours, add --env={name}; or give rows and functions with --problems, --reward and --reference"
-        )
+        or_else = "; or give rows and functions with --problems, --reward and --reference"
+        raise _not_named(saved, "env", cli.env, f"--env={name}{or_else}")
     if cli.reward or cli.reference or cli.reward_passes_at is not None:
         raise Refused(
             f"--reward, --reference, --reward-passes-at: not read with --env {name}; leave them out"
         )
     own = environment_class(name)
-    environment: base.Environment = own.of_run(cfg)
-    if environment.absent:
-        raise Refused(environment.absent[0])
-    parts = environment.tasks()
-    problems = [task for part in parts.values() for task in part]
-    retries = cfg.run.max_error_retries
-    return World(
-        source_of(own) or Path(name),
-        problems if cli.split == "all" else parts[cli.split],
-        environment.prompts,
-        tuple(environment.flaws),
-        lambda: environment.grader(cli.workers or cores(), retries),
-        environment.check,
-        hashes={**environment.hashes(), name: hash_of_class(name)},
-    )
+    world = _world(own.of_run(cfg), source_of(own) or Path(name), saved, cli)
+    return replace(world, hashes={**world.hashes, name: hash_of_class(name)})
 
 
 def taskset_world(saved: Saved, cli: EvaluateSettings) -> World:
@@ -256,10 +241,7 @@ def taskset_world(saved: Saved, cli: EvaluateSettings) -> World:
     named = {"env": env.env, "reference": env.reference if ":" in env.reference else ""}
     for name, own in named.items():
         if getattr(cli, name) != own:
-            raise Refused(
-                f"{flag(name)} {getattr(cli, name) or 'missing'}: {saved.path} was trained with code, which a file "
-                f"may not have run; if it is yours, add {flag(name)}={own}"
-            )
+            raise _not_named(saved, name, getattr(cli, name), f"{flag(name)}={own}")
     if cli.problems or cli.reward or cli.reward_passes_at is not None:
         raise Refused(
             f"--problems, --reward, --reward-passes-at: not read with --env {env.env}; leave them out"
@@ -281,19 +263,31 @@ def built_in_world(saved: Saved, cli: EvaluateSettings) -> World:
     return _world(environment, file, saved, cli)
 
 
+def _not_named(saved: Saved, name: str, given: str, again: str) -> Refused:
+    """The refusal of a command line that does not name a run's code again. name: of the setting. again: flags."""
+    return Refused(
+        f"{flag(name)} {given or 'missing'}: {saved.path} was trained with code, which a file may not have run; if it "
+        f"is yours, add {again}"
+    )
+
+
 def _world(
-    environment: TextEnvironment, file: Path, saved: Saved, cli: EvaluateSettings, by: str = ""
+    environment: base.Environment, file: Path, saved: Saved, cli: EvaluateSettings, by: str = ""
 ) -> World:
-    """The world of an environment of rows. by: as in `World`.
+    """The world of an environment but the code world's. by: as in `World`.
 
     Raises:
         Refused: one line: a file of it is missing.
     """
     if environment.absent:
         raise Refused(environment.absent[0])
-    problems = [*environment.rows, *environment.test_rows]
+    problems: Sequence[Task]
     if cli.split != "all":
         problems = environment.tasks()[cli.split]
+    elif isinstance(environment, TextEnvironment):
+        problems = [*environment.rows, *environment.test_rows]  # in the order of the files
+    else:
+        problems = [task for part in environment.tasks().values() for task in part]
     retries = saved.cfg.run.max_error_retries
     return World(
         file,
@@ -311,10 +305,8 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
     """Python functions. Raises Refused, one line."""
     cfg = saved.cfg
     if cfg.env.reference:
-        raise Refused(
-            f"--reference missing: {saved.path} was trained with code, which a file may not have run; if it is yours, "
-            f"add --reward={cfg.env.reward} --reference={cfg.env.reference}"
-        )
+        again = f"--reward={cfg.env.reward} --reference={cfg.env.reference}"
+        raise _not_named(saved, "reference", cli.reference, again)
     if not cfg.of_code:
         raise Refused(
             f"{saved.path}: was trained with --env {cfg.env.env}; give rows and functions with --problems, --reward "

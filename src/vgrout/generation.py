@@ -89,10 +89,8 @@ def sample_and_submit(
         if on_completion is not None:
             on_completion()
 
-    grades_groups = isinstance(grader, GroupGrader)
-    sampled = sampler.sample(
-        lm, prompts, n, sampling, max_new, stream, submit, whole_prompts=grades_groups
-    )
+    whole = isinstance(grader, GroupGrader)
+    sampled = sampler.sample(lm, prompts, n, sampling, max_new, stream, submit, whole_prompts=whole)
     if isinstance(grader, GroupGrader):
         for p, given in sorted(held.items()):
             places = sorted(given)  # not in the order in which they ended

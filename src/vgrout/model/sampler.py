@@ -97,10 +97,11 @@ def sample(
     def own_answers() -> dict[tuple[int, int], Completion]:
         """The answers of this rank's rows."""
         answers: dict[tuple[int, int], Completion] = {}
-        own = ranks.own([1] * len(rows))
         if whole_prompts:
             of_prompts = ranks.own(counts)
             own = range(sum(counts[: of_prompts.start]), sum(counts[: of_prompts.stop]))
+        else:
+            own = ranks.own([1] * len(rows))
         for start in range(own.start, own.stop, at_once):
             turn = slice(start, min(start + at_once, own.stop))
             prompt_of = [prompt for prompt, _ in rows[turn]]

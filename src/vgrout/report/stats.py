@@ -258,7 +258,7 @@ def estimate(rows: Sequence[Sequence[Stratum]], low: float = 0.0, high: float = 
     values = [stratum.values for row in rows for stratum in row]
     if rows and _all_equal(units := np.concatenate(values)):
         value = float(np.mean(means))
-        if low < 0:
+        if low < 0:  # a difference
             return Estimate(value, None, None, n, "none", "DEGENERATE")
         return Estimate(value, *wilson(round(value * len(units)), len(units)), n, "Wilson")
     if n < ENOUGH_SEEDS:

@@ -70,8 +70,7 @@ def one_line(value: object) -> str:
 def percent(e: Estimate) -> str:
     """Format an estimate, as in `81.0 [80.1, 82.0]`.
 
-    Student's interval is marked t, Wilson's w. A value without an interval has the
-    note on why.
+    Student's interval is marked t, Wilson's w. A value without an interval has the note on why.
     """
     if e.value is None:
         return "·"

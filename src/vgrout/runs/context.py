@@ -73,20 +73,28 @@ STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted"
 # for good
 ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
 FINISHED, FAILED, REFUSED, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-# how a run may end in order, and its exit code then
-ENDINGS: dict[type[BaseException], int] = {
-    KeyboardInterrupt: INTERRUPTED,
-    Interrupted: INTERRUPTED,
-    Halted: HALTED,
-    Diverged: DIVERGED,
-    NothingRouted: FAILED,
-    NothingAligned: FAILED,
-}
 ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
 NONE_YET = "there is no checkpoint yet"
+
+
+def exit_code(e: BaseException | None) -> int:
+    """Of a run that this has ended; None: nothing did."""
+    match e:
+        case None:
+            return FINISHED
+        case Interrupted() | KeyboardInterrupt():
+            return INTERRUPTED
+        case Halted():
+            return HALTED
+        case Diverged():
+            return DIVERGED
+        case Refused():
+            return REFUSED
+        case _:
+            return FAILED
 
 
 # ── the folder
@@ -526,12 +534,11 @@ class RunContext:
 
     def _finish(self, e: BaseException | None) -> bool:
         """Record how the run ended; returns whether that was one of the expected ways."""
+        self.code = exit_code(e)
         match e:
             case None:
-                self.code = FINISHED
                 self.status("finished", "", f"read {self.path / 'summary.md'}")
             case Refused() if self._loading:
-                self.code = REFUSED
                 if self.owns_folder and not self.resumes:
                     self._discard()
                 elif not self.logged:
@@ -540,29 +547,24 @@ class RunContext:
                     logger.debug(f"refused: {e}")
                 show_refusal(e)
             case Interrupted():
-                self.code = INTERRUPTED
                 self.status("interrupted", str(e))
                 logger.warning(f"{e}; {self._go_on(saved='saved')}")
             case Halted():
-                self.code, on = HALTED, f"{self.resume_command} --guard log"
+                on = f"{self.resume_command} --guard log"
                 self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
                 logger.error(f"halted: {e}. To go on all the same: {on}")
             case Diverged():
-                self.code = DIVERGED
                 self.status("diverged", str(e), "lower --lr or --grad-clip and start again")
                 logger.error(str(e))
             case NothingRouted():
-                self.code = FAILED
                 self.status(
                     "unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}"
                 )
                 logger.error(str(e))
             case NothingAligned() as e:
-                self.code = FAILED
                 self.status("failed", str(e), e.then)
                 logger.error(f"{e}; {e.then}")
             case RankLost():
-                self.code = FAILED
                 self.status("failed", str(e))
                 logger.error(f"{e}; {self._go_on()}")
             case _:

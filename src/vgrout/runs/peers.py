@@ -11,11 +11,21 @@ from vgrout import faults, ranks
 from vgrout.cli import show_refusal
 from vgrout.config.run import Config
 from vgrout.envs.base import Grader
-from vgrout.errors import Interrupted, Refused
+from vgrout.errors import (
+    Diverged,
+    Halted,
+    Interrupted,
+    NothingAligned,
+    NothingRouted,
+    Refused,
+)
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
 from vgrout.records import began
-from vgrout.runs.context import ENDINGS, FINISHED, RUNS, RunContext, stop_on_signals
+from vgrout.runs.context import RUNS, RunContext, exit_code, stop_on_signals
+
+# how a run may end in order
+IN_ORDER = (KeyboardInterrupt, Interrupted, Halted, Diverged, NothingRouted, NothingAligned)
 
 
 def require_torchrun() -> None:
@@ -78,10 +88,9 @@ class Peer(RunContext):
         self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
     ) -> bool:
         self._open.close()
-        if e is None:
-            self.code = FINISHED
-        elif isinstance(e, tuple(ENDINGS)):  # rank 0 says so
-            self.code = next(code for kind, code in ENDINGS.items() if isinstance(e, kind))
+        self.code = exit_code(e)
+        if e is None or isinstance(e, IN_ORDER):
+            pass  # rank 0 says so
         elif isinstance(e, RankLost):
             print(f"E {e}", file=sys.stderr)
         elif isinstance(e, Refused):  # which rank 0 says as well, if it is its own
