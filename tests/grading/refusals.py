@@ -15,7 +15,7 @@ from pathlib import Path
 
 import vgrout
 from vgrout.data import Grade
-from vgrout.envs.code.grading import isolation
+from vgrout.envs.code.grading import kernel, seccomp
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
@@ -66,21 +66,21 @@ GRADED: tuple[tuple[Mode, str, bool], ...] = (
 
 def refuse_call(number: int, code: int, first_argument: int | None) -> None:
     """Have the kernel refuse a system call to this process and all below it, for good."""
-    killed = isolation._return(isolation.SECCOMP_RET_KILL_PROCESS)
-    action = isolation._fail_with(code) if code else killed
-    if_equal, load = isolation._if_equal, isolation._load
+    killed = seccomp._return(seccomp.SECCOMP_RET_KILL_PROCESS)
+    action = seccomp._fail_with(code) if code else killed
+    if_equal, load = seccomp._if_equal, seccomp._load
     if first_argument is None:
-        program = [load(0), if_equal(number, 0, 1), action, isolation._ALLOW]
+        program = [load(0), if_equal(number, 0, 1), action, seccomp._ALLOW]
     else:
-        of_argument = [isolation._load_argument(0), if_equal(first_argument, 0, 1)]
-        program = [load(0), if_equal(number, 0, 3), *of_argument, action, isolation._ALLOW]
+        of_argument = [seccomp._load_argument(0), if_equal(first_argument, 0, 1)]
+        program = [load(0), if_equal(number, 0, 3), *of_argument, action, seccomp._ALLOW]
     packed = b"".join(struct.pack("HBBI", *i[:3], i[3] & 0xFFFF_FFFF) for i in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
     sock_fprog = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
     if os.getuid() != 0:
-        isolation._prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
-    mode = isolation.SECCOMP_MODE_FILTER
-    assert isolation._libc.prctl(isolation.PR_SET_SECCOMP, mode, sock_fprog, 0, 0) == 0
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    mode = seccomp.SECCOMP_MODE_FILTER
+    assert kernel.libc.prctl(kernel.PR_SET_SECCOMP, mode, sock_fprog, 0, 0) == 0
 
 
 def outcome(*without: str) -> dict:
@@ -108,7 +108,7 @@ def outcome(*without: str) -> dict:
 FAULT = '''
 import ctypes, errno, io, os, resource
 from pathlib import Path
-from vgrout.envs.code.grading import fork_server, isolation
+from vgrout.envs.code.grading import fork_server, kernel
 
 class CLibrary:
     def __init__(self, libc):
@@ -145,7 +145,7 @@ if file.exists():
     report = os.open(str(file) + ".reached", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(report, 300)
     report = 300
-    isolation._libc = CLibrary(isolation._libc)
+    kernel.libc = CLibrary(kernel.libc)
     for name in """fork pipe open mkdir makedirs symlink chdir chroot chown chmod utime setgroups setresuid
                    setresgid write pwrite pread mknod statvfs dup2 setsid waitpid pidfd_open listdir fstat""".split():
         setattr(os, name, counted(name, getattr(os, name)))

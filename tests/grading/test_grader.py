@@ -743,7 +743,8 @@ def test_a_level_is_what_was_probed(without, level):
 def test_grading_needs_the_standard_library_only():
     code = (
         "import sys\nfrom vgrout.envs.code.grading import check, child, extract, fork_server, grade\n"
-        "from vgrout.envs.code.grading import isolation, messages, probe, values, verdict, verifier, watch\n"
+        "from vgrout.envs.code.grading import isolation, kernel, landlock, messages, namespaces\n"
+        "from vgrout.envs.code.grading import probe, seccomp, stdlib, values, verdict, verifier, watch\n"
         "files = [getattr(m, '__file__', None) or '' for m in sys.modules.values()]\n"
         "print([f for f in files if 'site-packages' in f], 'torch' in sys.modules)"
     )

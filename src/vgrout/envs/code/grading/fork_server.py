@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from vgrout.envs.code.grading import child, isolation, messages
+from vgrout.envs.code.grading import child, isolation, messages, namespaces, stdlib
 from vgrout.files import restore_inherited
 
 # Imported once, so that an answer's import is a lookup: what setup code and most answers use. Every
@@ -236,9 +236,9 @@ class ForkServer:
                 stdout_fd = os.open(os.devnull, os.O_WRONLY)
             os.dup2(stdout_fd, 1)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            os.dup2(request.connection_fd, isolation.CONNECTION_FD)
+            os.dup2(request.connection_fd, messages.CONNECTION_FD)
             self.enclosure.enter(request.cpu_limit, bool(request.flags & OPEN_ALLOWED))
-            child.main(job, isolation.CONNECTION_FD)
+            child.main(job, messages.CONNECTION_FD)
         finally:
             os._exit(child.HARNESS_EXIT)
 
@@ -295,12 +295,12 @@ def main(control_fd: int, workdir: str, memory_mb: int, output_bytes: int, forbi
     try:
         enclosure = isolation.enclose(workdir, memory_mb, output_bytes, layers_off)
         if not {"namespaces", "landlock"} & enclosure.active.keys():
-            isolation.import_library()
+            stdlib.import_library()
             sys.modules["random"].seed(0)
         started, other_end = socket.socketpair()
-    except (isolation.HalfWay, isolation.Unusable, OSError, ValueError) as e:
+    except (namespaces.HalfWay, isolation.Unusable, OSError, ValueError) as e:
         reason = messages.refusal(e)
-        half_way = isinstance(e, isolation.HalfWay)
+        half_way = isinstance(e, namespaces.HalfWay)
         with verifier_may_end:
             _announce(control, Hello({}, {}, half_way=reason if half_way else "", unusable=reason))
         os._exit(1)

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+# The child's end of its connection. The number is high, so that no file of the answer's needs it.
+CONNECTION_FD = 120
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:

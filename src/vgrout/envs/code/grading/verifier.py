@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from vgrout.envs.code.grading import messages
-from vgrout.envs.code.grading.isolation import FILE_LAYERS, cap_limit, die_with_parent
+from vgrout.envs.code.grading.isolation import FILE_LAYERS, cap_limit
+from vgrout.envs.code.grading.kernel import die_with_parent
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.probe import (
     EVIDENCE,

@@ -27,8 +27,9 @@ from typing import Literal
 from vgrout.envs.code.grading import fork_server as fs
 from vgrout.envs.code.grading import messages
 from vgrout.envs.code.grading.child import HARNESS_EXIT
-from vgrout.envs.code.grading.isolation import FILE_LAYERS, ROOT_CWD
+from vgrout.envs.code.grading.isolation import FILE_LAYERS
 from vgrout.envs.code.grading.messages import WorkerSettings
+from vgrout.envs.code.grading.namespaces import ROOT_CWD
 from vgrout.envs.code.grading.values import BadClaim, decode_line
 from vgrout.files import restore_inherited
 
