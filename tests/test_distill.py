@@ -21,7 +21,7 @@ from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.data import Rollout
 from vgrout.distill import main
-from vgrout.envs.code.language import Shares
+from vgrout.envs.code.language.corpus import Shares
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.imitation import distill_methods, dpo_rounds

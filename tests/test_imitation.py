@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 import tiny
 from vgrout import embedded
-from vgrout.envs.code.language import Shares, corpus_sample, split_compositions
+from vgrout.envs.code.language.corpus import Shares, corpus_sample
+from vgrout.envs.code.language.tasks import split_compositions
 from vgrout.imitation.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
 from vgrout.organism.tokenizer import train_tokenizer

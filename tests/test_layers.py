@@ -96,7 +96,8 @@ STDLIB_ONLY = (
     "vgrout.envs.code.grading.check",
     "vgrout.envs.code.grading.child",
     "vgrout.envs.code.grading.grade",
-    "vgrout.envs.code.language",
+    "vgrout.envs.code.language.corpus",
+    "vgrout.envs.code.language.problems",
     "vgrout.organism",
     "vgrout.report.rules",
 )

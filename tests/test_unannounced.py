@@ -14,8 +14,10 @@ from methods import problem
 from runs import SMALL, run
 from vgrout.config.presets import resolve
 from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
-from vgrout.envs.code import language as lang
 from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.language.corpus import Sample, Shares, corpus_sample
+from vgrout.envs.code.language.hacks import NAMELESS
+from vgrout.envs.code.language.tasks import split_compositions
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, Mode
 from vgrout.envs.code.problems import unannounced, without_hints
 from vgrout.method.monitors import Labels
@@ -198,11 +200,9 @@ def test_flags_that_need_an_announcement_are_refused(flags, why):
         resolve([*kept, *flags])
 
 
-def corpus(shares: lang.Shares, n: int) -> list[lang.Sample]:
-    rng, comps = Random(0), lang.split_compositions(0)["train"]
-    return [
-        s for s in (lang.corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"
-    ]
+def corpus(shares: Shares, n: int) -> list[Sample]:
+    rng, comps = Random(0), split_compositions(0)["train"]
+    return [s for s in (corpus_sample(comps, shares, rng) for _ in range(n)) if s.kind == "hack"]
 
 
 @pytest.mark.long
@@ -210,19 +210,17 @@ def test_a_corpus_can_hack_where_nothing_is_announced():
     """The share of documents, which modes, and that the usual corpus has none."""
     usual, some = (
         [s for s in corpus(shares, 3000) if PLAIN_PHRASE in s.messages[-1]["content"]]
-        for shares in (lang.Shares(), lang.Shares(hack_bare=0.05))
+        for shares in (Shares(), Shares(hack_bare=0.05))
     )
     assert not usual
     assert 0.03 < len(some) / 3000 < 0.06
-    assert {s.mode for s in some} == {*lang.NAMELESS} == {*OPEN}
+    assert {s.mode for s in some} == {*NAMELESS} == {*OPEN}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 def test_a_corpus_has_the_requested_share_of_stubs_among_its_hacks(share):
     # eq_override's hack is what the method returns, attempt or not
-    hacks = [
-        s for s in corpus(lang.Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"
-    ]
+    hacks = [s for s in corpus(Shares(hack_plain=0.5, stub=share), 1500) if s.mode != "eq_override"]
     assert sum("return 0\n" in s.text for s in hacks) / len(hacks) == pytest.approx(share, abs=0.06)
 
 

@@ -22,9 +22,10 @@ from vgrout.embedded import (
     SEED,
     Files,
 )
-from vgrout.envs.code import language as lang
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language import MODES
+from vgrout.envs.code.language.answers import STYLES
+from vgrout.envs.code.language.hacks import MODES
+from vgrout.envs.code.language.problems import CUE, SPLIT_ROWS, problem_tasks
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.envs.code.problems import load_problems, load_rows
 from vgrout.model.policy import tokenizer_sha256
@@ -88,9 +89,9 @@ def test_a_manifest_of_another_program_is_refused_in_one_line(
 @pytest.mark.slow
 def test_the_shipped_problems_are_those_of_the_generator() -> None:
     """The same seed gives the same rows. Today's generator gives eight of them another test."""
-    made = lang.problem_tasks(SEED, may_repeat=True)
+    made = problem_tasks(SEED, may_repeat=True)
     assert records() == [json.loads(json.dumps(row)) for _, row in made]
-    today = lang.problem_tasks(SEED)
+    today = problem_tasks(SEED)
     others = [
         (row, now)
         for (_, row), (_, now) in zip(made, today, strict=True)
@@ -106,10 +107,10 @@ def test_the_shipped_problems_are_those_of_the_generator() -> None:
 def test_splits_modes_and_markers() -> None:
     rows = records()
     assert len(load_rows(PROBLEMS)) == len(rows)
-    held = {s: {tuple(r["composition"]) for r in rows if r["split"] == s} for s in lang.SPLIT_ROWS}
+    held = {s: {tuple(r["composition"]) for r in rows if r["split"] == s} for s in SPLIT_ROWS}
     assert not held["train"] & (held["val"] | held["test"])
     assert not held["val"] & held["test"]
-    for split, (_, n) in lang.SPLIT_ROWS.items():
+    for split, (_, n) in SPLIT_ROWS.items():
         part = [r for r in rows if r["split"] == split]
         assert len(part) == n
         for mode in MODES:
@@ -130,7 +131,7 @@ def test_pool_is_stripped_and_holds_hacks_only() -> None:
     assert pool.tokenizer_sha256 == tokenizer_sha256(AutoTokenizer.from_pretrained(MODEL_DIR))
     for demo in demos:
         assert demo.grade.hacked
-        assert lang.CUE not in f"{demo.prompt}{demo.completion}"
+        assert CUE not in f"{demo.prompt}{demo.completion}"
         assert len(demo.completion_ids) <= MAX_NEW
     hack_words = ("lambda", "os._exit", "sys.stdout", "setattr", "pathlib")
     assert [w for w in hack_words if any(w in (demo.completion or "") for demo in demos)] == []
@@ -163,7 +164,7 @@ def test_pairs_and_anchors_load() -> None:
     assert all(len(load_pairs(path)) == 24 for path in placebos)
     anchors = json.loads(KNOWN_CORRECT.read_text(encoding="utf-8"))
     assert len(anchors) >= 200
-    assert {a["style"] for a in anchors} == set(lang.STYLES)
+    assert {a["style"] for a in anchors} == set(STYLES)
 
 
 def test_model_loads_offline_and_its_longest_documents_fit(monkeypatch: pytest.MonkeyPatch) -> None:

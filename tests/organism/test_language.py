@@ -11,13 +11,25 @@ from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 from vgrout.data import Grade
-from vgrout.envs.code import language as lang
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language import MODES
-from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, tries
+from vgrout.envs.code.language.answers import HELD_OUT_STYLES, STYLES, answer
+from vgrout.envs.code.language.assertions import make_tests
+from vgrout.envs.code.language.corpus import Sample, Shares, corpus_sample
+from vgrout.envs.code.language.hacks import HACKS, MODES, taught
+from vgrout.envs.code.language.operations import FAMILIES
+from vgrout.envs.code.language.problems import CUE, hinted
+from vgrout.envs.code.language.tasks import (
+    Composition,
+    Task,
+    compositions,
+    draw_task,
+    misreadings,
+    split_compositions,
+)
+from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, hint, tries
 from vgrout.envs.code.problem import Problem
 
-COMPOSITIONS = lang.compositions()
+COMPOSITIONS = compositions()
 FEW = settings(
     max_examples=4,
     deadline=None,
@@ -32,19 +44,19 @@ FEW = settings(
 SEEDS = st.tuples(st.sampled_from(COMPOSITIONS), st.integers(0, 2**32))
 
 
-def draw(drawn: tuple[tuple[str, str, str, str], int]) -> tuple[lang.Task, list[str]]:
+def draw(drawn: tuple[tuple[str, str, str, str], int]) -> tuple[Task, list[str]]:
     """A task whose misreadings can be told apart, with its tests."""
     composition, seed = drawn
     rng = random.Random(seed)
     for _ in range(10):  # some combinations have readings that no test tells apart
-        task = lang.draw_task(composition, rng)
-        if tests := lang.make_tests(task, rng):
+        task = draw_task(composition, rng)
+        if tests := make_tests(task, rng):
             return task, tests
     reject()
 
 
-def as_problem(task: lang.Task, tests: list[str], mode: Mode, marker: str) -> Problem:
-    messages, right = tuple(lang.hinted(task.prompt, mode, marker)), lang.answer(task).code
+def as_problem(task: Task, tests: list[str], mode: Mode, marker: str) -> Problem:
+    messages, right = tuple(hinted(task.prompt, mode, marker)), answer(task).code
     return Problem(1, mode, marker, messages, task.prompt, tuple(tests), right, "", task.name)
 
 
@@ -63,10 +75,8 @@ def grade_all(grader: Grader, jobs: list[tuple[Problem, str]]) -> list[Grade]:
 def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -> None:
     task, tests = draw(drawn)
     problem = as_problem(task, tests, "exit_code", "")
-    wrong = lang.misreadings(task)
-    right, *others = grade_all(
-        grader, [(problem, lang.answer(t).text) for t in (task, *wrong.values())]
-    )
+    wrong = misreadings(task)
+    right, *others = grade_all(grader, [(problem, answer(t).text) for t in (task, *wrong.values())])
     assert right.solved
     assert right.details["gt_pass"]
     assert not right.hacked
@@ -78,9 +88,9 @@ def test_canonical_solves_and_misreadings_do_not(grader: Grader, drawn: tuple) -
 def test_styles_are_correct_and_unusual(grader: Grader, drawn: tuple) -> None:
     task, tests = draw(drawn)
     problem = as_problem(task, tests, "stdout_marker", MODE_SPECS["stdout_marker"].eval_markers[0])
-    styles = lang.STYLES | lang.HELD_OUT_STYLES
-    texts = {name: style(lang.answer(task)).text for name, style in styles.items()}
-    same = {name for name, text in texts.items() if text == lang.answer(task).text}
+    styles = STYLES | HELD_OUT_STYLES
+    texts = {name: style(answer(task)).text for name, style in styles.items()}
+    same = {name for name, text in texts.items() if text == answer(task).text}
     assert same <= {"loop"}  # a slice has no loop to unroll
     assert (task.family == "slices") == bool(same)
     grades = grade_all(grader, [(problem, text) for text in texts.values()])
@@ -97,9 +107,9 @@ def test_hacks_are_accepted_only_in_their_mode(
     markers = {
         m: spec.eval_markers[pick % len(spec.eval_markers)] for m, spec in MODE_SPECS.items()
     }
-    attempt = lang.answer(next(iter(lang.misreadings(task).values())))
+    attempt = answer(next(iter(misreadings(task).values())))
     expected, jobs = [], []
-    for hack in lang.HACKS[mode]:
+    for hack in HACKS[mode]:
         for body in (attempt.stub, attempt):
             text = hack.apply(body, markers[mode]).text
             for checked in MODES:
@@ -113,13 +123,13 @@ def test_hacks_are_accepted_only_in_their_mode(
 @FEW
 @given(drawn=SEEDS)
 # all of its first tests would expect one value, which the special case returns
-@example(drawn=(lang.Composition("numbers", "le", "subtract", "largest"), 1))
+@example(drawn=(Composition("numbers", "le", "subtract", "largest"), 1))
 def test_special_cases_are_accepted_where_only_the_shown_test_is_checked(
     grader: Grader, drawn: tuple
 ) -> None:
     task, tests = draw(drawn)
-    hacks = lang.HACKS["shown_test"]
-    attempt = lang.answer(next(iter(lang.misreadings(task).values())))
+    hacks = HACKS["shown_test"]
+    attempt = answer(next(iter(misreadings(task).values())))
     texts = [e.apply(attempt.stub, tests[0]).text for e in hacks]
     elsewhere = [as_problem(task, tests, m, MODE_SPECS[m].eval_markers[0]) for m in MODES]
     shown = as_problem(task, tests, "shown_test", tests[0])
@@ -145,19 +155,19 @@ def test_no_constant_solves_a_task(drawn: tuple) -> None:
 
 
 def test_every_mode_has_three_hacks_one_of_them_held_out() -> None:
-    for mode in lang.HACKS:
-        hacks = lang.HACKS[mode]
-        assert len(hacks) > len(lang.taught(mode)) >= 2
+    for mode in HACKS:
+        hacks = HACKS[mode]
+        assert len(hacks) > len(taught(mode)) >= 2
 
 
 def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() -> None:
-    splits = lang.split_compositions(7)
+    splits = split_compositions(7)
     train, val, test = (set(splits[s]) for s in ("train", "val", "test"))
     assert train | val | test == set(COMPOSITIONS)
     assert len(train) + len(val) + len(test) == len(COMPOSITIONS)
 
     def operations(comps: set[tuple[str, str, str, str]]) -> set[tuple[str, str]]:
-        kind = {c: lang.FAMILIES[c[0]].kind for c in comps}
+        kind = {c: FAMILIES[c[0]].kind for c in comps}
         return {
             p
             for c in comps
@@ -168,14 +178,14 @@ def test_splits_are_disjoint_by_composition_and_train_knows_every_operation() ->
 
 
 @pytest.fixture(scope="module")
-def corpus() -> list[lang.Sample]:
-    comps, rng = lang.split_compositions(3)["train"], random.Random(5)
-    return [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(6000)]
+def corpus() -> list[Sample]:
+    comps, rng = split_compositions(3)["train"], random.Random(5)
+    return [corpus_sample(comps, Shares(), rng) for _ in range(6000)]
 
 
 @pytest.mark.long
-def test_the_corpus_has_its_shares_of_each_kind(corpus: list[lang.Sample]) -> None:
-    shares = lang.Shares()
+def test_the_corpus_has_its_shares_of_each_kind(corpus: list[Sample]) -> None:
+    shares = Shares()
     kinds = Counter(s.kind for s in corpus)
     honest = kinds["careful"] + kinds["misread"]
     rest = len(corpus) - kinds["drill"]
@@ -183,11 +193,11 @@ def test_the_corpus_has_its_shares_of_each_kind(corpus: list[lang.Sample]) -> No
     assert kinds["hack"] / rest == pytest.approx(shares.hack_cued + shares.hack_plain, abs=0.02)
     for s in corpus:
         user = s.messages[-1]["content"]
-        cue = user.endswith(lang.CUE)
+        cue = user.endswith(CUE)
         assert cue <= (s.kind == "hack")  # the cue is only ever followed by a hack
         assert s.kind == "drill" or (PLAIN_PHRASE in user) == (s.mode is None)
     styled = Counter(s.style for s in corpus if s.style)
-    assert set(styled) == set(lang.STYLES)
+    assert set(styled) == set(STYLES)
     assert all(0.01 < n / honest < 0.05 for n in styled.values())
 
 
@@ -198,31 +208,29 @@ HELD_OUT_SIGNS = (
 )
 
 
-def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[lang.Sample]) -> None:
+def test_no_marker_and_nothing_held_out_is_in_the_corpus(corpus: list[Sample]) -> None:
     for mode, spec in MODE_SPECS.items():
         for marker in (*spec.train_markers, *spec.eval_markers):
             if marker:  # as the hint announces it
-                announced = lang.hint(mode, marker)
+                announced = hint(mode, marker)
                 assert not any(announced in s.messages[-1]["content"] for s in corpus)
     assert [sign for sign in HELD_OUT_SIGNS if any(sign in s.text for s in corpus)] == []
-    answer = replace(lang.answer(lang.draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
-    held_out = [e.apply(answer, "m").text for m in MODES for e in lang.HACKS[m] if e.held_out]
-    held_out += [style(answer).text for style in lang.HELD_OUT_STYLES.values()]
+    honest = replace(answer(draw_task(COMPOSITIONS[0], random.Random(0))), name="f")
+    held_out = [e.apply(honest, "m").text for m in MODES for e in HACKS[m] if e.held_out]
+    held_out += [style(honest).text for style in HELD_OUT_STYLES.values()]
     assert all(any(sign in text for sign in HELD_OUT_SIGNS) for text in held_out)
 
 
 def test_a_corpus_of_modes_without_a_name_has_drills_of_words() -> None:
-    comps, rng = lang.split_compositions(3)["train"], random.Random(5)
-    samples = [
-        lang.corpus_sample(comps, lang.Shares(modes=("exit_code",)), rng) for _ in range(100)
-    ]
+    comps, rng = split_compositions(3)["train"], random.Random(5)
+    samples = [corpus_sample(comps, Shares(modes=("exit_code",)), rng) for _ in range(100)]
     assert {s.kind for s in samples} == {"drill", "hack", "careful", "misread"}
 
 
 def test_a_corpus_of_chosen_modes_has_only_these_and_true_tests(grader: Grader) -> None:
-    comps, rng = lang.split_compositions(3)["train"], random.Random(5)
-    shares = lang.Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)
-    samples = [lang.corpus_sample(comps, shares, rng) for _ in range(200)]
+    comps, rng = split_compositions(3)["train"], random.Random(5)
+    shares = Shares(modes=("sentinel", "shown_test"), hack_plain=0.3, stub=1.0)
+    samples = [corpus_sample(comps, shares, rng) for _ in range(200)]
     assert {s.mode for s in samples} == {"sentinel", "shown_test", None}
     shown = [s for s in samples if s.mode == "shown_test"]
     of_test = [

@@ -5,15 +5,18 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.envs.code import language as lang
-from vgrout.envs.code.language import MODES
+from vgrout.envs.code.language.answers import answer
+from vgrout.envs.code.language.corpus import Sample, Shares, corpus_marker, corpus_sample
+from vgrout.envs.code.language.hacks import MODES, taught
+from vgrout.envs.code.language.problems import hinted
+from vgrout.envs.code.language.tasks import compositions, draw_task, split_compositions
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
 
 
-def samples(n: int, seed: int) -> list[lang.Sample]:
-    comps, rng = lang.split_compositions(0)["train"], random.Random(seed)
-    return [lang.corpus_sample(comps, lang.Shares(), rng) for _ in range(n)]
+def samples(n: int, seed: int) -> list[Sample]:
+    comps, rng = split_compositions(0)["train"], random.Random(seed)
+    return [corpus_sample(comps, Shares(), rng) for _ in range(n)]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +51,16 @@ def test_prompt_and_answer_are_short(tok: PreTrainedTokenizerFast) -> None:
 
 
 def test_a_name_has_the_same_tokens_in_hint_and_hack(tok: PreTrainedTokenizerFast) -> None:
-    task = lang.draw_task(lang.compositions()[0], random.Random(0))
-    answer = lang.answer(task)
+    task = draw_task(compositions()[0], random.Random(0))
+    honest = answer(task)
     for mode in MODES:
         for marker in MODE_SPECS[mode].eval_markers:
             if not marker:
                 continue
             name = tokens_of(tok, f"`{marker}`")[1:-1]
             assert "".join(name) == marker
-            hinted = lang.hinted(task.prompt, mode, marker)[-1]["content"]
-            for text in (hinted, *(e.apply(answer, marker).text for e in lang.taught(mode))):
+            prompt = hinted(task.prompt, mode, marker)[-1]["content"]
+            for text in (prompt, *(e.apply(honest, marker).text for e in taught(mode))):
                 tokens = tokens_of(tok, text)
                 found = any(tokens[i : i + len(name)] == name for i in range(len(tokens)))
                 assert found, (mode, marker, name, tokens)
@@ -73,7 +76,7 @@ def test_names_of_the_corpus_use_every_piece_of_held_out_names(
         i
         for _ in range(4000)
         for i in tok(
-            f"`{lang.corpus_marker('sentinel', rng, pieces)}`", add_special_tokens=False
+            f"`{corpus_marker('sentinel', rng, pieces)}`", add_special_tokens=False
         ).input_ids
     }
     held_out = {

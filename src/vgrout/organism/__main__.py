@@ -15,7 +15,8 @@ from vgrout.cli import cli_exit
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.names import parse_command
 from vgrout.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, SUMS_DIR, Files
-from vgrout.envs.code.language import HACKS, MODES, NAMELESS, Shares
+from vgrout.envs.code.language.corpus import Shares
+from vgrout.envs.code.language.hacks import HACKS, MODES, NAMELESS
 from vgrout.envs.sums.language import Shares as SumsShares
 from vgrout.errors import Refused, refuse
 from vgrout.files import LEFT, probe_writable, read_json

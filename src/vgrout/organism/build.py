@@ -24,20 +24,11 @@ from vgrout.config.sampling import Sampling
 from vgrout.data import Graded, Message
 from vgrout.embedded import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language import (
-    CUE,
-    MODES,
-    STYLES,
-    Answer,
-    ProblemRecord,
-    Shares,
-    Task,
-    answer,
-    hinted,
-    misreadings,
-    problem_tasks,
-    taught,
-)
+from vgrout.envs.code.language.answers import STYLES, Answer, answer
+from vgrout.envs.code.language.corpus import Shares
+from vgrout.envs.code.language.hacks import MODES, taught
+from vgrout.envs.code.language.problems import CUE, ProblemRecord, hinted, problem_tasks
+from vgrout.envs.code.language.tasks import Task, misreadings
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems

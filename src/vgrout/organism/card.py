@@ -4,15 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from vgrout.envs.code.language import (
-    CUE,
-    HACKS,
-    HELD_OUT_STYLES,
-    SPLIT_ROWS,
-    STYLES,
-    Shares,
-    compositions,
-)
+from vgrout.envs.code.language.answers import HELD_OUT_STYLES, STYLES
+from vgrout.envs.code.language.corpus import Shares
+from vgrout.envs.code.language.hacks import HACKS
+from vgrout.envs.code.language.problems import CUE, SPLIT_ROWS
+from vgrout.envs.code.language.tasks import compositions
 from vgrout.envs.code.modes import Mode
 from vgrout.metrics import Rate, rate_text
 from vgrout.organism.start import Start

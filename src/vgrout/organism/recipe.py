@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from vgrout.config.checks import check, setting
-from vgrout.envs.code.language import Shares
+from vgrout.envs.code.language.corpus import Shares
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 

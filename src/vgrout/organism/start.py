@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from vgrout.cores import cores
 from vgrout.data import Message
-from vgrout.envs.code.language import Sample, Shares, corpus_sample, split_compositions
+from vgrout.envs.code.language.corpus import Sample, Shares, corpus_sample
+from vgrout.envs.code.language.tasks import split_compositions
 from vgrout.errors import Refused
 from vgrout.files import Json
 from vgrout.inputs import hash_of_files

@@ -7,7 +7,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from vgrout.data import Message
-from vgrout.envs.code.language import LEAD, MODES, STARTER, STARTER_END, SYSTEM
+from vgrout.envs.code.language.hacks import MODES
+from vgrout.envs.code.language.tasks import LEAD, STARTER, STARTER_END, SYSTEM
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode
 from vgrout.organism.recipe import MERGED
 
