@@ -23,16 +23,18 @@ from benchmarks.measure import Figure, page
 from vgrout import grpo, loss_metrics
 from vgrout.model import (
     attention,
-    decoder,
     fused,
+    kv_cache,
     layout,
+    lean_layers,
     logprobs,
     memory,
     prefixes,
     rollout_grads,
     svd_adapter,
 )
-from vgrout.model.decoder import LayerPast, LeanDecoder, _StaticCache
+from vgrout.model.kv_cache import LayerPast, StaticCache
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.policy import Policy
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import Active, SvdAdapter
@@ -189,10 +191,10 @@ def on_meta(counting: Counting) -> Generator[None]:
         ends.enter_context(mock.patch.object(SvdAdapter, "_snapshot", snapshot))
         ends.enter_context(mock.patch.object(SvdAdapter, "unmerged", return_value=None))
         ends.enter_context(
-            mock.patch.object(decoder, "scaled_dot_product_attention", attention_of_step)
+            mock.patch.object(kv_cache, "scaled_dot_product_attention", attention_of_step)
         )
-        of_decoder = counting.kernel(decoder.rms_norm)
-        ends.enter_context(mock.patch.object(decoder, "rms_norm", of_decoder))
+        of_decoder = counting.kernel(lean_layers.rms_norm)
+        ends.enter_context(mock.patch.object(lean_layers, "rms_norm", of_decoder))
         budgets = {"meta": memory.HEAD_BUDGET["cuda"]}
         ends.enter_context(mock.patch.dict(memory.HEAD_BUDGET, budgets))
         yield
@@ -232,7 +234,7 @@ def of_decoding(policy: Policy, load: Load, counting: Counting) -> Count:
     config: Any = policy.model.config
     shape = (load.prompts, config.num_key_value_heads, load.prompt, config.head_dim)
     past = [LayerPast(like.new_empty(shape), like.new_empty(shape)) for _ in lean.layers]
-    lean.cache = _StaticCache(past, None, rows, load.answer)
+    lean.cache = StaticCache(past, None, rows, load.answer)
     lean.position = torch.zeros(rows, dtype=torch.long, device="meta")
     lean._set_rotary(like, load.prompt + load.answer)
     counting.seen = Count()

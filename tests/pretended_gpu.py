@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 
 import vgrout
 from vgrout.embedded import DATA_DIR
-from vgrout.model import attention, decoder, fused
-from vgrout.model.decoder import LeanDecoder
+from vgrout.model import attention, fused, lean_decoder
+from vgrout.model.lean_decoder import LeanDecoder
 
 PACKAGE = f"{Path(vgrout.__file__).parent}/"
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -295,7 +295,7 @@ def graphs_that_run_again(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         self.cache.next.copy_(before[0])
         self.position.copy_(before[1])
         made.append(Graph(self, n, logits))
-        return decoder._Captured(made[-1], logits)
+        return lean_decoder._Captured(made[-1], logits)
 
     monkeypatch.setattr(LeanDecoder, "_captured", captured)
     return made

@@ -20,7 +20,7 @@ from benchmarks.gpu_peer import Contestant
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from pretended_gpu import pretended_gpu
 from vgrout import embedded
-from vgrout.model import decoder
+from vgrout.model import lean_decoder
 from vgrout.model.flops import (
     attention_flops,
     decode_bytes,
@@ -129,7 +129,7 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     """On a pretended one; what fails is a line among the others."""
     made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)
     monkeypatch.setattr(rig, "random_model", lambda device, **how: made(**how).to(device))
-    monkeypatch.setattr(decoder, "FUSE_BELOW", 0)
+    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0)
     monkeypatch.setattr(decompositions, "svd", lambda _: 1 / 0)
     monkeypatch.setattr(gpu, "QWEN3_4B", SHAPE)
     monkeypatch.setattr(gpu, "QUICK", Load(group=3, prompts=2, prompt=10, answer=6))

@@ -15,9 +15,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 import tiny
 from benchmarks import rig
 from pretended_gpu import pretended_gpu
-from vgrout.model import decoder, fused, trials
-from vgrout.model.decoder import LeanDecoder
+from vgrout.model import fused, lean_decoder, trials
 from vgrout.model.fused import fuse, fused_blocks
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import backbone, completion_hidden, foreign
 from vgrout.model.policy import Policy
 from vgrout.model.trials import fuse_blocks
@@ -203,7 +203,7 @@ def test_a_decoding_step_that_is_wrong_fails_its_trial(family, part, not_compile
         heads[:, slice(0, 1) if part == "queries" else slice(-1, None)] *= -1
         return heads
 
-    monkeypatch.setattr(decoder, "rotated_heads", wrong_heads)
+    monkeypatch.setattr(lean_decoder, "rotated_heads", wrong_heads)
     assert not trials._decodes(model, LeanDecoder(model, static=True))
 
 

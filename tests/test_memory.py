@@ -23,7 +23,7 @@ from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
 from vgrout.embedded import DATA_DIR
 from vgrout.model import svd_adapter
-from vgrout.model.decoder import LeanDecoder
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.memory import USUAL, WIDEST, plan
 from vgrout.model.rollout_grads import per_rollout_grads

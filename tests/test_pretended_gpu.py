@@ -18,8 +18,8 @@ from vgrout.config.groups import OptConfig
 from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.data import Completion
-from vgrout.model import decoder
-from vgrout.model.decoder import LeanDecoder
+from vgrout.model import lean_decoder
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.sampler import sample
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
@@ -76,7 +76,7 @@ def ids_of(answers: list[list[Completion]]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("large", [False, True])
 def test_a_step_waits_a_few_times(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling once a token, and an update as often whatever the rows, groups and forwards are."""
-    monkeypatch.setattr(decoder, "FUSE_BELOW", 0 if large else 2**26)
+    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0 if large else 2**26)
     counts = []
     with pretended_gpu() as gpu:
         policy = tiny.as_policy(tiny.tiny("qwen3").to("cuda"))  # ty: ignore
@@ -144,7 +144,7 @@ def test_a_run(
         "1",
     )
     with monkeypatch.context() as m, pretended_gpu() as gpu:
-        m.setattr(decoder, "FUSE_BELOW", 0)
+        m.setattr(lean_decoder, "FUSE_BELOW", 0)
         waits = waiting(gpu, m)
         made = run(shared_run.warm(tmp_path), *argv)
     for of_gen, of_fb in zip(waits["gen"], waits["fb"], strict=True):

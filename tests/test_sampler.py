@@ -25,8 +25,9 @@ from vgrout import ranks
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model import decoder, fused, logprobs, sampler, sampling
-from vgrout.model.decoder import HfDecoder, LeanDecoder
+from vgrout.model import fused, kv_cache, lean_decoder, logprobs, sampler, sampling
+from vgrout.model.decoder import HfDecoder
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.load import as_language_model, try_template
 from vgrout.model.logprobs import backbone
 from vgrout.model.policy import Policy
@@ -81,7 +82,7 @@ def test_prompts_that_are_read_at_once_fit_what_may_be(monkeypatch):
     policy = tiny.policy("gemma2")
     want = tokens(run(policy, [4, 0, 5]))
     assert sampler.rows_at_once(policy, 10, 30, 4) > 9
-    monkeypatch.setattr(sampler, "READ", 19)  # one of the longest
+    monkeypatch.setattr(sampler, "PROMPT_TOKENS", 19)  # one of the longest
     assert sampler.rows_at_once(policy, 10, 30, 4) == 4
     assert sampler.rows_at_once(tiny.policy(), 10, 30, 4) > 9, "reads them in parts"
     assert tokens(run(policy, [4, 0, 5])) == want
@@ -125,12 +126,12 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
 )
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
-    monkeypatch.setattr(decoder, "FUSE_BELOW", 2**26 if size == "small" else 0)
+    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 2**26 if size == "small" else 0)
     # prompts one by one, or all at once
-    monkeypatch.setattr(decoder, "READ_CPU", 12 if size == "large" else 512)
-    monkeypatch.setattr(decoder, "BLOCK", 16)  # two of them are passed
+    monkeypatch.setattr(lean_decoder, "PROMPT_TOKENS_CPU", 12 if size == "large" else 512)
+    monkeypatch.setattr(kv_cache, "BLOCK", 16)  # two of them are passed
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512
-        monkeypatch.setattr(decoder, "_prepacks", lambda _: False)
+        monkeypatch.setattr(lean_decoder, "can_prepack", lambda _: False)
     model = tiny.tiny(family, dtype=dtype)
     if size == "large, static, fused":
         monkeypatch.setattr(fused, "compiled", lambda function: function)
@@ -155,7 +156,7 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
 )
 def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch):
     """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
-    monkeypatch.setattr(decoder, "FUSE_BELOW", 0 if large else 2**26)
+    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0 if large else 2**26)
     policy = replace(tiny.policy(family), graphs=graphs)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
@@ -182,7 +183,7 @@ def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, how, 
 
 @pytest.mark.parametrize("answers", [1, 2])
 def test_a_prompts_keys_are_kept_apart_where_several_answers_go_on_from_it(answers, monkeypatch):
-    monkeypatch.setattr(decoder, "FUSE_BELOW", 0)
+    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0)
     policy = tiny.policy()
     kinds: list[type] = []
     prefill = LeanDecoder.prefill
@@ -194,7 +195,7 @@ def test_a_prompts_keys_are_kept_apart_where_several_answers_go_on_from_it(answe
 
     monkeypatch.setattr(LeanDecoder, "prefill", noted)
     assert tokens(run(policy, answers)) == tokens(run(replace(policy, lean=False), answers))
-    assert kinds == [decoder._Cache if answers == 1 else decoder._ForkedCache]
+    assert kinds == [kv_cache.KVCache if answers == 1 else kv_cache.ForkedCache]
 
 
 def test_a_captured_step_is_replayed_from_the_third_time_on(monkeypatch):
@@ -233,7 +234,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Policy:
         init(self, *args, **kwargs)
         self.captures = True
 
-    monkeypatch.setattr(decoder, "BLOCK", 16)
+    monkeypatch.setattr(kv_cache, "BLOCK", 16)
     monkeypatch.setattr(LeanDecoder, "__init__", on_gpu)
     return replace(tiny.policy(), graphs=True)
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from vgrout.data import Message
 from vgrout.errors import Refused, one_line
 from vgrout.model.attention import kernel_name
-from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
+from vgrout.model.decoder import Decoder, HfDecoder
 from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import (
     PaddedBatch,
     backbone,

@@ -16,7 +16,8 @@ from vgrout import ranks
 from vgrout.data import Completion
 from vgrout.errors import Diverged
 from vgrout.model.attention import uploaded
-from vgrout.model.decoder import READ, Decoder
+from vgrout.model.decoder import Decoder
+from vgrout.model.lean_decoder import PROMPT_TOKENS
 from vgrout.model.memory import sampled_row
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampling import Sampling, candidates
@@ -52,7 +53,7 @@ def rows_at_once(policy: LanguageModel, prompt: int, max_new: int, per_prompt: i
     fit = max(1, policy.budget.kv // row_bytes)
     if all(part.lean for part in policy.models):
         return fit
-    prompts_at_once = max(1, READ // max(1, prompt))
+    prompts_at_once = max(1, PROMPT_TOKENS // max(1, prompt))
     return min(fit, prompts_at_once * per_prompt)
 
 

@@ -18,9 +18,10 @@ from transformers.cache_utils import DynamicLayer
 
 from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
-from vgrout.model.decoder import Decoder, HfDecoder, LeanDecoder
+from vgrout.model.decoder import Decoder, HfDecoder
 from vgrout.model.fused import fuse, fusible, kernels_agree
 from vgrout.model.layout import pack, packed_hidden
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import foreign
 from vgrout.model.prefixes import Ids, SharedPrefixes
 from vgrout.model.source import LLAMAS
