@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runs import ARMS, IMITATIONS, PAIRS, flags, imitate, imitation_rows, rows, run
+from runs import ARMS, IMITATIONS, PAIRS, SETTINGS, flags, imitate, imitation_rows, rows, run
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -46,7 +46,7 @@ def differences(got: Any, want: Any, where: str = "", close: dict[str, float] = 
 def record(*names: str) -> None:
     """Record the golden files of these names, or of all."""
     FOLDER.mkdir(exist_ok=True)
-    for name in names or (*ARMS, *PAIRS, *IMITATIONS):
+    for name in names or (*ARMS, *PAIRS, *SETTINGS, *IMITATIONS):
         with tempfile.TemporaryDirectory() as folder:
             if name in IMITATIONS:
                 command = list(IMITATIONS[name])

@@ -62,7 +62,15 @@ PAIRS: dict[str, list[str]] = {
     "screen-source": ["screen", "--monitor", "source"],
     "penalty-syntax-edge": ["penalty", "--monitor", "syntax_edge", "--shadow", "labels"],
 }
-# … those that are given true labels
+# Runs of settings that no other golden run has: name → flags.
+SETTINGS: dict[str, list[str]] = {
+    "none-kl": ["none", "--beta", "0.05", "--updates-per-batch", "2"],
+    "route2-icepop": [
+        *("route2", "--quarantine", "block:-3", "--loss", "icepop"),
+        *("--updates-per-batch", "2", "--clip-low", "0.98", "--clip-high", "1.02"),
+    ],
+}
+# … those of PAIRS that are given true labels
 LABELLED = ("route2-labels", "route2-online-probe")
 DISTILLED = [
     *(
@@ -147,9 +155,9 @@ def once(argv: Iterable[str]) -> list[str]:
 
 
 def flags(method: str, *more: str) -> list[str]:
-    """The command line of a small run of one of ARMS or PAIRS."""
+    """The command line of a small run of one of ARMS, PAIRS or SETTINGS."""
     own = {"none": [], "route2": ["--quarantine=block:-3"]}.get(method, QUIET[2:])
-    intervention, *own = PAIRS.get(method, [method, *own])
+    intervention, *own = (PAIRS | SETTINGS).get(method, [method, *own])
     return once(
         ["smoke", "--intervention", intervention, "--threads", "1", *SMALL, *QUIET[:2], *own, *more]
     )

@@ -21,6 +21,7 @@ from runs import (
     LABELLED,
     PAIRS,
     READS,
+    SETTINGS,
     SharedRuns,
     adapter_bytes,
     flags,
@@ -61,7 +62,11 @@ def stopped(shared_run: SharedRuns) -> RunOf:
 
 @pytest.mark.parametrize(
     "method",
-    [*QUICK, *(pytest.param(m, marks=pytest.mark.long) for m in ("erase", "route")), *SLOW],
+    [
+        *QUICK,
+        *(pytest.param(m, marks=pytest.mark.long) for m in ("erase", "route", *SETTINGS)),
+        *SLOW,
+    ],
 )
 def test_golden(method, done):
     golden = json.loads((FOLDER / f"{method}.json").read_text(encoding="utf-8"))
