@@ -18,7 +18,7 @@ from runs import SMALL
 from vgrout.api import argv
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
 from vgrout.ranks import RankLost
-from vgrout.runs.context import STATES
+from vgrout.runs.run_dir import STATES
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
 

@@ -36,9 +36,10 @@ from vgrout.loss_metrics import LossMetrics
 from vgrout.model import load as weights
 from vgrout.ranks import RankLost
 from vgrout.report.load import load
-from vgrout.runs import checkpoint, checkpoint_files, context
-from vgrout.runs.context import RunDir, stop_on_signals
+from vgrout.runs import checkpoint, checkpoint_files, stopping
 from vgrout.runs.recorder import Recorder
+from vgrout.runs.run_dir import RunDir
+from vgrout.runs.stopping import stop_on_signals
 from vgrout.sweep.ledger import Ledger
 from vgrout.table import StepRow
 from vgrout.train import main
@@ -606,7 +607,7 @@ def test_watching_never_changes_training(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_every_signal_that_asks_for_an_end_is_heard_once(number, monkeypatch):
-    monkeypatch.setattr(context, "ONE_REQUEST_S", 0.0)
+    monkeypatch.setattr(stopping, "ONE_REQUEST_S", 0.0)
     # the tests may themselves run under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with stop_on_signals() as stop:
@@ -623,7 +624,7 @@ def test_several_sigterms_at_once_are_one_request(monkeypatch):
             signal.raise_signal(signal.SIGTERM)
         assert stop.requested
         # those that are passed over do not put off the next one that counts
-        monkeypatch.setattr(context, "ONE_REQUEST_S", 0.3)
+        monkeypatch.setattr(stopping, "ONE_REQUEST_S", 0.3)
 
         def keeps_asking() -> None:
             for _ in range(50):

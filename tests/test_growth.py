@@ -24,9 +24,9 @@ from vgrout.files import numbered_lines, once, reading_once
 from vgrout.model import source
 from vgrout.runs import checkpoint, checkpoint_files
 from vgrout.runs.checkpoint import Checkpoint
-from vgrout.runs.context import RunDir
 from vgrout.runs.preflight import require_disk
 from vgrout.runs.recorder import ROWS_BEFORE, rows_as_json
+from vgrout.runs.run_dir import RunDir
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
 from vgrout.table import SECONDS, StepRow

@@ -26,8 +26,9 @@ from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.errors import Refused
 from vgrout.files import existing, json_lines, numbered_lines, probe_writable
 from vgrout.metrics import Rate, half
-from vgrout.runs.context import RunContext, RunDir
+from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import Recorder
+from vgrout.runs.run_dir import RunDir
 from vgrout.runs.tallies import Tallies
 from vgrout.tracking import Trackers
 

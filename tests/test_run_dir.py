@@ -23,9 +23,10 @@ from vgrout.files import atomic_folder, held, to_json, write_atomic
 from vgrout.inputs import source_of
 from vgrout.model import load
 from vgrout.records import unfinished
-from vgrout.runs import checkpoint, checkpoint_files, context
-from vgrout.runs.context import RunDir, git, last_resumable
+from vgrout.runs import checkpoint, checkpoint_files, run_dir
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
+from vgrout.runs.provenance import git
+from vgrout.runs.run_dir import RunDir, last_resumable
 
 
 @pytest.fixture
@@ -55,10 +56,10 @@ def test_a_folder_that_somebody_makes_meanwhile_is_never_taken(
 ) -> None:
     """Between the look whether it is there and its making."""
     taken = tmp_path / "mine"
-    monkeypatch.setattr(context, "probe_writable", lambda _: taken.mkdir())
+    monkeypatch.setattr(run_dir, "probe_writable", lambda _: taken.mkdir())
     with pytest.raises(ValueError, match=r"--output-dir .*mine: exists"):
         RunDir.create("smoke_none_seed1", tmp_path, taken)
-    monkeypatch.setattr(context, "probe_writable", lambda _: None)
+    monkeypatch.setattr(run_dir, "probe_writable", lambda _: None)
     with (
         RunDir.create("smoke_none_seed1", tmp_path) as first,
         RunDir.create("smoke_none_seed1", tmp_path) as second,
@@ -516,4 +517,4 @@ def test_a_class_without_a_file_is_no_fault() -> None:
     """One that was written in a notebook has none, and is not hashed."""
     assert source_of(type("Mine", (), {"__module__": "nowhere"})) is None
     assert source_of(int) is None
-    assert source_of(RunDir) == Path(context.__file__)
+    assert source_of(RunDir) == Path(run_dir.__file__)

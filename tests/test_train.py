@@ -36,7 +36,7 @@ from vgrout.config.specs import INTERVENTIONS
 from vgrout.data import Grade
 from vgrout.guard.guard import STALE
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.runs.context import RunDir
+from vgrout.runs.run_dir import RunDir
 from vgrout.train import main
 
 QUICK = ("none", "route2", READS)  # erase and route share rows and state with route2

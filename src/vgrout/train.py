@@ -12,7 +12,7 @@
 6. heldout.py evaluates the deployed model on held-out problems;
 7. guard/ decides whether the run goes on, and runs/ writes the step.
 
-Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
+Exit codes are those of runs/exit_codes.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
 import shutil
@@ -31,19 +31,14 @@ from vgrout.envs.base import Grader
 from vgrout.errors import Interrupted, NothingRouted
 from vgrout.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.metrics import BatchMetrics
-from vgrout.runs.context import (
-    FINISHED,
-    INTERRUPTED,
-    NOTHING,
-    RUNS,
-    RunContext,
-    leave,
-    require_same,
-)
+from vgrout.runs.context import NOTHING, RunContext
+from vgrout.runs.exit_codes import FINISHED, INTERRUPTED
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, recommended_settings
 from vgrout.runs.preflight import preflight
 from vgrout.runs.resume import find_resume
+from vgrout.runs.run_dir import RUNS, require_same
+from vgrout.runs.stopping import leave
 from vgrout.table import StepRow
 from vgrout.tracking import Trackers
 

@@ -22,7 +22,10 @@ from vgrout.errors import (
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
 from vgrout.records import began
-from vgrout.runs.context import RUNS, RunContext, exit_code, stop_on_signals
+from vgrout.runs.context import RunContext
+from vgrout.runs.exit_codes import exit_code
+from vgrout.runs.run_dir import RUNS
+from vgrout.runs.stopping import stop_on_signals
 
 # how a run may end in order
 IN_ORDER = (KeyboardInterrupt, Interrupted, Halted, Diverged, NothingRouted, NothingAligned)

@@ -28,8 +28,8 @@ from vgrout.model.step_time import (
     rates_apply,
     step_time,
 )
-from vgrout.runs.context import where_from
 from vgrout.runs.preflight import Prompts, device_of, disk_needed, dtype_of, memory_plan, svd_cache
+from vgrout.runs.run_dir import where_from
 
 HEAD = 14  # columns of a plan's first words
 

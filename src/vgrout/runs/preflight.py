@@ -18,7 +18,7 @@ from vgrout.model.gguf import gguf_file, is_unpacked
 from vgrout.model.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.shapes import ITEMSIZE, Shapes, find_shapes, resolved_dtype
 from vgrout.model.source import SVD_CACHE
-from vgrout.runs.context import RUNS
+from vgrout.runs.run_dir import RUNS
 
 Prompts = Sequence[Sequence[Message]]
 

@@ -28,7 +28,8 @@ from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.report.rules import preregistered
 from vgrout.runs import checkpoint, checkpoint_files
-from vgrout.runs.context import RunContext, require_same
+from vgrout.runs.context import RunContext
+from vgrout.runs.run_dir import require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 
 OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again

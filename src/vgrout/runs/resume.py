@@ -12,8 +12,8 @@ from vgrout.errors import Refused
 from vgrout.files import Json, probe_writable, read_json
 from vgrout.model.shapes import ITEMSIZE
 from vgrout.runs import checkpoint_files
-from vgrout.runs.context import ENDED, RUNS, STATES, counted, has_checkpoint, last_resumable
 from vgrout.runs.preflight import dtype_of
+from vgrout.runs.run_dir import ENDED, RUNS, STATES, counted, has_checkpoint, last_resumable
 from vgrout.table import StepRow
 
 

@@ -8,7 +8,7 @@ and the same command continues.
 from vgrout import console
 from vgrout.cli import cli_exit
 from vgrout.config.names import parse_command
-from vgrout.runs.context import leave
+from vgrout.runs.stopping import leave
 from vgrout.sweep.runner import SweepSettings, run_study
 
 

@@ -12,7 +12,7 @@ from vgrout.errors import Refused
 from vgrout.files import held, read_json
 from vgrout.records import began
 from vgrout.runs.checkpoint_files import complete
-from vgrout.runs.context import RUNS
+from vgrout.runs.run_dir import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to
 # resume from. Of several runs alike the one with the first of these states is taken, and of those

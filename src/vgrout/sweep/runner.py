@@ -36,8 +36,9 @@ from vgrout.files import held, hold, probe_writable, read_json, reading_once, to
 from vgrout.gpus import visible
 from vgrout.inputs import file_hashes
 from vgrout.metrics import percent
-from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED, Stop, stop_on_signals
+from vgrout.runs.exit_codes import FAILED, FINISHED, INTERRUPTED, REFUSED
 from vgrout.runs.preflight import preflight
+from vgrout.runs.stopping import Stop, stop_on_signals
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
 from vgrout.sweep.pueue import Pueue

@@ -1,0 +1,228 @@
+"""A run's folder: what is written to it, what is there already, and whether somebody is writing it. No torch.
+
+Every file is written under a temporary name, flushed, and renamed, except the two growing ones (`steps.jsonl`,
+`rollouts.jsonl`), to which a complete step at a time is appended and flushed.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from loguru import logger
+
+from vgrout import ranks
+from vgrout.errors import Refused
+from vgrout.files import (
+    LEFT,
+    held,
+    hold,
+    probe_writable,
+    read_json,
+    regular,
+    require_new,
+    to_json,
+    write_atomic,
+)
+from vgrout.records import began
+from vgrout.runs.checkpoint_files import GROWING, complete, step_of
+
+RUNS = Path("out/runs")
+# bytes reserved in a run's folder, so that a full disk still has room for status.json
+RESERVE = 64 * 1024
+STATES = ("running", "finished", "halted", "diverged", "unrouted", "interrupted", "failed")
+# for good
+ENDED = {"finished": "this run is finished", "unrouted": "this run is evaluated; it routed nothing"}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many rows of steps.jsonl were counted, and how many bytes they take."""
+
+    rows: int
+    size: int
+
+
+NOTHING_COUNTED = Counted(0, 0)
+
+
+class RunDir:
+    """`out/runs/<timestamp>_<run_id>/`."""
+
+    def __init__(self, path: Path, made: Sequence[Path] = ()):
+        """made: the folders above that were made for it, from below."""
+        self.path, self.made = path, made
+        self._files: dict[str, TextIO] = {}
+        self._counted = NOTHING_COUNTED
+        # for as long as this process lives: two writers would break the run
+        self._lock = hold(path)
+
+    @classmethod
+    def create(cls, run_id: str, root: Path = RUNS, given: Path | None = None) -> "RunDir":
+        """A new run directory, `given` or named below `root`. Raises Refused in one line where it cannot be
+        written."""
+        require_new(given, "--output-dir")
+        probe_writable(root if given is None else given.parent)
+        names = _names(run_id)
+        while True:
+            path = given or root / next(names)
+            made = tuple(folder for folder in path.parents if not folder.exists())
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:  # another process has just made it
+                require_new(given, "--output-dir")
+            else:
+                return cls(path, made)
+
+    def discard(self) -> None:
+        """Remove it, and the folders above that were made for it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self.made:
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunDir":
+        """An existing run directory, to resume. Raises Refused in one line while another process is writing it."""
+        run = cls(path)
+        left = [
+            file for file in path.iterdir() if file.name != ".lock" and LEFT.fullmatch(file.name)
+        ]
+        for torn in (*left, *path.glob("resume/.tmp_*")):  # by a killed process
+            shutil.rmtree(torn) if torn.is_dir() else torn.unlink(missing_ok=True)
+        return run
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # `append` has flushed, or has raised already
+                file.close()
+        self._files.clear()
+        self._lock.close()
+
+    def steps_on_disk(self) -> int:
+        """How many rows are in steps.jsonl. What was counted before is not read again."""
+        self._counted = counted(self.path, self._counted)
+        return self._counted.rows
+
+    def write_json(self, name: str, data: object) -> None:
+        write_atomic(self.path / name, to_json(data))
+
+    def status(self, state: str, step: int, reason: str, then: str) -> None:
+        """Write status.json, which every exit leaves: state, steps done, the reason, and what to run next."""
+        assert state in STATES, state
+        data = {
+            "state": state,
+            "step": step,
+            "reason": reason,
+            "next": then,
+            "time": time.time(),
+            "pid": os.getpid(),
+            **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
+        }
+        reserve = self.path / ".reserve"
+        if state == "running":
+            if not reserve.exists():
+                write_atomic(reserve, b"\0" * RESERVE)
+        else:  # the run ends: the reserve is needed now, or no longer
+            reserve.unlink(missing_ok=True)
+        self.write_json("status.json", data)
+
+    def append(self, row: dict[str, object], rollouts: Iterable[dict[str, object]] | None) -> None:
+        """Append a step: rollouts first, so that a row on disk always has its rollouts. None: they are elsewhere."""
+        if rollouts is not None:
+            self._append("rollouts.jsonl", rollouts)
+        self._append("steps.jsonl", [row])
+
+    def begin_again(self) -> None:
+        """Empty the growing files, of a run that has no checkpoint: its steps are done again from the first."""
+        for name in GROWING:
+            if (self.path / name).exists():
+                os.truncate(self.path / name, 0)
+
+    def _append(self, name: str, records: Iterable[dict[str, object]]) -> None:
+        # opened at the first write: a resume cuts the files back before that
+        if name not in self._files:
+            self._files[name] = open(  # noqa: SIM115
+                self.path / name, "a", encoding="utf-8", errors="backslashreplace"
+            )
+        self._files[name].write(
+            "".join(json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records)
+        )
+        self._files[name].flush()
+
+
+def last_resumable(root: Path) -> Path:
+    """The newest run that is not finished, has a checkpoint, and is not being written by a living process."""
+    for path in sorted(root.glob("*_*"), key=began, reverse=True):
+        if not complete(path):
+            continue
+        try:
+            read_json(path / "run.json")
+            state = read_json(path / "status.json").get("state")
+        except Refused as e:  # copied in part, or damaged
+            logger.warning(f"--resume latest: {e}; passed over")
+            continue
+        if state not in ENDED and not held(path):
+            return path
+    raise Refused(
+        f"--resume latest: no unfinished run with a checkpoint below {root} (running ones left out)"
+    )
+
+
+def counted(run: Path, before: Counted = NOTHING_COUNTED) -> Counted:
+    """How many rows are in a run's steps.jsonl. What was counted before is not read again."""
+    try:
+        with open(run / "steps.jsonl", "rb", opener=regular) as lines:
+            if os.fstat(lines.fileno()).st_size < before.size:  # it was cut back
+                before = NOTHING_COUNTED
+            lines.seek(before.size)
+            rows, size = before.rows, before.size
+            for line in lines:
+                if line.endswith(b"\n"):  # the last one may be torn
+                    rows += 1
+                    size += len(line)
+    except FileNotFoundError:
+        return NOTHING_COUNTED
+    return Counted(rows, size)
+
+
+def _names(run_id: str) -> Iterator[str]:
+    """Names for a run's folder: by the second in which it begins, numbered where that is taken."""
+    stamp = datetime.now().strftime("%Y%m%dT%H%M%S")
+    yield f"{stamp}_{run_id}"
+    for k in itertools.count(1):
+        yield f"{stamp}.{k}_{run_id}"
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether something of a checkpoint is there, damaged or not."""
+    return any(run.glob("resume/step_*"))
+
+
+def where_from(run: Path) -> str:
+    """Where a run that is resumed goes on, in words."""
+    checkpoints = complete(run)
+    if checkpoints:
+        return f"which goes on after step {step_of(checkpoints[-1]) - 1}"
+    return "which has no checkpoint and begins again"
+
+
+def require_same(run: Path, now: Mapping[str, object]) -> None:
+    """Raises Refused naming the input files that have changed since the run started."""
+    before = read_json(run / "run.json")["hashes"]
+    changed = ", ".join(name for name in now if name in before and before[name] != now[name])
+    if changed:
+        raise Refused(f"--resume {run}: changed since: {changed}; put them back")
