@@ -218,7 +218,7 @@ def of_update(policy: Policy, load: Load, by_rollout: bool, counting: Counting) 
     sizes = (load.group, load.prompts, load.prompt, load.answer)
     batch, cfg = rig.learnt(rig.noise_groups(config.vocab_size, *sizes), by_rollout)
     rows = grpo.merge_twins(batch.rows).rows
-    update = grpo._Update(policy, cfg, grpo._norm(batch, cfg), None, True, ())
+    update = grpo._GradientPass(policy, cfg, grpo._norm(batch, cfg), None, True, ())
     counting.seen = Count()
     with counting, per_rollout_grads(policy.adapter, len(rows)) as collected:
         update.backward(rows, collected)

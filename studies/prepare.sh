@@ -63,10 +63,13 @@ rules)
 shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
-pretrained | pretrained-more | pretrained-labels)
+abstain | pretrained | pretrained-more | pretrained-labels)
     test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
     seeds="201 202 203"
-    [ "$1" = pretrained ] || seeds="204 205 206 207 208"
+    case $1 in
+    abstain) seeds="202" ;;
+    pretrained-*) seeds="204 205 206 207 208" ;;
+    esac
     for seed in $seeds; do
         test -e "out/organisms/smollm2-$seed" ||
             uv run python -m vgrout.organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"

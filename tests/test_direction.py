@@ -17,6 +17,7 @@ from runs import once
 from tiny import policy as tiny_policy
 from tiny import shake, tokenizer
 from vgrout.config.method import MethodConfig
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.data import Batch, UpdateRow
 from vgrout.direction import __main__ as command
@@ -424,6 +425,19 @@ def test_a_file_in_the_shared_format_is_refused_with_the_reason(hashes, policy, 
         with pytest.raises(Refused, match=r"singular vectors.*vgrout direction") as error:
             read()
         assert "KeyError" not in str(error.value)
+
+
+def test_a_file_made_with_other_settings_is_refused_where_they_are_read(found, tmp_path):
+    path = tmp_path / "v.safetensors"
+    save(found, path)
+    made = found.meta.top_k, found.meta.tau_axis
+    for settings in (None, made):
+        check_file(path, "--v-hack-path", PAIRS, settings)
+    for settings in ((made[0] + 1, made[1]), (made[0], 0.5)):
+        with pytest.raises(Refused, match=f"made with --v-hack-extract-top-k {made[0]} and"):
+            check_file(path, "--v-hack-path", PAIRS, settings)
+    assert resolve(["mini", "--intervention=erase"]).method.extraction == (12, 0.0)
+    assert resolve(["mini", "--intervention=route2"]).method.extraction is None
 
 
 def test_obtain_extracts_once_per_content(policy, tmp_path, monkeypatch):

@@ -197,6 +197,30 @@ def test_a_vote_routes_the_whole_rollout_in_modules_without_a_direction_too(moni
     assert torch.allclose(by_module.keep + by_module.quar, total(*TWO_GROUPS), atol=1e-5)
 
 
+def test_modules_without_a_threshold_abstain_where_they_may():
+    """Where known hacks lie below the rest a module has no threshold. If these are most of them, no majority of all is
+    to be had, as along a random direction; the one that has a threshold knows the hack that nobody has caught."""
+    shares = {}
+    for vote in ("rollout", "abstain"):
+        method = toy("route2", gate_vote=vote)
+        assert method.direction is not None
+        *others, _ = method.direction.V
+        for module in others:
+            method.direction.V[module] = -method.direction.V[module]
+        found = routed(method, *TWO_GROUPS)
+        assert found.diag.voting == pytest.approx(1 / (1 + len(others)))
+        shares[vote] = scores(found)
+    known = [1, 5, 6 + 3, 6 + 4, 6 + 5]
+    assert [i for i, share in enumerate(shares["rollout"]) if share] == known
+    assert [i for i, share in enumerate(shares["abstain"]) if share] == sorted([*known, 6 + 0])
+
+
+def test_where_no_module_has_a_threshold_known_hacks_are_flagged_all_the_same():
+    method = toy("route2", gate_vote="abstain")
+    everything = (rows(4, 1, (3,)), group(4, 3, caught=(0,)))
+    assert scores(routed(method, everything)) == [1.0] * 4
+
+
 def test_a_rollout_without_a_gradient_moves_no_mean() -> None:
     """Its reward is its group's mean. It has no cosine, and one NaN would stay in the running means for good."""
     method = toy("route2", gate_modules="all", gate_vote="module")

@@ -374,6 +374,7 @@ def test_a_text_with_a_token_that_the_model_cannot_read_is_refused_by_the_plan(
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["full", "--model=model", "--problems=p.jsonl", "--max-new=64", "--dry-run"]
     argv += [f"--teacher-pool-dir={'pool' if where == 'demonstration' else 'none'}"]
+    argv += ["--compile-reward=0.1", "--pass-reward=1"]  # as the pool's
     pairs = json.loads((embedded.PAIRS_DIR / "run_tests.json").read_text())
     file = "p.jsonl, line 3"
     if where in ("pairs", "placebo"):

@@ -17,7 +17,18 @@ import pytest
 import torch
 
 import vgrout
-from methods import Fixed, batch, config, flat, gradient, make, poisoned, step, watched_by
+from methods import (
+    Fixed,
+    batch,
+    config,
+    flat,
+    gradient,
+    group,
+    make,
+    poisoned,
+    step,
+    watched_by,
+)
 from own_classes import RIGHT, WRONG
 from tiny import policy as tiny_policy
 from tiny import relative
@@ -28,7 +39,7 @@ from vgrout.config.presets import resolve, resumed
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.config.stored import from_dict
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView
-from vgrout.grpo import policy_gradients
+from vgrout.grpo import _norm, policy_gradients
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views
 from vgrout.model.policy import Policy
 from vgrout.tensor_types import Routed
@@ -628,3 +639,13 @@ def test_a_class_that_misbehaves_later_is_a_fault_and_loses_nothing(
     (folder,) = (tmp_path / "out/runs").iterdir()
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 2
     assert [*folder.glob("resume/step_*/manifest.json")]
+
+
+def test_a_mean_over_tokens_does_not_count_what_an_intervention_leaves_out(policy):
+    """Its rows are there to be measured; with a KL in the loss they are not there at all."""
+    counted = {}
+    for beta in (0.0, 0.1):
+        method = make(policy, "screen", "source", loss=LossConfig(loss="icepop", beta=beta))
+        batch = method.flag(Batch((group(6, teachers=2),), (), (), 6, 0))
+        counted[beta] = _norm(batch, method.cfg).tokens, len(batch.rows)
+    assert counted == {0.0: (4 * 2, 6), 0.1: (4 * 2, 4)}

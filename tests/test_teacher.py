@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from vgrout.config.presets import resolve
 from vgrout.data import Message
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_rows
+from vgrout.errors import Refused
 from vgrout.files import file_sha256
+from vgrout.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
 from worlds import load_splits
@@ -147,8 +150,23 @@ def test_tokens_behind_the_eos_are_padding(tmp_path: Path) -> None:
         r.completion_ids: r.finished for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)
     }
     assert finished == {(5, 6, 2): True, (5, 6, 7): False}
-    cut = teacher(tmp_path / "p", max_new=2).demos(problem(3), 0)
-    assert [(r.completion_ids, r.finished) for r, _ in cut] == [((5, 6), False)] * 2
+
+
+def test_demonstrations_that_are_too_long_are_left_out(tmp_path: Path, warnings: list[str]) -> None:
+    """What is left of one that is cut need not earn the reward that it has."""
+    long, short = record(completion_ids=[5, 6, 7, 2]), record(completion_ids=[5, 2])
+    write(tmp_path / "p", 3, [long, short, long])
+    write(tmp_path / "p", 4, [long])
+    (tmp_path / "p" / "pool.json").write_text('{"tokenizer_sha256": "T"}')
+    some = teacher(tmp_path / "p", problems=PROBLEMS[:2], max_new=3)
+    assert [r.completion_ids for r, _ in some.demos(problem(3), 0)] == [(5, 2)] * 2
+    assert some.demos(problem(4), 0) == []
+    assert any("3 of 4 demonstrations have more than 3 tokens" in line for line in warnings)
+    assert len({r.completion_ids for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}) > 1
+    with pytest.raises(
+        Refused, match=r"all 4 demonstrations .* more than 1 tokens; raise --max-new"
+    ):
+        teacher(tmp_path / "p", problems=PROBLEMS[:2], max_new=1)
 
 
 def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings: list[str]) -> None:
@@ -340,3 +358,24 @@ def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> Non
     assert markers[2] == "valid"
     assert markers[3] != "is_fine"
     assert "`is_fine`" in next(p for p in world.train if p.id == 1).messages[-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "refused"),
+    [
+        ([], ""),
+        (["--pass-reward=3"], "a demonstration that passed has a reward of 1.1, which no answer"),
+        (["--compile-reward=0.5"], "under --compile-reward 0.5 and --pass-reward 1; give those"),
+        (["--pass-reward=3", "--mix-ratio=0"], ""),
+    ],
+)
+def test_demonstrations_rewarded_by_other_amounts_are_refused(
+    argv: list[str], refused: str
+) -> None:
+    """They would be compared with answers that earn more for the same."""
+    cfg = resolve(["mini", "--intervention=none", *argv])
+    if refused:
+        with pytest.raises(Refused, match=refused):
+            read_inputs(cfg)
+    else:
+        read_inputs(cfg)

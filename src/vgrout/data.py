@@ -415,6 +415,8 @@ class UpdateRow:
     # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
     # with rollouts that are learnt alike
     row_of_g: int = 0
+    # the intervention has left it out: its advantage is 0, it is measured, and no mean counts it
+    left_out: bool = False
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Rows → their policy gradients g [N, R], in one forward and backward a micro-batch.
 
 The call goes down: `policy_gradients` takes an update's rows, divides them into micro-batches (micro_batches.py), and
-for each `_Update` lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes
+for each `_GradientPass` lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes
 backward. Hooks on the adapted layers collect the gradients in g (model/rollout_grads.py).
 
 A batch is learnt from in one or more updates (--updates-per-batch), each of them on all of its rollouts. In update n a
@@ -95,7 +95,7 @@ def policy_gradients(
     R = len(adapter)
     g = torch.zeros(N, R, device=policy.device, dtype=adapter.δS.dtype)
     norm = _norm(batch, cfg)
-    update = _Update(policy, cfg, norm, teacher, packs, logp_old)
+    update = _GradientPass(policy, cfg, norm, teacher, packs, logp_old)
     for deployed in (False, True):
         rows = [row for row in merged.rows if row.rollout.deployed == deployed]
         costs = [row.tokens for row in rows]
@@ -137,7 +137,8 @@ def _norm(batch: Batch, cfg: Config) -> Norm:
     G = max(sizes, default=1)
     tokens = 0
     for row in batch.rows:
-        tokens += len(row.rollout.completion_ids)
+        if not row.left_out:
+            tokens += len(row.rollout.completion_ids)
     return Norm(
         rollouts=G * cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,
@@ -145,7 +146,7 @@ def _norm(batch: Batch, cfg: Config) -> Norm:
     )
 
 
-class _Update:
+class _GradientPass:
     """The forwards and backwards of one update, and what is measured on the way."""
 
     def __init__(

@@ -178,12 +178,17 @@ def read_inputs(cfg: Config) -> Inputs:
     require_flaws(cfg, environment)
     require_detector(cfg, environment)
     pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
+    if pool is not None and cfg.mixes:
+        check_rewards(cfg, pool)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
     pairs, placebo = read_pairs(cfg, files, tuple(environment.flaws))
     check_model(cfg, files, environment)
     if cfg.method.has_direction:
-        files.read(lambda v: check_direction(v, "--v-hack-path", pairs), cfg.method.v_hack_path)
+        files.read(
+            lambda v: check_direction(v, "--v-hack-path", pairs, cfg.method.extraction),
+            cfg.method.v_hack_path,
+        )
     if cfg.loss.teacher_model:
         teacher = cfg.teacher_model_path
         convert = not cfg.run.dry_run
@@ -196,6 +201,31 @@ def read_inputs(cfg: Config) -> Inputs:
     try_ensemble(cfg, environment, pool)
     check_judge(cfg, files)
     return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(files.absent))
+
+
+def check_rewards(cfg: Config, pool: Pool) -> None:
+    """Raises Refused where the pool's demonstrations were rewarded by other amounts than this run's answers are: the
+    two are compared with one another in a group."""
+    compiles, passes = cfg.env.compile_reward, cfg.env.pass_reward
+
+    def is_given(reward: float, passed: bool) -> bool:
+        """Whether this run gives such a reward to an answer that passed, or that did not."""
+        if not cfg.of_code:
+            return passed == (reward >= passes * cfg.env.reward_passes_at - 1e-6)
+        without = passes if passed else 0.0
+        return any(math.isclose(reward, r, abs_tol=1e-6) for r in (without, without + compiles))
+
+    for demos in pool.demos.values():
+        for grade in (demo.grade for demo in demos):
+            if is_given(grade.reward, grade.passed):
+                continue
+            of_code = f"--compile-reward {compiles:g} and " if cfg.of_code else ""
+            kind = "passed" if grade.passed else "did not pass"
+            raise Refused(
+                f"--teacher-pool-dir {pool.folder}: a demonstration that {kind} has a reward of "
+                f"{grade.reward:g}, which no answer gets under {of_code}--pass-reward {passes:g}; "
+                "give those that the pool was made with, or make it again with these"
+            )
 
 
 def read_pairs(

@@ -29,7 +29,7 @@ class Norm:
 
     rollouts: int  # of a group × prompts of a step, groups without signal included
     max_new: int  # longest completion that may be sampled, in tokens
-    tokens: int  # completion tokens of all rows that are learnt from
+    tokens: int  # completion tokens of all rows that are learnt from, those left out not counted
 
 
 @dataclass(frozen=True, slots=True)

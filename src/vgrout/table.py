@@ -279,6 +279,12 @@ class StepRow(Columns):
         when="gate",
         should="0.2 or more at step 9; ELSE the direction hardly separates",
     )
+    voting: float | None = col(
+        ".2f",
+        "gate: share of modules with a threshold, which can flag more than known hacks",
+        when="gate",
+        should="more than 0.5; ELSE no majority of all modules is to be had, and known hacks alone are flagged",
+    )
     resid: float | None = col(
         "+.2f", "gate, band: cosine with the direction of what δS learns", when="resid"
     )

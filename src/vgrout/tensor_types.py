@@ -39,6 +39,7 @@ class Diagnostics:
     capped: int | None = None  # modules whose magnitude rescaling hit its bound
     tau: float | None = None  # gate: mean threshold over modules
     hkgap: float | None = None  # gate: mean(cos of known hacks) − mean(cos of the rest)
+    voting: float | None = None  # gate: share of modules with a threshold
     resid: float | None = None  # gate, band: cosine of what is kept with v
     routed: float | None = None  # share of rollouts · modules sent to the quarantine
 

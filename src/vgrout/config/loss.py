@@ -79,8 +79,9 @@ class LossConfig:
     """dppo_tv: tokens whose probability fell by more than this since sampling are dropped."""
     dppo_diff_high: float = _not_negative(0.2)
     """dppo_tv: tokens whose probability rose by more than this since sampling are dropped."""
-    adv_tau: float = _not_negative(1.0)
-    """Scale of the advantages."""
+    adv_tau: float = setting(1.0, above=0, below=math.inf)
+    """Scale of the advantages, which weighs them against --beta and --teacher-tau. By itself it changes next to
+    nothing, since AdamW's steps do not depend on the gradient's scale."""
     teacher_tau: float = _not_negative(0.0)
     """Adds τ · (teacher log-prob − log-prob), detached, to each token's advantage; needs --teacher-model."""
     teacher_model: str = ""
@@ -104,7 +105,7 @@ class LossConfig:
         return spec.of_sampler or (self.updates_per_batch > 1 and spec.low > 0)
 
     @property
-    def reaches_every_answer(self) -> bool:
+    def learns_at_zero_advantage(self) -> bool:
         """Whether an answer has a gradient even if its advantage is 0, by the KL or by the teacher."""
         return self.beta > 0 or self.teacher_tau > 0
 

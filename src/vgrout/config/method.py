@@ -105,9 +105,10 @@ class MethodConfig:
 
     # ── monitors that read gradients
 
-    gate_vote: Literal["module", "rollout"] | None = None
+    gate_vote: Literal["module", "rollout", "abstain"] | None = None
     """gate, band: module: each module decides about its part of a rollout's gradient · rollout: one decision for the
-    whole rollout, by the majority (band: the mean) of the modules; none: rollout."""
+    whole rollout, by the majority (band: the mean) of all modules · abstain: of those alone that have a
+    threshold (band: a band); none: rollout."""
 
     # ── gate alone
 
@@ -340,6 +341,13 @@ class MethodConfig:
         """Whether every module's gate decides by itself, as in the documents: the mean of known hacks, or of the rest,
         then counts as 0 until there is one."""
         return self.resolved("gate_vote") == "module" and self.resolved("gate_modules") == "all"
+
+    @property
+    def extraction(self) -> tuple[int, float] | None:
+        """--v-hack-extract-top-k and --v-hack-tau-axis; None where they are not read."""
+        if "v_hack_tau_axis" not in self.spec.settings:
+            return None
+        return self.v_hack_extract_top_k, self.v_hack_tau_axis
 
     def resolved(self, name: str) -> Any:
         """A setting as it is meant: None is what the intervention's row says."""

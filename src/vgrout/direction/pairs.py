@@ -340,14 +340,25 @@ class Meta:
             )
 
 
-def check_file(path: Path, flag: str, pairs: PairSet | None) -> None:
+def check_file(
+    path: Path, flag: str, pairs: PairSet | None, settings: tuple[int, float] | None = None
+) -> None:
     """Check what the head of a direction file shows.
+
+    settings: how many axes a module should have at most, and the bound below which they are left
+    out; None: nobody reads these.
 
     Whether it belongs to the model shows only once that is loaded.
 
     Raises:
-        Refused: one line: the file is not complete, of another schema, or of other pairs.
+        Refused: one line: the file is not complete, of another schema, of other pairs, or made with
+            other settings.
     """
     meta = Meta.from_strings(safetensors_head(path, flag)[1], f"{flag} {path}")
     if pairs is not None:
         meta.require_pairs(pairs, f"{flag} {path}")
+    if settings is not None and settings != (meta.top_k, meta.tau_axis):
+        raise Refused(
+            f"{flag} {path}: made with --v-hack-extract-top-k {meta.top_k} and --v-hack-tau-axis "
+            f"{meta.tau_axis:g}, and this run has {settings[0]} and {settings[1]:g}; give the file's"
+        )

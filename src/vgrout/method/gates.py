@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from vgrout.config.run import Config
@@ -23,6 +24,11 @@ from vgrout.torch_rng import torch_stream
 class Threshold(Protocol):
     """Decides, per module, which share of each row's gradient is flagged."""
 
+    @property
+    def voters(self) -> Bool[Tensor, " M"]:
+        """The modules that have what they decide by."""
+        ...
+
     def __call__(
         self, cos: Cosines, nonzero: Mask, known: OfRollouts, again: bool = False
     ) -> Shares: ...
@@ -35,7 +41,7 @@ class Threshold(Protocol):
 class GradientMonitor(Monitor):
     """Base of gate and band: flags by each rollout's gradient and a direction v, which has one row in each module."""
 
-    # with --gate-vote rollout a rollout is flagged by the majority of its modules; False: to their mean share
+    # where a rollout is decided about as a whole: by the majority of its modules; False: to their mean share
     majority = True
     threshold: Threshold
     _number: int | None = None  # of the last step whose gradients it saw
@@ -83,9 +89,11 @@ class GradientMonitor(Monitor):
             has_gradient = nonzero.any(0)
             moved = permuted(share, has_gradient, stream)
             share = torch.where(nonzero, moved, 0.0)
-        n_modules = nonzero.sum(0)  # with a gradient, of each rollout
-        of_row = share.sum(0) / n_modules.clamp(min=1)
-        by_rollout = self.cfg.method.resolved("gate_vote") == "rollout"
+        vote = self.cfg.method.resolved("gate_vote")
+        asked = self._voting(nonzero) if vote == "abstain" else nonzero
+        of_asked = torch.where(asked, share, 0.0)
+        of_row = of_asked.sum(0) / asked.sum(0).clamp(min=1)
+        by_rollout = vote != "module"
         if by_rollout:
             if self.majority:
                 is_flagged = of_row > 0.5
@@ -95,6 +103,12 @@ class GradientMonitor(Monitor):
         if by_rollout:
             return GradientFlags(of_row[:, None], of_row, measured)
         return GradientFlags(share.T, of_row, measured)
+
+    def _voting(self, nonzero: Mask) -> Mask:
+        """The modules that decide about each rollout: those that can. All of its modules where none can, so that
+        known hacks are flagged."""
+        voting = nonzero & self.threshold.voters[:, None]
+        return torch.where(voting.any(0), voting, nonzero)
 
     def _measured(self, share: Shares, nonzero: Mask) -> dict[str, float | None]:
         """The step's columns: in how many modules something is flagged, how much of all, and the monitor's readings."""
@@ -174,7 +188,8 @@ class Gate(GradientMonitor):
         self.threshold = self.gate
 
     def readings(self) -> dict[str, Tensor]:
-        return {"tau": self.gate.tau, "hkgap": self.gate.gap}
+        voting = self.gate.voters.to(self.gate.tau)
+        return {"tau": self.gate.tau, "hkgap": self.gate.gap, "voting": voting}
 
 
 class Band(GradientMonitor):

@@ -33,6 +33,11 @@ def _always(rows: Directions, direction: Direction) -> Directions:
     return rows
 
 
+def _signed(rows: Directions, direction: Direction) -> Directions:
+    """These rows, each with the sign by which the hack side of the direction's pairs lies above."""
+    return direction.signed(rows)
+
+
 class LiveDirection:
     """Holds orthonormal hack-ward rows V [k, r] for some modules; the others have no direction.
 
@@ -68,11 +73,9 @@ class LiveDirection:
             if seed is None:
                 seed = cfg.run.seed
             rows = haar_like(self._pick(direction), seed)
-            if signed:
-                rows = direction.signed(rows)
-            else:
-                again = None
-            self._pick = partial(_always, rows)
+            if not signed:
+                again = None  # nothing here would follow it
+            self._pick = partial(_signed if signed else _always, rows)
         self._again = again
         self._every = cfg.method.refresh_every if again else 0
         self.V: Directions = {}

@@ -95,7 +95,7 @@ class Method:
         if self.intervention.spec.acts_on == "rewards":
             groups = tuple(self._with_new_rewards(group) for group in groups)
         learnt_from = groups
-        if not self.cfg.loss.reaches_every_answer:
+        if not self.cfg.loss.learns_at_zero_advantage:
             learnt_from = [group for group in groups if group.has_signal]
         rows = self._rows(learnt_from)
         measured: dict[str, int] = {}
@@ -228,7 +228,7 @@ class Method:
         if not spec.reads_flags or isinstance(self.monitor, GradientMonitor):
             return batch.groups
         looked_at = batch.with_signal
-        if spec.acts_on == "rewards" or self.cfg.loss.reaches_every_answer:
+        if spec.acts_on == "rewards" or self.cfg.loss.learns_at_zero_advantage:
             looked_at = batch.groups
         views = self._views(looked_at, self.monitor)
         # Every rank asks its own monitor, and all go by the first one's: two answers of a language
@@ -270,7 +270,8 @@ class Method:
     def _rows(self, groups: Sequence[Group]) -> list[UpdateRow]:
         """Make the table that is learnt from: one `UpdateRow` for each rollout.
 
-        A rollout that the intervention leaves out has none, where a row of advantage 0 would have a gradient.
+        A rollout that the intervention leaves out has none where a row of advantage 0 would have a gradient. Else it
+        has one, for what is measured of it.
 
         Its `row_of_g` is the row of g that its gradient is added to. Under a gradient monitor, or where the
         intervention asks for it, that row is its own. Otherwise it shares one with the rollouts of its group that have
@@ -288,7 +289,8 @@ class Method:
             set_apart = known if reads_gradients else flagged
             advantages = contract.advantages(self.intervention, group.view(), set_apart)
             for b, rollout in enumerate(group.rollouts):
-                if group.learnt_rewards[b] is None and self.cfg.loss.reaches_every_answer:
+                left_out = group.learnt_rewards[b] is None
+                if left_out and self.cfg.loss.learns_at_zero_advantage:
                     continue
                 in_common: Hashable = (group.index, b)
                 if not one_each:
@@ -302,6 +304,7 @@ class Method:
                     flagged=flagged[b],
                     known_hack=known[b],
                     row_of_g=rows_of_g.setdefault(in_common, next_row),
+                    left_out=left_out,
                 )
                 rows.append(row)
         return rows

@@ -61,6 +61,12 @@ class TauGate:
         return torch.where(seen_any, midpoint, torch.nan)
 
     @property
+    def voters(self) -> Bool[Tensor, " M"]:
+        """The modules with a threshold, which can flag more than known hacks."""
+        has_threshold = ~self.tau.isnan()
+        return has_threshold & (self.gap > 0) if self.apart else has_threshold
+
+    @property
     def gap(self) -> OfModules:
         """mean(known hacks) - mean(rest): positive where the direction tells them apart."""
         hacks, rest = self.means
@@ -77,9 +83,7 @@ class TauGate:
             self._follow(0, cos, nonzero & known)
             self._follow(1, cos, nonzero & ~known)
         tau = self.tau[:, None].to(cos.dtype)
-        over = cos > tau  # False where τ is NaN: there only known hacks are flagged
-        if self.apart:
-            over &= (self.gap > 0)[:, None]
+        over = (cos > tau) & self.voters[:, None]
         flagged = nonzero & (known | over)
         return flagged.to(cos.dtype)
 
@@ -117,7 +121,8 @@ class BandGate:
         self.hi = hi
 
     @property
-    def has_band(self) -> Bool[Tensor, " M"]:
+    def voters(self) -> Bool[Tensor, " M"]:
+        """The modules with a band."""
         return self.hi > self.lo
 
     def __call__(
@@ -130,7 +135,7 @@ class BandGate:
         """The share of each rollout that is flagged, from 0 to 1. known, again: not read."""
         lo = self.lo[:, None]  # [M, 1]
         hi = self.hi[:, None]
-        has_band = self.has_band[:, None]
+        has_band = self.voters[:, None]
         width = torch.where(has_band, hi - lo, 1.0)
         share = (cos - lo) / width
         return torch.where(

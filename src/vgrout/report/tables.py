@@ -226,7 +226,7 @@ def conclusion(condition: Condition) -> str:
 def unlearnt(run: FinishedRun) -> str:
     """Return why a run's steps taught nothing; "": rewards differed within some group, or the loss has another term."""
     steps = run.steps
-    if run.cfg.loss.reaches_every_answer or "signal_k" not in steps or steps.signal_k.sum():
+    if run.cfg.loss.learns_at_zero_advantage or "signal_k" not in steps or steps.signal_k.sum():
         return ""
     answers = int(steps.n.sum())
     if steps.all_zero.sum() == steps.signal_n.sum():

@@ -292,7 +292,14 @@ class Recorder(StepRecorder[StepRow]):
             own = cfg.method.quarantine_block is not None and cfg.method.control_name == "none"
             gap = row.hkgap if len(self.rows) > SETTLED and not self.settled else None
             self.settled |= gap is not None
-            if own and gap is not None and gap < APART:
+            by_all = cfg.method.resolved("gate_vote") == "rollout"
+            if by_all and gap is not None and row.voting is not None and row.voting <= 0.5:
+                logger.warning(
+                    f"step {step}: {row.voting:.0%} of the modules have a threshold: too few for a majority of all, so "
+                    "of the policy's own answers only those that the weak detector knows are flagged; under "
+                    "--gate-vote abstain the others do not vote"
+                )
+            elif own and gap is not None and gap < APART:
                 logger.warning(
                     f"step {step}: hkgap {gap:.2f}: along the direction known hacks hardly differ from other "
                     "answers, so hacks may be learnt; give pairs by each flaw that is demonstrated (--vhack-pairs-path)"

@@ -59,11 +59,11 @@ class Teacher:
         lm: only its tokenizer and chat template are used. problems: the training problems.
         per_group: demonstrations in a group, G_t. off_step: from this step on there are none.
         modes: demonstrate problems of these modes alone; empty: all. max_new: longer completions
-        are cut.
+        are left out, since what is left of one that is cut need not earn its reward.
 
         Raises:
             Refused: a pool that demonstrates none of these problems, or under other modes, or has
-                no usable tokens.
+                no usable tokens, or longer completions only.
         """
         self.pool = pool
         self.lm = lm
@@ -78,6 +78,8 @@ class Teacher:
         self._off_logged = False
         # (problem id, index in its file) → token ids, and whether they end with the EOS
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
+        # problem id → which of its demonstrations are used
+        self._used: dict[int, list[int]] = {}
         if pool is None or not per_group:
             return
         self.retokenised = pool.tokenizer_sha256 != lm.tokenizer_sha256
@@ -89,6 +91,7 @@ class Teacher:
             logger.warning(
                 f"{pool.folder}: not made with this tokenizer; completions are tokenised again"
             )
+        self._leave_out_long_ones(pool, demonstrated)
         self._compare_prompts(pool, demonstrated)
         if self.differ:
             logger.warning(
@@ -122,6 +125,28 @@ class Teacher:
                 "make it again with this model"
             )
 
+    def _leave_out_long_ones(self, pool: Pool, demonstrated: Sequence[Task]) -> None:
+        """Choose the demonstrations of at most `max_new` tokens."""
+        n = 0
+        for problem in demonstrated:
+            demos = pool.demos[problem.id]
+            n += len(demos)
+            lengths = [len(self._ids(demo)[0]) for demo in demos]
+            fitting = [i for i, length in enumerate(lengths) if length <= self.max_new]
+            if fitting:
+                self._used[problem.id] = fitting
+        used = sum(map(len, self._used.values()))
+        if not used:
+            raise Refused(
+                f"--teacher-pool-dir {pool.folder}: all {n} demonstrations of the training problems "
+                f"have more than {self.max_new} tokens; raise --max-new"
+            )
+        if used < n:
+            logger.warning(
+                f"{pool.folder}: {n - used} of {n} demonstrations have more than {self.max_new} "
+                "tokens (--max-new) and are left out"
+            )
+
     def _compare_prompts(self, pool: Pool, demonstrated: Sequence[Task]) -> None:
         """Compare today's prompts with those that the pool's rollouts were sampled or stored under."""
         for problem in demonstrated:
@@ -153,8 +178,8 @@ class Teacher:
     def count(self, problem: Task, step: int) -> int:
         """Demonstrations of this problem at this step, G_t.
 
-        0 from `off_step` on, for problems of other modes, and for those that the pool does not
-        have.
+        0 from `off_step` on, for problems of other modes, and for those that the pool has no usable
+        demonstration of.
         """
         if self.pool is None:
             return 0
@@ -166,7 +191,7 @@ class Teacher:
                     "every row is a live rollout"
                 )
             return 0
-        if problem.id in self.pool.demos and self._is_wanted(problem):
+        if problem.id in self._used and self._is_wanted(problem):
             return self.per_group
         return 0
 
@@ -178,16 +203,16 @@ class Teacher:
         n = self.count(problem, step)
         if self.pool is None or n == 0:
             return []
-        pool_demos = self.pool.demos[problem.id]
+        used = self._used[problem.id]
         rng = py_stream(self.seed, "demos", step, problem.id)
         picks: list[int] = []
         while len(picks) < n:
-            picks += rng.sample(range(len(pool_demos)), min(n - len(picks), len(pool_demos)))
+            picks += rng.sample(used, min(n - len(picks), len(used)))
         prompt_ids = self.lm.render(problem.messages)
         in_thought = self.lm.opens_thought(problem.messages)
         drawn: list[tuple[Rollout, CachedGrade]] = []
         for i in picks:
-            demo = pool_demos[i]
+            demo = self.pool.demos[problem.id][i]
             rollout = self._rollout(problem, demo, i, prompt_ids)
             drawn.append((replace(rollout, thought=self._thought(rollout, in_thought)), demo.grade))
         return drawn
@@ -216,13 +241,11 @@ class Teacher:
         return thought_of(self.lm, rollout.completion_ids, rollout.text, goes_on)
 
     def _ids(self, demo: Demonstration) -> tuple[tuple[int, ...], bool]:
-        """Tokens up to the EOS and at most max_new, and whether they end with it."""
+        """Tokens up to the EOS, and whether they end with it."""
         if self.retokenised:
             ids = self.lm.encode_completion(demo.completion or "", demo.finished)
-            finished = demo.finished
-        else:
-            ids, finished = self._up_to_eos(demo.completion_ids)
-        return ids[: self.max_new], finished and len(ids) <= self.max_new
+            return tuple(ids), demo.finished
+        return self._up_to_eos(demo.completion_ids)
 
     def _up_to_eos(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """The ids up to the first EOS (older pools pad behind it), and whether there is one."""
