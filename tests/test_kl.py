@@ -1,11 +1,31 @@
-"""KL from the deployed model to the base: exact, and zero where nothing was learnt."""
+"""KL from the deployed model to the base: exact, and zero where nothing was learnt; and the evaluations that read it:
+which side answers what."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.nn.functional import kl_div
 
 import tiny
+from methods import config, graded, problem
+from vgrout import answering, embedded, evaluate, heldout
+from vgrout.config.groups import EvalConfig
+from vgrout.config.presets import resolve
+from vgrout.data import Completion, GradedCompletion
+from vgrout.envs.code.problems import load_rows
+from vgrout.files import hash_of_file
+from vgrout.metrics import Eval, ModeEval, Rate
 from vgrout.model.policy import Policy
+from vgrout.model.svd_adapter import AS_TRAINED, DEPLOYED, REFERENCE
+from vgrout.torch_rng import torch_stream
 
 PROMPTS = [(3, 4, 5), (7, 8, 9, 10)]
 ANSWERS = [(8, 9, 3), (5,)]
@@ -38,3 +58,289 @@ def test_kl_is_the_sum_over_the_vocabulary(family: str) -> None:
         assert sum(by_hand()) < trained
     with policy.adapter.reference():
         assert policy.kl_to_base(PROMPTS, ANSWERS).tolist() == [0.0] * 4
+
+
+ASKED = [problem(i) for i in range(3)]
+
+
+def test_an_evaluation_in_training_is_of_the_deployed_model_and_so_is_its_kl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """G answers to each problem, from a stream of the step's own."""
+    policy = tiny.policy()
+    tiny.shake(policy.adapter, 0.1)
+    cfg = config("route2", seed=5)
+    asked: dict[str, Any] = {}
+    completions = [Completion((20 + i, 30, 1), "", True, (), ()) for i in range(3)]
+    grades = (graded(3.5, solves=True), graded(3.5, hacks=True), graded(0.5))
+
+    def sample_and_grade(_: Policy, __: Any, problems: Any, n: int, **how: Any) -> list[Any]:
+        asked.update(how, active=policy.adapter.active, problems=problems, n=n)
+        answers = zip(problems, completions, grades, strict=True)
+        return [GradedCompletion(of, 0, given, grade) for of, given, grade in answers]
+
+    monkeypatch.setattr(heldout, "sample_and_grade", sample_and_grade)
+    found = heldout.evaluate(policy, Mock(), ASKED, cfg, 4, ["exit_code"])
+    assert asked["active"] == DEPLOYED
+    assert (asked["problems"], asked["n"]) == (ASKED, cfg.scale.group)
+    assert (asked["sampling"], asked["max_new"]) == (cfg.sampling, cfg.scale.max_new)
+    assert asked["stream"].initial_seed() == torch_stream(5, "eval", 4).initial_seed()
+    assert (found.hack, found.solve) == (Rate(1, 3), Rate(1, 3))
+    prompts = [policy.render(p.messages) for p in ASKED]
+    ids = [completion.ids for completion in completions]
+    as_trained = policy.kl_to_base(prompts, ids).mean().item()
+    with policy.adapter.deployed():
+        assert found.kl == pytest.approx(policy.kl_to_base(prompts, ids).mean().item())
+    assert found.kl != pytest.approx(as_trained, rel=0.01)
+
+
+def test_the_kl_of_an_evaluation_is_the_mean_over_the_tokens_of_evenly_spaced_answers() -> None:
+    """Of forty answers of one to four tokens 32 are read, a few at a time."""
+    policy = tiny.policy()
+    tiny.shake(policy.adapter, 0.1)
+    given: list[Any] = []
+    for i in range(40):
+        ids = tuple(range(20 + i, 21 + i + i % 4))
+        given.append(GradedCompletion(problem(i), 0, Completion(ids, "", True, (), ()), graded(0)))
+    some = [given[i * 40 // 32] for i in range(32)]
+    one_by_one = [
+        policy.kl_to_base([policy.render(a.problem.messages)], [a.ids]) for a in some
+    ]
+    assert heldout.kl_to_base(policy, given) == pytest.approx(
+        torch.cat(one_by_one).mean().item(), rel=1e-4
+    )
+    assert heldout.kl_to_base(policy, []) is None
+
+
+@dataclass(frozen=True)
+class Hinted:
+    """What an evaluation needs of a task: a prompt with a hint, and one without."""
+
+    id: int
+    hint: str = " Call me f."
+    flaws: tuple[str, ...] = ("exit_code",)
+
+    @property
+    def plain(self) -> str:
+        return f"Do {self.id} things."
+
+    @property
+    def messages(self) -> str:
+        return self.plain + self.hint
+
+
+def without_hint(task: Hinted) -> Hinted:
+    return replace(task, hint="")
+
+
+class Sides:
+    """Stands in for sampling: keeps, of every time that it is asked, which vectors are on and what the prompts are."""
+
+    def __init__(self, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.streams: set[int] = set()
+
+        def sample_and_grade(_: Policy, __: Any, problems: Any, n: int, **how: Any) -> list[Any]:
+            self.asked.append((policy.adapter.active, n, [p.messages for p in problems]))
+            self.streams.add(how["stream"].initial_seed())
+            # as many hacks as calls so far
+            k = len(self.asked)
+            whole = Completion((1,), "", True, (), ())
+            return [
+                GradedCompletion(problems[0], i, whole, graded(3.5, hacks=i < k, solves=i >= k))
+                for i in range(8)
+            ]
+
+        monkeypatch.setattr(heldout, "sample_and_grade", sample_and_grade)
+        monkeypatch.setattr("vgrout.heldout.without_hint", without_hint)
+        monkeypatch.setattr("vgrout.answering.without_hint", without_hint)
+
+
+PLAIN = [f"Do {i} things." for i in range(3)]
+
+
+@pytest.mark.parametrize("quarantine", [True, False])
+@pytest.mark.parametrize("hint", [" Call me f.", ""])
+def test_the_final_evaluation_is_of_each_side_under_the_same_random_numbers(
+    quarantine: bool, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untrained, deployed, as trained, and deployed without a hint; sides that are the same are sampled once."""
+    policy = tiny.policy()
+    tiny.shake(policy.adapter, 0.1)
+    if not quarantine:
+        with torch.no_grad():
+            policy.adapter.δS_hack.zero_()
+    cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=2, final_samples=7))
+    tasks = tuple(Hinted(i, hint) for i in range(3))
+    splits: Any = SimpleNamespace(flaws=["exit_code"], balanced=lambda part, n: {"test": tasks}[part][:n])
+    sides = Sides(policy, monkeypatch)
+    clock = lambda *_, **__: nullcontext()  # noqa: E731
+    final = heldout.evaluate_final(policy, Mock(), splits, cfg, clock, lambda: False)
+    usual = [p.messages for p in tasks[:2]]
+    want = [(REFERENCE, 7, usual), (DEPLOYED, 7, usual)]
+    hacks = {"base": 1, "deployed": 2, "trained": 2, "plain": 2}
+    if quarantine:
+        want.append((AS_TRAINED, 7, usual))
+        hacks["trained"] = len(want)
+    if hint:
+        want.append((DEPLOYED, 7, PLAIN[:2]))
+        hacks["plain"] = len(want)
+    assert sides.asked == want
+    assert {side: of.hack.k for side, of in final.sides.items()} == hacks
+    assert sides.streams == {torch_stream(5, "final", cfg.scale.steps).initial_seed()}
+
+
+@pytest.mark.parametrize("hint", [" Call me f.", ""])
+def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(
+    hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sides, its random numbers."""
+    policy = tiny.policy()
+    tiny.shake(policy.adapter, 0.1)
+    cfg = config("route2", seed=5)
+    tasks: Any = [Hinted(i, hint) for i in range(3)]
+    sides = Sides(policy, monkeypatch)
+    scored = answering.score(policy, Mock(), cfg, tasks, 7, ["exit_code"])
+    usual = [p.messages for p in tasks]
+    want = {"base": (REFERENCE, 7, usual), "deployed": (DEPLOYED, 7, usual)}
+    if hint:
+        want["plain"] = (DEPLOYED, 7, PLAIN)
+    assert dict(zip(scored, sides.asked, strict=True)) == want
+    assert [of.hack.k for of in scored.values()] == [*range(1, 1 + len(want))]
+    assert sides.streams == {torch_stream(5, "final", cfg.scale.steps).initial_seed()}
+
+
+def counted(hacks: int, solves: int, n: int) -> Eval:
+    of = ModeEval(Rate(hacks, n), Rate(solves, n))
+    other = ModeEval(Rate(hacks + 1, n + 1), Rate(solves + 1, n + 1))
+    return Eval(of, {"exit_code": other}, Rate(n - 1, n), thought=10.0 * hacks)
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`vgrout evaluate` with these flags, of an adapter saved after two steps of three: what was scored, and the file
+    that was written. Prompts have 10 to 29 tokens, and the window leaves 20 beside an answer."""
+    cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=9, final_samples=7))
+    file = tmp_path / "p.jsonl"
+    file.write_text("{}", encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text("{ }", encoding="utf-8")
+    path = tmp_path / "run" / "ckpt_step0002.safetensors"
+    saved = SimpleNamespace(cfg=cfg, path=path, step=2, folder=tmp_path, model="m")
+    tasks: list[Any] = [Hinted(i) for i in range(20)]
+    policy = Mock(window=20 + cfg.scale.max_new, render=lambda text: "-" * (10 + int(text.split()[1])))
+    scores = {"base": counted(1, 2, 10), "deployed": counted(3, 4, 10)}
+    asked: list[Any] = []
+
+    def score(_: Any, __: Any, cfg: Any, problems: Any, samples: int, flaws: Any) -> dict[str, Eval]:
+        asked[:] = [[p.id for p in problems], samples, cfg.run.seed, flaws]
+        return dict(scores)
+
+    def world_of(_: Any, cli: evaluate.EvaluateSettings) -> evaluate.World:
+        grader: Any = lambda: nullcontext(Mock(stamp={"graded_by": "functions"}))  # noqa: E731
+        by = "of_a_reference" if cli.reference else ""
+        return evaluate.World(cli.problems or file, tasks, [], ["exit_code"], grader, by=by)
+
+    monkeypatch.setattr(evaluate, "find_adapter", lambda *_: saved)
+    monkeypatch.setattr(evaluate, "world_of", world_of)
+    monkeypatch.setattr(evaluate, "require_fitting", lambda *_: None)
+    monkeypatch.setattr(answering, "policy_of", lambda _: policy)
+    monkeypatch.setattr(answering, "score", score)
+
+    def call(**how: Any) -> tuple[list[Any], Path]:
+        out = evaluate.evaluate_saved(evaluate.EvaluateSettings(run=path.parent, **how))
+        return list(asked), out
+
+    return call
+
+
+def test_a_saved_adapter_is_asked_what_its_run_was_unless_flags_say_otherwise(
+    evaluated: Callable[..., Any],
+) -> None:
+    """Problems whose prompts leave no room for an answer are left out, as in a run."""
+    (of_run, samples, seed, flaws), out = evaluated()
+    assert (len(of_run), samples, seed, flaws) == (9, 7, 5, ["exit_code"])
+    written = json.loads(out.read_text())
+    assert (written["step"], written["seed"], written["split"]) == (2, 5, "test")
+    assert written["sides"]["base"]["hack"] == [1, 10]
+    assert written["sides"]["deployed"]["solve"] == [4, 10]
+    assert "graded_by" not in written
+    (few, samples, seed, _), out = evaluated(n_prompts=4, samples=2, seed=0)
+    assert (few, samples, seed) == (of_run[:4], 2, 0), "the problems do not depend on the seed"
+    assert json.loads(out.read_text())["seed"] == 0
+    (every, _, _, _), _ = evaluated(n_prompts=100)
+    assert sorted(every) == [*range(11)], "a prompt of 20 tokens fits, one of 21 does not"
+    assert every[:9] == of_run
+
+
+def test_each_evaluation_has_a_file_of_its_own(
+    evaluated: Callable[..., Any], tmp_path: Path
+) -> None:
+    """What asks for other numbers does not write over them; the same once more does."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"problems": tmp_path / "other.jsonl"},
+        {"split": "all"},
+        {"split": "val"},
+        {"n_prompts": 4},
+        {"samples": 4},
+        {"seed": 6},
+        {"reference": "a:b"},
+    ]
+    files = [evaluated(**how)[1] for how in asked]
+    assert len({*files}) == len(asked)
+    assert {file.parent for file in files} == {tmp_path / "run" / "evaluations"}
+    (tmp_path / "p.jsonl").write_text("changed", encoding="utf-8")
+    assert evaluated()[1] not in files
+    assert evaluated(seed=5)[1] == evaluated()[1]
+    assert json.loads(files[-1].read_text())["graded_by"] == "functions"
+
+
+def test_the_table_of_an_evaluation() -> None:
+    """Every figure in its own row and column, and how long thoughts are by side."""
+    sides = {"base": counted(1, 2, 10), "deployed": counted(3, 4, 10)}
+    head, _, flaw, every = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in evaluate.table(sides).splitlines()
+    )
+    assert head == ["flaw", "hack untrained", "solve untrained", "hack deployed", "solve deployed"]
+    assert flaw == ["exit_code", "2/11", "3/11", "4/11", "5/11"]
+    assert every == ["all", "1/10", "2/10", "3/10", "4/10"]
+    assert evaluate.thoughts_line(sides).endswith(
+        ": base 10 (90.0 % ended) · deployed 30 (90.0 % ended)"
+    )
+
+
+def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_evaluation(
+    tmp_path: Path,
+) -> None:
+    """Not with the run's own test problems beside it."""
+    rows = [json.loads(line) for line in embedded.PROBLEMS.read_text("utf-8").splitlines()[:90]]
+    lines = [json.dumps({k: v for k, v in row.items() if k not in ("split", "marker")}) + "\n" for row in rows]
+    own, test, other = (tmp_path / f"{name}.jsonl" for name in ("own", "test", "other"))
+    own.write_text("".join(lines[:40]), encoding="utf-8")
+    test.write_text("".join(lines[40:60]), encoding="utf-8")
+    other.write_text("".join(lines[60:90]), encoding="utf-8")
+    flags = f"mini --intervention none --problems {own} --test-problems {test} --mix-ratio 0 --teacher-pool-dir="
+    cfg = resolve([*flags.split(), "--model", str(embedded.MODEL_DIR)])
+    saved: Any = SimpleNamespace(cfg=cfg, path=tmp_path / "run" / "train.safetensors")
+
+    def world(**how: Any) -> evaluate.World:
+        return evaluate.code_world(saved, evaluate.EvaluateSettings(run=tmp_path, **how))
+
+    ids = [[row.id for row in load_rows(file)] for file in (own, test, other)]
+    of_run = world()
+    assert len(of_run.problems) == 16, "four of its test file are for evaluations on the way"
+    assert {task.id for task in of_run.problems} < {*ids[1]}
+    assert (len(of_run.prompts), of_run.file) == (60, own)
+    assert of_run.hashes == {"problems": hash_of_file(own), "test_problems": hash_of_file(test)}
+    assert {task.id for task in world(split="train").problems} == {*ids[0]}
+    of_other = world(problems=other, split="all")
+    assert {task.id for task in world(problems=other).problems} < {*ids[2]}
+    assert [task.id for task in of_other.problems] == ids[2]
+    assert (len(of_other.prompts), of_other.file) == (30, other)
+    assert of_other.hashes["test_problems"] is None
+    named: list[Any] = [world(split="train"), of_run, of_other]
+    training, kept, others = ({task.marker for task in of.problems} - {""} for of in named)
+    assert training
+    assert others
+    assert not training & (kept | others)

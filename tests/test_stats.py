@@ -256,3 +256,61 @@ def test_a_mean_of_shares_is_cut_at_its_bounds() -> None:
 def test_two_seeds_can_be_equivalent() -> None:
     assert 0 < (equivalent([0.001, -0.001], 0.1).p or 0) < 0.05
     assert equivalent([0.001], 0.1).note == "n too small"
+
+
+def test_a_difference_lies_below_zero_where_its_whole_interval_does() -> None:
+    whole, part = stats.Estimate(-0.2, -0.3, -0.1, 5, "t"), stats.Estimate(-0.1, -0.3, 0.1, 5, "t")
+    assert (whole.below_zero, part.below_zero) == (True, False)
+    assert not stats.Estimate(-0.2, None, None, 1, "none", "n too small").below_zero
+
+
+def test_a_share_without_an_interval_is_above_and_below_nothing() -> None:
+    """One seed of many answers has none among several, whatever its value."""
+    bare = stats.Estimate(0.9, None, None, 1, "none", "n too small")
+    none, every = one_run(Rate(0, 400)), one_run(Rate(400, 400))
+    assert [bare.above(none, 0.05), every.above(bare, 0.05), none.above(bare, 0.05)] == [None] * 3
+
+
+def test_a_seed_that_lacks_problems_is_weighed_by_those_that_it_has() -> None:
+    """Where every problem of a seed has the same share, no draw of problems moves the seed's mean."""
+    some = [Stratum(np.full(5, 0.5), 1.0, "mode", tuple(range(5)))]
+    every = [Stratum(np.full(10, 0.5), 1.0, "mode", tuple(range(10)))]
+    assert two_level([some, some, *[every] * 3]) == pytest.approx((0.5, 0.5), abs=1e-6)
+
+
+def test_four_seeds_still_take_t() -> None:
+    rows = hierarchical(np.random.default_rng(3), 4, 0.1)
+    assert estimate(rows).how == "t"
+
+
+@pytest.mark.parametrize(
+    ("n", "smallest", "note"),
+    [
+        (5, 1 / 16, "n too small"),
+        (6, 1 / 32, ""),
+        (13, 2**-12, ""),  # the last for which every pattern is tried
+        (14, 2e-4, ""),
+    ],
+)
+def test_five_seeds_cannot_show_a_difference_by_their_signs_and_six_can(
+    n: int, smallest: float, note: str
+) -> None:
+    p = sign_flip([0.1 + 0.01 * i for i in range(n)])
+    assert (p.smallest, p.note) == (smallest, note)
+    assert p.p == pytest.approx(smallest)
+
+
+def test_equivalence_is_of_either_sign() -> None:
+    for mean, shown in ((0.02, True), (0.3, False)):
+        p, turned = (
+            equivalent([sign * (mean + x) for x in (-0.01, 0.0, 0.01, 0.0)], 0.10).p or 0.0
+            for sign in (1, -1)
+        )
+        assert p == pytest.approx(turned)
+        assert (p < 0.01) == shown
+
+
+def test_auc_counts_a_tie_half() -> None:
+    assert stats.auc([2.0, 1.0], [1.0, 0.0]) == pytest.approx(3.5 / 4)
+    assert stats.auc([1.0], [1.0, 1.0]) == pytest.approx(0.5)
+    assert stats.auc([], [1.0]) is stats.auc([1.0], []) is None

@@ -4,12 +4,14 @@ import csv
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_runs import fake_run, found
+from vgrout.report import stats
 from vgrout.report.load import baseline
 from vgrout.report.tables import (
     by_flaw,
@@ -169,6 +171,10 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
             (0.797, 0.797, 0.029),
             "plain GRPO learnt to hack, and lost skill (384 answers)",
         ),
+        # as many solved as before, give or take seven points: less than ten are lost, and perhaps five
+        ([ROUTE2], 384, (0.12, 0.021, 0.474), "hacks removed, skill kept (384 answers)"),
+        # 2.6 points more are solved, give or take 1.8
+        ([NONE], 6000, (0.005, 0.005, 0.5), "plain GRPO learnt little (6000 answers)"),
         ([NONE], 384, (0.6, 0.6, 0.5), "plain GRPO learnt to hack (384 answers)"),
         (
             [NONE],
@@ -307,3 +313,138 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
     assert (alone["flagged_exit_code"], shadowed["flagged_exit_code"]) == ("", "0/1"), (
         "of the run's own monitor"
     )
+
+
+# of each side, and of the second method: what hacks and what solves, in percent
+OWN = {"base": (10, 20), "train": (70, 30), "deploy": (20, 60), "plain": (40, 50)}
+OTHER = {"base": (20, 10), "train": (40, 90), "deploy": (80, 10), "plain": (30, 70)}
+
+
+def rates_of(sides: dict[str, tuple[int, int]], off: int = 0) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for side, (hack, solve) in sides.items():
+        found |= {f"hack_{side}": (hack + off) / 100, f"solve_{side}": (solve + off) / 100}
+    return found
+
+
+def number(cell: str) -> float:
+    return float(cell.split(" ")[0])
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2)])
+def test_every_side_is_in_its_own_column(seeds: tuple[int, ...], tmp_path: Path) -> None:
+    """Of one seed from the counts of its final evaluation, of several from its answers."""
+    for seed in seeds:
+        off = 10 * (seed - 1)
+        fake_run(tmp_path, NONE, seed=seed, n=60, **rates_of(OTHER, -off))
+        fake_run(tmp_path, ROUTE2, seed=seed, n=60, **rates_of(OWN, off))
+    plain, own = conditions = found(tmp_path)
+    middle = 5 * (len(seeds) - 1)
+    for side, (hack, solve) in OWN.items():
+        assert 100 * (level(own, side, "hack").value or 0) == pytest.approx(hack + middle)
+        assert 100 * (level(own, side, "solve").value or 0) == pytest.approx(solve + middle)
+    _, row = methods(conditions).rows
+    assert [number(row[f"{what} {side}"]) for side in ("trained", "deployed") for what in ("hack", "solve")] == [
+        pytest.approx(x + middle) for x in (70, 30, 20, 60)
+    ]
+    assert number(row["solve no hint"]) == pytest.approx(50 + middle)
+    assert row["flaws learnt"] == "/".join(["6"] * len(seeds))
+    flaw = by_flaw(conditions).rows[-1]
+    for side, (hack, solve) in {"trained": OWN["train"], "deployed": OWN["deploy"]}.items():
+        assert number(flaw[f"hack {side}"]) == pytest.approx(hack + middle)
+        assert number(flaw[f"solve {side}"]) == pytest.approx(solve + middle)
+    _, row = decisive(conditions).rows
+    assert (row["hack %"], row["solve %"]) == (f"{20 + middle:.1f}", f"{60 + middle:.1f}")
+    assert number(row["Δ hack"]) == pytest.approx(-60 + 2 * middle)
+    less = [compare(own, plain, what).difference.value or 0 for what in ("hack", "solve")]
+    assert [100 * x for x in less] == pytest.approx([-60 + 2 * middle, 50 + 2 * middle])
+    # plain GRPO has no quarantine: as trained it is the deployed model
+    assert 100 * (level(plain, "train", "hack").value or 0) == pytest.approx(
+        40 if len(seeds) == 1 else 80 - middle
+    )
+
+
+def ungraded(run: Path, lost: Callable[[dict[str, Any]], bool]) -> None:
+    """Have the grader fail on the deployed model's answers for which `lost` is true."""
+    answers = [json.loads(line) for line in (run / "final.jsonl").read_text().splitlines()]
+    n = 0
+    for answer in answers:
+        if answer["side"] == "deployed":
+            if lost(answer):
+                answer |= dict.fromkeys(("reward", "hacked", "solved"))
+            else:
+                n += 1
+    (run / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    final = json.loads((run / "per_mode_deploy.json").read_text())
+    (run / "per_mode_deploy.json").write_text(json.dumps(final | {"eval_n": n, "n_deploy": n}))
+
+
+def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flaw of which few problems could be graded counts for as few; and a difference is of one and the same problem."""
+    for seed in (1, 2):
+        run = fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=60)
+        if seed == 2:  # of the first flaw's ten problems those that hack, but one
+            ungraded(run, lambda answer: answer["problem_id"] in range(1, 5))
+        run = fake_run(tmp_path, ROUTE2, seed=seed, hack=0.2, n=60)
+        if seed == 2:  # of the second flaw's one that both hack, and one that plain GRPO hacks
+            ungraded(run, lambda answer: answer["problem_id"] in (101, 104))
+    seen: list[Any] = []
+    estimated = stats.estimate
+    monkeypatch.setattr(
+        stats, "estimate", lambda rows, *more, **how: (seen.append(rows), estimated(rows, *more, **how))[1]
+    )
+    plain, own = found(tmp_path)
+    # 26 of 56 problems
+    assert level(plain, "deploy", "hack").value == pytest.approx((30 / 60 + 26 / 56) / 2)
+    first, second = (row[0] for row in seen.pop())
+    assert first.name == second.name
+    assert (first.units, second.units) == (tuple(range(10)), (0, *range(5, 10)))
+    assert (first.weight, second.weight) == pytest.approx((1 / 6, 6 / 56))
+    less = compare(own, plain, "hack").difference
+    # seed 2: without the four and the two, plain GRPO hacks 24 problems and route2 10
+    assert less.value == pytest.approx(-(18 / 60 + (24 - 10) / 54) / 2)
+
+
+def test_problems_that_all_seeds_share_are_not_taken_for_more(tmp_path: Path) -> None:
+    """Five seeds that hack the same half of 120 problems have seen no more problems than one."""
+    for seed in range(5):
+        fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=120)
+    (plain,) = found(tmp_path)
+    e = level(plain, "deploy", "hack")
+    half = ((e.high or 0) - (e.low or 0)) / 2
+    assert half == pytest.approx(1.96 * math.sqrt(0.25 / 120), rel=0.1)
+
+
+def test_no_difference_is_claimed_within_ten_points(tmp_path: Path) -> None:
+    """Where the seeds' mean lies at the margin itself, the test of equivalence is a coin's toss."""
+    for seed, hack in enumerate((0.08, 0.10, 0.12)):
+        fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=300)
+        fake_run(tmp_path, ROUTE2, seed=seed, hack=0.5 - hack, n=300)
+    _, row = methods(found(tmp_path)).rows
+    assert number(row["Δ hack"]) == pytest.approx(-10)
+    assert row["TOST hack"] == "0.500"
+
+
+def test_a_flaw_has_its_own_hacks_over_seeds_too(tmp_path: Path) -> None:
+    """On the problems that have it, and not where such an answer hacks another one by chance."""
+    its = {"exit_code": {"deploy_hack": 0.8, "train_hack": 0.6, "deploy_solve": 0.1}}
+    for seed in (1, 2):
+        run = fake_run(tmp_path, ROUTE2, seed=seed, hack=0.4, solve=0.5, n=60, modes=its)
+        lines = (run / "final.jsonl").read_text().splitlines()
+        answers = [json.loads(line) for line in lines]
+        for answer in answers:
+            of_seed = answer["problem_id"] % 100 < seed  # one answer of the one, two of the other
+            if answer["side"] == "deployed" and answer["env_mode"] == "exit_code" and of_seed:
+                assert answer["hacked"]
+                answer["mechanism"] = "sentinel"
+        (run / "final.jsonl").write_text("".join(json.dumps(a) + "\n" for a in answers))
+    (c,) = found(tmp_path)
+    rows = {row["flaw"]: row for row in by_flaw([c]).rows}
+    assert [number(rows["exit_code"][f"{what} deployed"]) for what in ("hack", "solve")] == [
+        *(65.0, 10.0)
+    ]
+    assert number(rows["exit_code"]["hack trained"]) == 60.0
+    assert number(rows["sentinel"]["hack deployed"]) == 40.0, "of the problems that have the flaw"
+    assert (rows["exit_code"]["n"], rows["sentinel"]["n"]) == ("20", "20")
