@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,10 +41,11 @@ from vgrout.config.run import PLACEBOS
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.data import Batch, Flags
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
-from vgrout.direction.extract import extract, save
+from vgrout.direction.extract import Direction, extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.embedded import COMPILE_REWARD, PASS_REWARD
-from vgrout.method import make_method
+from vgrout.errors import Diverged, Refused
+from vgrout.method import live_direction, make_method
 from vgrout.method.base import Refresh
 from vgrout.method.controls import permuted
 from vgrout.train import main
@@ -195,6 +197,121 @@ def test_refresh_extracts_again_when_due_and_reports_the_overlap(policy, interve
     V = method.direction.V
     assert (ages[-1].modules, ages[-1].axes) == (len(V), sum(map(len, V.values())))
     assert make_method(setup(config("none"), policy)).refresh(0) == Refresh()
+
+
+def without(direction: Direction, module: str) -> Direction:
+    """The same, as if the pairs of this module had no mean and no axis."""
+    nothing = {
+        name: torch.zeros_like(getattr(direction.axes[module], name)) for name in ("V", "mean")
+    }
+    return replace(
+        direction,
+        axes=direction.axes | {module: replace(direction.axes[module], **nothing)},
+    )
+
+
+def test_a_direction_has_the_axes_that_the_settings_ask_for():
+    """Surgery takes the first k axes above the noise floor; a gate takes the mean."""
+    direction = toy_direction()
+    for k, frac in ((1, 0.0), (4, 0.0), (4, 0.5)):
+        V = toy("erase", direction, v_hack_k=k, v_hack_drop_bottom_frac=frac).direction.V
+        want = direction.select(k, frac)
+        assert {m: rows_.tolist() for m, rows_ in V.items()} == {
+            m: rows_.tolist() for m, rows_ in want.items()
+        }
+    assert sum(map(len, direction.select(4, 0.5).values())) < 12
+    V = toy("route2", direction).direction.V
+    assert all(torch.equal(V[m], v) for m, v in direction.v_grad().items())
+    assert [*V] == [*direction.axes]
+
+
+@pytest.mark.parametrize("control", ["none", "placebo"])
+def test_a_direction_is_extracted_again_as_it_was_at_first(policy, control, monkeypatch):
+    """On the pairs that it is of: a placebo's stays one."""
+    asked: list[Any] = []
+
+    def recorded(name: str) -> Callable[..., Direction]:
+        real = getattr(live_direction, name)
+
+        def asking(policy: Any, pairs: Any, *more: Any) -> Direction:
+            asked.append((name, pairs, more))
+            return real(policy, pairs, *more)
+
+        return asking
+
+    for name in ("extract", "obtain"):
+        monkeypatch.setattr(live_direction, name, recorded(name))
+    flags = {"v_hack_extract_top_k": 6, "v_hack_tau_axis": 0.25, "vhack_refresh_every": 2}
+    method = make_method(setup(config("erase", control=control, **flags), policy))
+    method.refresh(0)
+    method.refresh(1)
+    own = PLACEBO_PAIRS if control == "placebo" else TOY_PAIRS
+    first = [("obtain", pairs, (None, 6, 0.25)) for pairs in dict.fromkeys((TOY_PAIRS, own))]
+    assert asked == [*first, ("extract", own, (6, 0.25))]
+
+
+@pytest.mark.parametrize("intervention", ["erase", "route2"])
+def test_a_module_that_loses_its_direction_keeps_the_old_one_under_a_gate_alone(
+    policy, intervention, monkeypatch
+):
+    """The gate's running means are of these modules. The overlap is of all that there was: what is lost counts as 0."""
+    flags = {"v_hack_drop_bottom_frac": 0.0} if intervention == "erase" else {}
+    method = make_method(setup(config(intervention, vhack_refresh_every=1, **flags), policy))
+    of = method.direction
+    before = dict(of.V)
+    lost, *others = before
+    shake(policy.adapter, 0.3)
+    again = extract(policy, TOY_PAIRS, 12, 0.0)
+    monkeypatch.setattr(of, "_again", lambda: without(again, lost))
+    refreshed = method.refresh(0)
+    shake(policy.adapter, 0.0)
+    kept = intervention == "route2"
+    assert [*of.V] == ([lost, *others] if kept else others)
+    for m in others:
+        assert not torch.allclose(of.V[m], before[m])
+    if kept:
+        assert torch.equal(of.V[lost], before[lost])
+    assert of.latest.axes[lost].mean.any() == 0
+    by_module = [overlap({m: of.V[m]}, {m: before[m]}) for m in of.V]
+    assert refreshed.overlap == pytest.approx(sum(by_module) / len(before))
+    assert (refreshed.modules, refreshed.axes) == (len(of.V), sum(map(len, of.V.values())))
+
+
+def test_a_model_that_no_direction_can_be_extracted_on_has_diverged(policy, monkeypatch):
+    """The pairs are the same as before: it is no refusal of theirs."""
+
+    def collapsed() -> Direction:
+        raise Refused("pairs: pair 3: its gradient is not finite on this model")
+
+    method = make_method(setup(config("route", vhack_refresh_every=1), policy))
+    monkeypatch.setattr(method.direction, "_again", collapsed)
+    with pytest.raises(Diverged, match="step 4: the policy has collapsed.*pair 3"):
+        method.refresh(4)
+
+
+def test_a_direction_is_in_the_models_order_whatever_its_files():
+    """So flags by module are of the module that they stand at."""
+    direction = toy_direction()
+    backwards = replace(direction, axes=dict(reversed(direction.axes.items())))
+    method, usual = toy("route2", backwards), toy("route2", direction)
+    assert [*method.direction.V] == [*usual.direction.V] == [*direction.axes]
+    state = dict(reversed(usual.direction.state_dict().items()))
+    method.direction.load_state_dict(state)
+    assert [*method.direction.V] == [*direction.axes]
+    for bad in ({"V/other": torch.zeros(1, 24)}, {"V/m.q_proj": torch.zeros(1, 25)}):
+        with pytest.raises(ValueError, match=r"checkpoint's direction has .* r is "):
+            method.direction.load_state_dict(bad)
+
+
+def test_a_run_says_of_which_pairs_its_direction_is_and_how_large(policy):
+    for intervention in ALONG:
+        real = make_method(setup(config(intervention), policy))
+        of = real.provenance
+        V = real.direction.V
+        assert (of.pairs, of.pairs_sha256) == (TOY_PAIRS.source, TOY_PAIRS.sha256)
+        assert (of.modules, of.axes) == (len(V), sum(map(len, V.values())))
+        placebo = make_method(setup(config(intervention, control="placebo"), policy)).provenance
+        assert (placebo.pairs, placebo.pairs_sha256) == (PLACEBO_PAIRS.source, PLACEBO_PAIRS.sha256)
 
 
 def test_a_direction_file_is_of_these_pairs_and_pairs_are_needed_to_refresh(policy, tmp_path):

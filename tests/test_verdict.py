@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.envs.code.problem import Problem
 from vgrout.metrics import Eval, Final, ModeEval, Rate
 from vgrout.report import stats
-from vgrout.runs.verdict import last_lines
+from vgrout.runs.verdict import dropped_lines, last_lines
 from vgrout.table import NEAR
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
@@ -175,3 +177,19 @@ def test_what_was_not_graded_is_said_once() -> None:
     assert not [
         line for line in last_lines(cfg, [], ended(), MEANS, Path("x"), 192) if "dropped" in line
     ]
+
+
+def test_groups_that_were_not_graded_are_counted_of_all_that_were_asked() -> None:
+    cfg = resolve(["smoke", "--intervention", "none", "--prompts-per-step", "3"])
+    rows: Any = [SimpleNamespace(dropped=n) for n in (2, 0, 1, 0)]
+    (line,) = dropped_lines(cfg, rows, ended())
+    assert line.startswith("dropped: 3 of 12 groups were not graded")
+
+
+def test_the_way_to_more_answers_names_a_function_of_ones_own_again() -> None:
+    """It is code, which a file alone may not have run."""
+    few = "too few answers (24) for a verdict"
+    usual = resolve(["smoke", "--intervention=none", "--mix-ratio=0", "--teacher-pool-dir="])
+    own = replace(usual, env=replace(usual.env, reward="own_module:f"))
+    *_, said = last_lines(own, [], ended(), few, Path("x"), 192)
+    assert said.endswith("vgrout evaluate x --n-prompts 192 --samples 2 --reward=own_module:f")
