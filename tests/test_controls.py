@@ -285,7 +285,7 @@ def test_a_model_that_no_direction_can_be_extracted_on_has_diverged(policy, monk
 
     method = make_method(setup(config("route", vhack_refresh_every=1), policy))
     monkeypatch.setattr(method.direction, "_again", collapsed)
-    with pytest.raises(Diverged, match="step 4: the policy has collapsed.*pair 3"):
+    with pytest.raises(Diverged, match=r"step 4: the policy has collapsed.*pair 3"):
         method.refresh(4)
 
 

@@ -103,9 +103,7 @@ def test_the_kl_of_an_evaluation_is_the_mean_over_the_tokens_of_evenly_spaced_an
         ids = tuple(range(20 + i, 21 + i + i % 4))
         given.append(GradedCompletion(problem(i), 0, Completion(ids, "", True, (), ()), graded(0)))
     some = [given[i * 40 // 32] for i in range(32)]
-    one_by_one = [
-        policy.kl_to_base([policy.render(a.problem.messages)], [a.ids]) for a in some
-    ]
+    one_by_one = [policy.kl_to_base([policy.render(a.problem.messages)], [a.ids]) for a in some]
     assert heldout.kl_to_base(policy, given) == pytest.approx(
         torch.cat(one_by_one).mean().item(), rel=1e-4
     )
@@ -172,7 +170,9 @@ def test_the_final_evaluation_is_of_each_side_under_the_same_random_numbers(
             policy.adapter.δS_hack.zero_()
     cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=2, final_samples=7))
     tasks = tuple(Hinted(i, hint) for i in range(3))
-    splits: Any = SimpleNamespace(flaws=["exit_code"], balanced=lambda part, n: {"test": tasks}[part][:n])
+    splits: Any = SimpleNamespace(
+        flaws=["exit_code"], balanced=lambda part, n: {"test": tasks}[part][:n]
+    )
     sides = Sides(policy, monkeypatch)
     clock = lambda *_, **__: nullcontext()  # noqa: E731
     final = heldout.evaluate_final(policy, Mock(), splits, cfg, clock, lambda: False)
@@ -227,11 +227,15 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     path = tmp_path / "run" / "ckpt_step0002.safetensors"
     saved = SimpleNamespace(cfg=cfg, path=path, step=2, folder=tmp_path, model="m")
     tasks: list[Any] = [Hinted(i) for i in range(20)]
-    policy = Mock(window=20 + cfg.scale.max_new, render=lambda text: "-" * (10 + int(text.split()[1])))
+    policy = Mock(
+        window=20 + cfg.scale.max_new, render=lambda text: "-" * (10 + int(text.split()[1]))
+    )
     scores = {"base": counted(1, 2, 10), "deployed": counted(3, 4, 10)}
     asked: list[Any] = []
 
-    def score(_: Any, __: Any, cfg: Any, problems: Any, samples: int, flaws: Any) -> dict[str, Eval]:
+    def score(
+        _: Any, __: Any, cfg: Any, problems: Any, samples: int, flaws: Any
+    ) -> dict[str, Eval]:
         asked[:] = [[p.id for p in problems], samples, cfg.run.seed, flaws]
         return dict(scores)
 
@@ -315,7 +319,10 @@ def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_eval
 ) -> None:
     """Not with the run's own test problems beside it."""
     rows = [json.loads(line) for line in embedded.PROBLEMS.read_text("utf-8").splitlines()[:90]]
-    lines = [json.dumps({k: v for k, v in row.items() if k not in ("split", "marker")}) + "\n" for row in rows]
+    lines = [
+        json.dumps({k: v for k, v in row.items() if k not in ("split", "marker")}) + "\n"
+        for row in rows
+    ]
     own, test, other = (tmp_path / f"{name}.jsonl" for name in ("own", "test", "other"))
     own.write_text("".join(lines[:40]), encoding="utf-8")
     test.write_text("".join(lines[40:60]), encoding="utf-8")

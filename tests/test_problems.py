@@ -20,6 +20,7 @@ from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     assigned,
     balanced,
@@ -519,3 +520,68 @@ def test_a_training_problem_is_evaluated_under_the_name_that_its_pool_announces(
     }
     held_out = evaluate.problems_of(saved, rows, (), "test")
     assert not {problem.marker for problem in held_out} & {*pool.announced.values()}
+
+
+def test_every_row_of_a_file_is_asked_as_the_run_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`evaluate --split all`: under the flaws and names of its pool and preset, and with prompts as plain as its own."""
+    rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(6)]))
+    modes = ["stdout_marker" if i % 3 else "sentinel" for i in range(6)]
+    pool = SimpleNamespace(partition=dict(enumerate(modes)), announced={})
+    monkeypatch.setattr(evaluate, "load_pool", lambda _: pool)
+
+    def asked(plain_prompts: bool = False, **env: Any) -> list[Problem]:
+        cfg = SimpleNamespace(
+            pool_path=tmp_path,
+            plain_prompts=plain_prompts,
+            env=EnvConfig(env_mode="exit_code", **env),
+        )
+        saved: Any = SimpleNamespace(cfg=cfg)
+        return evaluate.problems_of(saved, rows, (), "all")
+
+    usual, published = asked(), asked(marker_names="published")
+    assert [p.mode for p in usual] == [p.mode for p in published] == modes
+    assert all(p.marker in MODE_SPECS[p.mode].eval_markers for p in usual)
+    assert {p.marker for p in published} == {
+        MODE_SPECS[mode].default_marker for mode in ("sentinel", "stdout_marker")
+    }
+    assert all(p.messages != p.plain for p in usual)
+    plain, both = asked(True), asked(True, unannounced_modes="exit_code,eq_override")
+    assert [p.messages for p in plain] == [p.messages for p in both] == [p.plain for p in usual]
+    assert [p.flaws for p in plain] == [p.flaws for p in usual]
+    assert all({*p.flaws} == {"exit_code", "eq_override"} for p in both)
+
+
+def test_a_reward_function_of_a_run_is_named_again_and_is_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else numbers of another reward would pass for the run's."""
+    name = "own_reward_to_name_again"
+    module = tmp_path / f"{name}.py"
+    module.write_text("def f(answer):\n    return 1.0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def saved(reward: str) -> Any:
+        passes_at = {"reward_passes_at": 0.5} if reward else {}
+        return SimpleNamespace(
+            cfg=SimpleNamespace(env=EnvConfig(reward=reward, **passes_at)),
+            path=tmp_path / "train.safetensors",
+        )
+
+    of_run = saved(f"{name}:f")
+    found = evaluate.reward_of(of_run, f"{name}:f")
+    assert found
+    assert found.passes_at == 0.5
+    with pytest.raises(ValueError, match=f"--reward missing: .* add --reward={name}:f"):
+        evaluate.reward_of(of_run, "")
+    with pytest.raises(ValueError, match="was trained with none"):
+        evaluate.reward_of(saved(""), f"{name}:f")
+    assert evaluate.reward_of(saved(""), "") is None
+    for digest, fits in ((found.sha256, True), ("0" * 64, False)):
+        (tmp_path / "run.json").write_text(json.dumps({"hashes": {"reward": digest}}))
+        if fits:
+            assert evaluate.reward_of(of_run, f"{name}:f")
+        else:
+            with pytest.raises(ValueError, match="changed since .* was trained"):
+                evaluate.reward_of(of_run, f"{name}:f")

@@ -213,7 +213,9 @@ def test_seeds_that_do_not_agree_are_too_few(tmp_path: Path) -> None:
     """Whatever a single one would say, as that nothing was learnt."""
     for seed, hack in enumerate((0.0, 0.4)):
         more = {"row": {"n": 24, "signal_n": 3, "signal_k": 0, "all_zero": 3}} if seed == 0 else {}
-        fake_run(tmp_path, ROUTE2, seed=seed, n=384, hack_deploy=hack, solve_deploy=0.4, **RUN, **more)
+        fake_run(
+            tmp_path, ROUTE2, seed=seed, n=384, hack_deploy=hack, solve_deploy=0.4, **RUN, **more
+        )
     (both,) = found(tmp_path)
     assert conclusion(both) == "too few seeds (2) for a verdict"
 
@@ -371,9 +373,11 @@ def test_every_side_is_in_its_own_column(seeds: tuple[int, ...], tmp_path: Path)
         assert 100 * (level(own, side, "hack").value or 0) == pytest.approx(hack + middle)
         assert 100 * (level(own, side, "solve").value or 0) == pytest.approx(solve + middle)
     _, row = methods(conditions).rows
-    assert [number(row[f"{what} {side}"]) for side in ("trained", "deployed") for what in ("hack", "solve")] == [
-        pytest.approx(x + middle) for x in (70, 30, 20, 60)
-    ]
+    assert [
+        number(row[f"{what} {side}"])
+        for side in ("trained", "deployed")
+        for what in ("hack", "solve")
+    ] == [pytest.approx(x + middle) for x in (70, 30, 20, 60)]
     assert number(row["solve no hint"]) == pytest.approx(50 + middle)
     assert row["flaws learnt"] == "/".join(["6"] * len(seeds))
     flaw = by_flaw(conditions).rows[-1]
@@ -409,7 +413,7 @@ def ungraded(run: Path, lost: Callable[[dict[str, Any]], bool]) -> None:
 def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flaw of which few problems could be graded counts for as few; and a difference is of one and the same problem."""
+    """A flaw of which few problems could be graded counts for few; and a difference is of one and the same problem."""
     for seed in (1, 2):
         run = fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=60)
         if seed == 2:  # of the first flaw's ten problems those that hack, but one
@@ -420,7 +424,9 @@ def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
     seen: list[Any] = []
     estimated = stats.estimate
     monkeypatch.setattr(
-        stats, "estimate", lambda rows, *more, **how: (seen.append(rows), estimated(rows, *more, **how))[1]
+        stats,
+        "estimate",
+        lambda rows, *more, **how: (seen.append(rows), estimated(rows, *more, **how))[1],
     )
     plain, own = found(tmp_path)
     # 26 of 56 problems

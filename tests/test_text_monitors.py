@@ -133,7 +133,9 @@ def test_the_probe_remembers_all_that_was_flagged_and_its_threshold_is_of_answer
     S, m = torch.cov(known[::2].T), known[::2].mean(0)
     ridge = 0.1 * S.trace() / len(S) * torch.eye(len(S))
     for step, (v, so_far) in enumerate(zip(views, ([0, 2], [0, 2, 5], [0, 2, 5]), strict=True)):
-        if step == 2:  # where a resume has fewer answers of the base, the halves would change places
+        if (
+            step == 2
+        ):  # where a resume has fewer answers of the base, the halves would change places
             state, monitor = monitor.state_dict(), probe(policy, WeakDetector(), UNLIKE[1:])
             monitor.load_state_dict(state)
         (found,) = monitor.flag([v], step)
