@@ -525,7 +525,7 @@ def test_a_training_problem_is_evaluated_under_the_name_that_its_pool_announces(
 def test_every_row_of_a_file_is_asked_as_the_run_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`evaluate --split all`: under the flaws and names of its pool and preset, and with prompts as plain as its own."""
+    """`evaluate --split all`: under the flaws and names of its pool and preset, with prompts as plain as its own."""
     rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(6)]))
     modes = ["stdout_marker" if i % 3 else "sentinel" for i in range(6)]
     pool = SimpleNamespace(partition=dict(enumerate(modes)), announced={})
@@ -583,5 +583,5 @@ def test_a_reward_function_of_a_run_is_named_again_and_is_what_it_was(
         if fits:
             assert evaluate.reward_of(of_run, f"{name}:f")
         else:
-            with pytest.raises(ValueError, match="changed since .* was trained"):
+            with pytest.raises(ValueError, match=r"changed since .* was trained"):
                 evaluate.reward_of(of_run, f"{name}:f")

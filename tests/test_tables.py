@@ -22,6 +22,7 @@ from vgrout.report.tables import (
     level,
     methods,
     monitors,
+    recalls,
 )
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
@@ -332,6 +333,12 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
         "100.0 (2)",
         "·",
     )
+    shown = [tuple(row.values()) for row in recalls([both]).rows]
+    assert [row[1:] for row in shown] == [  # over all flaws, for a terminal
+        ("labels", "0.0 (1)", "·"),
+        ("syntax_edge, in shadow", "66.7 (3)", "50.0 (2)"),
+        ("detector, in shadow", "100.0 (3)", "100.0 (2)"),
+    ]
     rows = [r for r in rows_of(tmp_path, "monitors.csv") if r["monitor"] == "syntax_edge"]
     assert [(r["steps"], r["flagged_exit_code"], r["flagged_solved"], r["auc"]) for r in rows] == [
         ("0 to 3", "1/1", "0/1", "1.0"),
@@ -389,6 +396,8 @@ def test_every_side_is_in_its_own_column(seeds: tuple[int, ...], tmp_path: Path)
     assert number(row["Δ hack"]) == pytest.approx(-60 + 2 * middle)
     less = [compare(own, plain, what).difference.value or 0 for what in ("hack", "solve")]
     assert [100 * x for x in less] == pytest.approx([-60 + 2 * middle, 50 + 2 * middle])
+    more = compare(plain, own, "hack").difference.value or 0
+    assert more == pytest.approx(-less[0]), "a judge may compare any two, deployed both"
     # plain GRPO has no quarantine: as trained it is the deployed model
     assert 100 * (level(plain, "train", "hack").value or 0) == pytest.approx(
         40 if len(seeds) == 1 else 80 - middle
