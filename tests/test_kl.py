@@ -100,7 +100,7 @@ def test_the_kl_of_an_evaluation_is_the_mean_over_the_tokens_of_evenly_spaced_an
     tiny.shake(policy.adapter, 0.1)
     given: list[Any] = []
     for i in range(40):
-        ids = tuple(range(20 + i, 21 + i + i % 4))
+        ids = tuple(range(20 + i, 21 + i + i // 10))
         given.append(GradedCompletion(problem(i), 0, Completion(ids, "", True, (), ()), graded(0)))
     some = [given[i * 40 // 32] for i in range(32)]
     one_by_one = [policy.kl_to_base([policy.render(a.problem.messages)], [a.ids]) for a in some]
