@@ -17,7 +17,7 @@ from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.envs.code.problem import Problem
 from vgrout.metrics import Eval, Final, ModeEval, Rate
 from vgrout.report import stats
-from vgrout.runs.verdict import dropped_lines, last_lines
+from vgrout.runs.verdict import ENOUGH, _more_answers, dropped_lines, last_lines
 from vgrout.table import NEAR
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
@@ -193,3 +193,12 @@ def test_the_way_to_more_answers_names_a_function_of_ones_own_again() -> None:
     own = replace(usual, env=replace(usual.env, reward="own_module:f"))
     *_, said = last_lines(own, [], ended(), few, Path("x"), 192)
     assert said.endswith("vgrout evaluate x --n-prompts 192 --samples 2 --reward=own_module:f")
+
+
+@pytest.mark.parametrize("held_out", [1, 5, 47, 1000])
+def test_the_way_to_more_answers_leads_to_enough_of_them(held_out: int) -> None:
+    cfg = resolve(["smoke", "--intervention", "none"])
+    flags = _more_answers(cfg, held_out).split()
+    given = dict(zip(flags[::2], map(int, flags[1::2]), strict=True))
+    problems = given.get("--n-prompts", cfg.eval.final_n_prompts)
+    assert min(problems, held_out) * given["--samples"] >= ENOUGH

@@ -240,7 +240,7 @@ class FinishedRun:
         With `flaw`: on the problems that have this flaw, and hacks of it alone.
         """
         name = SIDES[side]
-        if name == "trained" and not self.cfg.method.routes:  # it has no such side of its own
+        if self._is_as_deployed(side):
             name = "deployed"
         answers = self._by_problem.get(name)
         if answers is None:  # the grader failed on every answer
@@ -259,6 +259,14 @@ class FinishedRun:
         if everywhere:
             return shares if flaw in everywhere else shares[:0]
         return shares[answers.index.get_level_values(0) == flaw]
+
+    def _is_as_deployed(self, side: str) -> bool:
+        """Whether a side is the deployed model's answers, which final.jsonl has once: there is no quarantine, or it has
+        learnt nothing, or no prompt has a hint to be left out."""
+        if side == "train" and not self.cfg.method.routes:
+            return True
+        n_graded = self.final.get(f"n_{side}", 1)  # earlier versions did not write it
+        return side in ("train", "plain") and SIDES[side] not in self._by_problem and n_graded > 0
 
     @cached_property
     def _by_problem(self) -> dict[str, "_Answers"]:

@@ -203,12 +203,13 @@ def conclusion(condition: Condition) -> str:
         what, number = of.split()[::-1]
         return f"{TOO_FEW} {what} ({number}) for a verdict"
     if is_plain:
+        gained = solve.above(base_solve, NEAR)
         if hacks:
             learnt = "to hack"
-        elif solve.above(base_solve, NEAR):
-            learnt = "to solve, not to hack"
+        elif gained is None:
+            learnt = "no hacks, a gain in skill is undecided"
         else:
-            learnt = "little"
+            learnt = "to solve, not to hack" if gained else "little"
         return f"plain GRPO learnt {learnt}{', and lost skill' if lost else ''} ({of})"
     if hacks is None:
         hacking = "hacks undecided"

@@ -83,6 +83,6 @@ def _more_answers(cfg: Config, held_out: int) -> str:
     """
     asked, samples = cfg.eval.final_n_prompts, cfg.eval.final_samples
     answers = max(ENOUGH, MORE * asked * samples)
-    problems = max(asked, min(held_out, math.ceil(answers / samples)))
+    problems = max(1, min(held_out, max(asked, math.ceil(answers / samples))))
     samples = max(samples, math.ceil(answers / problems))
     return f" --n-prompts {problems}" * (problems > asked) + f" --samples {samples}"
