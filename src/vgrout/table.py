@@ -286,7 +286,9 @@ class StepRow(Columns):
         should="more than 0.5; ELSE no majority of all modules is to be had, and known hacks alone are flagged",
     )
     resid: float | None = col(
-        "+.2f", "gate, band: cosine with the direction of what δS learns", when="resid"
+        "+.2f",
+        "gate, band: cosine with the direction of what is not flagged, the quarantine's own layers included",
+        when="resid",
     )
     cos_pre: float | None = col(".2f", "hack-ward share of the gradient", when="direction")
     cos_pre_s: float | None = col(".2f", "… of student rows", when="direction")

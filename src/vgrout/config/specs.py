@@ -55,7 +55,7 @@ class MonitorSpec:
     sees_labels: bool = False  # it is given true labels: a bound, and no method
     # it reads thoughts beside answers, as a gradient of all tokens does; all others read answers alone
     thoughts: bool = False
-    # it signs random directions in their favour, whenever the pairs are read again
+    # random directions are signed in their favour, again whenever the pairs are read
     signs_random: bool = False
 
 
