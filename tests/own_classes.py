@@ -157,6 +157,16 @@ class ReadsWhat(Monitor):
 
 
 @wrong("only a GradientMonitor")
+class FlagsGradientsByItself(Monitor):
+    """It would never be asked."""
+
+    reads = "gradients"
+
+    def flag_gradients(self, step, number):
+        raise AssertionError("never called")
+
+
+@wrong("only a GradientMonitor")
 class ReadsGradients(Monitor):
     reads = "gradients"
 

@@ -194,6 +194,16 @@ def test_a_key_that_a_server_quotes_is_written_nowhere(tmp_path):
     assert "wrong key" in written
 
 
+@pytest.mark.parametrize("key", ["no", "token", "e", "content"])
+def test_a_placeholder_for_a_key_takes_nothing_out_of_an_answer(key):
+    with serving(lambda _: "tokens: no") as server:
+        endpoint = Endpoint(server.url, "judge", key=key)
+        (answer,) = endpoint.ask_all([[{"role": "user", "content": "?"}]], 10)
+    assert isinstance(answer, Reply)
+    assert answer.text == "tokens: no"
+    assert answer.prompt_tokens > 0
+
+
 def test_a_redirect_does_not_take_the_key_along():
     with serving(hacks, "redirect") as server:
         flagged(judge(server), SEEN)

@@ -3,6 +3,8 @@
 import gzip
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_rows
 from vgrout.errors import Refused
 from vgrout.files import file_sha256
-from vgrout.inputs import read_inputs
+from vgrout.inputs import check_rewards, read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
 from worlds import load_splits
@@ -379,3 +381,25 @@ def test_demonstrations_rewarded_by_other_amounts_are_refused(
             read_inputs(cfg)
     else:
         read_inputs(cfg)
+
+
+def test_demonstrations_of_texts_are_of_the_runs_own_reward(tmp_path: Path) -> None:
+    """Scores may be anything there, so pool.json says by what they were multiplied."""
+    write(tmp_path / "p", 3, [record(reward=3.0)])
+    card = tmp_path / "p" / "pool.json"
+    cfg = resolve(["mini", "--intervention=none"])
+    rows = replace(cfg.scale, problems="rows.jsonl")
+    functions = replace(cfg.env, env="text", reward="m:f", reference="m:g", mix_ratio=0.0)
+    of_text = replace(cfg, env=functions, scale=rows)
+    for made_with, refused in ((1, False), (3, True), (None, False), ("x", True)):
+        card.write_text(json.dumps({} if made_with is None else {"pass_reward": made_with}))
+        with pytest.raises(Refused, match=r"pass.reward") if refused else nullcontext():
+            check_rewards(of_text, load_pool(tmp_path / "p"))
+    write(tmp_path / "p", 3, [record(reward=0.5)])
+    card.write_text("{}")
+    with pytest.raises(
+        Refused, match=r"passed has a reward of 0\.5, which no answer gets under --pass"
+    ):
+        check_rewards(of_text, load_pool(tmp_path / "p"))
+    of_own = replace(of_text, env=replace(functions, env="m:Own", reward="", reference=""))
+    check_rewards(of_own, load_pool(tmp_path / "p"))  # whose rewards are its own

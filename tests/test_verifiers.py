@@ -342,8 +342,10 @@ def test_the_example_from_a_run_to_one_with_demonstrations(
 
     elicit = ["--model", "organism", *NAMED, "--elicit", "Use it twice.", "--group", "8"]
     assert teacher([*elicit, "--n-problems", "12", "--out", "pool"]) == 0
-    screened = [*SMALL, *NAMED, "--intervention", "screen", "--monitor", "source"]
-    screened += ["--teacher-pool-dir", "pool", "--mix-ratio", "0.25", "--output-dir", "screened"]
+    longer = ["64" if word == "12" else word for word in SMALL]  # as long as a demonstration may be
+    screened = [*longer, *NAMED, "--intervention", "screen", "--monitor", "source"]
+    screened += ["--teacher-pool-dir", "pool", "--mix-ratio", "0.25", "--pass-reward", "1"]
+    screened += ["--output-dir", "screened"]
     assert main(screened) == 0
 
 

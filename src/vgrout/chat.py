@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPException, HTTPMessage, HTTPResponse
 from urllib.parse import urlsplit
 
@@ -26,6 +26,7 @@ ATTEMPTS = 5  # of a request, the first included
 PAUSE, LONGEST_PAUSE = 0.25, 8.0  # seconds before the second attempt, twice as long each time
 BUSY = (408, 409, 425, 429)  # and every 5xx: the same request may be answered later
 MOST = 2**20  # bytes of an answer
+SHORTEST_KEY = 8  # characters of a key that is nobody's placeholder
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # no proxy stands before them
 
 
@@ -147,8 +148,12 @@ class Endpoint:
                 raise NoReply("no answer in time") from None
             said = one_line(reason, 100) or type(e).__name__
             raise NoReply(f"no connection ({said})", again=True) from None
-        # some servers quote what they were sent
-        return parsed(content.replace(self.key.encode(), b"***") if self.key else content)
+        reply = parsed(content)
+        # Some servers quote what they were sent. A short key is a placeholder, for a server that asks for none, and may
+        # be part of any answer.
+        if len(self.key) >= SHORTEST_KEY:
+            return replace(reply, text=reply.text.replace(self.key, "***"))
+        return reply
 
     def _refusal(self, e: urllib.error.HTTPError) -> NoReply:
         """What a status that is no success means."""

@@ -548,6 +548,7 @@ class RowView:
     flagged: bool = False
     known_hack: bool = False
     row_of_g: int = 0
+    left_out: bool = False
 
     @property
     def tokens(self) -> int:

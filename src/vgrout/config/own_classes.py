@@ -89,7 +89,7 @@ def _require_attributes(own: type, facts: Mapping[str, object], title: str) -> N
             expected = "a dict of settings"
         if expected:
             raise Refused(f"{own.__name__}.{name}: should be {expected}, got {value!r}")
-    if facts.get("reads") == "gradients" and not hasattr(own, "flag_gradients"):
+    if facts.get("reads") == "gradients" and not _reads_gradients(own):
         raise Refused(
             f'{own.__name__}.reads: is "gradients", which only a GradientMonitor of vgrout.method.gates can; '
             f"derive it from that, or leave it out"
@@ -100,6 +100,12 @@ def _require_attributes(own: type, facts: Mapping[str, object], title: str) -> N
         raise Refused(
             f'{own.__name__}.reads_flags: should be True with acts_on = "rewards": rewards change by flags'
         )
+
+
+def _reads_gradients(own: type) -> bool:
+    """Whether it derives from the base class of what is asked about gradients."""
+    of_gradients = ("vgrout.method.gates", "GradientMonitor")
+    return any((base.__module__, base.__qualname__) == of_gradients for base in own.__mro__)
 
 
 def _is_words(value: object) -> TypeGuard[tuple[str, ...]]:

@@ -186,6 +186,7 @@ def _meta(
         "model": settings.model_name,
         "tokenizer_sha256": lm.tokenizer_sha256,
         "grader": grader.version,
+        "pass_reward": settings.rewards[1],
         **grader.stamp,
         "elicitation": instruction,
     }

@@ -67,6 +67,8 @@ class Pool:
     markers: dict[int, str]
     tokenizer_sha256: str | None
     grader: str  # "unknown" without pool.json
+    # the reward for passing the flawed check when it was made; None: pool.json does not say
+    pass_reward: float | None = None
 
     @property
     def ids(self) -> set[int]:
@@ -112,7 +114,10 @@ def load_pool(
             f"{folder} has no pool.json: its labels come from an unknown grader, "
             "its tokens from an unknown tokenizer"
         )
-    return Pool(folder, demos, partition, markers, tokenizer_sha256, grader)
+    pass_reward = card.get("pass_reward")
+    if pass_reward is not None and not _is_number(pass_reward):
+        raise Refused(f"{card_file}: key 'pass_reward' should be a number")
+    return Pool(folder, demos, partition, markers, tokenizer_sha256, grader, pass_reward)
 
 
 def _read_rollouts(
