@@ -3,8 +3,6 @@
 import gzip
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ from vgrout.config.presets import resolve
 from vgrout.data import Message
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_rows
-from vgrout.errors import Refused
 from vgrout.files import file_sha256
-from vgrout.inputs import check_rewards, read_inputs
+from vgrout.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
 from worlds import load_splits
@@ -165,10 +162,9 @@ def test_demonstrations_that_are_too_long_are_left_out(tmp_path: Path, warnings:
     assert some.demos(problem(4), 0) == []
     assert any("3 of 4 demonstrations have more than 3 tokens" in line for line in warnings)
     assert len({r.completion_ids for r, _ in teacher(tmp_path / "p").demos(problem(3), 0)}) > 1
-    with pytest.raises(
-        Refused, match=r"all 4 demonstrations .* more than 1 tokens; raise --max-new"
-    ):
-        teacher(tmp_path / "p", problems=PROBLEMS[:2], max_new=1)
+    cut = teacher(tmp_path / "p", problems=PROBLEMS[:2], max_new=1).demos(problem(3), 0)
+    assert {(r.completion_ids, r.finished) for r, _ in cut} == {((5,), False)}
+    assert any("all 4 demonstrations have more than 1 tokens" in line for line in warnings)
 
 
 def test_prompts_are_live_and_differences_are_recorded(tmp_path: Path, warnings: list[str]) -> None:
@@ -363,43 +359,11 @@ def test_the_prompt_announces_what_the_demonstrations_use(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("argv", "refused"),
-    [
-        ([], ""),
-        (["--pass-reward=3"], "a demonstration that passed has a reward of 1.1, which no answer"),
-        (["--compile-reward=0.5"], "under --compile-reward 0.5 and --pass-reward 1; give those"),
-        (["--pass-reward=3", "--mix-ratio=0"], ""),
-    ],
+    ("argv", "said"),
+    [([], ""), (["--pass-reward=3"], "passed has a reward of 1.1, which no answer")],
 )
-def test_demonstrations_rewarded_by_other_amounts_are_refused(
-    argv: list[str], refused: str
+def test_demonstrations_rewarded_by_other_amounts_are_told_of(
+    argv: list[str], said: str, warnings: list[str]
 ) -> None:
-    """They would be compared with answers that earn more for the same."""
-    cfg = resolve(["mini", "--intervention=none", *argv])
-    if refused:
-        with pytest.raises(Refused, match=refused):
-            read_inputs(cfg)
-    else:
-        read_inputs(cfg)
-
-
-def test_demonstrations_of_texts_are_of_the_runs_own_reward(tmp_path: Path) -> None:
-    """Scores may be anything there, so pool.json says by what they were multiplied."""
-    write(tmp_path / "p", 3, [record(reward=3.0)])
-    card = tmp_path / "p" / "pool.json"
-    cfg = resolve(["mini", "--intervention=none"])
-    rows = replace(cfg.scale, problems="rows.jsonl")
-    functions = replace(cfg.env, env="text", reward="m:f", reference="m:g", mix_ratio=0.0)
-    of_text = replace(cfg, env=functions, scale=rows)
-    for made_with, refused in ((1, False), (3, True), (None, False), ("x", True)):
-        card.write_text(json.dumps({} if made_with is None else {"pass_reward": made_with}))
-        with pytest.raises(Refused, match=r"pass.reward") if refused else nullcontext():
-            check_rewards(of_text, load_pool(tmp_path / "p"))
-    write(tmp_path / "p", 3, [record(reward=0.5)])
-    card.write_text("{}")
-    with pytest.raises(
-        Refused, match=r"passed has a reward of 0\.5, which no answer gets under --pass"
-    ):
-        check_rewards(of_text, load_pool(tmp_path / "p"))
-    of_own = replace(of_text, env=replace(functions, env="m:Own", reward="", reference=""))
-    check_rewards(of_own, load_pool(tmp_path / "p"))  # whose rewards are its own
+    read_inputs(resolve(["mini", "--intervention=none", *argv]))
+    assert any(said in line for line in warnings) if said else not warnings

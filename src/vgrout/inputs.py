@@ -204,17 +204,18 @@ def read_inputs(cfg: Config) -> Inputs:
 
 
 def check_rewards(cfg: Config, pool: Pool) -> None:
-    """Raises Refused where the pool's demonstrations were rewarded by other amounts than this run's answers are: the
+    """Warns where the pool's demonstrations were rewarded by other amounts than this run's answers are: the
     two are compared with one another in a group."""
     if ":" in cfg.env.environment:  # somebody's own has rewards of its own
         return
     compiles, passes = cfg.env.compile_reward, cfg.env.pass_reward
     made_with = pool.pass_reward
     if made_with is not None and not math.isclose(made_with, passes):
-        raise Refused(
+        logger.warning(
             f"--teacher-pool-dir {pool.folder}: made with --pass-reward {made_with:g}, and this run has {passes:g}; "
             "give the pool's, or make it again with this one"
         )
+        return
 
     def is_given(reward: float, passed: bool) -> bool:
         """Whether this run gives such a reward to an answer that passed, or that did not."""
@@ -229,11 +230,12 @@ def check_rewards(cfg: Config, pool: Pool) -> None:
                 continue
             of_code = f"--compile-reward {compiles:g} and " if cfg.of_code else ""
             kind = "passed" if grade.passed else "did not pass"
-            raise Refused(
+            logger.warning(
                 f"--teacher-pool-dir {pool.folder}: a demonstration that {kind} has a reward of "
                 f"{grade.reward:g}, which no answer gets under {of_code}--pass-reward {passes:g}; "
                 "give those that the pool was made with, or make it again with these"
             )
+            return
 
 
 def read_pairs(

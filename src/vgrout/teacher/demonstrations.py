@@ -63,7 +63,7 @@ class Teacher:
 
         Raises:
             Refused: a pool that demonstrates none of these problems, or under other modes, or has
-                no usable tokens, or longer completions only.
+                no usable tokens.
         """
         self.pool = pool
         self.lm = lm
@@ -137,10 +137,13 @@ class Teacher:
                 self._used[problem.id] = fitting
         used = sum(map(len, self._used.values()))
         if not used:
-            raise Refused(
-                f"--teacher-pool-dir {pool.folder}: all {n} demonstrations of the training problems "
-                f"have more than {self.max_new} tokens; raise --max-new"
+            logger.warning(
+                f"{pool.folder}: all {n} demonstrations have more than {self.max_new} tokens "
+                "(--max-new) and are cut; raise --max-new"
             )
+            for problem in demonstrated:
+                self._used[problem.id] = list(range(len(pool.demos[problem.id])))
+            return
         if used < n:
             logger.warning(
                 f"{pool.folder}: {n - used} of {n} demonstrations have more than {self.max_new} "
@@ -229,10 +232,12 @@ class Teacher:
             source="teacher",
             deployed=False,
             prompt_ids=prompt_ids,
-            completion_ids=ids,
+            completion_ids=ids[: self.max_new],
             text=demo.completion or "",
-            finished=finished,
-            logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
+            finished=finished and len(ids) <= self.max_new,
+            logp_full=demo.logp[: min(len(ids), self.max_new)]
+            if demo.logp and not self.retokenised
+            else None,
         )
 
     def _thought(self, rollout: Rollout, in_thought: bool) -> Thought:
