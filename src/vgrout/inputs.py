@@ -204,8 +204,8 @@ def read_inputs(cfg: Config) -> Inputs:
 
 
 def check_rewards(cfg: Config, pool: Pool) -> None:
-    """Warns where the pool's demonstrations were rewarded by other amounts than this run's answers are: the
-    two are compared with one another in a group."""
+    """Warn where the pool's demonstrations were rewarded by other amounts than this run's answers are: the two are
+    compared with one another in a group."""
     if ":" in cfg.env.environment:  # somebody's own has rewards of its own
         return
     compiles, passes = cfg.env.compile_reward, cfg.env.pass_reward

@@ -104,8 +104,7 @@ def _require_attributes(own: type, facts: Mapping[str, object], title: str) -> N
 
 def _reads_gradients(own: type) -> bool:
     """Whether it derives from the base class of what is asked about gradients."""
-    of_gradients = ("vgrout.method.gates", "GradientMonitor")
-    return any((base.__module__, base.__qualname__) == of_gradients for base in own.__mro__)
+    return _derives_from(own, "vgrout.method.gates", "GradientMonitor") is not None
 
 
 def _is_words(value: object) -> TypeGuard[tuple[str, ...]]:
@@ -114,10 +113,18 @@ def _is_words(value: object) -> TypeGuard[tuple[str, ...]]:
 
 def _base(own: type, title: str) -> object:
     """The package's own base class, above which nothing is somebody's own."""
+    base = _derives_from(own, "vgrout.method.base", title)
+    if base is None:
+        raise Refused(f"{own.__name__}: is no {title} of vgrout.method.base")
+    return base
+
+
+def _derives_from(own: type, module: str, name: str) -> type | None:
+    """The class of this name that it derives from, found without importing the module; None: it does not."""
     for base in own.__mro__:
-        if (base.__module__, base.__name__) == ("vgrout.method.base", title):
+        if (base.__module__, base.__name__) == (module, name):
             return base
-    raise Refused(f"{own.__name__}: is no {title} of vgrout.method.base")
+    return None
 
 
 def _is_own(own: object, base: object, method: str) -> bool:

@@ -4,12 +4,7 @@
 4 diverged · 130 interrupted, state saved · 1 anything else.
 """
 
-from vgrout.errors import (
-    Diverged,
-    Halted,
-    Interrupted,
-    Refused,
-)
+from vgrout.errors import Diverged, Halted, Interrupted, Refused
 
 FINISHED, FAILED, REFUSED, HALTED, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 

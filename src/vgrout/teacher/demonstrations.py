@@ -76,7 +76,7 @@ class Teacher:
         self.compared = 0  # prompts of the pool that were compared with today's
         self.differ: list[int] = []  # ids of the problems whose prompts are not the same
         self._off_logged = False
-        # (problem id, index in its file) → token ids, and whether they end with the EOS
+        # (problem id, index in its file) → token ids, at most max_new, and whether they end with the EOS
         self._tokens: dict[tuple[int, int], tuple[tuple[int, ...], bool]] = {}
         # problem id → which of its demonstrations are used
         self._used: dict[int, list[int]] = {}
@@ -91,7 +91,7 @@ class Teacher:
             logger.warning(
                 f"{pool.folder}: not made with this tokenizer; completions are tokenised again"
             )
-        self._leave_out_long_ones(pool, demonstrated)
+        self._choose(pool, demonstrated)
         self._compare_prompts(pool, demonstrated)
         if self.differ:
             logger.warning(
@@ -125,14 +125,19 @@ class Teacher:
                 "make it again with this model"
             )
 
-    def _leave_out_long_ones(self, pool: Pool, demonstrated: Sequence[Task]) -> None:
-        """Choose the demonstrations of at most `max_new` tokens."""
+    def _choose(self, pool: Pool, demonstrated: Sequence[Task]) -> None:
+        """Choose the demonstrations of at most `max_new` tokens; where there are none, all are used, and cut."""
         n = 0
         for problem in demonstrated:
             demos = pool.demos[problem.id]
             n += len(demos)
-            lengths = [len(self._ids(demo)[0]) for demo in demos]
-            fitting = [i for i, length in enumerate(lengths) if length <= self.max_new]
+            fitting: list[int] = []
+            for i, demo in enumerate(demos):
+                ids, ends = self._ids(demo)
+                fits = len(ids) <= self.max_new
+                self._tokens[problem.id, i] = ids[: self.max_new], ends and fits
+                if fits:
+                    fitting.append(i)
             if fitting:
                 self._used[problem.id] = fitting
         used = sum(map(len, self._used.values()))
@@ -223,21 +228,16 @@ class Teacher:
     def _rollout(
         self, problem: Task, demo: Demonstration, index: int, prompt_ids: tuple[int, ...]
     ) -> Rollout:
-        key = (problem.id, index)
-        if key not in self._tokens:
-            self._tokens[key] = self._ids(demo)
-        ids, finished = self._tokens[key]
+        ids, finished = self._tokens[problem.id, index]
         return Rollout(
             problem=problem,
             source="teacher",
             deployed=False,
             prompt_ids=prompt_ids,
-            completion_ids=ids[: self.max_new],
+            completion_ids=ids,
             text=demo.completion or "",
-            finished=finished and len(ids) <= self.max_new,
-            logp_full=demo.logp[: min(len(ids), self.max_new)]
-            if demo.logp and not self.retokenised
-            else None,
+            finished=finished,
+            logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
         )
 
     def _thought(self, rollout: Rollout, in_thought: bool) -> Thought:
@@ -249,7 +249,7 @@ class Teacher:
         """Tokens up to the EOS, and whether they end with it."""
         if self.retokenised:
             ids = self.lm.encode_completion(demo.completion or "", demo.finished)
-            return tuple(ids), demo.finished
+            return ids, demo.finished
         return self._up_to_eos(demo.completion_ids)
 
     def _up_to_eos(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:

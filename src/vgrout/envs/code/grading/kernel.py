@@ -34,6 +34,7 @@ def check(result: int, what: str) -> int:
 
 
 def prctl(option: int, argument: int = 0) -> None:
+    """prctl(2) with one argument. Raises OSError where the kernel refuses."""
     result = libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(0), 0, 0)
     check(result, f"prctl {option}")
 

@@ -30,6 +30,7 @@ HIDDEN = (
 
 
 def hidden_folders(folder: Path) -> list[Path]:
+    """What lies in this folder of the library that no answer may see."""
     return [path for pattern in HIDDEN for path in folder.glob(pattern)]
 
 
