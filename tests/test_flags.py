@@ -229,7 +229,7 @@ FLAGS: dict[str, Run | Held] = {
     "--v-hack-drop-bottom-frac": Run(ERASE, "0.25", "0.9"),
     "--v-hack-extract-top-k": Run(ERASE, "12", "6"),
     "--v-hack-k": Run(ERASE, "5", "1"),
-    "--v-hack-path": Run(ERASE, "None", "{direction}"),
+    "--v-hack-path": Run(ERASE, "None", "{direction} --v-hack-extract-top-k=6"),  # the file's
     "--v-hack-tau-axis": Run(ERASE, "0", "0.9"),
     "--vhack-pairs-path": Run(ERASE, "{pairs}", "{other_pairs}"),
     "--vhack-refresh-every": Run([ERASE[0], "--lr=10"], "0", "1"),
