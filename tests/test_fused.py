@@ -223,7 +223,7 @@ import torch
 import tiny
 from benchmarks import rig
 from vgrout.model import trials
-from vgrout.model.decoder import LeanDecoder
+from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.fused import fuse, kernels_agree
 from vgrout.model.logprobs import backbone
 from vgrout.model.sampler import sample

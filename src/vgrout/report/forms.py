@@ -50,9 +50,9 @@ def require_record(record: Object) -> None:
     for name in ("hashes", "git", "direction"):
         parts[name] = _object(record.get(name) or {}, f"{file}: {name}")
     for name, digest in parts["hashes"].items():
-        _require(digest is None or isinstance(digest, str), f"{file}: hashes: {name}", digest)
+        _require(digest is None or _is_text(digest), f"{file}: hashes: {name}", digest)
     revision = parts["git"].get("revision", "")
-    _require(isinstance(revision, str), f"{file}: git: revision", revision)
+    _require(_is_text(revision), f"{file}: git: revision", revision)
     likeness = parts["direction"].get("cos_with_real") or {}
     likeness = _object(likeness, f"{file}: direction: cos_with_real")
     for name in ("rms", "chance_rms"):
@@ -61,7 +61,7 @@ def require_record(record: Object) -> None:
     for name, facts in flaws.items() if isinstance(flaws, dict) else ():
         facts = _object(facts, f"{file}: flaws: {name}")
         for key in ("code", "should", "pattern"):
-            _require(isinstance(facts.get(key), str), f"{file}: flaws: {name}: {key}", facts)
+            _require(_is_text(facts.get(key)), f"{file}: flaws: {name}: {key}", facts)
 
 
 def require_final(final: Object, known: Sequence[str]) -> None:
@@ -148,9 +148,9 @@ def _require_graded(answer: Object, where: str) -> None:
     for name in ("hacked", "solved"):
         _require(name in answer, f"{where}: {name}", "missing")
         _require(answer[name] in (None, True, False), f"{where}: {name}", answer[name])
-    _require(isinstance(answer.get("env_mode"), str), f"{where}: env_mode", answer.get("env_mode"))
+    _require(_is_text(answer.get("env_mode")), f"{where}: env_mode", answer.get("env_mode"))
     mechanism = answer.get("mechanism")
-    _require(mechanism is None or isinstance(mechanism, str), f"{where}: mechanism", mechanism)
+    _require(mechanism is None or _is_text(mechanism), f"{where}: mechanism", mechanism)
 
 
 def _require_shares(numbers: Object, where: str) -> None:
@@ -162,6 +162,17 @@ def _require_shares(numbers: Object, where: str) -> None:
             _require(value is None or is_share, f"{where}: {name}", value)
         if name.startswith("n_") or name.endswith("_n"):
             _require_count(value, f"{where}: {name}")
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text that can be written: half of a surrogate pair, which JSON can spell, is none."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _object(value: object, where: str) -> Object:
