@@ -25,8 +25,7 @@ def step(quick: bool = False) -> str:
 
 
 def real(model: Path, dtype: Literal["auto", "fp32", "bf16"] = "bf16", quick: bool = False) -> str:
-    """A pretrained model: a step and its memory against TRL's, sampling and update against the machine's bounds
-    (ten minutes; uv run --extra bench …).
+    """A pretrained model: a step, its memory and sampling against TRL's (ten minutes; uv run --extra bench …).
 
     Args:
         model: its folder.
@@ -41,9 +40,9 @@ def gpu(quick: bool = False, part: Literal["all", "steps", "claims"] = "all") ->
     """All that is claimed of a GPU.
 
     Steps: a step of `fast` at Qwen3-4B's shapes against TRL's, where TRL is installed (with vLLM too where that is),
-    and the sampling of `full`. Ten minutes, and up to five more for each way of setting TRL. Claims: update and
-    sampling against the card's bounds and the plan's memory, kernels and CUDA graphs against their plain forms, `mini`
-    against the CPU and killed and resumed. Ten minutes. Each figure is a JSON line on standard error as soon as it is
+    and the sampling of `full`. Ten minutes, and up to five more for each way of setting TRL. Claims: the time of
+    update and sampling, the plan's memory, kernels and CUDA graphs against their plain forms, `mini` against the CPU
+    and killed and resumed. Ten minutes. Each figure is a JSON line on standard error as soon as it is
     there.
 
     Args:
@@ -51,12 +50,6 @@ def gpu(quick: bool = False, part: Literal["all", "steps", "claims"] = "all") ->
         part: steps, claims, or both.
     """
     return importlib.import_module("benchmarks.gpu").run(quick, part)
-
-
-def launches() -> str:
-    """Kernels that an update and a decoding step launch on a GPU, and the bytes they move, with fused blocks and
-    without: counted from shapes, without a GPU (a minute)."""
-    return importlib.import_module("benchmarks.launches").run()
 
 
 def grading(quick: bool = False, problems: Path | None = None) -> str:
@@ -71,41 +64,11 @@ def grading(quick: bool = False, problems: Path | None = None) -> str:
     return importlib.import_module("benchmarks.grading").run(quick, problems)
 
 
-def growth(quick: bool = False) -> str:
-    """Work that should not grow: a sweep's plan of 1,000 jobs, a report over 300 runs, a run on 100,000 rows, and step
-    10,000 against step 100 (a quarter of an hour).
-
-    Args:
-        quick: a tenth of each.
-    """
-    return importlib.import_module("benchmarks.growth").run(quick)
-
-
-def verdicts(*pythons: str, problems: Path | None = None, against: Path | None = None) -> str:
-    """Wrong verdicts on honest and hostile answers, at every level of the sandbox (minutes for each Python).
-
-    Args:
-        pythons: interpreters that grade and run the answers; by default this one.
-        problems: a file of real problems, whose canonical solutions are honest answers too.
-        against: another checkout of this project, to compare the CPU time of grading with.
-    """
-    if problems is not None and not problems.is_file():
-        raise Refused(f"--problems {problems}: no such file")
-    if against is not None and not (against / "src" / "vgrout").is_dir():
-        raise Refused(f"--against {against}: no checkout of this project")
-    resolved = None if problems is None else problems.resolve()
-    bench = importlib.import_module("benchmarks.verdicts")
-    return bench.run(pythons or [sys.executable], resolved, against)
-
-
 def main(argv: list[str]) -> int:
     """Run one bench. Exit codes: 0 measured · 2 refused, in one line."""
 
     def command() -> int:
-        benches = {
-            bench.__name__: bench
-            for bench in (step, real, gpu, launches, grading, growth, verdicts)
-        }
+        benches = {bench.__name__: bench for bench in (step, real, gpu, grading)}
         print(parse_args(benches, argv or ["--help"], "python -m benchmarks"))
         return 0
 

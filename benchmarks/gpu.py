@@ -1,11 +1,10 @@
 """What is claimed of a GPU, measured on one.
 
 Update and sampler run at Qwen3-4B's shapes with random weights. A step of `fast` is timed beside
-TRL's, where TRL is installed; with vLLM too, where that is. Then come the claims: model FLOPs used,
-tokens / s against the memory's bandwidth, peak memory against the plan, lengths that were not
-warmed up on, how often the host waits, CUDA graphs and packed attention against their plain forms,
-attention's kernels, and ways to decompose the weights. `mini` is run on the GPU, on the CPU, and
-killed and resumed.
+TRL's, where TRL is installed; with vLLM too, where that is. Then come the claims: seconds of update and
+sampling, peak memory against the plan, lengths that were not warmed up on, how often the host waits,
+CUDA graphs and packed attention against their plain forms, and attention's kernels. `mini` is run on
+the GPU, on the CPU, and killed and resumed.
 """
 
 import contextlib
@@ -30,29 +29,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 
-from benchmarks import decompositions, rig
-from benchmarks.bounds import (
-    Load,
-    bandwidth,
-    dense_rate,
-    known_shapes,
-    sampler,
-    sampling_figure,
-    timed,
-    update_figure,
-)
+from benchmarks import rig
 from benchmarks.gpu_peer import Contestant, argument
 from benchmarks.measure import Figure, Ratio, page
+from benchmarks.rig import Load, sampler, timed
 from vgrout import embedded
 from vgrout.config.groups import OptConfig
 from vgrout.data import Group
 from vgrout.errors import Refused
 from vgrout.model.load import as_language_model, pick_device, room_on_gpu
-from vgrout.model.logprobs import backbone, foreign
+from vgrout.model.logprobs import foreign
 from vgrout.model.memory import CONTEXT, GIB, MemoryPlan, plan
 from vgrout.model.policy import Policy
+from vgrout.model.shapes import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.trials import fuse_blocks
 from vgrout.optim import Optimizer
 from vgrout.tensor_types import Routed
 
@@ -77,7 +67,6 @@ QUICK = Load(group=4, prompts=1, prompt=256, answer=64)
 STEP_SECONDS = {"none": 4.0, "route2": 4.7}
 TIMES_TRL = {"transformers": 10, "vLLM": 1.5}
 FULL_RATE = 12_000  # tokens / s that sampling `full`'s 258 rows should reach
-UPDATE_SHARE, SAMPLING_SHARE = 0.45, 0.65  # of the card's products, of its bandwidth
 # Of TRL: as many rows a forward as memory allows with activations kept, and with them computed again.
 TRL_ROWS = {False: 8, True: 32}
 TRL_SECONDS = 300  # for one way of setting it
@@ -113,14 +102,15 @@ def random_policy(shape: dict[str, Any], device: str, dtype: torch.dtype) -> Pol
     model.set_attn_implementation("sdpa")
     tokenizer: Any = AutoTokenizer.from_pretrained(embedded.MODEL_DIR)
     lm = as_language_model(model, tokenizer)
-    fuse_blocks(model, backbone(model), lm.lean)
     return Policy(**vars(lm), adapter=SvdAdapter(model, None, decompose=orthogonal))
 
 
 def planned(policy: Policy, load: Load) -> MemoryPlan:
     """The plan of a run of route2 with this load, in the memory that this process may have."""
+    shapes = shapes_of(policy.model.config.to_dict())
+    assert shapes is not None
     return plan(
-        known_shapes(policy),
+        shapes,
         device="cuda",
         size=policy.model.dtype.itemsize,
         routes=True,
@@ -161,21 +151,27 @@ def measure(policy: Policy, load: Load, rounds: int) -> list[Figure]:
     """Update and sampling of one load; what each claim on them is worth on this device."""
     kernels_taken = policy.attention()
 
-    def update(name: str, share: bool) -> Figure:
-        name = f"{name}, {kernels_taken['update']}"
-        rate = dense_rate(policy)
-        return update_figure(name, policy, load, share, rate, rounds, goal=UPDATE_SHARE)
+    def update(name: str, by_rollout: bool) -> Figure:
+        run = rig.update(policy, noise(policy, load), by_rollout)
+        run()
+        seconds = statistics.median(timed(run) for _ in range(rounds))
+        rate = load.answers * (load.prompt + load.answer) / seconds
+        figure = f"{rate:,.0f} tokens / s, {seconds:.2f} s"
+        return Figure(f"update, {name}, {kernels_taken['update']}", "", figure)
 
     def sampling(name: str, graphs: bool) -> Figure:
-        sampling_policy = policy if graphs else replace(policy, graphs=False)
-        rate = bandwidth(policy.device)
-        goal = SAMPLING_SHARE if graphs else None
-        return sampling_figure(name, sampling_policy, load, rate, rounds, goal)
+        run = sampler(replace(policy, graphs=graphs), load)
+        run()
+        seconds = statistics.median(timed(run) for _ in range(rounds))
+        token_ms = seconds / load.answer * 1e3
+        rate = load.answers * load.answer / seconds
+        figure = f"{rate:,.0f} tokens / s, {token_ms:.1f} ms a token of each row"
+        return Figure(f"sampling, {name}", "", figure)
 
     # first: nothing is held yet that a run would not hold
     figures = attempted("peak of a step, route2", lambda: fits_plan(policy, load))
-    figures += attempted("update, none", lambda: update("none", share=True))
-    figures += attempted("update, route2", lambda: update("route2", share=False))
+    figures += attempted("update, none", lambda: update("none", by_rollout=False))
+    figures += attempted("update, route2", lambda: update("route2", by_rollout=True))
     figures += attempted("sampling", lambda: sampling(kernels_taken["decode"], graphs=False))
     figures += attempted("sampling, CUDA graphs", lambda: sampling("CUDA graphs", graphs=True))
     figures += attempted("new lengths", lambda: new_lengths(policy, load, rounds))
@@ -183,7 +179,6 @@ def measure(policy: Policy, load: Load, rounds: int) -> list[Figure]:
         same_logits,
         same_gradients,
         host_waits,
-        decomposition,
         kernels,
         nan_under_a_mask,
         plans_of_cudnn,
@@ -424,12 +419,6 @@ def waits(run: Callable[[], object]) -> int:
         run()
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in said)
-
-
-def decomposition(policy: Policy, load: Load) -> list[Figure]:
-    """Seconds to decompose all adapted weights on a first start, by several ways."""
-    shapes = [site.W.shape for site in policy.adapter.sites.values()]
-    return decompositions.figures(shapes, policy.device, policy.model.dtype)
 
 
 def kernels(policy: Policy, load: Load) -> Figure:

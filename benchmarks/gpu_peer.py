@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import rig, trl_peer
-from vgrout.model.step_time import Load
+from benchmarks.rig import Load
 
 RANK = 32  # of LoRA: a usual one, and what its gradients cost hardly depends on it
 STEPS = 3  # of which the first warms up

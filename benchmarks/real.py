@@ -1,4 +1,4 @@
-"""A pretrained model on cores: our step against TRL's, and what it reaches of the machine's bounds.
+"""A pretrained model on cores: our step against TRL's, and our sampling against transformers'.
 
 Every contestant has a process of its own, so that its peak is its own; TRL has this one. A reward
 by which any model's answers differ gives all groups a signal: ours leaves out those without, TRL
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks import bounds, rig, trl_peer
+from benchmarks import rig, trl_peer
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.step import parts
 from vgrout import embedded
@@ -22,7 +22,7 @@ from vgrout.model.load import run_policy
 from vgrout.model.policy import DTYPES, Policy
 from vgrout.model.sampling import Sampling
 
-LOAD = bounds.Load(group=rig.G, prompts=rig.P, prompt=128, answer=96)
+LOAD = rig.Load(group=rig.G, prompts=rig.P, prompt=128, answer=96)
 STEP_GOALS = {"none": 8, "route2": 6}
 GIB = 2**30
 Dtype = Literal["auto", "fp32", "bf16"]  # auto: each contestant's default, which for TRL is fp32
@@ -48,7 +48,8 @@ def run(model: Path, dtype: Dtype, quick: bool = False) -> str:
         with ExitStack() as ends:
             figures, note = against_trl(model, dtype, rounds, ends)
         if dtype != "auto":
-            figures += of_bounds(run_policy(resolve(command(model, dtype, "none"))), rounds)
+            policy = run_policy(resolve(command(model, dtype, "none")))
+            figures.append(of_sampling(policy, rounds))
     return page(figures, note)
 
 
@@ -91,25 +92,18 @@ def against_trl(
     return figures, note
 
 
-def of_bounds(policy: Policy, rounds: int, load: bounds.Load = LOAD) -> list[Figure]:
-    """Sampling against `generate` and the memory's bandwidth; updates against matrix products."""
+def of_sampling(policy: Policy, rounds: int, load: rig.Load = LOAD) -> Figure:
+    """Sampling, on merged weights, against `generate`."""
     with torch.no_grad():
-        policy.adapter.δS.fill_(1e-9)  # merged weights
+        policy.adapter.δS.fill_(1e-9)
     policy.adapter.merge()
-    ours, theirs = bounds.sampler(policy, load), generating(policy, load)
+    ours, theirs = rig.sampler(policy, load), generating(policy, load)
     seconds = interleaved({"ours": ours, "generate": theirs}, rounds, "sampling")
-    rate = bounds.dense_rate(policy)
-    return [
-        Ratio.of(seconds["generate"], seconds["ours"]).at_least(
-            "sampling, time", "transformers.generate", 2
-        ),
-        bounds.sampling_figure("ours", policy, load, bounds.bandwidth(policy.device), rounds),
-        bounds.update_figure("none", policy, load, True, rate, rounds, 0.6),
-        bounds.update_figure("route2", policy, load, False, rate, rounds, 0.6),
-    ]
+    ratio = Ratio.of(seconds["generate"], seconds["ours"])
+    return ratio.at_least("sampling, time", "transformers.generate", 2)
 
 
-def generating(policy: Policy, load: bounds.Load) -> Callable[[], None]:
+def generating(policy: Policy, load: rig.Load) -> Callable[[], None]:
     """The sampler's work by transformers: one batch, as TRL calls it."""
     groups = rig.noise_groups(policy.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
     prompts = torch.tensor([g.rollouts[0].prompt_ids for g in groups])

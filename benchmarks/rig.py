@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +27,10 @@ from vgrout.envs.base import split_tasks
 from vgrout.envs.code.problem import Problem
 from vgrout.grpo import PolicyGradients, policy_gradients
 from vgrout.model.policy import Policy
+from vgrout.model.sampler import sample
+from vgrout.model.sampling import Sampling
 from vgrout.runs.preflight import preflight
+from vgrout.torch_rng import torch_stream
 
 P, G, SEED = 4, 8, 41
 # so small that both peers go on sampling from the same model, and answers keep their lengths
@@ -71,6 +75,21 @@ def workplace(stay: bool = False) -> Generator[None]:
     finally:
         logger.enable("vgrout")
         torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step samples and learns from; every answer is as long as it may be."""
+
+    prompts: int
+    group: int  # answers to a prompt
+    prompt: int  # tokens of a prompt
+    answer: int  # tokens of an answer
+
+    @property
+    def answers(self) -> int:
+        """Answers of a step."""
+        return self.prompts * self.group
 
 
 class Turns:
@@ -224,3 +243,23 @@ def random_model(
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**shape, eos_token_id=None))
     return model.to(dtype).eval()
+
+
+def sampler(policy: Policy, load: Load) -> Callable[[], list[list[Completion]]]:
+    """Answers of exactly `load.answer` tokens to random prompts."""
+    groups = noise_groups(policy.model.config.vocab_size, 1, load.prompts, load.prompt, 1)
+    prompts = [g.rollouts[0].prompt_ids for g in groups]
+    endless = replace(policy, eos_ids=frozenset())
+    return lambda: sample(
+        endless, prompts, load.group, Sampling(), load.answer, torch_stream(SEED, "bench")
+    )
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call, the device's work included."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start

@@ -25,7 +25,7 @@ from vgrout import ranks
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion
 from vgrout.iterative_dpo import main as iterative_dpo
-from vgrout.model import fused, kv_cache, lean_decoder, logprobs, sampler, sampling
+from vgrout.model import kv_cache, lean_decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder
 from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.load import as_language_model, try_template
@@ -121,9 +121,7 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "size", ["small", "large", "large, no oneDNN", "large, static", "large, static, fused"]
-)
+@pytest.mark.parametrize("size", ["small", "large", "large, no oneDNN", "large, static"])
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
     monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 2**26 if size == "small" else 0)
@@ -133,9 +131,6 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512
         monkeypatch.setattr(lean_decoder, "can_prepack", lambda _: False)
     model = tiny.tiny(family, dtype=dtype)
-    if size == "large, static, fused":
-        monkeypatch.setattr(fused, "compiled", lambda function: function)
-        fused.fuse(model)
     moves = {0: [0, 2, 1, 0, 2, 2], 4: [0, 5, 2, 3], 6: [1, 0, 0], 8: [2, 1, 2, 1]}
     noise = torch.randint(1, 97, (10, 6), generator=stream())
     decoders = HfDecoder(model), LeanDecoder(model, static="static" in size)

@@ -46,22 +46,12 @@ def _installed() -> list[str]:
 
 def free_bytes() -> int | None:
     """Unused memory of the first visible GPU; None if not known (a MIG instance, no driver)."""
-    answer = _of_the_first("memory.free")
-    return int(answer) * 2**20 if answer.isdecimal() else None
-
-
-def model_name() -> str:
-    """What kind of card the first visible GPU is, as its driver names it; "" if not known (likewise)."""
-    return _of_the_first("name")
-
-
-def _of_the_first(what: str) -> str:
-    """A property of the first visible GPU, one of `nvidia-smi --help-query-gpu`; "" if not known."""
     gpus = visible()
     if not gpus:
-        return ""
-    question = (f"--id={gpus[0]}", f"--query-gpu={what}", "--format=csv,noheader,nounits")
-    return _answer(_client(), *question).strip()
+        return None
+    question = (f"--id={gpus[0]}", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    answer = _answer(_client(), *question).strip()
+    return int(answer) * 2**20 if answer.isdecimal() else None
 
 
 def _client() -> str | None:

@@ -28,8 +28,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from vgrout.model.fused import fused_blocks
-
 ATTENTION = "vgrout_packed"  # our name in transformers' list of attention functions
 
 # Attention of a packed sequence: (q [N, H, D], k [M, K, D], v [M, K, D], scale) → [N, H, D]
@@ -533,9 +531,8 @@ def packed_forward(
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     try:
-        with fused_blocks(model, core):
-            return core(
-                input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
-            ).last_hidden_state
+        return core(
+            input_ids=ids, position_ids=positions, use_cache=False, packed_attend=attend
+        ).last_hidden_state
     finally:
         config._attn_implementation = before

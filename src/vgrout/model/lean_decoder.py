@@ -13,14 +13,6 @@ from transformers.cache_utils import DynamicLayer
 
 from vgrout.model.attention import uploaded
 from vgrout.model.decoder import HfDecoder
-from vgrout.model.fused import (
-    gated_halves,
-    is_fused,
-    kernel,
-    norm,
-    norm_of_sum,
-    rotated_heads,
-)
 from vgrout.model.kv_cache import ForkedCache, KVCache, LayerPast, Past, StaticCache, width
 from vgrout.model.lean_layers import (
     Block,
@@ -60,8 +52,7 @@ class LeanDecoder:
 
     static: a step reads and writes the same addresses each time, in few different widths. On a GPU
         each is captured as a CUDA graph when it is asked for a third time, and replayed from then
-        on: one call in place of hundreds. Of a model that `vgrout.model.fused` has kernels for, a
-        static step uses them.
+        on: one call in place of hundreds.
     """
 
     drop_at = 0.0
@@ -69,7 +60,6 @@ class LeanDecoder:
     def __init__(self, model: PreTrainedModel, static: bool = False) -> None:
         self.model, self.static = model, static
         self.captures = static and model.device.type == "cuda"
-        self.fused = static and is_fused(model)
         # (width, blocks) → the step's graph, or how often the step was run so far: a graph is made
         # when it has run twice, and whatever is loaded at a first call has been loaded
         self.steps: dict[tuple[int, int], _Captured | int] = {}
@@ -78,7 +68,7 @@ class LeanDecoder:
         self.kv_heads: int = model.config.num_key_value_heads
         parameters = sum(p.numel() for p in model.parameters())
         self.small = parameters < FUSE_BELOW
-        prepacks = not (self.small or self.fused) and can_prepack(model)
+        prepacks = not self.small and can_prepack(model)
         kind = PrepackedLinears if prepacks else PlainLinears
         self.layers = [Block.of(layer, kind, self.small) for layer in self.core.layers]
         self.final_norm = Norm.of(self.core.norm.weight, self.core.norm)
@@ -224,8 +214,6 @@ class LeanDecoder:
         return None
 
     def _forward(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
-        if self.fused:
-            return self._fused_forward(tokens)
         n, H, K, D = len(tokens), self.heads, self.kv_heads, self.cos.shape[-1]
         position = self.position[:n]
         cos, sin = self.cos[position, None], self.sin[position, None]
@@ -243,33 +231,6 @@ class LeanDecoder:
             x = block.down.add(x, gated)
         self.position += 1
         return masked(self.model, self.head(self.final_norm(x)))
-
-    def _fused_forward(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
-        """The same in ten kernels a layer, of which four are products and one is attention."""
-        n, H, K, D = len(tokens), self.heads, self.kv_heads, self.cos.shape[-1]
-        position = self.position[:n]
-        cos, sin = self.cos[position], self.sin[position]
-        x = self.embeddings[tokens]
-        first = self.layers[0].attention_norm
-        normed = kernel(norm, x, first.weight, first.eps)
-        # the norm that the sum of residuals goes through where a block ends
-        ends = [*(block.attention_norm for block in self.layers[1:]), self.final_norm]
-        of_layers = self.cache.layers(n)
-        for block, end, (write, attend) in zip(self.layers, ends, of_layers, strict=True):
-            weight, eps = None, 0.0
-            if block.qk_norm is not None:
-                weight, eps = block.qk_norm.weight, block.qk_norm.eps
-            qkv = block.qkv(normed).view(n, H + 2 * K, D)
-            heads = kernel(rotated_heads, qkv, cos, sin, weight, eps, K)
-            write(heads[:, H:].view(n, 2, K, D))
-            q = heads[:, :H].view(n, K, H // K, D)
-            y = attend(q, scale=block.scale).reshape(n, H * D)
-            middle = block.mlp_norm
-            x, normed = kernel(norm_of_sum, x, block.out(y), middle.weight, middle.eps)
-            gated = kernel(gated_halves, block.up(normed))
-            x, normed = kernel(norm_of_sum, x, block.down(gated), end.weight, end.eps)
-        self.position += 1
-        return masked(self.model, self.head(normed))
 
     def keep(self, slots: Sequence[int]) -> None:
         self.cache.keep(slots)

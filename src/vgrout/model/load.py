@@ -47,7 +47,7 @@ from vgrout.model.shapes import is_small, resolved_dtype, shapes_of
 from vgrout.model.source import SVD_CACHE, advice, require_model, tokenizing
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
-from vgrout.model.trials import fuse_blocks, lean_fits, packs, raised_here, require_branching
+from vgrout.model.trials import lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
@@ -316,8 +316,6 @@ def adapted(lm: LanguageModel, cache_dir: Path | None) -> Policy:
 
     Raises Refused as `SvdAdapter`.
     """
-    if lm.packs:
-        fuse_blocks(lm.model, backbone(lm.model), lm.lean)
     adapter = SvdAdapter(lm.model, cache_dir)
     bare = left_out(lm.model, adapter.names)
     if bare:

@@ -38,7 +38,6 @@ CONTEXT = {"cpu": 0, "cuda": 600 * 2**20}
 # Share of the free memory that is planned with: torch's allocator reserved 1.04 × what was in use
 # at the peak of `fast` on an H200.
 SPARED = 0.92
-CARDS = (24, 48, 80, 141)  # GB
 PROMPT_TOKENS = 500  # of a LeetCode prompt; real ones have 224 to 841
 # Branches of packed rows have copies of the keys and values that lead to them: at most so many
 # tokens of copies a token of the budget.

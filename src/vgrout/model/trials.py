@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicLayer
 from vgrout.cli import out_of_memory
 from vgrout.errors import Refused
 from vgrout.model.decoder import Decoder, HfDecoder
-from vgrout.model.fused import fuse, fusible, kernels_agree
 from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import foreign
@@ -107,33 +106,6 @@ def _packs(model: PreTrainedModel, core: torch.nn.Module, first: int) -> bool:
             if not fits:
                 return False
     return True
-
-
-def fuse_blocks(model: PreTrainedModel, core: torch.nn.Module, lean: bool) -> None:
-    """Let packed forwards and decoding use the kernels of `model/fused.py`, if both compute the same.
-
-    Making them takes half a minute the first time. core: the model without its head. lean: the lean
-    decoder computes the model.
-    """
-    if not fusible(model):
-        return
-    why = "they compute something else"
-    fits = False
-    fuse(model)
-    try:
-        if kernels_agree(model, core):
-            fits = any(_packs(model, core, first) for first in trial_tokens(model))
-            if fits and lean:
-                fits = _decodes(model, LeanDecoder(model, static=True))
-    except Exception as error:  # whatever a compiler raises, or is missing
-        if out_of_memory(error):
-            raise
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-    if not fits:
-        fuse(model, on=False)
-        logger.warning(
-            f"updates and sampling run without fused kernels, slower on a large model: {why}"
-        )
 
 
 # ── decoders

@@ -1,4 +1,4 @@
-"""What a run says of itself beforehand: its method, its problems, its memory and time. `--dry-run` prints all of it."""
+"""What a run says of itself beforehand: its method, its problems, its memory. `--dry-run` prints all of it."""
 
 import shutil
 import textwrap
@@ -6,28 +6,18 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
-from vgrout import ranks
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.envs.base import Grader
 from vgrout.errors import Refused
 from vgrout.files import existing
-from vgrout.gpus import free_bytes, model_name, visible
+from vgrout.gpus import free_bytes, visible
 from vgrout.inputs import Inputs
 from vgrout.model.gguf import gguf_file, is_unpacked, unpacked
-from vgrout.model.memory import CARDS, GIB, PROMPT_TOKENS, needs_every_gradient
-from vgrout.model.shapes import ITEMSIZE, Shapes, find_shapes
+from vgrout.model.memory import GIB
+from vgrout.model.shapes import Shapes, find_shapes
 from vgrout.model.source import LLAMAS, configuration, model_folder
-from vgrout.model.step_time import (
-    BY_CLIENT_NAME,
-    COMPARED,
-    MEASURED_ON,
-    Card,
-    Load,
-    rates_apply,
-    step_time,
-)
 from vgrout.runs.preflight import Prompts, device_of, disk_needed, dtype_of, memory_plan, svd_cache
 from vgrout.runs.run_dir import where_from
 
@@ -136,118 +126,13 @@ def _which(method: MethodConfig) -> str:
 
 
 def memory_lines(cfg: Config, shapes: Shapes, prompts: Prompts) -> list[str]:
-    """The plan on what is free here, and on other cards."""
+    """The plan on what is free here, and on a GPU the least that the run can do with."""
     lines = memory_plan(cfg, shapes, prompts, free_bytes()).lines()
     if device_of(cfg) == "cuda":
         unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
-        least, of = memory_plan(unbound, shapes, prompts, 0).peak, list[str]()
-        for card in CARDS:
-            made = memory_plan(unbound, shapes, prompts, card * 10**9)
-            fits = (
-                f"{made.budget.tokens:,} tokens, {made.rows} rows"
-                if made.peak <= card * 10**9
-                else "no"
-            )
-            of.append(f"{card} GB {fits}")
-        lines.append(
-            f"              at least {least / GIB:.1f} GiB; at once on a card of {' · '.join(of)}"
-        )
+        least = memory_plan(unbound, shapes, prompts, 0).peak
+        lines += _headed("", f"at least {least / GIB:.1f} GiB")
     return lines
-
-
-def step_load(cfg: Config, prompts: Prompts) -> Load:
-    """What a step samples and learns from, where every answer is as long as it may be."""
-    characters = sum(len(message["content"]) for messages in prompts for message in messages)
-    typical = characters // len(prompts) // 4 if prompts else PROMPT_TOKENS
-    return Load(
-        prompts=cfg.scale.prompts_per_step,
-        group=cfg.scale.group,
-        prompt=max(1, typical),
-        answer=cfg.scale.max_new,
-        by_rollout=needs_every_gradient(cfg),
-        updates=cfg.loss.updates_per_batch,
-        reference=cfg.loss.beta > 0,
-    )
-
-
-def step_lines(cfg: Config, shapes: Shapes, prompts: Prompts, grader: Grader) -> list[str]:
-    """A table of the seconds that a step is expected to take, on cards of three sizes and on the one that is here.
-
-    Empty where the measured rates do not apply: on a CPU, in fp32, for a much smaller or larger model, for a step of
-    few tokens, where a second model takes part, and where several processes share a step.
-    """
-    load = step_load(cfg, prompts)
-    if (
-        device_of(cfg) != "cuda"
-        or cfg.loss.teacher_model
-        or ranks.size() > 1
-        or not rates_apply(shapes, ITEMSIZE[dtype_of(cfg)], load)
-    ):
-        return []
-    unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
-    here, free = BY_CLIENT_NAME.get(model_name()), free_bytes()
-    lines = [
-        f"estimated by rates of {MEASURED_ON}; nothing was",
-        "measured on other cards, and a slow host took a third longer",
-        f"{'':<18}{'sampling':>10}{'update':>8}{'grading':>9}{'a step':>8}{f'{cfg.scale.steps:,} steps':>12}",
-    ]
-    for card in COMPARED:
-        if card is not here:
-            room = card.gigabytes * 10**9
-            lines.append(_step_row(str(card), card, unbound, shapes, prompts, room, grader))
-    if here is not None and free is not None:  # of a part of a card nothing is known
-        lines.append(_step_row(f"{here.name}, here", here, cfg, shapes, prompts, free, grader))
-    lines += _step_note(cfg, load, grader)
-    return _headed("seconds", *lines)
-
-
-def _step_row(
-    name: str,
-    card: Card,
-    cfg: Config,
-    shapes: Shapes,
-    prompts: Prompts,
-    room: int,
-    grader: Grader,
-) -> str:
-    """A card's row of the table. room: bytes of it that are free."""
-    made = memory_plan(cfg, shapes, prompts, room)
-    if made.peak > room:
-        least = memory_plan(cfg, shapes, prompts, 0).peak / GIB
-        return f"{name:<18}  does not hold the run: {room / GIB:.1f} of {least:.1f} GiB"
-    workers = grader.workers if in_sandbox(grader) else 0
-    took = step_time(card, shapes, step_load(cfg, prompts), rows=made.rows, workers=workers)
-    all_steps = _duration(cfg.scale.steps * took.total)
-    return (
-        f"{name:<18}{took.sampling:>8.1f} s{took.update:>6.1f} s{took.grading:>7.1f} s"
-        f"{took.total:>6.1f} s{all_steps:>12}"
-    )
-
-
-def _step_note(cfg: Config, load: Load, grader: Grader) -> list[str]:
-    """What the table's figures are of, and what they leave out."""
-    left_out = ["evaluations"]
-    if cfg.env.reward or not in_sandbox(grader):
-        left_out.append("your reward")
-    if "llm_judge" in cfg.method.watching:
-        left_out.append("the judge")
-    note = (
-        f"of answers that all have {load.answer:,} tokens, to prompts of {load.prompt:,}; "
-        f"without {' and '.join(left_out)}"
-    )
-    return textwrap.wrap(note, 64)
-
-
-def _duration(seconds: float) -> str:
-    """Minutes, or from two hours on hours."""
-    if seconds < 7200:
-        return f"{max(1, round(seconds / 60))} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-def in_sandbox(grader: Grader) -> bool:
-    """Whether answers are programs that run in the sandbox."""
-    return "sandbox" in grader.stamp
 
 
 def guard_line(cfg: Config) -> str:
@@ -305,7 +190,7 @@ def plan_lines(
     lines = _headed("method", *method_lines(cfg, named))
     lines += _headed("resume", f"{folder}, {where_from(folder)}") if resumes else []
     lines += _work_lines(cfg)
-    lines += _machine_lines(cfg, inputs, grader, folder)
+    lines += _machine_lines(cfg, inputs, folder)
     for head, line in of_environment.items():
         lines += _headed(head, line)
     if pool := inputs.pool:
@@ -361,8 +246,8 @@ def _work_lines(cfg: Config) -> list[str]:
     ]
 
 
-def _machine_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) -> list[str]:
-    """The model, the memory and disk space that it needs, and the seconds of a step."""
+def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
+    """The model, the memory and disk space that it needs."""
     shapes = find_shapes(cfg.model_path)
     organism = f" in {cfg.scale.organism}" if cfg.scale.organism else ""
     lines = _headed("model", f"{cfg.scale.model}{organism}, {dtype_of(cfg)}")
@@ -374,7 +259,6 @@ def _machine_lines(cfg: Config, inputs: Inputs, grader: Grader, folder: Path) ->
     lines += adapter_lines(cfg)
     if shapes:
         lines += memory_lines(cfg, shapes, inputs.environment.prompts)
-        lines += step_lines(cfg, shapes, inputs.environment.prompts, grader)
     else:
         lines += _headed("memory", "no plan: the model is not here, or is of an unknown shape")
     needed = max(1, disk_needed(cfg) // 2**20)
