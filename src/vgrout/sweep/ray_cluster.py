@@ -42,7 +42,7 @@ class Ray:
             raise not_installed("ray") from None
         # else Ray reports to its makers over the network
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        settings: dict[str, object] = {"log_to_driver": False, "logging_level": "error"}
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if not address:
             settings |= {"num_cpus": most or os.cpu_count(), "include_dashboard": False}
         try:
