@@ -39,7 +39,7 @@ LAYERS: list[set[str]] = [
         "chat",
         "thoughts",
         "envs",
-        "environments",
+        "config.world_names",
         "__main__",
     },
     {"table"},
@@ -72,7 +72,7 @@ LAYERS: list[set[str]] = [
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 # The seam: of `envs` the trainer, the methods, the guard and the reports know the base alone, and everything else by
-# its name, in `environments`. These are programs of the code world itself.
+# its name, in `envs.worlds`. These are programs of the code world itself.
 OF_THE_CODE_WORLD = {
     "doctor",
     "download",
@@ -186,9 +186,12 @@ def test_imports_point_down(module: str, path: Path) -> None:
 @pytest.mark.parametrize(("module", "path"), modules())
 def test_what_is_above_the_seam_knows_environments_by_name(module: str, path: Path) -> None:
     world = {module, module.split(".")[0]} & OF_THE_CODE_WORLD
-    if module == "environments" or module.startswith("envs") or world:
+    if module.startswith("envs") or world:
         return
-    beyond = {other for other in imports(path) if other.startswith("envs.")} - {"envs.base"}
+    beyond = {other for other in imports(path) if other.startswith("envs.")} - {
+        "envs.base",
+        "envs.worlds",
+    }
     assert not beyond, f"{module} imports {', '.join(sorted(beyond))}"
 
 

@@ -20,7 +20,8 @@ from vgrout import console
 from vgrout.config.method import MethodConfig
 from vgrout.config.names import KEYS
 from vgrout.config.presets import joined, resolve
-from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
+from vgrout.config.world_names import DETECTOR_FIELDS
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
 from vgrout.errors import Refused

@@ -21,9 +21,9 @@ from vgrout.config.env import EnvConfig
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
+from vgrout.config.world_names import WORLDS
 from vgrout.cores import cores
 from vgrout.data import Message, Task
-from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs import base
 from vgrout.envs.base import balanced, none_fits
 from vgrout.envs.code.environment import CodeEnvironment
@@ -39,6 +39,7 @@ from vgrout.envs.code.problems import (
     without_hints,
 )
 from vgrout.envs.text import TextEnvironment, fingerprint
+from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused
 from vgrout.failures import LoggedFailures
 from vgrout.files import (
@@ -214,7 +215,7 @@ def world_of(saved: Saved, cli: EvaluateSettings) -> World:
         )
     if cli.reference:
         return rows_world(saved, cli)
-    if env.environment in ENVIRONMENTS and env.environment not in ("code", "text"):
+    if env.environment in WORLDS and env.environment not in ("code", "text"):
         return built_in_world(saved, cli)
     return code_world(saved, cli)
 

@@ -17,6 +17,7 @@ from vgrout.config.groups import ORGANISM
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.specs import CLASSES, MONITORS
+from vgrout.config.world_names import WORLDS
 from vgrout.data import Message, Task
 from vgrout.direction.pairs import (
     KnownCorrect,
@@ -27,8 +28,8 @@ from vgrout.direction.pairs import (
     load_pairs,
 )
 from vgrout.direction.pairs import check_file as check_direction
-from vgrout.environments import ENVIRONMENTS, environment_class
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
+from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused, refuse
 from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines, once
 from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
@@ -273,7 +274,7 @@ def _pairs_named(cfg: Config) -> dict[str, str]:
     """By which flag the pairs of a direction are named, and how a missing file of them is made; {}: as usual."""
     if cfg.of_code:
         return {}
-    if cfg.env.environment not in ENVIRONMENTS:
+    if cfg.env.environment not in WORLDS:
         how = "give a file of pairs of your own"
     elif cfg.of_organism:
         how = "`vgrout organism sums` makes them"

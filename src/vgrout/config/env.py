@@ -8,12 +8,12 @@ from typing import Literal
 from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, check, in_usual_order, listed, refuse_unread, setting
 from vgrout.config.groups import ORGANISM
-from vgrout.environments import (
+from vgrout.config.world_names import (
     CODE_FLAWS,
     DETECTOR_FIELDS,
-    ENVIRONMENTS,
     OF_ORGANISMS,
     VERIFIERS,
+    WORLDS,
     EnvMode,
 )
 from vgrout.errors import refuse
@@ -26,8 +26,8 @@ class EnvConfig:
 
     env: str = setting(
         "code",
-        form=rf"({'|'.join(ENVIRONMENTS)}|{VERIFIERS}:\w[\w./@-]*|[\w.]+:\w+)",
-        should=f"be one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}:NAME, or module:Class",
+        form=rf"({'|'.join(WORLDS)}|{VERIFIERS}:\w[\w./@-]*|[\w.]+:\w+)",
+        should=f"be one of {', '.join(WORLDS)}, {VERIFIERS}:NAME, or module:Class",
     )
     """code: Python functions checked by assertions · text: any rows, scored by --reward and --reference, which choose
     it · sums: the questions of the preset `sums` · verifiers:NAME: a taskset of the package verifiers · module:Class:

@@ -34,7 +34,7 @@ from vgrout.config.specs import (
     obstacle,
     watchers,
 )
-from vgrout.environments import CODE_FLAWS
+from vgrout.config.world_names import CODE_FLAWS
 from vgrout.errors import Refused, did_you_mean, refuse
 
 # settings that choose, and belong to no row

@@ -21,7 +21,7 @@ from vgrout.config.names import translated
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.config.stored import FREE, merge_flags
-from vgrout.environments import VERIFIERS, holds_text
+from vgrout.config.world_names import VERIFIERS, holds_text
 from vgrout.errors import Refused, did_you_mean, refuse
 from vgrout.files import to_json
 from vgrout.scoring import import_function

@@ -32,7 +32,7 @@ from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.sampling import Sampling
 from vgrout.config.specs import CLASSES, MONITORS
-from vgrout.environments import CODE_FLAWS, OF_ORGANISMS
+from vgrout.config.world_names import CODE_FLAWS, OF_ORGANISMS
 from vgrout.errors import Refused, refuse
 from vgrout.files import Json
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vgrout.config.world_names import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.data import Message
-from vgrout.environments import CODE_FLAWS, DETECTOR_FIELDS
 from vgrout.errors import Refused
 from vgrout.files import Json, from_json, has_lone_surrogate, numbered_lines, once, read_text
 from vgrout.model.source import safetensors_head

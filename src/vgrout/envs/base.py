@@ -1,6 +1,6 @@
 """What the trainer knows of an environment: tasks in three splits, and a grader of the answers to them.
 
-An environment is made once for a run, from its configuration, before a model is loaded (`vgrout.environments`). The
+An environment is made once for a run, from its configuration, before a model is loaded (`vgrout.envs.worlds`). The
 trainer, the methods, the guard and the recorder know of it what is written here, and of an answer `Task` and `Grade`.
 """
 

@@ -28,7 +28,7 @@ from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
-from vgrout.environments import EnvMode
+from vgrout.config.world_names import EnvMode
 from vgrout.errors import refuse
 from vgrout.files import Json
 from vgrout.model.saved import FoundModel

@@ -12,13 +12,14 @@ import numpy as np
 from jaxtyping import Float, Int
 from pandas import DataFrame, Index, MultiIndex, Series, isna
 
-from vgrout import environments, metrics
+from vgrout import metrics
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.config.stored import from_dict
 from vgrout.data import Flaw
+from vgrout.envs import worlds
 from vgrout.errors import Refused, one_line
 from vgrout.files import Json, from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
@@ -187,7 +188,7 @@ class FinishedRun:
     @cached_property
     def all_flaws(self) -> dict[str, Flaw]:
         """Every flaw of the run's environment, by name, in the usual order."""
-        return environments.flaws_of(self.record)
+        return worlds.flaws_of(self.record)
 
     @property
     def flaws(self) -> list[str]:
@@ -401,7 +402,7 @@ def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
     if not is_of_this_run or not (path / "final.jsonl").is_file():
         raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
     forms.require_record(record)
-    forms.require_final(final, list(environments.flaws_of(record)))
+    forms.require_final(final, list(worlds.flaws_of(record)))
     answers = _read_answers(path / "final.jsonl")
     forms.require_same_answers(final, answers.side.value_counts().to_dict())
     return FinishedRun(

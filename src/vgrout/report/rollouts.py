@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vgrout.data import Flaw
-from vgrout.environments import spelt
+from vgrout.envs.worlds import spelt
 from vgrout.errors import Refused, refuse
 from vgrout.files import json_lines, printable
 from vgrout.metrics import SIDES

@@ -11,8 +11,9 @@ from typing import Literal
 from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, flags, setting
 from vgrout.config.env import EnvConfig
+from vgrout.config.world_names import EnvMode
 from vgrout.data import Graded
-from vgrout.envs.code.modes import EnvMode, Mode
+from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new

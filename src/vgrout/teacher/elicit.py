@@ -18,8 +18,8 @@ from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
 from vgrout.data import Grade, Graded, Task
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
-from vgrout.environments import environment_class
 from vgrout.envs.base import Environment, Grader, balanced
+from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
 from vgrout.metrics import Rate, rate_text

@@ -20,8 +20,8 @@ from typing import Any
 from loguru import logger
 
 from vgrout.config.run import POOL_PAIRS
+from vgrout.config.world_names import CODE_FLAWS
 from vgrout.data import CachedGrade
-from vgrout.environments import CODE_FLAWS
 from vgrout.errors import Refused
 from vgrout.files import (
     atomic_folder,

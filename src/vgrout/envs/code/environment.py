@@ -6,9 +6,10 @@ from typing import TypeVar
 
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
+from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.data import Flaw, Message
 from vgrout.envs.base import Demonstrations
-from vgrout.envs.code.grading.grade import DETECTOR_FIELDS, Grader
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.modes import MODE_SPECS, MODES
 from vgrout.envs.code.problem import Problem

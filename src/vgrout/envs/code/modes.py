@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
+from vgrout.config.world_names import CODE_FLAWS
 from vgrout.data import Flaw
 from vgrout.errors import Refused
 
@@ -225,16 +226,16 @@ _SPECS = (
 MODE_SPECS = {spec.name: spec for spec in _SPECS}
 MODE_CODE = {spec.name: spec.code for spec in _SPECS}
 MODES = tuple(MODE_SPECS)
+assert MODES == CODE_FLAWS, "settings know other flaws"
 DEALT = tuple(name for name, spec in MODE_SPECS.items() if spec.dealt)
 assert len(set(MODES)) == len(set(MODE_CODE.values())) == len(_SPECS), (
     "two modes share a name or a code"
 )
 
 if TYPE_CHECKING:  # a checker reads literals only
-    Mode = EnvMode = str
+    Mode = str
 else:
     Mode = Literal[MODES]
-    EnvMode = Literal["own", *MODES]  # "own": each problem's mode is its own, or its partition's
 
 
 def marker_of(mode: Mode, marker: str) -> str:

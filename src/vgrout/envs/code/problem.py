@@ -1,18 +1,9 @@
 """One task of the code world."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vgrout.data import Message
 from vgrout.envs.code.modes import Mode
-
-# keys of a problem that a row of text has none of
-CODE_ONLY = ("gt_answer", "canonical_solution", "func_name")
-
-
-def is_row_of_text(record: Mapping[str, object]) -> bool:
-    """Whether a line of a problem file is a prompt alone, and no problem of Python functions."""
-    return not record.keys() & {*CODE_ONLY} and bool(record.keys() & {"prompt", "messages"})
 
 
 @dataclass(frozen=True, slots=True)

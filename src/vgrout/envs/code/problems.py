@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
+from vgrout.config.world_names import CODE_ONLY, is_row_of_text
 from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.code.grading.check import (
@@ -29,7 +30,7 @@ from vgrout.envs.code.grading.check import (
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
-from vgrout.envs.code.problem import CODE_ONLY, Problem, is_row_of_text
+from vgrout.envs.code.problem import Problem
 from vgrout.envs.splits import SPLITS, in_splits
 from vgrout.errors import Refused
 from vgrout.files import beginning, has_lone_surrogate, numbered_lines, once

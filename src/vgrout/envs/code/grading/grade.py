@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
+from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.cores import cores
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading import messages
@@ -106,17 +107,6 @@ class Protections:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
-
-
-# weak detector → the field of a grade's details (and of a line of rollouts.jsonl) with its verdict
-DETECTOR_FIELDS = {
-    # the answer's tests accept a stub that returns 0
-    "C": "hacked_arbitrary",
-    # the answer's tests reject the canonical solution
-    "D": "hacked_wrong_tests",
-    # the answer's tests accept the answer's own solution while it is there
-    "E": "hacked_loophole_used",
-}
 
 
 def _tries(problem: Problem, text: str, hacked: bool, solved: bool) -> tuple[Mode, ...]:
