@@ -18,7 +18,7 @@ from typing import Any
 from vgrout.__main__ import COMMANDS
 from vgrout.config.checks import Rule, flag, legal_values, rule_of
 from vgrout.config.loss import LOSSES
-from vgrout.config.names import KEYS, NAMES, same
+from vgrout.config.names import NAMES, same
 from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS, line_of
@@ -60,6 +60,27 @@ WHEN = {
     "drops": "a loss that drops tokens",
     "file": "always, in the file alone",
     "always": "",
+}
+
+
+# Keys of a run's files by the names that the documents have for them: file → documents' key → the key here.
+KEYS: dict[str, dict[str, str]] = {
+    "steps.jsonl": {
+        "gt_s": "solve_s",
+        "gt_t": "pass_t",
+        "sprd": "signal",
+        "N": "n",
+        "t_rew": "grade",
+    },
+    "rollouts.jsonl": {
+        "exploited": "hacked",
+        "gt_correct": "solved",
+        "hacked_C": "hacked_arbitrary",
+        "hacked_D": "hacked_wrong_tests",
+        "hacked_E": "hacked_loophole_used",
+        "problem": "problem_id",
+        "mode": "env_mode",
+    },
 }
 
 
@@ -368,16 +389,10 @@ def _foreign_names() -> list[str]:
     for program, answers in NAMES.items():
         lines += ["", f"### {program}", "", "| name | here |", "|---|---|"]
         for answer in dict.fromkeys(answers.values()):
-            alike = [f"`{named_flag(name)}`" for name in answers if answers[name] == answer]
+            alike = [f"`{name}`" for name in answers if answers[name] == answer]
             here = f"`{answer}`, the same" if same(answer) else answer
             lines.append(row(", ".join(alike), here))
     return lines
-
-
-def named_flag(name: str) -> str:
-    """Return a flag, or a flag and a word of its value."""
-    first, *rest = name.split()
-    return " ".join([flag(first), *rest])
 
 
 def shown(value: object) -> str:

@@ -19,12 +19,14 @@ from unittest.mock import Mock, patch
 import pytest
 
 from methods import batch
+from runs import SharedRuns, flags
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
 from vgrout.data import Flags, Group, Thought
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
+from vgrout.files import json_lines
 from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
 from vgrout.runs.recorder import rollout_lines
@@ -173,14 +175,25 @@ def test_generated_pages_are_current(page: str) -> None:
     assert text(ROOT / "docs" / page) == made, "run: uv run python docs/reference.py"
 
 
+def test_the_keys_that_the_documents_name_otherwise_are_in_a_runs_files(
+    shared_run: SharedRuns,
+) -> None:
+    path = shared_run(*flags("none"))
+    for name, keys in REFERENCE["KEYS"].items():
+        there = set(next(json_lines(path / name)))
+        for theirs, here in keys.items():
+            assert {here, f"{here}_k"} & there, f"{name}: {here}"
+            assert theirs not in there or theirs == "hacked"
+
+
 def test_every_key_of_rollouts_is_explained() -> None:
     """Those that a line of rollouts.jsonl has, as the trainer writes it, and those of the sandbox's verdict."""
     of = batch()
-    flags = Flags((True, False, False, False))
+    flagged = Flags((True, False, False, False))
     groups: list[Group] = []
     for group in of.groups:
         rollouts = tuple(replace(r, thought=Thought(r.text[:1], 1)) for r in group.rollouts)
-        groups.append(replace(group, rollouts=rollouts, flags=flags, shadows={"short": flags}))
+        groups.append(replace(group, rollouts=rollouts, flags=flagged, shadows={"short": flagged}))
     written: set[str] = set()
     for line in rollout_lines(replace(of, groups=tuple(groups)), Mock(spec=LanguageModel)):
         written |= line.keys()

@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from methods import graded
-from runs import flags
 from test_table import row
 from vgrout import console
 from vgrout.config.method import MethodConfig
-from vgrout.config.names import KEYS
 from vgrout.config.presets import joined, resolve
 from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.envs.code.grading.grade import Grader
@@ -243,15 +241,6 @@ def test_a_long_phase_has_a_line_on_a_terminal_that_is_rewritten(monkeypatch, ca
     shown = capsys.readouterr().err
     assert "importing: 0 s" in shown
     assert "importing: 1 s" in shown or "importing: 2 s" in shown
-
-
-def test_the_keys_that_the_documents_name_otherwise_are_in_a_runs_files(shared_run):
-    path = shared_run(*flags("none"))
-    for name, keys in KEYS.items():
-        there = set(next(json_lines(path / name)))
-        for theirs, here in keys.items():
-            assert {here, f"{here}_k"} & there, f"{name}: {here}"
-            assert theirs not in there or theirs == "hacked"
 
 
 def test_a_refused_run_leaves_nothing(tmp_path, monkeypatch, capsys):

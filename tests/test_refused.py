@@ -7,39 +7,54 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vgrout.cli import command
-from vgrout.config.checks import flag
-from vgrout.config.names import ANSWERS, NAMES, same, translated
+from vgrout.config.names import TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.stored import from_dict
 from vgrout.embedded import DATA_DIR
 from vgrout.envs.code.modes import PLAIN_PHRASE
+from vgrout.errors import Refused
 from vgrout.files import require_own
-from vgrout.sweep.study_file import load_study_file
 
-REFUSED_NAMES = [name for name, answer in ANSWERS.items() if not same(answer)]
+SAME = {name: own for name, own in TRAIN.items() if same(own)}
 
 
-@pytest.mark.parametrize("name", [name for name in ANSWERS if name not in REFUSED_NAMES])
-def test_a_name_that_means_the_same_is_taken_for_its_flag(name: str) -> None:
-    own = ANSWERS[name]
-    assert own in flag_names()
-    for typed in (flag(name), f"--{name}"):
-        assert translated(["mini", typed, "3"]) == ["mini", own, "3"]
-        assert translated([f"{typed}=3"]) == [f"{own}=3"]
+def test_a_name_that_means_the_same_is_taken_for_its_flag() -> None:
+    for name, own in SAME.items():
+        assert own in flag_names()
+        for typed in (name, f"--{name[2:].replace('-', '_')}"):
+            assert translated(["mini", typed, "3"]) == ["mini", own, "3"]
+            assert translated([f"{typed}=3"]) == [f"{own}=3"]
+
+
+@pytest.mark.parametrize("name", [name for name in TRAIN if name not in SAME])
+def test_any_other_name_is_refused_with_its_answer(name: str) -> None:
+    flag, _, word = name.partition(" ")
+    for argv in (
+        [flag, word or "x"],
+        [f"{flag}={word}"],
+        [flag.replace("-", "_").replace("__", "--", 1), word],
+    ):
+        with pytest.raises(Refused, match=re.escape(f"{name}: not here; {TRAIN[name]}")):
+            resolve(["mini", "--lr", "0.1", *argv])
+    assert bool(word) == (flag in flag_names())
+    instead = re.fullmatch(r"say ([^,;:()]+)", TRAIN[name])  # nothing but what to type
+    for words in map(shlex.split, instead[1].split(" or ")) if instead else ():
+        if len(words) > 1:
+            usual = [] if "--intervention" in words else ["--intervention", "route2"]
+            resolve(["mini", *usual, *words])
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["--clip", "0.2"],
-        ["--clip=0.20"],
+        ["--clip=0.2"],
         ["--cos-pre-split-every", "1"],
         ["--cos_pre_split_every=1"],
         ["--teacher-modes", "None"],
@@ -88,61 +103,6 @@ def test_a_flag_may_have_underscores() -> None:
     assert resolve(["mini", *(re.sub("(?<=[a-z])-(?=[a-z])", "_", w) for w in argv)]) == resolve(
         ["mini", *argv]
     )
-
-
-def test_the_names_are_no_flags_of_ours_and_there_once() -> None:
-    assert sum(map(len, NAMES.values())) == len(ANSWERS)
-    assert not {flag(name) for name in ANSWERS} & {*flag_names()}
-
-
-def test_the_names_are_trls() -> None:
-    """A name that TRL has under another meaning, or no longer, would send its users astray."""
-    trl = pytest.importorskip(
-        "trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_refused.py"
-    )
-    assert NAMES["TRL"].keys() <= {f.name for f in fields(trl.GRPOConfig)}
-
-
-@pytest.mark.parametrize("key", REFUSED_NAMES)
-def test_a_name_of_other_programs_is_refused_and_the_suggested_flag_exists(
-    key: str, tmp_path: Path
-) -> None:
-    name, _, word = key.partition(" ")
-    dashed, message = (
-        flag(name),
-        f"{' '.join(filter(None, (flag(name), word)))}: not here; {ANSWERS[key]}",
-    )
-    if word:
-        spelt = [
-            [dashed, word],
-            [f"{dashed}={word}"],
-            [f"--{name}={word}"],
-            ["--lr", "0.1", f"{dashed}={word}"],
-        ]
-    else:
-        spelt = [
-            [dashed],
-            [dashed, "x"],
-            [f"{dashed}=x"],
-            [f"--{name}"],
-            [f"--no-{dashed[2:]}", "--steps=3"],
-        ]
-    for argv in spelt:
-        with pytest.raises(ValueError, match=rf"\A{re.escape(message)}\Z"):
-            resolve(["mini", *argv])
-    path = tmp_path / "study.toml"
-    path.write_text(
-        f'preset = "mini"\nseeds = [1]\n[[arms]]\nname = "one"\n{name.replace("_", "-")} = "{word}"\n'
-    )
-    with pytest.raises(ValueError, match=re.escape(f"{path}: [[arms]] 1 (one): {message}")):
-        load_study_file(path)
-    assert bool(word) == (dashed in flag_names())
-    whole = re.fullmatch(r"say ([^,;:()]+)", ANSWERS[key])  # nothing but what to type
-    for instead in whole[1].split(" or ") if whole else ():
-        values = {"--max-error-retries": ["3"], "--report-detectors": ["E"], "--monitor": []}
-        words = shlex.split(instead)
-        usual = [] if "--intervention" in words else ["--intervention", "route2"]
-        resolve(["mini", *usual, *words, *(values.get(words[0], []) if len(words) == 1 else [])])
 
 
 def problem(i: int, **changes: Any) -> dict[str, Any]:
@@ -279,13 +239,6 @@ REFUSED = {
     "train mini --clip 0.3": "--clip: not here; ",
     "train mini --cos-pre-split-every=2": "--cos-pre-split-every: not here; ",
     "distill --minillm-enabled": "--minillm-enabled: not here; say --method minillm",
-    "distill --teacher x --base-model y": "--base-model: not here; say --student",
-    f"{ROUNDS} --reward-funcs x": "--reward-funcs: not here; say --scorer",
-    "evaluate x --learning-rate 3": "--learning-rate: not here; of `vgrout train`: --lr",
-    "sweep x.toml --resume-force": "--resume-force: not here; of `vgrout train`: nothing but a halted run",
-    "export x --out y --num_generations=3": "--num_generations: not here; of `vgrout train`: --group",
-    "direction --half-a E": "--half-a: not here; of `vgrout train`: --report-detectors",
-    "teacher --use-vllm": "--use-vllm: not here; of `vgrout train`: the trainer samples by itself",
     # the remedy fits what is missing
     "train mini --organism out/warm --intervention none": "--organism out/warm/manifest.json: not there; `just warm",
     "train mini --organism out/mine --intervention none": "--organism out/mine/manifest.json: not there; `vgrout or",
