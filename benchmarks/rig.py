@@ -206,7 +206,7 @@ def noise_groups(
         prompt_ids = ids(prompt)
         rollouts: list[Rollout] = []
         for _ in range(group):
-            answer = Completion(ids(completion), "", True, logp, logp)
+            answer = Completion(ids(completion), "", True, logp)
             rollouts.append(Rollout.of(NOWHERE, prompt_ids, answer))
         groups.append(Group(NOWHERE, tuple(rollouts), grades, index=index))
     return groups

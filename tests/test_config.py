@@ -211,7 +211,6 @@ BAD = [
     ("mini --teacher-modes run_test", "run_tests"),
     ("mini --out-tag a/b", "--out-tag"),
     ("mini --model Qwen/Qwen3-4B", "--problems"),
-    ("mini --loss icepop --clip-high 0.1", "--clip-low"),
     ("mini --teacher-tau 0.1", "--teacher-model"),
     ("mini --teacher-model organism", "--teacher-tau"),
     # a flag of a class that was not chosen: one rule

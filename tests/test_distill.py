@@ -110,13 +110,13 @@ def textbook_minillm(
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         at = (torch.arange(len(y)), y)
         r = (p[at] - q[at]).detach()
-        w = (q[at].detach() - torch.tensor(a.logp_full, dtype=F64)).exp()
+        w = (q[at].detach() - torch.tensor(a.logp, dtype=F64)).exp()
         kl = (q.exp() * (q - p.detach())).sum(-1)
         for t in range(len(y)):
             later = r[t + 1 :]
             R = later.sum() / (max(1, len(later)) if normalize else 1)
             total = total + w[t] * (kl[t] - R * q[at][t])
-    return total / sum(len(a.logp_full) for a in given)
+    return total / sum(len(a.logp) for a in given)
 
 
 # of student and teacher
@@ -177,7 +177,7 @@ def test_nothing_of_a_step_that_is_not_finite_is_learnt_later(
     )
 
     def scaled(by: float) -> Loss:
-        return lambda: by * completion_logprobs(student.model, batch).full.sum()
+        return lambda: by * completion_logprobs(student.model, batch).sum()
 
     norms = []
     for by in (1.0, math.nan, 1.0):
@@ -199,7 +199,7 @@ def test_uld_equals_the_textbook_loss(heads: tuple[str, str]) -> None:
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         sorted_q, sorted_p = (x.exp().sort(-1, descending=True).values for x in (q, p.detach()))
         want = want - q[torch.arange(len(y)), y].sum() + 1.5 * (sorted_q - sorted_p).abs().sum()
-    want = want / sum(len(a.logp_full) for a in given)
+    want = want / sum(len(a.logp) for a in given)
     assert got["loss"] == pytest.approx(float(want.detach()), abs=CLOSE)
     require_gradient(student, want)
 
@@ -322,7 +322,7 @@ def test_mixture_log_probs(ratio: float) -> None:
     for a in answers(behaviour):
         (q, y), (p, _) = rows(student, a), rows(teacher, a)
         mixed = ((1 - ratio) * q.exp() + ratio * p.exp()).log()
-        assert torch.allclose(torch.tensor(a.logp_full), mixed[torch.arange(len(y)), y], atol=1e-4)
+        assert torch.allclose(torch.tensor(a.logp), mixed[torch.arange(len(y)), y], atol=1e-4)
 
 
 # ── refusals; those that show without a model are in test_refused.py

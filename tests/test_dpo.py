@@ -94,9 +94,7 @@ def test_a_round_without_a_graded_answer_says_nothing_to_the_guard() -> None:
 
 
 def answer(text: str, ids: tuple[int, ...] = (7, 8, 1)) -> Graded:
-    return GradedCompletion(
-        NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids), ()), graded(0.0)
-    )
+    return GradedCompletion(NOWHERE, 0, Completion(ids, text, True, (0.0,) * len(ids)), graded(0.0))
 
 
 def test_best_and_worst_make_a_pair() -> None:

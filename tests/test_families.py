@@ -115,8 +115,7 @@ def group(policy: Policy) -> Group:
     prompt = policy.render(MESSAGES)
     answers = sample(policy, [prompt], 4, Sampling(), 12, torch.Generator().manual_seed(0))[0]
     rollouts = tuple(
-        Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp_full, a.logp_sampled)
-        for a in answers
+        Rollout(p, "student", False, prompt, a.ids, a.text, a.finished, a.logp) for a in answers
     )
     return Group(
         p,
@@ -201,7 +200,7 @@ def test_every_kind_of_cache_is_branched_or_refused(kind: str) -> None:
                 0, len(prompt) - 1 : -1
             ]
             alone = logp.log_softmax(-1).gather(1, torch.tensor(a.ids)[:, None])[:, 0].tolist()
-            assert alone == pytest.approx(a.logp_full, abs=1e-4)
+            assert alone == pytest.approx(a.logp, abs=1e-4)
             assert alone == pytest.approx(row[: len(a.ids)].tolist(), abs=1e-4)
 
 

@@ -39,7 +39,6 @@ SMALL = [
 ]
 NONE = ["--intervention=none"]
 ALONE = [*NONE, "--teacher-pool-dir=", "--mix-ratio=0"]
-TWICE = [*NONE, "--updates-per-batch=2", "--lr=3"]
 ERASE = ["--intervention=erase", "--vhack-refresh-every=0"]
 GATE = [
     *(
@@ -102,14 +101,12 @@ FLAGS: dict[str, Run | Held] = {
     "--beta": Run(NONE, "0", "0.1"),
     "--checkpoint-every": Run(NONE, "25", "1"),
     "--checkpoint-keep": Run([*NONE, "--checkpoint-every=1"], "1", "2"),
-    "--clip-high": Run(TWICE, "0.2", "0.000001"),
-    "--clip-low": Run(TWICE, "0.2", "0.000001"),
     "--columns": Held("test_flags.py::test_every_column_is_on_the_console_by_its_flag"),
     "--compile-reward": Run(NONE, "0.1", "0.3"),
     "--control": Run(NONE, "none", "no_loophole"),
     "--decline-patience": Watch(GUARD, "3", "9"),
-    "--dppo-diff-high": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
-    "--dppo-diff-low": Run([*TWICE, "--loss=dppo_tv"], "0.2", "0.0000001"),
+    "--dppo-diff-high": Run([*NONE, "--loss=dppo_tv"], "0.2", "0"),
+    "--dppo-diff-low": Run([*NONE, "--loss=dppo_tv"], "0.2", "0"),
     "--dry-run": Held("test_train.py::test_dry_run_starts_nothing"),
     "--dtype": Run(NONE, "fp32", "bf16"),
     "--echo-trap-enabled": Run(NONE, "no", "yes"),
@@ -136,7 +133,6 @@ FLAGS: dict[str, Run | Held] = {
     "--guard-rule": Watch(GUARD, "ema", "se"),
     "--guard-warmup": Watch(LATE, "0", "30"),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
-    "--kl-bias-correction": Held("test_losses.py::test_the_kls_gradient"),
     "--kl-calibrate-from": Held("test_flags.py::test_healthy_runs_calibrate_the_guard"),
     "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
     "--known-correct": Run(PROBE, "{known}", "{half_known}"),
@@ -184,7 +180,6 @@ FLAGS: dict[str, Run | Held] = {
     "--prompts-per-step": Run(NONE, "1", "2"),
     "--quarantine": Run(GATE[:-1], "shared", "block:2"),
     "--random-flags": Run(LABELS, "no", "yes"),
-    "--ratio-support": Run(NONE, "full", "sampled"),
     "--rebaseline": Run(["--intervention=route2", "--monitor=labels", "--group=8"], "no", "yes"),
     "--reference": Held("test_text_env.py::test_a_run_of_a_users_own_rows"),
     "--report-detectors": Run(NONE, "", "E"),
@@ -225,7 +220,6 @@ FLAGS: dict[str, Run | Held] = {
     "--track": Held("test_tracking.py::test_tensorboard_of_an_interrupted_run"),
     "--unannounced-modes": Run(ALONE, "", "exit_code"),
     "--unbiased": Run(NONE, "yes", "no"),
-    "--updates-per-batch": Run(NONE, "1", "2"),
     "--v-hack-drop-bottom-frac": Run(ERASE, "0.25", "0.9"),
     "--v-hack-extract-top-k": Run(ERASE, "12", "6"),
     "--v-hack-k": Run(ERASE, "5", "1"),

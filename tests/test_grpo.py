@@ -153,7 +153,7 @@ def test_groups_without_signal_cost_nothing_and_change_nothing(policy):
 def test_nothing_is_learnt_where_something_is_not_finite(policy):
     step = step_of(groups(policy))
     first, *others = step.rows
-    unmeasured = replace(first.rollout, logp_full=(math.nan,) * len(first.rollout.completion_ids))
+    unmeasured = replace(first.rollout, logp=(math.nan,) * len(first.rollout.completion_ids))
     for bad in (replace(first, advantage=math.nan), replace(first, rollout=unmeasured)):
         made = policy_gradients(policy, replace(step, rows=(bad, *others)), config())
         g, metrics = made.g, made.metrics
@@ -360,15 +360,12 @@ def test_log_probs_are_the_models_own_row_by_row(family):
         assert torch.count_nonzero(got[b][~mask[b]]) == 0
 
 
-@pytest.mark.parametrize(
-    ("support", "owner", "name"), [("full", torch, "log_softmax"), ("sampled", logprobs, "_head")]
-)
-def test_chunked_head_is_the_head(policy, support, owner, name, monkeypatch):
-    of, cfg, position = groups(policy), config(ratio_support=support), int(support == "sampled")
+def test_chunked_head_is_the_head(policy, monkeypatch):
+    of, cfg = groups(policy), config()
     whole, a = run(policy, of, cfg)
-    seen, computes = list[int](), getattr(owner, name)
+    seen, computes = list[int](), torch.log_softmax
     monkeypatch.setattr(
-        owner, name, lambda *args, **kw: seen.append(len(args[position])) or computes(*args, **kw)
+        torch, "log_softmax", lambda x, *args, **kw: seen.append(len(x)) or computes(x, *args, **kw)
     )
     monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", 97 * 5)
     chunked, b = run(policy, of, cfg)
@@ -420,22 +417,15 @@ def test_the_samplers_log_probs_are_the_trainers(family, lean, dtype, sampling):
     assert len({len(a.ids) for _, a in pairs}) > 2
     batch = collate([p for p, _ in pairs], [a.ids for _, a in pairs], policy.device)
     with torch.no_grad():
-        logps = completion_logprobs(policy.model, batch, sampling)
-    full, sampled = (
-        torch.tensor([x for _, a in pairs for x in getattr(a, f"logp_{of}")])
-        for of in ("full", "sampled")
-    )
-    assert (logps.full[batch.mask] - full).abs().max() < TOLERANCE[dtype]
-    # in bf16 a token at the edge of the support may fall on either side of it
-    if dtype == torch.float32:
-        assert (logps.sampled[batch.mask] - sampled).abs().max() < TOLERANCE[dtype]
+        logps = completion_logprobs(policy.model, batch)
+    recorded = torch.tensor([x for _, a in pairs for x in a.logp])
+    assert (logps[batch.mask] - recorded).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("support", ["full", "sampled"])
-def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy, support):
+def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy):
     """Vectors that moved and were not merged are the sampler's mismatch too, and not the gradient's: the trainer's side
     follows the vectors."""
-    fresh, cfg = groups(policy), config(ratio_support=support)
+    fresh, cfg = groups(policy), config()
     _, m = run(policy, fresh, cfg)
     # fp32: decode and training forward differ by rounding only, |Δ log p| < 1e-4 a token
     assert m.mismatch_kl == pytest.approx(0, abs=1e-8)
@@ -456,7 +446,7 @@ def test_fresh_sampler_agrees_and_a_stale_one_is_caught(policy, support):
 def test_ratios_are_raw_and_finite(policy, off, largest):
     """Not cut at the loss's own bound, e^20."""
     first, *others = groups(policy)[0].rollouts
-    far = replace(first, logp_full=(-off,) * len(first.completion_ids))
+    far = replace(first, logp=(-off,) * len(first.completion_ids))
     _, m = run(policy, [group([far, *others], REWARDS[0])], config(loss="icepop"))
     assert largest < m.ratio_max < math.inf
     tokens = sum(len(r.completion_ids) for r in (far, *others))
@@ -488,7 +478,7 @@ def test_dropped_tokens_are_counted_by_the_advantages_sign(policy):
 
 def test_demonstrations_have_ratio_one_and_their_own_log_prob(policy):
     of = groups(policy)
-    known = replace(of[0].rollouts[3], logp_full=(-9.0,) * 4)  # whatever its sampler wrote down
+    known = replace(of[0].rollouts[3], logp=(-9.0,) * 4)  # whatever its sampler wrote down
     off = [replace(of[0], rollouts=(*of[0].rollouts[:3], known)), of[1]]
     for loss in LOSSES:
         (g, m), (same, _) = run(policy, of, config(loss=loss)), run(policy, off, config(loss=loss))

@@ -612,7 +612,7 @@ def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
     guard = watching("--reward-hack-detector=info_rm")
     guard.base._reference = ReferenceStats(torch.ones(64, 8))
     assert guard.base.reference.base_csi == 0
-    rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0), ()))
+    rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0)))
     assert guard.base.csi([(rollout, graded(1.0))]) is None
 
 

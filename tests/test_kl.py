@@ -71,7 +71,7 @@ def test_an_evaluation_in_training_is_of_the_deployed_model_and_so_is_its_kl(
     tiny.shake(policy.adapter, 0.1)
     cfg = config("route2", seed=5)
     asked: dict[str, Any] = {}
-    completions = [Completion((20 + i, 30, 1), "", True, (), ()) for i in range(3)]
+    completions = [Completion((20 + i, 30, 1), "", True, ()) for i in range(3)]
     grades = (graded(3.5, solves=True), graded(3.5, hacks=True), graded(0.5))
 
     def sample_and_grade(_: Policy, __: Any, problems: Any, n: int, **how: Any) -> list[Any]:
@@ -101,7 +101,7 @@ def test_the_kl_of_an_evaluation_is_the_mean_over_the_tokens_of_evenly_spaced_an
     given: list[Any] = []
     for i in range(40):
         ids = tuple(range(20 + i, 21 + i + i // 10))
-        given.append(GradedCompletion(problem(i), 0, Completion(ids, "", True, (), ()), graded(0)))
+        given.append(GradedCompletion(problem(i), 0, Completion(ids, "", True, ()), graded(0)))
     some = [given[i * 40 // 32] for i in range(32)]
     one_by_one = [policy.kl_to_base([policy.render(a.problem.messages)], [a.ids]) for a in some]
     assert heldout.kl_to_base(policy, given) == pytest.approx(
@@ -143,7 +143,7 @@ class Sides:
             self.streams.add(how["stream"].initial_seed())
             # as many hacks as calls so far
             k = len(self.asked)
-            whole = Completion((1,), "", True, (), ())
+            whole = Completion((1,), "", True, ())
             return [
                 GradedCompletion(problems[0], i, whole, graded(3.5, hacks=i < k, solves=i >= k))
                 for i in range(8)

@@ -104,7 +104,7 @@ def test_activations_are_what_autograd_keeps():
     prompt, answer = tuple(range(1, 41)), tuple(range(1, 25))
     batch = collate([prompt] * 4, [answer] * 4, torch.device("cpu"))
     with per_rollout_grads(adapter, 4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = completion_logprobs(model, batch).full.sum()
+        out = completion_logprobs(model, batch).sum()
     assert out.requires_grad
     want = batch.tokens * SHAPES.activation_bytes(2)
     # the head's rows, the rotary tables and the mask are not in the formula

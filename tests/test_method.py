@@ -649,3 +649,20 @@ def test_a_mean_over_tokens_does_not_count_what_an_intervention_leaves_out(polic
         batch = method.flag(Batch((group(6, teachers=2),), (), (), 6, 0))
         counted[beta] = _norm(batch, method.cfg).tokens, len(batch.rows)
     assert counted == {0.0: (4 * 2, 6), 0.1: (4 * 2, 4)}
+
+
+def test_every_rank_goes_by_the_flags_of_the_first(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a monitor of one's own, or of a language model, need not come out alike."""
+    method = make(policy, "penalty", "detector")
+    own = method.flag(batch()).groups
+
+    def of_first(flags: list[Flags]) -> list[Flags]:
+        return [replace(of, flagged=tuple(not flag for flag in of.flagged)) for of in flags]
+
+    monkeypatch.setattr("vgrout.ranks.from_first", of_first)
+    for now, before in zip(method.flag(batch()).groups, own, strict=True):
+        assert now.flags is not None
+        assert before.flags is not None
+        assert now.flags.flagged == tuple(not flag for flag in before.flags.flagged)

@@ -187,28 +187,6 @@ def test_the_model_is_merged_again_and_the_applied_change_measured():
     assert update.cos_upd > 0
 
 
-def test_a_batch_has_one_learning_rate_and_one_record():
-    """Of its updates the first, with the clip's numbers and the routed share of all; none of the loss where one was not
-    finite."""
-    adapter, optim = make()
-    measured = [
-        LossMetrics(loss=n, kl=n / 10, is_masked=n, masked_mismatch_kl=n or None)
-        for n in (0.0, 1.0, 2.0)
-    ]
-    for step in range(2):
-        updates = [
-            optim.step(both(adapter, n), loss, again=n > 0) for n, loss in enumerate(measured)
-        ]
-        assert {update.lr for update in updates} == {lr_at(step, HYPER, STEPS)}
-    assert Update.of_batch(updates[:1]) == updates[0]
-    merged = replace(measured[0], is_masked=1.0, masked_mismatch_kl=1.5)
-    joined = Update.of_batch(updates)
-    assert joined.q_egy == pytest.approx(sum(update.q_egy or 0.0 for update in updates) / 3)
-    assert replace(joined, q_egy=updates[0].q_egy) == replace(updates[0], loss=merged)
-    broken = optim.step(Routed(finite=False), measured[1], again=True)
-    assert Update.of_batch([updates[0], broken]) == replace(updates[0], loss=None, skipped=True)
-
-
 def test_a_gradient_of_zero_is_none() -> None:
     """A step in which nothing is routed, or everything, leaves the other vector, its moments and its count."""
     (adapter, optim), (alone, other) = make(), make()

@@ -342,7 +342,7 @@ def always(id, completion):
 @pytest.mark.parametrize(
     ("reward", "argv"),
     [
-        ("sometimes", "--intervention none --updates-per-batch 2"),
+        ("sometimes", "--intervention none"),
         *(
             pytest.param(reward, argv, marks=pytest.mark.slow)
             for reward, argv in (

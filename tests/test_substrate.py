@@ -86,7 +86,7 @@ def graded(
         reward_of_reference=3.5 * solved,
         details={"gt_pass": False, "format_ok": True, "can_compile": True},
     )
-    completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids), ())
+    completion = Completion(ids, text, finished, tuple(-1.0 for _ in ids))
     return GradedCompletion(problem(number, mode), 0, completion, grade)
 
 

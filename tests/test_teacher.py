@@ -222,8 +222,8 @@ def test_demonstrations_have_the_teachers_logprobs_where_the_pool_has_them(pool:
             number,
             [record(completion_ids=[number, 10 + k, 2], logp=[-0.1, -0.2, -0.3]) for k in range(3)],
         )
-    assert teacher(pool).demos(problem(3), 0)[0][0].logp_full == (-0.1, -0.2, -0.3)
-    assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp_full is None
+    assert teacher(pool).demos(problem(3), 0)[0][0].logp == (-0.1, -0.2, -0.3)
+    assert teacher(pool, "other").demos(problem(3), 0)[0][0].logp is None
 
 
 def truncated(folder: Path) -> None:

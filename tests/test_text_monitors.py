@@ -295,7 +295,7 @@ def answered_of_base(
 
 
 def completion(*ids: int, thought: int = 0) -> Completion:
-    return Completion(ids, "", True, (), (), Thought("<think>", thought))
+    return Completion(ids, "", True, (), Thought("<think>", thought))
 
 
 def test_what_the_reference_accepts_of_the_bases_answers_is_known_to_be_correct(

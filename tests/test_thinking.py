@@ -171,7 +171,7 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     lm = with_thinking(tiny.policy(), True)
     completions = []
     for text in texts:
-        completions.append(Completion((*lm.encode(text), 1), text, True, (), ()))
+        completions.append(Completion((*lm.encode(text), 1), text, True, ()))
 
     def sampled(*given: Any, **_: Any) -> list[list[Completion]]:
         for i, completion in enumerate(completions):

@@ -394,7 +394,7 @@ def test_rows_show_a_sampler_without_the_adapter(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_ratios_and_masked_shares(shared_run, tmp_path):
     """Bounds as tight as rounding drop tokens, and those that they drop are the ones far from 1."""
-    tight = ["--loss", "icepop", "--clip-low", "0.9999999", "--clip-high", "1.0000001"]
+    tight = ["--loss", "dppo_tv", "--dppo-diff-low", "1e-8", "--dppo-diff-high", "1e-8"]
     table = rows(run(shared_run.warm(tmp_path), *flags("none", *tight), stop_after=4))
     table = [r for r in table if r["mismatch_kl"] is not None]
     for r in table:

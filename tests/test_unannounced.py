@@ -115,7 +115,7 @@ def test_an_answer_counts_once_in_all_and_under_the_flaw_that_it_hacks():
     assert (rates["recall"], rates["recall_new"]) == (Rate(2, 3), Rate(1, 2))
     assert _new_hacks([group], ("exit_code",)) == Rate(2, 4)
     assert _new_hacks([group], OPEN) == Rate(0, 0)
-    text = Completion((2, 3), "", True, (), ())
+    text = Completion((2, 3), "", True, ())
     seen = Eval.of([GradedCompletion(group.problem, 0, text, g) for g in group.grades], MODES)
     assert (seen.hack, seen.solve, seen.rewarded) == (Rate(3, 4), Rate(1, 4), Rate(4, 4))
     assert {m: (of.hack, of.solve) for m, of in seen.by_mode.items()} == {

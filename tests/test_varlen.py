@@ -36,7 +36,7 @@ def test_same_logprobs_and_gradients_as_padded_rows(family, share, monkeypatch):
                 [0] * 5 if share else range(5), PROMPTS, COMPLETIONS, policy.device, torch.float32
             )
             assert batch.tokens == TOKENS[share]
-        logp = completion_logprobs(policy.model, batch).full
+        logp = completion_logprobs(policy.model, batch)
         grads = torch.autograd.grad((logp * batch.mask).sum(), weights)
         return logp.detach(), torch.cat([g.flatten() for g in grads])
 

@@ -165,7 +165,7 @@ def test_the_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_not_graded_is_said_once() -> None:
     """Sides that share a list count once, and nothing is said where all was graded."""
     problem = Problem(0, "run_tests", "", (), (), ("assert 1",), "", "", "f")
-    completion = Completion((1,), "", True, (0.0,), (0.0,))
+    completion = Completion((1,), "", True, (0.0,))
     failed: GradedCompletion[Grade | Ungraded] = GradedCompletion(
         problem, 0, completion, Ungraded("raised KeyError")
     )

@@ -137,8 +137,7 @@ class Completion:
     ids: tuple[int, ...]  # ends with an EOS when `finished`
     text: str  # the thought and the answer
     finished: bool  # False: cut at max_new
-    logp_full: tuple[float, ...]  # nats per token, full softmax at temperature 1
-    logp_sampled: tuple[float, ...]  # … of the truncated distribution that was sampled from
+    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1
     thought: Thought = NO_THOUGHT
 
     @property
@@ -201,10 +200,8 @@ class Rollout:
     completion_ids: tuple[int, ...]  # ends with EOS when `finished`
     text: str  # the thought and the answer
     finished: bool
-    # sampler's log-prob per token, full softmax at temperature 1
-    logp_full: tuple[float, ...] | None = None
-    # … of the distribution sampled from (temperature, top-k, top-p)
-    logp_sampled: tuple[float, ...] | None = None
+    # sampler's log-prob per token, full softmax at temperature 1; None: not known
+    logp: tuple[float, ...] | None = None
     thought: Thought = NO_THOUGHT
 
     @property
@@ -236,8 +233,7 @@ class Rollout:
             completion_ids=completion.ids,
             text=completion.text,
             finished=completion.finished,
-            logp_full=completion.logp_full,
-            logp_sampled=completion.logp_sampled,
+            logp=completion.logp,
             thought=completion.thought,
         )
 
@@ -527,9 +523,7 @@ class RolloutView:
     completion_ids: tuple[int, ...]
     text: str  # the thought and the answer
     finished: bool
-    # as in `Rollout`
-    logp_full: tuple[float, ...] | None = None
-    logp_sampled: tuple[float, ...] | None = None
+    logp: tuple[float, ...] | None = None  # as in `Rollout`
     thought: Thought = NO_THOUGHT
 
     @property

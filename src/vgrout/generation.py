@@ -231,7 +231,7 @@ def _to_log(answer: GradedAnswer) -> Logged:
         "ids": answer.ids,
         "text": answer.text,
         "finished": answer.completion.finished,
-        "logp": answer.completion.logp_full,
+        "logp": answer.completion.logp,
         "grade": asdict(answer.grade),
         "thought": asdict(answer.thought),
     }
@@ -242,8 +242,7 @@ def _from_log(problem: Task, sample: int, logged: Logged) -> Graded:
         ids=tuple(logged["ids"]),
         text=logged["text"],
         finished=logged["finished"],
-        logp_full=tuple(logged["logp"]),
-        logp_sampled=(),  # not logged
+        logp=tuple(logged["logp"]),
         thought=Thought(**logged.get("thought", {})),
     )
     return GradedCompletion(problem, sample, completion, Grade(**logged["grade"]))

@@ -1,22 +1,18 @@
 """Rows → their policy gradients g [N, R], in one forward and backward a micro-batch.
 
-The call goes down: `policy_gradients` takes an update's rows, divides them into micro-batches (micro_batches.py), and
-for each `_GradientPass` lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes
-backward. Hooks on the adapted layers collect the gradients in g (model/rollout_grads.py).
+`policy_gradients` takes a step's rows; `_backward` divides them into micro-batches (micro_batches.py), and for each
+lays out the tokens, computes the log-probs (`loss_input`) and the losses (losses.py), and goes backward. Hooks on the
+adapted layers collect the gradients in g (model/rollout_grads.py).
 
-A batch is learnt from in one or more updates (--updates-per-batch), each of them on all of its rollouts. In update n a
-rollout b is learnt in that view v of the adapter (the quarantine on, or off) that sampled it, and has the gradient
-
-    g_b⁽ⁿ⁾ = ∇ℒ_b(ρ⁽ⁿ⁾) at θ⁽ⁿ⁾,     ρ_t⁽ⁿ⁾ = π_v(o_t; θ⁽ⁿ⁾) / π_v(o_t; θ⁽¹⁾)
-
-Routing divides Σ_b g_b⁽ⁿ⁾ in every update. Advantages and flags of texts are the batch's in all of them. θ⁽¹⁾ is the
-policy that sampled, so ρ is PPO's importance ratio, and ρ⁽¹⁾ = 1.
+A batch is learnt from once, by the policy that sampled it. A rollout is learnt in that view of the adapter (the
+quarantine on, or off) that sampled it.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -40,13 +36,11 @@ from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import (
     PaddedBatch,
-    TokenLogprobs,
     backbone,
     completion_logprobs,
     padded_logprobs,
 )
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.prefixes import SharedPrefixes
 from vgrout.model.rollout_grads import PerRolloutGrads, per_rollout_grads
 
 PerToken = Float[Tensor, "B T"]  # B rollouts, T completion tokens, padded on the right
@@ -54,15 +48,12 @@ OfRollouts = Bool[Tensor, " B"]
 Gradients = Float[Tensor, "N R"]
 
 
-@dataclass(frozen=True)
-class PolicyGradients:
-    """What one update learns from, and what was measured with it."""
+class PolicyGradients(NamedTuple):
+    """What an update learns from, and what was measured with it."""
 
     # row n: the sum over the rows with `row_of_g` n; None: a gradient or a number is not finite
     g: Gradients | None
     metrics: LossMetrics
-    # by micro-batch, the log-probs under π_old: in a batch's first update its own
-    logp_old: Sequence[Tensor]
 
 
 def policy_gradients(
@@ -70,7 +61,6 @@ def policy_gradients(
     batch: Batch,
     cfg: Config,
     teacher: LanguageModel | None = None,
-    logp_old: Sequence[Tensor] = (),
 ) -> PolicyGradients:
     """Compute the gradient on δS of the losses of `batch.rows`: row n of g is the sum over those with `row_of_g` n.
 
@@ -81,8 +71,6 @@ def policy_gradients(
     group with the same answer and advantage. The result matches one padded row a rollout to about 1e-6 in fp32.
 
     teacher: a model with the same vocabulary, needed for --teacher-tau.
-    logp_old: in later updates on one batch, the log-probs that the first one returned. In the first there are none:
-        π_old is π, detached, and every ratio is 1, also that of demonstrations.
     """
     adapter = policy.adapter
     packs = policy.packs and (teacher is None or teacher.packs)
@@ -95,7 +83,7 @@ def policy_gradients(
     R = len(adapter)
     g = torch.zeros(N, R, device=policy.device, dtype=adapter.δS.dtype)
     norm = _norm(batch, cfg)
-    update = _GradientPass(policy, cfg, norm, teacher, packs, logp_old)
+    tally = Tally()
     for deployed in (False, True):
         rows = [row for row in merged.rows if row.rollout.deployed == deployed]
         costs = [row.tokens for row in rows]
@@ -107,14 +95,14 @@ def policy_gradients(
         if deployed:
             view = adapter.deployed()
         with view, per_rollout_grads(adapter, N) as collected:
-            update.backward(own_rows, collected)
+            _backward(own_rows, collected, tally, policy, cfg, norm, teacher, packs)
         g += collected.flat
     _divide_among_twins(g, merged.twins)
-    metrics = update.tally.metrics()
+    metrics = tally.metrics()
     total = None
     if _is_finite(g, metrics):
         total = ranks.total(g)
-    return PolicyGradients(total, metrics, update.logp_old)
+    return PolicyGradients(total, metrics)
 
 
 def _divide_among_twins(g: Gradients, twins: Mapping[int, Sequence[int]]) -> None:
@@ -146,64 +134,38 @@ def _norm(batch: Batch, cfg: Config) -> Norm:
     )
 
 
-class _GradientPass:
-    """The forwards and backwards of one update, and what is measured on the way."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        cfg: Config,
-        norm: Norm,
-        teacher: LanguageModel | None,
-        packs: bool,
-        logp_old: Sequence[Tensor],
-    ) -> None:
-        """logp_old: by micro-batch, from the batch's first update; empty: this is the first."""
-        self.policy = policy
-        self.cfg = cfg
-        self.norm = norm
-        self.teacher = teacher
-        self.packs = packs
-        self.logp_old_of_first = iter(logp_old)
-        self.tally = Tally()
-        self.logp_old: list[Tensor] = []  # by micro-batch, as they were used
-
-    def backward(self, rows: Sequence[UpdateRow], collected: PerRolloutGrads) -> None:
-        """Add the gradients of these rows to `collected`."""
-        model = self.policy.model
-        budget = self.policy.budget.tokens
-        portions = [Portion(rows, None)]
-        if self.packs:
-            portions = prompts_apart(self.policy, rows)
-        for portion in portions:
-            prefixes = portion.prefixes
-            if prefixes is not None:
-                prefixes.read(model, backbone(model), collected.announce_packed)
-            for micro_batch in micro_batches(portion.rows, budget, self.packs, prefixes):
-                self._micro_batch(micro_batch, prefixes, collected)
-            if prefixes is not None:
-                prefixes.backward()
-
-    def _micro_batch(
-        self,
-        rows: Sequence[UpdateRow],
-        prefixes: SharedPrefixes | None,
-        collected: PerRolloutGrads,
-    ) -> None:
-        """One forward and one backward."""
-        batch = as_batch(self.policy, rows, self.packs, prefixes)
-        # said before the forward: which row of g each token, or each padded row, adds to
-        if isinstance(batch, Packed):
-            collected.announce_packed(batch.pieces, batch.tokens)
-        else:
-            collected.announce_rows([row.row_of_g for row in rows])
-        old = next(self.logp_old_of_first, None)
-        logps, x = loss_input(self.policy, rows, batch, self.cfg, self.norm, self.teacher, old)
-        self.logp_old.append(x.logp_old)
-        output = policy_loss(x, self.cfg.loss)
-        loss = output.per_rollout.sum()
-        loss.backward()
-        self.tally.add(rows, batch, logps, x, output)
+def _backward(
+    rows: Sequence[UpdateRow],
+    collected: PerRolloutGrads,
+    tally: Tally,
+    policy: Policy,
+    cfg: Config,
+    norm: Norm,
+    teacher: LanguageModel | None,
+    packs: bool,
+) -> None:
+    """Add the gradients of these rows to `collected`, and what is measured on the way to `tally`."""
+    portions = [Portion(rows, None)]
+    if packs:
+        portions = prompts_apart(policy, rows)
+    for portion in portions:
+        prefixes = portion.prefixes
+        if prefixes is not None:
+            prefixes.read(policy.model, backbone(policy.model), collected.announce_packed)
+        for part in micro_batches(portion.rows, policy.budget.tokens, packs, prefixes):
+            batch = as_batch(policy, part, packs, prefixes)
+            # said before the forward: which row of g each token, or each padded row, adds to
+            if isinstance(batch, Packed):
+                collected.announce_packed(batch.pieces, batch.tokens)
+            else:
+                collected.announce_rows([row.row_of_g for row in part])
+            x = loss_input(policy, part, batch, cfg, norm, teacher)
+            output = policy_loss(x, cfg.loss)
+            loss = output.per_rollout.sum()
+            loss.backward()
+            tally.add(part, batch, x, output)
+        if prefixes is not None:
+            prefixes.backward()
 
 
 def _is_finite(g: Gradients, metrics: LossMetrics) -> bool:
@@ -229,28 +191,17 @@ def loss_input(
     cfg: Config,
     norm: Norm,
     teacher: LanguageModel | None,
-    old: PerToken | None = None,
-) -> tuple[TokenLogprobs, LossInput]:
-    """Run one forward of the policy on `rows`; where the loss asks for them, also of the reference and the teacher.
-
-    old: the log-probs under π_old; None: the policy's own.
-    """
+) -> LossInput:
+    """Run one forward of the policy on `rows`; where the loss asks for them, also of the reference and the teacher."""
     loss = cfg.loss
-    kind = loss.ratio_support
-    support = cfg.sampling if kind == "sampled" else None
     rollouts = [row.rollout for row in rows]
-    logps = completion_logprobs(policy.model, batch, support)
-    logp = logps.of(kind)
-    if old is None:
-        old = logp.detach()
-    by_sampler = [r.logp_full if kind == "full" else r.logp_sampled for r in rollouts]
+    logp = completion_logprobs(policy.model, batch)
+    own = logp.detach()
+    by_sampler = [rollout.logp for rollout in rollouts]
     # The ratio is 1 on demonstrations, and where the sampler's log-probs are not known.
-    has_ratio_1 = [
-        rollout.source == "teacher" or logprobs is None
-        for rollout, logprobs in zip(rollouts, by_sampler, strict=True)
-    ]
-    recorded = padded_logprobs(by_sampler, old.shape[1], old.device, old.dtype)
-    logp_sampler = torch.where(uploaded(has_ratio_1, old.device)[:, None], old, recorded)
+    has_ratio_1 = [r.source == "teacher" or r.logp is None for r in rollouts]
+    recorded = padded_logprobs(by_sampler, own.shape[1], own.device, own.dtype)
+    logp_sampler = torch.where(uploaded(has_ratio_1, own.device)[:, None], own, recorded)
     logp_ref = None
     logp_teacher = None
     with torch.no_grad():
@@ -262,15 +213,12 @@ def loss_input(
             batch = as_batch(policy, on_one_row, packs=True)
         if loss.beta:
             with policy.adapter.reference():
-                of_reference = completion_logprobs(policy.model, batch, support)
-            logp_ref = of_reference.of(kind)
+                logp_ref = completion_logprobs(policy.model, batch)
         if loss.teacher_tau and teacher is not None:
-            of_teacher = completion_logprobs(teacher.model, batch, support)
-            logp_teacher = of_teacher.of(kind)
+            logp_teacher = completion_logprobs(teacher.model, batch)
     advantages = [row.advantage for row in rows]
-    return logps, LossInput(
+    return LossInput(
         logp=logp,
-        logp_old=old,
         logp_sampler=logp_sampler,
         advantages=uploaded(advantages, policy.device, logp.dtype),
         mask=batch.mask,

@@ -1,9 +1,9 @@
-"""What is measured of a step's losses: over micro-batches, updates and ranks."""
+"""What is measured of a step's losses: over micro-batches and ranks."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from torch import Tensor
 from vgrout import ranks
 from vgrout.data import UpdateRow
 from vgrout.losses import LossInput, LossOutput
-from vgrout.metrics import mean
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed
-from vgrout.model.logprobs import PaddedBatch, TokenLogprobs
+from vgrout.model.logprobs import PaddedBatch
 
 RAW_MAX = 600.0  # log-ratios are written down as they are up to e^600: a mean of them is still finite in fp64
 
@@ -27,7 +26,7 @@ class LossMetrics:
     lp_s: float | None = None  # mean log-prob a token, student rows (full softmax, temperature 1)
     lp_t: float | None = None  # … teacher rows
     kl: float | None = None  # mean per token to the reference; None at beta 0
-    # π_trainer / π_sampler, before any clip, over the student tokens
+    # π_trainer / π_sampler, before any mask, over the student tokens
     ratio_min: float | None = None
     ratio_mean: float | None = None
     ratio_max: float | None = None
@@ -36,7 +35,7 @@ class LossMetrics:
     # … over all student tokens that lost their policy gradient
     masked_mismatch_kl: float | None = None
     unmasked_mismatch_kl: float | None = None  # … over the others
-    # share of tokens that lost their policy gradient to clip or mask
+    # share of tokens that lost their policy gradient to the mask
     is_masked: float | None = None
     is_masked_low: float | None = None  # … because their ratio (dppo_tv: difference) is too low
     is_masked_high: float | None = None  # … too high
@@ -48,23 +47,6 @@ class LossMetrics:
         for f in fields(self):
             columns[f.name] = getattr(self, f.name)
         return columns
-
-    @classmethod
-    def of_batch(cls, updates: Sequence["LossMetrics"]) -> "LossMetrics":
-        """A batch's numbers from those of its updates: what tells clipped tokens from others is the mean over the
-        updates, all else is the first one's, whose policy is the one that sampled."""
-        of_updates = [update.columns() for update in updates]
-        means: dict[str, float | None] = {}
-        for name in of_updates[0]:
-            if "masked" not in name:
-                continue
-            measured: list[float] = []
-            for columns in of_updates:
-                value = columns[name]
-                if value is not None:
-                    measured.append(value)
-            means[name] = mean(measured)
-        return replace(updates[0], **means)
 
 
 # numbers that are read off the tallies "loss" and "ratio"; each other one is the mean of its own tally
@@ -118,7 +100,6 @@ class Tally:
         self,
         rows: Sequence[UpdateRow],
         batch: PaddedBatch | Packed,
-        logps: TokenLogprobs,
         x: LossInput,
         output: LossOutput,
     ) -> None:
@@ -130,11 +111,11 @@ class Tally:
         for row in rows:
             of_teacher = row.rollout.source == "teacher"
             is_teacher.append(of_teacher)
-            is_sampled.append(row.rollout.logp_full is not None and not of_teacher)
+            is_sampled.append(row.rollout.logp is not None and not of_teacher)
         teacher = uploaded(is_teacher, device)
         sampled = uploaded(is_sampled, device)
         columns = {
-            "logp": logps.full,
+            "logp": x.logp,
             "log_ratio": x.logp - x.logp_sampler,
             "low": output.low,
             "high": output.high,

@@ -1,9 +1,10 @@
 """Policy-gradient losses: a typed batch of token log-probs → one loss per rollout. Pure functions.
 
-Axes: B rollouts, T completion tokens (right-padded). π is the trainer's distribution now, π_old the
-trainer's before this step's first update, π_s the sampler's. All losses are finite at any
-log-ratio: the mask is applied before exp, and log-ratios are cut at ±20 (e^20 ≈ 5e8), beyond which
-a token has no gradient.
+Axes: B rollouts, T completion tokens (right-padded). π is the trainer's distribution, π_s the
+sampler's. A batch is learnt from in one update, so PPO's ratio of π to the policy before the update
+is 1, and its clip has nothing to clip. π/π_s may differ from 1 all the same. All losses are finite
+at any log-ratio: the mask is applied before exp, and log-ratios are cut at ±20 (e^20 ≈ 5e8),
+beyond which a token has no gradient.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,9 @@ PerRollout = Float[Tensor, " B"]
 Mask = Bool[Tensor, "B T"]
 
 LOG_RATIO_MAX = 20.0
+# IcePop's bounds of π/π_s (arXiv 2510.18855)
+ICEPOP_LOW = 0.2
+ICEPOP_HIGH = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,6 @@ class LossInput:
     """
 
     logp: PerToken  # of π; carries the gradient
-    logp_old: PerToken  # of π_old
     logp_sampler: PerToken  # of π_s
     advantages: PerRollout
     mask: Mask
@@ -51,7 +54,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The loss of each rollout, and which tokens its clip or mask left out."""
+    """The loss of each rollout, and which tokens its mask left out."""
 
     per_rollout: PerRollout  # their sum is the step's loss
     low: Mask  # tokens without a policy gradient because their ratio is too low …
@@ -62,10 +65,8 @@ class LossOutput:
 def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
     """The loss that `cfg.loss` names, plus β · KL.
 
-    With samples of π_old = π, the expected gradient of K3 is that of KL(ref ‖ π), not of the
-    KL(π ‖ ref) that K3 estimates (arXiv 2506.09477). ρ · K3 has the latter's, and is exact in later
-    updates too (DeepSeek-V3.2, arXiv 2512.02556): ∇(ρ · K3) = ρ (log π − log ref) ∇ log π. Both hold
-    for one token, given the tokens before it.
+    On samples of π the expected gradient of K3 is that of KL(ref ‖ π), for one token, given the
+    tokens before it, and not of the KL(π ‖ ref) that K3 estimates (arXiv 2506.09477).
     """
     A = token_advantages(x, cfg)
     output = LOSSES[cfg.loss](x, A, cfg)
@@ -74,11 +75,7 @@ def policy_loss(x: LossInput, cfg: LossConfig) -> LossOutput:
 
     assert x.logp_ref is not None
     kl = kl_to(x.logp, x.logp_ref, x.mask)
-    penalised = kl
-    if cfg.kl_bias_correction:
-        ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-        penalised = ρ * kl
-    penalty = cfg.beta * reduce_tokens(penalised, x, cfg)
+    penalty = cfg.beta * reduce_tokens(kl, x, cfg)
     with_penalty = output.per_rollout + penalty
     return replace(output, per_rollout=with_penalty, kl=kl)
 
@@ -102,29 +99,15 @@ def token_advantages(x: LossInput, cfg: LossConfig) -> PerToken:
 
 
 def grpo(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
-    """GRPO (arXiv 2402.03300, eq. 3): −min(ρA, clip(ρ, 1−ε, 1+ε)A), ρ = π/π_old, ε = 0.2.
-
-    The minimum is PPO's clip (arXiv 1707.06347, eq. 7): a token loses its gradient once its ratio
-    has left the bounds on the side to which its advantage pushes.
+    """GRPO (arXiv 2402.03300, eq. 3) in a batch's one update: −ρA with ρ = 1 and ∇ρ = ∇ log π.
 
     unbiased: Dr. GRPO (arXiv 2503.20783), which divides by a constant in place of |o_i|, and does
         not divide by the group's std.
     """
-    lowest = 1 - cfg.low
-    highest = 1 + cfg.high
-    ρ = log_ratio(x.logp, x.logp_old, x.mask).exp()
-    clipped = ρ.clamp(lowest, highest)
-
-    loss = -torch.minimum(ρ * A, clipped * A)
-    loss = torch.where(x.mask, loss, 0.0)
-    # there the minimum is the clipped term, which has no gradient
-    low = (A < 0) & (ρ < lowest)
-    high = (A > 0) & (ρ > highest)
-    return LossOutput(
-        per_rollout=reduce_tokens(loss, x, cfg),
-        low=low & x.mask,
-        high=high & x.mask,
-    )
+    ρ = log_ratio(x.logp, x.logp.detach(), x.mask).exp()
+    loss = torch.where(x.mask, -ρ * A, 0.0)
+    none = torch.zeros_like(x.mask)
+    return LossOutput(per_rollout=reduce_tokens(loss, x, cfg), low=none, high=none)
 
 
 def dppo_tv(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
@@ -149,8 +132,8 @@ def icepop(x: LossInput, A: PerToken, cfg: LossConfig) -> LossOutput:
     """
     logp = x.logp.detach()
     ρ = log_ratio(logp, x.logp_sampler, x.mask).exp()
-    low = ρ < cfg.low
-    high = ρ > cfg.high
+    low = ρ < ICEPOP_LOW
+    high = ρ > ICEPOP_HIGH
     return importance_weighted(x, A, low, high, cfg)
 
 

@@ -69,7 +69,7 @@ def _learnt_from(row: UpdateRow) -> Hashable:
         rollout.prompt_ids,
         rollout.completion_ids,
         rollout.deployed,
-        rollout.logp_full is None,
+        rollout.logp is None,
         row.advantage,
     )
 

@@ -1,8 +1,8 @@
 """Routed gradients → AdamW on the adapter's two vectors."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,8 +42,6 @@ class Optimizer:
         self,
         routed: Routed,
         loss: LossMetrics | None = None,
-        *,
-        again: bool = False,
     ) -> "Update":
         """Clip both gradients by their joint norm, step, and merge the vectors into the weights.
 
@@ -51,10 +49,9 @@ class Optimizer:
         its norm is not finite. The schedule moves on all the same.
 
         loss: what was measured with the gradients; it goes into the update.
-        again: this is another update on the batch of the last one. It has that one's learning rate,
-            and the schedule does not move on.
         """
-        lr = self._next_lr(again)
+        lr = lr_at(self.done, self.cfg, self.steps)
+        self.done += 1
         keep_norm = l2_norm(routed.keep)
         quar_norm = l2_norm(routed.quar)
         gn = math.hypot(keep_norm, quar_norm)  # joint norm
@@ -88,12 +85,6 @@ class Optimizer:
             cos_upd=applied,
             realised=self.adapter.realised_share(),
         )
-
-    def _next_lr(self, again: bool) -> float:
-        """The learning rate of this update; moves the schedule on unless `again`."""
-        if not again:
-            self.done += 1
-        return lr_at(self.done - 1, self.cfg, self.steps)
 
     def _set_gradients(
         self,
@@ -149,22 +140,6 @@ class Update:
     # how much of what δS and δS_hack ask for the merged weights really hold, in their precision: 1 is
     # all; None: not measured
     realised: float | None = None
-
-    @classmethod
-    def of_batch(cls, updates: Sequence["Update"]) -> "Update":
-        """Join the updates on one batch: the first one, but what was clipped, masked and routed is averaged over all.
-
-        The policy of the first update is the one that sampled. If any update was not finite, the
-        joined one has no numbers of the loss.
-        """
-        skipped = any(update.skipped for update in updates)
-        loss = None
-        if not skipped:
-            measured = [update.loss for update in updates if update.loss]
-            loss = LossMetrics.of_batch(measured)
-        shares = [update.q_egy for update in updates if update.q_egy is not None]
-        q_egy = sum(shares) / len(shares) if shares else None
-        return replace(updates[0], skipped=skipped, loss=loss, q_egy=q_egy)
 
     def columns(self) -> dict[str, Any]:
         """The step's columns of loss, method and update."""

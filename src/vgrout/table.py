@@ -252,7 +252,7 @@ class StepRow(Columns):
     ratio_max: float | None = col(".3g", "highest ratio", when="drops")
     is_masked: float | None = col(
         ".3f",
-        "share of tokens without policy gradient, mean over the updates of a batch",
+        "share of tokens without policy gradient",
         when="drops",
     )
     is_masked_low: float | None = col(".3f", "… their ratio is too low", when="file")

@@ -57,7 +57,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.heldout import evaluate, evaluate_final
     from vgrout.method import Setup, make_method
     from vgrout.model import load
-    from vgrout.optim import Optimizer, Update
+    from vgrout.optim import Optimizer
     from vgrout.rollout import rollout
     from vgrout.runs import checkpoint, opening, results
     from vgrout.runs.recorder import Recorder, peak_memory
@@ -112,20 +112,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
         with clock("fb"):
             # text monitors flag; penalty and screen change rewards; the rows to learn from
             batch = method.flag(batch)
-            updates: list[Update] = []
-            logp_old = ()  # log-probs under the policy that sampled, from the first update on
-            for _ in range(cfg.loss.updates_per_batch):
-                # g [N, R]: N gradients of rows, or of rows learnt alike
-                gradients = policy_gradients(policy, batch, cfg, teacher_model, logp_old)
-                logp_old = gradients.logp_old
-                # what δS learns of g, and what δS_hack learns; gradient monitors flag here
-                routed = method.route(batch, gradients.g)
-                # keep → δS, quar → δS_hack
-                again = bool(updates)  # not the first update on this batch
-                updates.append(optim.step(routed, gradients.metrics, again=again))
-                if not updates[-1].stepped:
-                    break
-            update = Update.of_batch(updates)
+            # g [N, R]: N gradients of rows, or of rows learnt alike
+            g, measured = policy_gradients(policy, batch, cfg, teacher_model)
+            # what δS learns of g, and what δS_hack learns; gradient monitors flag here
+            routed = method.route(batch, g)
+            # keep → δS, quar → δS_hack
+            update = optim.step(routed, measured)
         with clock("eval"):
             refresh = method.refresh(step)  # the direction, extracted again on the present model
             deployed = None  # the evaluation of the deployed model

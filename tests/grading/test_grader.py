@@ -137,8 +137,8 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
 
         def sample(*given, texts=texts, **_):
             for i, text in enumerate(texts):
-                given[-1](0, i, Completion((1,), text, True, (), ()))
-            return [[Completion((1,), text, True, (), ()) for text in texts]]
+                given[-1](0, i, Completion((1,), text, True, ()))
+            return [[Completion((1,), text, True, ()) for text in texts]]
 
         monkeypatch.setattr(sampler, "sample", sample)
         (of_problem,) = generation.sample_and_submit(

@@ -307,7 +307,7 @@ def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
     assert right.reward_of_reference == 2.5
     assert isinstance(failed, Ungraded)
     assert failed.reason.endswith(":f raised OSError: no judge")
-    completion = Completion((), "", True, (), ())
+    completion = Completion((), "", True, ())
     seen = Eval.of(
         [GradedCompletion(PROBLEM, i, completion, g) for i, g in enumerate((sure, right, failed))],
         MODES,

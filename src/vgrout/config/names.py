@@ -29,8 +29,8 @@ NAMES: dict[str, dict[str, str]] = {
         "--dppo-mask-low": "say --dppo-diff-low, which bounds a fall of either sign of the advantage",
         "--dppo-mask-high": "say --dppo-diff-high, which bounds a rise of either sign of the advantage",
         "--kl-tau": "dppo_tv has no KL term; leave it out (under --loss grpo --beta weighs one)",
-        "--icepop-low": "say --loss icepop --clip-low 0.2",
-        "--icepop-high": "say --loss icepop --clip-high 5",
+        "--icepop-low": "--loss icepop has these bounds, 0.2 and 5; leave it out",
+        "--icepop-high": "--loss icepop has these bounds, 0.2 and 5; leave it out",
         "--clip": "with one update per batch no ratio is clipped; leave it out",
         "--cos-pre-split-every": "cos_pre_s and cos_pre_t are measured in every step; leave it out",
         "--route2-gate": "say --monitor gate or --monitor band",
@@ -69,7 +69,7 @@ NAMES: dict[str, dict[str, str]] = {
         "--per-device-train-batch-size": "say --prompts-per-step, problems with --group answers each",
         "--gradient-accumulation-steps": "micro-batches are chosen by themselves; leave it out",
         "--num-train-epochs": "say --steps, of --prompts-per-step problems each",
-        "--num-iterations": "say --updates-per-batch",
+        "--num-iterations": "a batch has one update; leave it out",
         "--warmup-ratio": "--warmup-frac",
         "--loss-type": "say --loss, with --unbiased (Dr. GRPO, the default) or --no-unbiased",
         "--scale-rewards": "say --unbiased (no division by the group's std, the default) or --no-unbiased",
@@ -81,6 +81,11 @@ NAMES: dict[str, dict[str, str]] = {
     "Earlier versions": {
         "--regrade-pool": "make the pool anew with `vgrout substrate` or `vgrout teacher`",
         "--resume-force": "say --resume RUN --guard log",
+        "--updates-per-batch": "a batch has one update; leave it out",
+        "--clip-low": "a batch has one update, in which no ratio is clipped; leave it out",
+        "--clip-high": "a batch has one update, in which no ratio is clipped; leave it out",
+        "--ratio-support": "ratios are of the full softmax at temperature 1; leave it out",
+        "--kl-bias-correction": "the KL of --beta is k3, as published; leave it out",
         "--control oracle": "say --monitor labels",
     },
 }
@@ -95,7 +100,13 @@ OF_COMMANDS: dict[str, dict[str, str]] = {
     },
 }
 # The documents' defaults, which are what happens here.
-NO_CHANGE = {"--clip 0.2", "--cos-pre-split-every 1", "--teacher-modes None"}
+NO_CHANGE = {
+    "--clip 0.2",
+    "--icepop-low 0.2",
+    "--icepop-high 5",
+    "--cos-pre-split-every 1",
+    "--teacher-modes None",
+}
 
 
 def same(answer: str) -> bool:

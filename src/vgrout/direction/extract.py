@@ -289,7 +289,7 @@ def tokens_per_batch(policy: Policy) -> int:
 
 def mean_nll(policy: Policy, batch: PaddedBatch | Packed) -> Float[Tensor, " B"]:
     """Mean NLL of each row's completion, nats per token; it carries a gradient."""
-    logp = completion_logprobs(policy.model, batch).full
+    logp = completion_logprobs(policy.model, batch)
     return -torch.where(batch.mask, logp, 0.0).sum(1) / batch.mask.sum(1)
 
 

@@ -104,7 +104,7 @@ class MiniLlm:
         for part, batch in batches_of(lm, rollouts):
             # answers are sampled at temperature 1, from all tokens: log-probs under the full
             # softmax are those of what they were sampled from
-            by_sampler = [rollouts[i].logp_full for i in part]
+            by_sampler = [rollouts[i].logp for i in part]
             sampler = padded_logprobs(by_sampler, batch.mask.shape[1], lm.device)
 
             def loss(batch: PaddedBatch | Packed = batch, sampler: Tensor = sampler) -> Tensor:
@@ -144,7 +144,7 @@ class MiniLlm:
         batch = collate(first_tokens, continuations, learner.lm.device)
 
         def loss() -> Tensor:
-            logp = completion_logprobs(learner.lm.model, batch).full
+            logp = completion_logprobs(learner.lm.model, batch)
             return -weight * logp.sum() / (length * len(first_tokens))
 
         return learner.add(batch, loss) / weight
@@ -219,8 +219,7 @@ class Uld:
             rollout,
             prompt_ids=lm.render(rollout.problem.messages),
             completion_ids=own,
-            logp_full=None,
-            logp_sampled=None,
+            logp=None,
         )
         pairs = aligned(self.student_bytes, own, self.teacher_bytes, ids)
         return Translation(translated, rollout, pairs)

@@ -531,7 +531,7 @@ def batches(policy: Policy, pairs: Sequence[PreferencePair]) -> Iterator[PaddedB
 @torch.no_grad()
 def refer(policy: Policy, batch: PaddedBatch | Packed) -> list[tuple[float, float]]:
     """Log-probs of each pair's chosen and rejected answer under the policy, without a gradient."""
-    logps = completion_logprobs(policy.model, batch).full.sum(1).tolist()
+    logps = completion_logprobs(policy.model, batch).sum(1).tolist()
     return list(zip(logps[::2], logps[1::2], strict=True))
 
 
@@ -553,7 +553,7 @@ def add_pairs(
         of_batch = ref[len(losses) : len(losses) + n_pairs]
 
         def loss(batch: PaddedBatch | Packed = batch, ref: Tensor = of_batch) -> Tensor:
-            logps = completion_logprobs(policy.model, batch).full.sum(1)
+            logps = completion_logprobs(policy.model, batch).sum(1)
             each, margin = dpo(logps[::2], logps[1::2], ref[:, 0], ref[:, 1], beta)
             losses.extend(zip(each.tolist(), margin.tolist(), strict=True))
             return each.sum() / len(pairs)

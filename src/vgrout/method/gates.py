@@ -29,9 +29,7 @@ class Threshold(Protocol):
         """The modules that have what they decide by."""
         ...
 
-    def __call__(
-        self, cos: Cosines, nonzero: Mask, known: OfRollouts, again: bool = False
-    ) -> Shares: ...
+    def __call__(self, cos: Cosines, nonzero: Mask, known: OfRollouts) -> Shares: ...
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -44,7 +42,6 @@ class GradientMonitor(Monitor):
     # where a rollout is decided about as a whole: by the majority of its modules; False: to their mean share
     majority = True
     threshold: Threshold
-    _number: int | None = None  # of the last step whose gradients it saw
 
     def __init__(self, cfg: Config, direction: LiveDirection) -> None:
         self.cfg = cfg
@@ -82,8 +79,7 @@ class GradientMonitor(Monitor):
         cos, nonzero = self._cosines(step)
         is_known = [row.known_hack for row in step.first_rows]
         known = torch.tensor(is_known, device=step.g.device)
-        share = self.threshold(cos, nonzero, known, again=number == self._number)  # [M, N]
-        self._number = number
+        share = self.threshold(cos, nonzero, known)  # [M, N]
         if self.cfg.method.random_flags:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", number)
             has_gradient = nonzero.any(0)

@@ -26,7 +26,7 @@ class TauGate:
     """Flags known hacks always, and the others where their cosine exceeds τ, the midpoint of two running means.
 
     The means are of the cosines of known hacks and of the rest, per module: exponential, DECAY per step, corrected
-    for their start (as in Adam), so the first step has a threshold too. Further updates on a step's batch leave them.
+    for their start (as in Adam), so the first step has a threshold too.
 
     A module that has not seen both kinds has no threshold. absent_is_zero: there the mean of what it has not seen
     counts as 0. apart: a module whose known hacks do not lie above the rest has no threshold either.
@@ -72,16 +72,10 @@ class TauGate:
         hacks, rest = self.means
         return hacks - rest
 
-    def __call__(
-        self, cos: Cosines, nonzero: Mask, known: OfRollouts, again: bool = False
-    ) -> Shares:
-        """Move the running means by this step's rollouts, then decide: 1 flagged, 0 not.
-
-        again: in a further update on the step's batch, whose cosines the means have already.
-        """
-        if not again:
-            self._follow(0, cos, nonzero & known)
-            self._follow(1, cos, nonzero & ~known)
+    def __call__(self, cos: Cosines, nonzero: Mask, known: OfRollouts) -> Shares:
+        """Move the running means by this step's rollouts, then decide: 1 flagged, 0 not."""
+        self._follow(0, cos, nonzero & known)
+        self._follow(1, cos, nonzero & ~known)
         tau = self.tau[:, None].to(cos.dtype)
         over = (cos > tau) & self.voters[:, None]
         flagged = nonzero & (known | over)
@@ -130,9 +124,8 @@ class BandGate:
         cos: Cosines,
         nonzero: Mask,
         known: OfRollouts | None = None,
-        again: bool = False,
     ) -> Shares:
-        """The share of each rollout that is flagged, from 0 to 1. known, again: not read."""
+        """The share of each rollout that is flagged, from 0 to 1. known: not read."""
         lo = self.lo[:, None]  # [M, 1]
         hi = self.hi[:, None]
         has_band = self.voters[:, None]

@@ -233,7 +233,7 @@ def _made_up_group(setup: Setup, problem: Task, index: int) -> Group:
         text = HACK if is_demonstration else in_turn[b % 3]
         ids = policy.encode_completion(text)[: cfg.scale.max_new]
         logps = (0.0,) * len(ids)
-        completion = Completion(ids, text, True, logps, logps)
+        completion = Completion(ids, text, True, logps)
         source = "teacher" if is_demonstration else "student"
         deployed = not is_demonstration and cfg.method.ablate_frac > 0
         rollouts.append(

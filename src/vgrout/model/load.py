@@ -65,12 +65,11 @@ def run_policy(cfg: Config) -> Policy:
     """
     device, dtype = device_and_dtype(cfg)
     policy = load_policy(cfg.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
-    if cfg.loss.drops and cfg.loss.ratio_support == "full":
+    if cfg.loss.drops:
         s = cfg.sampling
         logger.info(
             f"sampled at temperature {s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}; "
-            f"{cfg.loss.loss} compares full softmaxes at temperature 1 "
-            "(--ratio-support sampled: what was sampled from)"
+            f"{cfg.loss.loss} compares full softmaxes at temperature 1"
         )
     budget = budget_of(cfg, policy)
     policy = with_thinking(policy, cfg.env.thinking)

@@ -3,7 +3,6 @@
 The lm_head is computed at completion tokens alone, a few at a time.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from vgrout.model.attention import uploaded
 from vgrout.model.autograd import Context
 from vgrout.model.layout import Packed, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
-from vgrout.model.sampling import Sampling, support, tempered
 from vgrout.tensor_types import at_least_fp32
 
 # The logit of an id without a token. Its probability is 0, and differences of such logits are still
@@ -80,21 +78,6 @@ def collate(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probs of completion tokens: nats, 0 on padding."""
-
-    full: Float[Tensor, "B T"]  # full softmax at temperature 1
-    # of the truncated distribution; the token itself always counts as in it
-    sampled: Float[Tensor, "B T"] | None
-
-    def of(self, ratio_support: str) -> Float[Tensor, "B T"]:
-        """The log-probs in importance ratios: "full" or "sampled"."""
-        chosen = self.full if ratio_support == "full" else self.sampled
-        assert chosen is not None, ratio_support
-        return chosen
-
-
 def padded_logprobs(
     of_rows: Sequence[Sequence[float] | None],
     T: int,
@@ -112,12 +95,8 @@ def padded_logprobs(
 def completion_logprobs(
     model: PreTrainedModel,
     batch: PaddedBatch | Packed,
-    sampling: Sampling | None = None,
-) -> TokenLogprobs:
-    """log π(target) at every completion position, [B, T].
-
-    With `sampling`, also under the distribution sampled from.
-    """
+) -> Float[Tensor, "B T"]:
+    """log π(target) at every completion position: nats of the full softmax at temperature 1, 0 on padding."""
     wanted = batch.wanted
     edge = None  # of rows that share a token and go on alike: which log-prob is theirs
     if isinstance(batch, Packed):
@@ -128,35 +107,30 @@ def completion_logprobs(
         target = batch.target[wanted]
         hidden = completion_hidden(model, batch)
 
-    full, sampled = _head_logprobs(model, hidden, target, sampling)
+    logp = _head_logprobs(model, hidden, target)
     if edge is not None:
-        full = full[edge]
-        sampled = None if sampled is None else sampled[edge]
-    empty = full.new_zeros(batch.mask.shape)
-    return TokenLogprobs(
-        full=empty.index_put(wanted, full),
-        sampled=None if sampled is None else empty.index_put(wanted, sampled),
-    )
+        logp = logp[edge]
+    return logp.new_zeros(batch.mask.shape).index_put(wanted, logp)
 
 
 def _head_logprobs(
     model: PreTrainedModel,
     hidden: Float[Tensor, "n D"],
     target: Int[Tensor, " n"],
-    sampling: Sampling | None,
-) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
-    """Log-probs of the targets: full, and with `sampling` under the distribution sampled from."""
+) -> Float[Tensor, " n"]:
+    """Log-probs of the targets."""
     size = rows_at_once(vocabulary(model), hidden.device)
     in_parts = len(hidden) > size and hidden.requires_grad
-    if in_parts and sampling is None and _is_frozen_product(model):
+    if in_parts and _is_frozen_product(model):
         W = model.get_output_embeddings().weight
-        return _FrozenHead.apply(hidden, W, foreign(model), target, size), None
+        return _FrozenHead.apply(hidden, W, foreign(model), target, size)
 
     def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        return _head(model, hidden, target, sampling)
+        logits = at_least_fp32(head_logits(model, hidden))
+        return (log_softmax_at(logits, target),)
 
-    full, *sampled = in_chunks(head, vocabulary(model), hidden, target)
-    return full, sampled[0] if sampled else None
+    (logp,) = in_chunks(head, vocabulary(model), hidden, target)
+    return logp
 
 
 def completion_hidden(
@@ -345,23 +319,6 @@ def _is_frozen_product(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     capped = getattr(model.config, "final_logit_softcapping", None) is not None
     return not (capped or head.weight.requires_grad or head.bias is not None)
-
-
-def _head(
-    model: PreTrainedModel,
-    hidden: Float[Tensor, "n D"],
-    target: Int[Tensor, " n"],
-    sampling: Sampling | None,
-) -> tuple[Float[Tensor, " n"], ...]:
-    """Log-probs of the targets: full, then with `sampling` those of what is sampled from."""
-    logits = at_least_fp32(head_logits(model, hidden))
-    full = log_softmax_at(logits, target)
-    if sampling is None:
-        return (full,)
-    # the token itself always counts as in the support
-    in_support = support(logits.detach(), sampling).scatter(-1, target[:, None], True)
-    truncated = tempered(logits, sampling).masked_fill(~in_support, -math.inf)
-    return full, log_softmax_at(truncated, target)
 
 
 def log_softmax_at(logits: Float[Tensor, "n V"], target: Int[Tensor, " n"]) -> Float[Tensor, " n"]:

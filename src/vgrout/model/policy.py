@@ -221,7 +221,7 @@ class Policy(LanguageModel):
         long lists before.
         """
         batch = collate(prompts, completions, self.device)
-        return completion_logprobs(self.model, batch).full, batch.mask
+        return completion_logprobs(self.model, batch), batch.mask
 
     @torch.no_grad()
     def kl_to_base(

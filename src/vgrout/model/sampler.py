@@ -25,7 +25,7 @@ from vgrout.model.sampling import Sampling, candidates
 # (prompt, index of the completion among the prompt's, completion)
 OnFinish = Callable[[int, int, Completion], None]
 # token, its log-prob under the full softmax, its log-prob under what it was sampled from
-Drawn = tuple[int, float, float]
+Drawn = tuple[int, float]
 
 
 def rows_at_once(policy: LanguageModel, prompt: int, max_new: int, per_prompt: int) -> int:
@@ -127,7 +127,7 @@ class _Draw:
 
     slots: Int[Tensor, " n"]  # that the rows have drawn from
     tokens: Int[Tensor, " n"]
-    columns: Callable[[], Tensor]  # waits for tokens and both log-probs, and returns them [3, n]
+    columns: Callable[[], Tensor]  # waits for tokens and log-probs, and returns them [2, n]
 
 
 class _Run:
@@ -258,12 +258,10 @@ class _Run:
 
     def _draw(self, at: Int[Tensor, " n"], slots: Int[Tensor, " n"], t: int) -> "_Draw":
         """Draw one token per row from its slot's logits. at: the rows."""
-        tokens, logp_sampled = draw(self.logits, self.noise[t, at], self.sampling, slots)
-        logp_full = self.logits.float().log_softmax(-1)[slots, tokens]
+        tokens = draw(self.logits, self.noise[t, at], self.sampling, slots)
+        logp = self.logits.float().log_softmax(-1)[slots, tokens]
         # in fp64, so that one copy brings ids and log-probs unrounded
-        columns = torch.stack(
-            [tokens.double(), logp_full.double(), logp_sampled.to(logp_full).double()]
-        )
+        columns = torch.stack([tokens.double(), logp.double()])
         return _Draw(slots, tokens, begin_copy(columns))
 
     def _record(self, rows: list[int], drawn: "_Draw") -> list[int]:
@@ -271,20 +269,20 @@ class _Run:
 
         The one time in a token that the host waits for the device.
         """
-        numbers, full, sampled = drawn.columns().tolist()
+        numbers, logps = drawn.columns().tolist()
         ids = list(map(int, numbers))
-        for row, of_row in zip(rows, zip(ids, full, sampled, strict=True), strict=True):
+        for row, of_row in zip(rows, zip(ids, logps, strict=True), strict=True):
             self.drawn[row].append(of_row)
         return ids
 
     def _answer(self, row: int, finished: bool) -> Completion:
-        ids, full, sampled = zip(*self.drawn[row], strict=True)
-        if not all(map(math.isfinite, (*full, *sampled))):
+        ids, logps = zip(*self.drawn[row], strict=True)
+        if not all(map(math.isfinite, logps)):
             raise Diverged(
                 "the policy has collapsed: its logits are not finite, so nothing can be sampled "
                 "from it (a learning rate, or a gradient, far too large)"
             )
-        return Completion(ids, self.policy.decode(ids), finished, full, sampled)
+        return Completion(ids, self.policy.decode(ids), finished, logps)
 
 
 def overlaps(device: torch.device) -> bool:
@@ -332,17 +330,16 @@ def draw(
     u: Float[Tensor, " m"],
     sampling: Sampling,
     rows: Int[Tensor, " m"] | None = None,
-) -> tuple[Int[Tensor, " m"], Float[Tensor, " m"]]:
-    """Tokens by inverse CDF, and their log-probs under the distribution drawn from.
+) -> Int[Tensor, " m"]:
+    """Tokens by inverse CDF.
 
     u: uniform noise in [0, 1). rows: the row of the logits that each number draws from; None: the
     row of its own index.
     """
     values, ids = candidates(logits, sampling)
-    logp = values.log_softmax(-1)
-    cdf = logp.exp().cumsum(-1)
+    cdf = values.log_softmax(-1).exp().cumsum(-1)
     if rows is not None:
-        cdf, logp = cdf[rows], logp[rows]
+        cdf = cdf[rows]
         ids = None if ids is None else ids[rows]
     # Below the last entry whatever the rounding: the first entry above it is then always a token of
     # probability > 0.
@@ -351,4 +348,4 @@ def draw(
     pick = torch.searchsorted(cdf, level, right=True)
     pick = pick.clamp(max=cdf.shape[-1] - 1)  # in a row of NaN it is one too many
     token = pick if ids is None else ids.gather(-1, pick)
-    return token.squeeze(-1), logp.gather(-1, pick).squeeze(-1)
+    return token.squeeze(-1)

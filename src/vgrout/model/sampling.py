@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from vgrout.config.sampling import Sampling
@@ -62,13 +62,3 @@ def largest(
     inside = blocks.gather(1, chosen[..., None].expand(-1, -1, BLOCK))
     values, at = inside.flatten(1).topk(k)
     return values, chosen.gather(1, at // BLOCK) * BLOCK + at % BLOCK
-
-
-def support(logits: Float[Tensor, "n V"], sampling: Sampling) -> Bool[Tensor, "n V"]:
-    """Which tokens may be sampled, as a mask over the vocabulary."""
-    values, ids = candidates(logits, sampling)
-    may_be_sampled = values > -math.inf
-    if ids is None:
-        return may_be_sampled
-    nothing = torch.zeros_like(logits, dtype=torch.bool)
-    return nothing.scatter(-1, ids, may_be_sampled)

@@ -237,7 +237,7 @@ class Teacher:
             completion_ids=ids,
             text=demo.completion or "",
             finished=finished,
-            logp_full=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
+            logp=demo.logp[: len(ids)] if demo.logp and not self.retokenised else None,
         )
 
     def _thought(self, rollout: Rollout, in_thought: bool) -> Thought:
