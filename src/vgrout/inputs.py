@@ -32,7 +32,6 @@ from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused, refuse
 from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines, once
-from vgrout.model.gguf import gguf_file, gguf_sha256, head_configuration
 from vgrout.model.shapes import find_shapes
 from vgrout.model.source import (
     looks_like_path,
@@ -40,9 +39,7 @@ from vgrout.model.source import (
     require_embedded,
     require_fitting,
     require_model,
-    require_room,
     require_thinking,
-    window_of,
 )
 from vgrout.scoring import import_function, scorer
 from vgrout.teacher.pools import Pool, load_pool
@@ -192,10 +189,7 @@ def read_inputs(cfg: Config) -> Inputs:
         )
     if cfg.loss.teacher_model:
         teacher = cfg.teacher_model_path
-        convert = not cfg.run.dry_run
-        files.read(
-            lambda _: require_model(teacher, "--teacher-model", convert=convert), Path(teacher)
-        )
+        files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
     known_correct = files.read(load_known_correct, cfg.known_correct_path) or ()
     check_texts(cfg, pool, (pairs, placebo), known_correct)
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
@@ -286,14 +280,8 @@ def _pairs_named(cfg: Config) -> dict[str, str]:
 
 def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
     """Raises Refused, one line, if prompts do not fit the model, or the quarantine's block is none of its blocks."""
-    convert = not cfg.run.dry_run
-    folder = files.read(
-        lambda _: require_model(cfg.model_path, convert=convert), Path(cfg.model_path)
-    )
-    file = gguf_file(cfg.model_path)
-    if folder is not None and file is not None and not folder.is_dir():
-        require_room(window_of(head_configuration(file, "--model")), cfg.scale.max_new)
-    elif folder is not None:
+    folder = files.read(lambda _: require_model(cfg.model_path), Path(cfg.model_path))
+    if folder is not None:
         if cfg.env.thinking:
             require_thinking(folder)
         require_fitting(environment.prompts, folder, cfg.scale.max_new, environment.source)
@@ -410,10 +398,7 @@ def check_judge(cfg: Config, files: _Reader) -> None:
             refuse(not cfg.run.dry_run, absent)
             files.absent.append(absent)
             return
-        convert = not cfg.run.dry_run
-        files.read(
-            lambda _: require_model(folder, "--llm-judge-model", convert=convert), Path(folder)
-        )
+        files.read(lambda _: require_model(folder, "--llm-judge-model"), Path(folder))
         return
     endpoint = judge_endpoint(method)
     if cfg.run.dry_run or files.absent:  # a plan asks nobody, nor does a run that is refused anyway
@@ -520,9 +505,7 @@ def kl_of_runs(runs: Sequence[Path]) -> list[float]:
 
 @once
 def _hash_of_model(given: str) -> str | None:
-    """Of a small model folder or of a GGUF file; None of another."""
-    if (file := gguf_file(given)) is not None:
-        return gguf_sha256(file)
+    """Of a small model folder; None of another."""
     parts: list[Path] = []
     for name in ("config.json", "tokenizer.json", "*.safetensors"):
         parts += Path(given).glob(name)
@@ -555,7 +538,7 @@ def hash_of_class(given: str) -> str | None:
 
 def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
     """sha256 of every file that the numbers depend on; None: not read by this run. A model is hashed here if it is a
-    small folder or a GGUF file; the weights of any other are hashed once they are loaded."""
+    small folder; the weights of any other are hashed once they are loaded."""
 
     def of_file(path: Path | None) -> str | None:
         return hash_of_file(path) if path is not None and path.exists() else None

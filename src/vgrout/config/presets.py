@@ -138,7 +138,7 @@ EVERYDAY: dict[str, str] = {
     "control": "what to replace in the method, as a control",
     "seed": "seed of every random stream",
     "steps": "optimiser steps",
-    "model": "a hub id, a local folder, a GGUF file, or organism",
+    "model": "a hub id, a local folder, or organism",
     "problems": "a problem file, or organism",
     "reward": "your own module:function that rewards answers",
     "teacher_pool_dir": "folder of demonstrations, organism, or none",

@@ -83,9 +83,8 @@ def prepare(settings: DistillSettings, run: Path | None) -> DistillTask:
     Raises:
         Refused: one line, for every mistake that shows without a model.
     """
-    convert = not settings.plan_only
-    teacher_model = find_source(settings.teacher, "--teacher", convert=convert)
-    student = find_source(settings.student, "--student", convert=convert)
+    teacher_model = find_source(settings.teacher, "--teacher")
+    student = find_source(settings.student, "--student")
     require_distillable(settings, student, teacher_model)
     cfg = settings.config(student)
     anchor = read_anchor(settings)

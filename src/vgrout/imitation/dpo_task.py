@@ -120,7 +120,7 @@ def prepare(settings: DpoSettings) -> DpoTask:
         Refused: one line, for every mistake that shows without a model.
     """
     require_own(settings.output_dir, "--output-dir", "plan.json", "folder of rounds")
-    base = find_source(settings.base_model, "--base-model", convert=not settings.plan_only)
+    base = find_source(settings.base_model, "--base-model")
     cfg = settings.config(base)
     inputs = preflight(cfg, settings.output_dir)
     if inputs.absent:  # of a plan, which is refused as the run would be

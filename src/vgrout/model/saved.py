@@ -10,7 +10,6 @@ from vgrout.config.run import Config
 from vgrout.config.stored import from_dict
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, from_json
-from vgrout.model.gguf import gguf_file
 from vgrout.model.shapes import MINIATURE_BELOW, Shapes, find_shapes
 from vgrout.model.source import read_tokenizer, require_model, safetensors_head
 
@@ -24,7 +23,7 @@ class Saved:
     path: Path
     metadata: dict[str, str]
     cfg: Config  # of the run
-    model: str | Path  # the base model's folder or id, as other programs can load it
+    model: str | Path  # the base model's folder or id
     folder: Path  # where it lies
 
     @property
@@ -43,15 +42,12 @@ def find_adapter(
     step: int | None = None,
     model: str | None = None,
     flag: str = "adapter",
-    *,
-    convert: bool = True,
 ) -> Saved:
     """Find the adapter of a run directory, or an adapter's file itself.
 
     step: take the adapter that was saved after so many steps. None: train.safetensors.
     model: base model to use in place of the run's own.
     flag: the flag that named the run or file.
-    convert: as for `require_model`.
 
     Raises:
         Refused: one line: no such file or step, not an adapter of this program, or its base model
@@ -76,10 +72,7 @@ def find_adapter(
     base: str | Path = model or cfg.model_path
     if model == ORGANISM:
         base = embedded.MODEL_DIR
-    folder = require_model(base, convert=convert)
-    # other programs load a GGUF file's converted folder
-    loadable = base if gguf_file(base) is None else folder
-    return Saved(path, metadata, cfg, loadable, folder)
+    return Saved(path, metadata, cfg, base, require_model(base))
 
 
 def _checkpoint(run: Path, step: int) -> Path:
@@ -107,8 +100,7 @@ class FoundModel:
     @property
     def shapes(self) -> Shapes | None:
         """None where its configuration does not name the usual sizes."""
-        # of a GGUF file that a plan leaves as it is, there is no folder yet
-        return find_shapes(self.folder) or find_shapes(self.name)
+        return find_shapes(self.folder)
 
     @property
     def small(self) -> bool:
@@ -138,10 +130,8 @@ class FoundModel:
         return {"base": self.name, "adapter": file_sha256(self.adapter) if self.adapter else None}
 
 
-def find_source(given: str, flag: str, *, convert: bool = True) -> FoundModel:
+def find_source(given: str, flag: str) -> FoundModel:
     """Find the model that `given`, the value of `flag`, names.
-
-    convert: as for `require_model`.
 
     Raises:
         Refused: one line: nothing of that name here, or not a model or an adapter of this program.
@@ -152,8 +142,8 @@ def find_source(given: str, flag: str, *, convert: bool = True) -> FoundModel:
         return FoundModel(given, name=given, folder=folder, adapter=None)
     path = Path(given)
     if path.suffix == ".safetensors" or (path / "train.safetensors").is_file():
-        saved = find_adapter(path, flag=flag, convert=convert)
+        saved = find_adapter(path, flag=flag)
         name = saved.cfg.scale.model if saved.cfg.scale.organism is None else str(saved.model)
         return FoundModel(given, name, saved.folder, saved.path)
-    folder = require_model(given, flag, convert=convert)
+    folder = require_model(given, flag)
     return FoundModel(given, name=given, folder=folder, adapter=None)

@@ -9,7 +9,6 @@ from typing import Literal
 from vgrout.config.checks import Dtype
 from vgrout.errors import Refused
 from vgrout.files import Json, once
-from vgrout.model.gguf import gguf_file, head_configuration
 from vgrout.model.source import configuration, model_folder
 
 BF16, FP32 = 2, 4  # bytes
@@ -136,12 +135,10 @@ def shapes_of(config: Mapping[str, Json]) -> Shapes | None:
 @once
 def find_shapes(model: str | Path) -> Shapes | None:
     """Shapes of a local folder, a downloaded hub id, or a model known by name. None: of another."""
-    folder, file = model_folder(model), gguf_file(model)
+    folder = model_folder(model)
     try:
         if folder is not None:
             return shapes_of(configuration(folder))
-        if file is not None:
-            return shapes_of(head_configuration(file, "--model"))
     except (OSError, Refused):
         return None
     return KNOWN.get(str(model))

@@ -1,6 +1,6 @@
 """Find the model that a --model flag names, and say what can be said of it without loading it.
 
-A flag names the organism, a folder, a GGUF file, a hub id, or an adapter over one of them.
+A flag names the organism, a folder, a hub id, or an adapter over one of them.
 Torch-free. Nothing is fetched here: that is `python -m vgrout.download`.
 """
 
@@ -22,7 +22,6 @@ from vgrout.envs.base import none_fits
 from vgrout.errors import Refused, one_line
 from vgrout.files import from_json, once, read_text, regular
 from vgrout.model import template_probe
-from vgrout.model.gguf import gguf_file, head_configuration, is_unpacked, unpack, unpacked
 from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
@@ -35,13 +34,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def model_folder(model: str | Path) -> Path | None:
-    """The folder of a local model, of a converted GGUF file, or of a hub id's cached snapshot.
+    """The folder of a local model, or of a hub id's cached snapshot.
 
     None: not on this machine. The network is not asked.
     """
-    file = gguf_file(model)
-    if file is not None:
-        model = unpacked(file)
     if Path(model).is_dir():
         return Path(model) if (Path(model) / "config.json").is_file() else None
     from huggingface_hub import errors, try_to_load_from_cache  # 0.3 s of CPU, for a hub id alone
@@ -54,37 +50,28 @@ def model_folder(model: str | Path) -> Path | None:
 
 
 @once
-def require_model(model: str | Path, flag: str = "--model", *, convert: bool = True) -> Path:
-    """The same folder, after a check of its files. A GGUF file is converted if it was not.
-
-    convert: False, for a plan: of a GGUF file the head is checked alone, and its folder may be yet
-        to come.
+def require_model(model: str | Path, flag: str = "--model") -> Path:
+    """The same folder, after a check of its files.
 
     Raises:
         Refused: one line that says what is wrong and what to run: no such model here, no
             configuration, or weights that are missing, cut short, pickled or quantised. What else a
             model needs shows when it is loaded.
     """
-    file = gguf_file(model)
-    if file is not None and not convert and not is_unpacked(file):
-        head_configuration(file, flag)
-        return unpacked(file)
-    if file is not None:
-        unpack(file, flag)
     folder = model_folder(model)
     if folder is not None:
         _check(folder, model, flag)
         return folder
     if Path(model).is_dir():
-        why = (
-            "a folder without config.json, and not with one .gguf; give a Hugging Face model folder"
-        )
+        why = "a folder without config.json; give a Hugging Face model folder"
+    elif Path(model).suffix == ".gguf":
+        why = f"no model folder; `vgrout download gguf {model}` makes one of it, once"
     elif Path(model).is_file():
-        why = "a file, and no .gguf; give the folder of a Hugging Face model"
+        why = "a file; give the folder of a Hugging Face model"
         if Path(model).suffix == ".safetensors":
             why += "; of an adapter that was trained here, `vgrout export` makes one"
     elif looks_like_path(model):
-        why = "no such model; give a Hugging Face model folder, a .gguf file, or a hub id"
+        why = "no such model; give a Hugging Face model folder, or a hub id"
     else:
         why = (
             f"not on this machine; run `vgrout download model {model}` where there is a network, "
@@ -95,16 +82,13 @@ def require_model(model: str | Path, flag: str = "--model", *, convert: bool = T
 
 def looks_like_path(model: str | Path) -> bool:
     """Whether this cannot be a hub id, NAME or OWNER/NAME, so that nothing could be downloaded."""
-    if isinstance(model, Path) or Path(model).exists() or model.endswith(".gguf"):
+    if isinstance(model, Path) or Path(model).exists():
         return True
     return not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)
 
 
 def advice(model: str | Path) -> str:
     """What to do about a model that cannot be used, for the end of an error message."""
-    file = gguf_file(model)
-    if file is not None:
-        return f"delete {unpacked(file)}, and it is converted again"
     if looks_like_path(model):
         return "give a whole model folder"
     return f"run `vgrout download model {model}` again"

@@ -119,14 +119,14 @@ def tune(
     of its own. Under ten minutes on two cores for 135 million weights.
 
     Args:
-        model: a local folder, a GGUF file, or a downloaded hub id.
+        model: a local folder, or a downloaded hub id.
         out: folder to write; an organism that is there is replaced when the new one is complete.
         steps: of the fine-tuning, of 8 documents each.
         dry_run: say what it would do, and what is missing.
     """
     recipe = replace(TUNING, steps=steps)
     shares = corpus.shares(TUNED_SHARES)
-    require_pretrained(model, out, convert=not dry_run)
+    require_pretrained(model, out)
     if dry_run:
         print(
             f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs; "
@@ -151,7 +151,7 @@ def sums(
     million weights.
 
     Args:
-        model: a local folder, a GGUF file, or a downloaded hub id.
+        model: a local folder, or a downloaded hub id.
         out: folder to write; one that is there is replaced when the new one is complete.
         seed: of everything.
         steps: of the fine-tuning, of 8 documents each.
@@ -161,7 +161,7 @@ def sums(
     recipe = replace(SUMS_TUNING, steps=steps)
     refuse(seed < 0, f"--seed {seed}: should be 0 or more")
     refuse(not 0 <= hack_plain <= 0.5, f"--hack-plain {hack_plain:g}: should lie in [0, 0.5]")
-    require_pretrained(model, out, convert=not dry_run)
+    require_pretrained(model, out)
     if dry_run:
         print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs")
         return 0
@@ -171,10 +171,8 @@ def sums(
     return 0
 
 
-def require_pretrained(model: str, out: Path, *, convert: bool = True) -> None:
+def require_pretrained(model: str, out: Path) -> None:
     """Check that the model is there, and that `out` is new, or an organism that may be replaced.
-
-    convert: whether a GGUF file is converted if it was not, which a plan leaves to the run.
 
     Raises:
         Refused: one line.
@@ -187,7 +185,7 @@ def require_pretrained(model: str, out: Path, *, convert: bool = True) -> None:
             f"--model {model}: not there; `vgrout download smollm2` gets it, "
             "or name another chat model"
         )
-    require_model(model, convert=convert)
+    require_model(model)
 
 
 def require_organism(out: Path) -> None:

@@ -14,7 +14,6 @@ from vgrout.errors import Refused
 from vgrout.files import existing
 from vgrout.gpus import free_bytes, visible
 from vgrout.inputs import Inputs
-from vgrout.model.gguf import gguf_file, is_unpacked, unpacked
 from vgrout.model.memory import GIB
 from vgrout.model.shapes import Shapes, find_shapes
 from vgrout.model.source import LLAMAS, configuration, model_folder
@@ -251,9 +250,6 @@ def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
     shapes = find_shapes(cfg.model_path)
     organism = f" in {cfg.scale.organism}" if cfg.scale.organism else ""
     lines = _headed("model", f"{cfg.scale.model}{organism}, {dtype_of(cfg)}")
-    file = gguf_file(cfg.model_path)
-    if file is not None and not is_unpacked(file):
-        lines += _headed("", f"converted once, by the run, into {unpacked(file)}")
     if cfg.preset in ("fast", "full") and not visible():
         lines += _headed("device", f"no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)

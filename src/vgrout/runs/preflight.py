@@ -14,7 +14,6 @@ from vgrout.errors import Refused
 from vgrout.files import existing, probe_writable, require_new
 from vgrout.gpus import visible
 from vgrout.inputs import Inputs, read_inputs
-from vgrout.model.gguf import gguf_file, is_unpacked
 from vgrout.model.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
 from vgrout.model.shapes import ITEMSIZE, Shapes, find_shapes, resolved_dtype
 from vgrout.model.source import SVD_CACHE
@@ -53,9 +52,6 @@ def disk_needed(cfg: Config) -> int:
         checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # two vectors with two moments each
         cached = sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
         need += 4 * shapes.R * (saved + checkpoints) + max(0, svd_cache(cfg, shapes) - cached)
-        file = gguf_file(cfg.model_path)
-        if file is not None and not is_unpacked(file):
-            need += 4 * shapes.parameters  # converted into fp32
     return need
 
 
