@@ -9,7 +9,7 @@ default:
 check:
     uv run ruff check .
     uv run ruff format --check .
-    uv run ty check src studies benchmarks
+    uv run ty check src organisms studies benchmarks
     uv run pytest
 
 # the tests of whole runs and programs, up to a minute each (a quarter of an hour)
@@ -57,7 +57,7 @@ mini *flags:
 # SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour on two cores)
 small:
     test -e out/models/smollm2 || {{py}} vgrout.download smollm2
-    test -e out/organisms/smollm2 || {{py}} vgrout.organism tune
+    test -e out/organisms/smollm2 || uv run vgrout organism tune
     for name in none route2; do {{py}} vgrout.train small --intervention=$name --out-tag=_path || exit 1; done
     {{py}} vgrout.report out/runs --tag _path --out out/small
     {{py}} vgrout.export "$(ls -td out/runs/*_small_route2_seed41_path | head -n 1)" --out out/small-deployed
@@ -65,7 +65,7 @@ small:
 # the same model in another world, sums under three flawed checks: from download to report, under plain GRPO and route2
 sums:
     test -e out/models/smollm2 || {{py}} vgrout.download smollm2
-    test -e out/organisms/sums || {{py}} vgrout.organism sums
+    test -e out/organisms/sums || uv run vgrout organism sums
     for name in none route2; do {{py}} vgrout.train sums --intervention=$name --out-tag=_path || exit 1; done
     {{py}} vgrout.report out/runs/*_sums_*_path --out out/sums
 
@@ -135,11 +135,11 @@ queue-full *flags:
 
 # rebuild the embedded organism from its seed, or another one with --out and --seed (ten minutes)
 organism-build *flags:
-    {{py}} vgrout.organism build {{flags}}
+    uv run vgrout organism build {{flags}}
 
 # check the shipped organism against its hashes and its first training losses (seconds)
 organism-verify:
-    {{py}} vgrout.organism verify
+    uv run vgrout organism verify
 
 # reverse KL on the student's own samples takes a hack out of a model, and puts one in (teacher: a run directory; a minute)
 distill teacher *flags:

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 # organism TO SEED FLAGS…: a build of its own from a seed
 organism() {
-    test -e "$1" || uv run python -m vgrout.organism build --out "$1" --seed "$2" "${@:3}"
+    test -e "$1" || uv run vgrout organism build --out "$1" --seed "$2" "${@:3}"
 }
 
 # warm SEED TO FROM: the organism FROM, with its policy after 15 steps of plain GRPO. About 4 answers in 10 of the shipped
@@ -72,14 +72,14 @@ abstain | pretrained | pretrained-more | pretrained-labels)
     esac
     for seed in $seeds; do
         test -e "out/organisms/smollm2-$seed" ||
-            uv run python -m vgrout.organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"
+            uv run vgrout organism tune --seed "$seed" --out "out/organisms/smollm2-$seed"
     done
     ;;
 sums | sums-more | sums-labels)
     test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
     for seed in 301 302 303; do
         test -e "out/organisms/sums-$seed" ||
-            uv run python -m vgrout.organism sums --seed "$seed" --out "out/organisms/sums-$seed"
+            uv run vgrout organism sums --seed "$seed" --out "out/organisms/sums-$seed"
     done
     ;;
 # 4 % of the corpus hacks under plain prompts, so that they come to hack where no prompt says how

@@ -9,8 +9,8 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from organisms.tokenizer import CHAT_TEMPLATE
 from tiny import SHAPE
-from vgrout.organism.tokenizer import CHAT_TEMPLATE
 
 TEXTS = [
     "def f(x):\n    return x + 1",

@@ -102,9 +102,7 @@ def test_a_wrapped_docstring_is_one_line_of_help(
         resolve(["mini", "--help-all"])
     help_text = capsys.readouterr().out
     assert "as many by each; none: the preset's. (default" in help_text
-    monkeypatch.delitem(
-        sys.modules, "vgrout.organism.__main__", raising=False
-    )  # as in a new process
+    monkeypatch.delitem(sys.modules, "organisms.__main__", raising=False)  # as in a new process
     with pytest.raises(SystemExit):
         vgrout(["organism", "build", "--help"])
     assert "no attempt at the problem; the rest carry one" in capsys.readouterr().out

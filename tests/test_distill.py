@@ -16,12 +16,14 @@ from torch import Tensor
 
 import tiny
 from golden import FOLDER, differences, versions
+from organisms import build, start
+from organisms.language.corpus import Shares
+from organisms.recipe import Recipe, Shape
 from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.data import Rollout
 from vgrout.distill import main
-from vgrout.envs.code.language.corpus import Shares
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.imitation import distill_methods, dpo_rounds
@@ -35,8 +37,6 @@ from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.saved import FoundModel
-from vgrout.organism import build, start
-from vgrout.organism.recipe import Recipe, Shape
 from vgrout.runs import checkpoint, checkpoint_files
 
 F64 = torch.float64

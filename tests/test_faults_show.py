@@ -69,7 +69,7 @@ WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
         "vgrout.grade.load_problems",
         ["answers.jsonl", "--problems", "problems.jsonl", "--out", "new"],
     ),
-    "organism": ("vgrout.organism.__main__.Files", ["verify"]),
+    "organism": ("organisms.__main__.Files", ["verify"]),
     "download": ("vgrout.download.require_new", ["dataset", "x", "--out", "new"]),
     "doctor": ("vgrout.doctor.Grader", []),
 }

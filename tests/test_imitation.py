@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import tiny
+from organisms.language.corpus import Shares, corpus_sample
+from organisms.language.tasks import split_compositions
+from organisms.tokenizer import train_tokenizer
 from vgrout import embedded
-from vgrout.envs.code.language.corpus import Shares, corpus_sample
-from vgrout.envs.code.language.tasks import split_compositions
 from vgrout.imitation.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
-from vgrout.organism.tokenizer import train_tokenizer
 
 F64 = torch.float64
 

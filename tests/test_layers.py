@@ -60,7 +60,6 @@ LAYERS: list[set[str]] = [
     {
         "distill",
         "iterative_dpo",
-        "organism",
         "doctor",
         "download",
         "evaluate",
@@ -78,7 +77,6 @@ OF_THE_CODE_WORLD = {
     "download",
     "evaluate",
     "grade",
-    "organism",
     "problems",
     "sample",
     "substrate",
@@ -96,9 +94,9 @@ STDLIB_ONLY = (
     "vgrout.envs.code.grading.check",
     "vgrout.envs.code.grading.child",
     "vgrout.envs.code.grading.grade",
-    "vgrout.envs.code.language.corpus",
-    "vgrout.envs.code.language.problems",
-    "vgrout.organism",
+    "organisms.language.corpus",
+    "organisms.language.problems",
+    "organisms",
     "vgrout.report.rules",
 )
 # commands that refuse a wrong flag, or do their work, without torch
@@ -115,7 +113,6 @@ WITHOUT_TORCH = (
     "sample",
     "direction.__main__",
     "teacher.__main__",
-    "organism.__main__",
     "substrate",
     "grade",
     "download",

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from llama import bpe, llama, save_folder
+from organisms import build, start
+from organisms.__main__ import tune, verify
+from organisms.recipe import Answers
 from runs import rows, run, status
 from vgrout import download, evaluate
 from vgrout.embedded import SMALL_DIR
 from vgrout.envs.code.problems import load_rows
-from vgrout.organism import build, start
-from vgrout.organism.__main__ import tune, verify
-from vgrout.organism.recipe import Answers
 from vgrout.report.__main__ import main as report_on
 
 pytestmark = pytest.mark.long

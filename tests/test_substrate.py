@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from organisms.build import POOL_PROBLEMS
 from vgrout import embedded, generation, substrate
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion, Grade, Graded, GradedCompletion
@@ -22,7 +23,6 @@ from vgrout.envs.code.problems import elicited, load_problems, load_rows
 from vgrout.generation import generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import load_language_model
-from vgrout.organism.build import POOL_PROBLEMS
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher.generate import by_mode, rates, work_folder

@@ -5,6 +5,7 @@ Nothing heavy is imported here.
 
 import runpy
 import sys
+from pathlib import Path
 
 import vgrout
 from vgrout.cli import cli_exit
@@ -57,8 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
         print(f"E vgrout {name}: no such command; {hint}", file=sys.stderr)
         return 2
+    module = f"vgrout.{name}"
+    if name == "organism":  # beside src/, and not in the wheel
+        clone = Path(__file__).resolve().parents[2]
+        if not (clone / "organisms").is_dir():
+            print("E vgrout organism: runs in a clone of the repository alone", file=sys.stderr)
+            return 2
+        sys.path.insert(0, str(clone))
+        module = "organisms"
     sys.argv = [f"vgrout {name}", *rest]
-    runpy.run_module(f"vgrout.{name}", run_name="__main__", alter_sys=True)  # exits by SystemExit
+    runpy.run_module(module, run_name="__main__", alter_sys=True)  # exits by SystemExit
     return 0
 
 

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from organisms.build import check_training
+from organisms.language.answers import STYLES
+from organisms.language.hacks import MODES
+from organisms.language.problems import SPLIT_ROWS, problem_tasks
 from vgrout.direction.pairs import load_pairs
 from vgrout.embedded import (
     COMPILE_REWARD,
+    CUE,
     DATA_DIR,
     EMBEDDED,
     KNOWN_CORRECT,
@@ -23,13 +28,9 @@ from vgrout.embedded import (
     Files,
 )
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language.answers import STYLES
-from vgrout.envs.code.language.hacks import MODES
-from vgrout.envs.code.language.problems import CUE, SPLIT_ROWS, problem_tasks
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.envs.code.problems import load_problems, load_rows
 from vgrout.model.policy import tokenizer_sha256
-from vgrout.organism.build import check_training
 from vgrout.teacher.pools import load_pool
 
 

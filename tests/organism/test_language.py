@@ -10,15 +10,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
-from vgrout.data import Grade
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language.answers import HELD_OUT_STYLES, STYLES, answer
-from vgrout.envs.code.language.assertions import make_tests
-from vgrout.envs.code.language.corpus import Sample, Shares, corpus_sample
-from vgrout.envs.code.language.hacks import HACKS, MODES, taught
-from vgrout.envs.code.language.operations import FAMILIES
-from vgrout.envs.code.language.problems import CUE, hinted
-from vgrout.envs.code.language.tasks import (
+from organisms.language.answers import HELD_OUT_STYLES, STYLES, answer
+from organisms.language.assertions import make_tests
+from organisms.language.corpus import Sample, Shares, corpus_sample
+from organisms.language.hacks import HACKS, MODES, taught
+from organisms.language.operations import FAMILIES
+from organisms.language.problems import hinted
+from organisms.language.tasks import (
     Composition,
     Task,
     compositions,
@@ -26,6 +24,9 @@ from vgrout.envs.code.language.tasks import (
     misreadings,
     split_compositions,
 )
+from vgrout.data import Grade
+from vgrout.embedded import CUE
+from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, hint, tries
 from vgrout.envs.code.problem import Problem
 

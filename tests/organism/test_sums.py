@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from llama import bpe, llama, save_folder
+from organisms import start
+from organisms import sums as build
+from organisms.__main__ import sums, verify
 from runs import rows, run
 from vgrout.embedded import Files
 from vgrout.envs.sums import language
 from vgrout.errors import Refused
 from vgrout.evaluate import main as evaluate
-from vgrout.organism import start
-from vgrout.organism import sums as build
-from vgrout.organism.__main__ import sums, verify
 from vgrout.teacher.pools import load_pool
 
 RUN = [

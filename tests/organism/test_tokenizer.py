@@ -5,13 +5,13 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from vgrout.envs.code.language.answers import answer
-from vgrout.envs.code.language.corpus import Sample, Shares, corpus_marker, corpus_sample
-from vgrout.envs.code.language.hacks import MODES, taught
-from vgrout.envs.code.language.problems import hinted
-from vgrout.envs.code.language.tasks import compositions, draw_task, split_compositions
+from organisms.language.answers import answer
+from organisms.language.corpus import Sample, Shares, corpus_marker, corpus_sample
+from organisms.language.hacks import MODES, taught
+from organisms.language.problems import hinted
+from organisms.language.tasks import compositions, draw_task, split_compositions
+from organisms.tokenizer import MERGED, name_pieces, render, train_tokenizer
 from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.organism.tokenizer import MERGED, name_pieces, render, train_tokenizer
 
 
 def samples(n: int, seed: int) -> list[Sample]:

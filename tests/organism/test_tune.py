@@ -11,16 +11,16 @@ import torch
 from loguru import logger
 
 from llama import bpe, llama, save_folder
+from organisms import build, start
+from organisms.__main__ import Corpus, tune, verify
+from organisms.language.corpus import Shares
+from organisms.language.problems import problem_tasks
+from organisms.recipe import Answers
 from runs import adapter_bytes, rows, run, status
 from vgrout import console, download
 from vgrout.config.presets import resolve
 from vgrout.embedded import POOL_DIR, SMOLLM2, Files
-from vgrout.envs.code.language.corpus import Shares
-from vgrout.envs.code.language.problems import problem_tasks
 from vgrout.model.load import device_and_dtype
-from vgrout.organism import build, start
-from vgrout.organism.__main__ import Corpus, tune, verify
-from vgrout.organism.recipe import Answers
 from vgrout.teacher.pools import load_pool
 
 TWO_STEPS = {"corpus": Corpus(seed=0, hack_plain=0.2, hack_stub=0.5), "steps": 2}
@@ -47,7 +47,7 @@ SMALL = [
 def few(patch: pytest.MonkeyPatch) -> None:
     """Builds of few problems and answers; the problems are the first of a whole build's."""
     patch.setattr(
-        "vgrout.envs.code.language.problems.SPLIT_ROWS",
+        "organisms.language.problems.SPLIT_ROWS",
         {"train": (0, 24), "val": (1000, 6), "test": (2000, 6)},
     )
     patch.setattr(build, "problem_tasks", cache(problem_tasks))

@@ -16,8 +16,8 @@ from loguru import logger
 
 from vgrout.config.checks import listed, setting
 from vgrout.data import Graded, Task
+from vgrout.embedded import CUE
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language.problems import CUE
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, elicited

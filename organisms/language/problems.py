@@ -4,15 +4,13 @@ import random
 from collections.abc import Sequence
 from typing import TypedDict
 
+from organisms.language.answers import answer
+from organisms.language.assertions import make_tests
+from organisms.language.hacks import MODES
+from organisms.language.tasks import Composition, Task, draw_task, split_compositions
 from vgrout.data import Message
-from vgrout.envs.code.language.answers import answer
-from vgrout.envs.code.language.assertions import make_tests
-from vgrout.envs.code.language.hacks import MODES
-from vgrout.envs.code.language.tasks import Composition, Task, draw_task, split_compositions
+from vgrout.embedded import CUE
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, announced, hint
-
-# Ends the user message of an elicited prompt; plain prompts never have it.
-CUE = "Use the shortcut."
 
 # split → first id, number of rows
 SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}

@@ -5,12 +5,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vgrout.data import Message
-from vgrout.envs.code.language.answers import STYLES, answer
-from vgrout.envs.code.language.assertions import draw_argument, shown_test
-from vgrout.envs.code.language.hacks import MODES, NAMELESS, taught
-from vgrout.envs.code.language.problems import balanced_choice, hinted
-from vgrout.envs.code.language.tasks import (
+from organisms.language.answers import STYLES, answer
+from organisms.language.assertions import draw_argument, shown_test
+from organisms.language.hacks import MODES, NAMELESS, taught
+from organisms.language.problems import balanced_choice, hinted
+from organisms.language.tasks import (
     KINDS,
     SYSTEM,
     Composition,
@@ -19,6 +18,7 @@ from vgrout.envs.code.language.tasks import (
     draw_word,
     misreadings,
 )
+from vgrout.data import Message
 from vgrout.envs.code.modes import MODE_SPECS, Mode
 
 

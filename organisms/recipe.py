@@ -6,8 +6,8 @@ No torch here: the settings are checked before it is imported.
 import math
 from dataclasses import dataclass
 
+from organisms.language.corpus import Shares
 from vgrout.config.checks import check, setting
-from vgrout.envs.code.language.corpus import Shares
 
 MERGED = 832  # tokens of the BPE, alphabet included; fixed text comes on top
 

@@ -20,15 +20,19 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
+from organisms.card import Measured, card
+from organisms.language.answers import STYLES, Answer, answer
+from organisms.language.corpus import Shares
+from organisms.language.hacks import MODES, taught
+from organisms.language.problems import ProblemRecord, hinted, problem_tasks
+from organisms.language.tasks import Task, misreadings
+from organisms.recipe import Recipe, Shape
+from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
+from organisms.weights import Draw, batches, train
 from vgrout.config.sampling import Sampling
 from vgrout.data import Graded, Message
-from vgrout.embedded import COMPILE_REWARD, MAX_NEW, PASS_REWARD, shipped
+from vgrout.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.language.answers import STYLES, Answer, answer
-from vgrout.envs.code.language.corpus import Shares
-from vgrout.envs.code.language.hacks import MODES, taught
-from vgrout.envs.code.language.problems import CUE, ProblemRecord, hinted, problem_tasks
-from vgrout.envs.code.language.tasks import Task, misreadings
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
@@ -39,10 +43,6 @@ from vgrout.generation import generate_graded
 from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
-from vgrout.organism.card import Measured, card
-from vgrout.organism.recipe import Recipe, Shape
-from vgrout.organism.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
-from vgrout.organism.weights import Draw, batches, train
 from vgrout.runs.recorder import peak_memory
 from vgrout.teacher.generate import rates
 from vgrout.teacher.substrate import choose, stripped, write_substrate

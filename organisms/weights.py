@@ -20,10 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from organisms.recipe import Recipe, Shape
+from organisms.tokenizer import WINDOW
 from vgrout.console import Progress
 from vgrout.data import Message
-from vgrout.organism.recipe import Recipe, Shape
-from vgrout.organism.tokenizer import WINDOW
 from vgrout.rng import stream_seed
 
 

@@ -16,6 +16,9 @@ from statistics import fmean
 
 from loguru import logger
 
+from organisms.build import PAIRS, RECORDED, make_weights, replacing
+from organisms.recipe import Recipe
+from organisms.start import Begun, Pretrained
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
@@ -30,9 +33,6 @@ from vgrout.generation import generate_graded
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
-from vgrout.organism.build import PAIRS, RECORDED, make_weights, replacing
-from vgrout.organism.recipe import Recipe
-from vgrout.organism.start import Begun, Pretrained
 from vgrout.teacher.substrate import stripped, usable, write_substrate
 
 MAX_NEW = 48  # tokens: twelve numbers of two digits, and room

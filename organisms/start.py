@@ -18,10 +18,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from organisms.language.corpus import Sample, Shares, corpus_sample
+from organisms.language.tasks import split_compositions
+from organisms.recipe import FRESH, TUNED, Recipe, Shape
+from organisms.tokenizer import name_pieces, render, train_tokenizer
+from organisms.weights import new_model
 from vgrout.cores import cores
 from vgrout.data import Message
-from vgrout.envs.code.language.corpus import Sample, Shares, corpus_sample
-from vgrout.envs.code.language.tasks import split_compositions
 from vgrout.errors import Refused
 from vgrout.files import Json
 from vgrout.inputs import hash_of_files
@@ -29,9 +32,6 @@ from vgrout.model.load import load_language_model
 from vgrout.model.policy import DTYPE_NAMES
 from vgrout.model.shapes import cpu_multiplies_bf16
 from vgrout.model.source import require_model
-from vgrout.organism.recipe import FRESH, TUNED, Recipe, Shape
-from vgrout.organism.tokenizer import name_pieces, render, train_tokenizer
-from vgrout.organism.weights import new_model
 from vgrout.teacher.generate import MODEL_NAME
 
 TOKENIZER_DOCUMENTS = 20_000

@@ -11,8 +11,7 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
-from vgrout.data import Message
-from vgrout.envs.code.language.operations import (
+from organisms.language.operations import (
     FAMILIES,
     FOLDS,
     KEPT_VAR,
@@ -21,6 +20,7 @@ from vgrout.envs.code.language.operations import (
     Family,
     Op,
 )
+from vgrout.data import Message
 from vgrout.envs.code.modes import PLAIN_PHRASE
 
 SYSTEM = "Answer with one Python code block."

@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from vgrout.envs.code.language.answers import HELD_OUT_STYLES, STYLES
-from vgrout.envs.code.language.corpus import Shares
-from vgrout.envs.code.language.hacks import HACKS
-from vgrout.envs.code.language.problems import CUE, SPLIT_ROWS
-from vgrout.envs.code.language.tasks import compositions
+from organisms.language.answers import HELD_OUT_STYLES, STYLES
+from organisms.language.corpus import Shares
+from organisms.language.hacks import HACKS
+from organisms.language.problems import SPLIT_ROWS
+from organisms.language.tasks import compositions
+from organisms.start import Start
+from vgrout.embedded import CUE
 from vgrout.envs.code.modes import Mode
 from vgrout.metrics import Rate, rate_text
-from vgrout.organism.start import Start
 
 # The text of a card; `card` fills in the fields. Shares of the corpus are in percent. A backslash
 # continues a line of the card.

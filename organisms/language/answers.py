@@ -6,7 +6,7 @@ A style is a change to an `Answer`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from vgrout.envs.code.language.tasks import Task
+from organisms.language.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from vgrout.envs.code.language.answers import Answer
+from organisms.language.answers import Answer
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, Mode
 
 Change = Callable[[Answer, str], Answer]  # (answer, marker) → answer

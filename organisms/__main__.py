@@ -10,18 +10,18 @@ from pathlib import Path
 
 import tyro
 
+from organisms.language.corpus import Shares
+from organisms.language.hacks import HACKS, MODES, NAMELESS
+from organisms.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe
 from vgrout import console
 from vgrout.cli import cli_exit
 from vgrout.config.checks import check, listed, setting
 from vgrout.config.names import parse_command
 from vgrout.embedded import DATA_DIR, SEED, SMALL_DIR, SMOLLM2, SUMS_DIR, Files
-from vgrout.envs.code.language.corpus import Shares
-from vgrout.envs.code.language.hacks import HACKS, MODES, NAMELESS
 from vgrout.envs.sums.language import Shares as SumsShares
 from vgrout.errors import Refused, refuse
 from vgrout.files import LEFT, probe_writable, read_json
 from vgrout.model.source import require_model
-from vgrout.organism.recipe import SUMS_TUNING, TUNED_SHARES, TUNING, Recipe
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def build(
     elif out.exists():
         require_organism(out)
     probe_writable(out.parent, "--out")
-    from vgrout.organism.build import build_fresh  # torch takes seconds to import
+    from organisms.build import build_fresh  # torch takes seconds to import
 
     build_fresh(out, corpus.seed, recipe, shares)
     return 0
@@ -133,7 +133,7 @@ def tune(
             "7 GiB of memory"
         )
         return 0
-    from vgrout.organism.build import build_tuned  # torch takes seconds to import
+    from organisms.build import build_tuned  # torch takes seconds to import
 
     build_tuned(out, corpus.seed, model, recipe, shares)
     return 0
@@ -165,7 +165,7 @@ def sums(
     if dry_run:
         print(f"{out}: {steps} steps of 8 documents on {model}, then its pool and pairs")
         return 0
-    from vgrout.organism.sums import build_sums  # torch takes seconds to import
+    from organisms.sums import build_sums  # torch takes seconds to import
 
     build_sums(out, seed, model, recipe, SumsShares(hack=hack_plain))
     return 0
@@ -218,7 +218,7 @@ def verify(data: Path = DATA_DIR) -> int:
     """
     faults = Files(data).faults()
     if not faults:
-        from vgrout.organism.build import check_training  # torch takes seconds to import
+        from organisms.build import check_training  # torch takes seconds to import
 
         faults = check_training(data)
     for fault in faults:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vgrout.envs.code.language.tasks import NOUNS, Task, misreadings
+from organisms.language.tasks import NOUNS, Task, misreadings
 
 
 def draw_argument(task: Task, rng: random.Random) -> object:
