@@ -102,7 +102,8 @@ def test_every_command_can_be_run(page: Path) -> None:
 @cache
 def fields_and_parameters() -> set[str]:
     """Every annotated name of the sources, spelt as a flag: some entry's command line is made of them."""
-    found = (re.findall(r"\b([a-z]\w*): ", text(p)) for p in (ROOT / "src").rglob("*.py"))
+    files = (file for folder in ("src", "organisms") for file in (ROOT / folder).rglob("*.py"))
+    found = (re.findall(r"\b([a-z]\w*): ", text(p)) for p in files)
     return {"--" + name.replace("_", "-") for names in found for name in names}
 
 

@@ -41,9 +41,9 @@ def slip() -> Callable[..., Any]:
 
 def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
     """Exit code of a command in this process."""
-    package = importlib.import_module(f"vgrout.{name}")
+    package = importlib.import_module("organisms" if name == "organism" else f"vgrout.{name}")
     if not hasattr(package, "main"):
-        package = importlib.import_module(f"vgrout.{name}.__main__")
+        package = importlib.import_module(f"{package.__name__}.__main__")
     monkeypatch.setattr(sys, "argv", [name, *argv])  # some entries take no argument
     return package.main(argv) if inspect.signature(package.main).parameters else package.main()
 

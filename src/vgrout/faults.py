@@ -19,6 +19,7 @@ from tqdm import tqdm
 from vgrout.files import printable
 
 PACKAGE = Path(__file__).resolve().parent
+ORGANISMS = PACKAGE.parents[1] / "organisms"  # of a clone: ours too
 
 
 @cache
@@ -27,7 +28,7 @@ def _installed() -> tuple[Path, ...]:
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders.append(site.getusersitepackages())
-    return (PACKAGE, *(Path(folder).resolve() for folder in folders))
+    return (PACKAGE, ORGANISMS, *(Path(folder).resolve() for folder in folders))
 
 
 @cache
