@@ -12,7 +12,8 @@ import pytest
 from fake_runs import STEPS, fake_run, found
 from quick import first_quick
 from vgrout.envs.code.modes import DEALT
-from vgrout.report.figures import MARKERS, Picture, dynamics, pictures, plane
+from vgrout.report.dynamics import Picture, dynamics
+from vgrout.report.figures import MARKERS, pictures, plane
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
@@ -35,7 +36,7 @@ def study(tmp_path: Path) -> Path:
 def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path) -> None:
     pages = drawn(study)
     assert pages.keys() == {"dynamics", "plane", "flaws", "suppression"}
-    assert all(p.png().startswith(b"\x89PNG") for p in pages.values())
+    assert all(p.figure.png().startswith(b"\x89PNG") for p in pages.values())
 
     plain, erase, route2, _ = pages["dynamics"].figure.axes
     lines = {line.get_label(): line for line in plain.lines if not line.get_label().startswith("_")}
@@ -204,8 +205,8 @@ def test_a_notebooks_backend_does_not_matter(named: str) -> None:
 def test_the_reports_figures_need_no_backend() -> None:
     """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
     code = (
-        "import sys; from vgrout.report.figures import Drawing, Picture; "
-        "print(Picture('', '', Drawing()).png()[1:4], 'matplotlib.pyplot' in sys.modules); "
+        "import sys; from vgrout.report.dynamics import Drawing; "
+        "print(Drawing().png()[1:4], 'matplotlib.pyplot' in sys.modules); "
         "import matplotlib.pyplot; print(matplotlib.get_backend())"
     )
     assert said_under("svg", code) == "b'PNG' False\nsvg\n"

@@ -12,18 +12,10 @@ import pytest
 
 from fake_runs import fake_run, found
 from vgrout.report import stats
+from vgrout.report.conclusions import compare, conclusion, from_plain, level
+from vgrout.report.csv_files import csv_files
 from vgrout.report.load import baseline
-from vgrout.report.tables import (
-    by_flaw,
-    compare,
-    conclusion,
-    csv_tables,
-    decisive,
-    level,
-    methods,
-    monitors,
-    recalls,
-)
+from vgrout.report.tables import by_flaw, methods, monitors
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
@@ -103,8 +95,8 @@ def test_a_difference_of_some_of_the_seeds_says_so(tmp_path: Path) -> None:
     _, row = methods(found(tmp_path)).rows
     assert row["seeds"] == "1,2,3"
     assert row["Δ hack"].endswith(", 2 of 3 seeds")
-    _, row = decisive(found(tmp_path)).rows
-    assert row["Δ hack"].endswith(", 2 of 3 seeds")
+    conditions = found(tmp_path)
+    assert from_plain(conditions[1], conditions, "hack").endswith(", 2 of 3 seeds")
 
 
 def test_runs_by_a_changed_class_are_conditions_of_their_own(tmp_path: Path) -> None:
@@ -262,7 +254,7 @@ def test_what_flags_took_away_and_what_another_term_of_the_loss_taught_is_said(
 
 
 def rows_of(root: Path, name: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(csv_tables(found(root))[name])))
+    return list(csv.DictReader(io.StringIO(csv_files(found(root))[name])))
 
 
 def test_runs_csv_has_every_run_with_wilsons_interval(study: Path) -> None:
@@ -339,12 +331,8 @@ def test_monitors_of_texts_are_scored_by_flaw_and_in_time(tmp_path: Path) -> Non
         "100.0 (2)",
         "·",
     )
-    shown = [tuple(row.values()) for row in recalls([both]).rows]
-    assert [row[1:] for row in shown] == [  # over all flaws, for a terminal
-        ("labels", "0.0 (1)", "·"),
-        ("syntax_edge, in shadow", "66.7 (3)", "50.0 (2)"),
-        ("detector, in shadow", "100.0 (3)", "100.0 (2)"),
-    ]
+    over_all_flaws = [row["recall"] for row in monitors([both]).rows]
+    assert over_all_flaws == ["0.0 (1)", "66.7 (3)", "100.0 (3)"]
     rows = [r for r in rows_of(tmp_path, "monitors.csv") if r["monitor"] == "syntax_edge"]
     assert [(r["steps"], r["flagged_exit_code"], r["flagged_solved"], r["auc"]) for r in rows] == [
         ("0 to 3", "1/1", "0/1", "1.0"),
@@ -397,9 +385,7 @@ def test_every_side_is_in_its_own_column(seeds: tuple[int, ...], tmp_path: Path)
     for side, (hack, solve) in {"trained": OWN["train"], "deployed": OWN["deploy"]}.items():
         assert number(flaw[f"hack {side}"]) == pytest.approx(hack + middle)
         assert number(flaw[f"solve {side}"]) == pytest.approx(solve + middle)
-    _, row = decisive(conditions).rows
-    assert (row["hack %"], row["solve %"]) == (f"{20 + middle:.1f}", f"{60 + middle:.1f}")
-    assert number(row["Δ hack"]) == pytest.approx(-60 + 2 * middle)
+    assert number(from_plain(own, conditions, "hack")) == pytest.approx(-60 + 2 * middle)
     less = [compare(own, plain, what).difference.value or 0 for what in ("hack", "solve")]
     assert [100 * x for x in less] == pytest.approx([-60 + 2 * middle, 50 + 2 * middle])
     more = compare(plain, own, "hack").difference.value or 0

@@ -105,12 +105,10 @@ class Run:
         Raises:
             Refused: a file is missing or damaged, or there is no step yet.
         """
-        from vgrout.report import figures, load
+        from vgrout.report import dynamics, load
 
-        evaluated = (self.path / "per_mode_deploy.json").is_file()
-        read = load.read_run if evaluated else load.read_begun
-        run = read(self.path, self.config)
-        return figures.dynamics(load.conditions([run])).figure
+        run = load.read_run(self.path, self.config)
+        return dynamics.dynamics(load.conditions([run])).figure
 
     def __repr__(self) -> str:
         said = [f"{self.path}: {self._state()}", *self._verdict()]

@@ -1,33 +1,32 @@
-"""The figures of a report.
+"""The figures of a report."""
 
-Markers and line styles tell methods apart; colours, Okabe and Ito's, only help.
-"""
-
-import io
 import itertools
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from vgrout.report import backend  # noqa: F401 before matplotlib, see there
+from vgrout.report.dynamics import (
+    BLUE,
+    GREY,
+    RED,
+    SHOWN,
+    Drawing,
+    Picture,
+    dynamics,
+    legend,
+    of_how_many,
+    panels_of,
+    style,
+)
 
 # isort: split
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
-from pandas import DataFrame, Series
+from pandas import DataFrame
 
-from vgrout.config.presets import recorded
-from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.report import stats
-from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline, flaws_of
+from vgrout.report.conclusions import compare, level
+from vgrout.report.load import Condition, baseline, flaws_of
 from vgrout.report.stats import Estimate
-from vgrout.report.tables import compare, conclusion, level
 
-RED, BLUE, GREY = "#D55E00", "#0072B2", "#7F7F7F"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 # Colours of interventions; one that is not here is grey.
 COLOUR_OF = {
@@ -38,102 +37,6 @@ COLOUR_OF = {
     "screen": "#CC79A7",
     "penalty": "#009E73",
 }
-# steps in a running mean of the training answers: a step, two before it and two after it
-SMOOTH = 5
-# Panels of a figure, and names in a legend, at most: more could not be read, and take minutes.
-SHOWN = 24
-
-
-@dataclass(frozen=True)
-class Style:
-    """How a curve is drawn."""
-
-    colour: str
-    dash: str
-    marker: str
-
-
-STYLE = {"hack": Style(RED, "-", "o"), "solve": Style(BLUE, "--", "s")}
-
-
-class Drawing(Figure):
-    """A figure that a notebook shows as the last value of a cell.
-
-    matplotlib teaches notebooks to show figures only when pyplot is imported there.
-    """
-
-    def png(self) -> bytes:
-        """Draw the figure by matplotlib's own canvas for files, whatever a notebook has chosen."""
-        out = io.BytesIO()
-        # "tight": no long label or legend is cut off
-        self.savefig(out, format="png", bbox_inches="tight")
-        return out.getvalue()
-
-    _repr_png_ = png
-
-
-@dataclass(frozen=True, eq=False)
-class Picture:
-    name: str  # of its file, without the ending
-    caption: str
-    figure: Drawing
-
-    def png(self) -> bytes:
-        return self.figure.png()
-
-
-def pictures(found: Sequence[Condition]) -> list[Picture]:
-    """Return every figure that these conditions can fill."""
-    drawn = []
-    for draw in (dynamics, plane, by_flaw, suppression):
-        picture = draw(found)
-        if picture:
-            drawn.append(picture)
-    return drawn
-
-
-def _panels(
-    shown: Sequence[Condition], wide: float, high: float
-) -> tuple[Drawing, list[tuple[Axes, Condition]]]:
-    """Make a figure with one panel for each condition, four in a line, on a common y axis.
-
-    wide, high: of a panel, in inches.
-    """
-    columns = min(4, len(shown))
-    lines = -(-len(shown) // columns)
-    fig = Drawing(figsize=(wide * columns, high * lines + 0.7), dpi=130, layout="constrained")
-    panels = fig.subplots(lines, columns, squeeze=False, sharey=True).ravel()
-    for axes in panels[len(shown) :]:
-        axes.set_visible(False)
-    return fig, list(zip(panels, shown, strict=False))
-
-
-def _style(axes: Axes, title: str = "", note: str = "", **labels: object) -> None:
-    """Set the title with a note in a line below it, the labels and limits, and a faint grid."""
-    axes.set(**labels)
-    lines = textwrap.wrap(title, 42, break_long_words=False)
-    axes.set_title("\n".join([*lines, note]).strip(), fontsize=9)
-    axes.grid(alpha=0.25, lw=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _legend(fig: Figure, columns: int, size: int = 8) -> None:
-    """Put one legend below the figure; what several panels show stands there once.
-
-    size: of its text, in points.
-    """
-    handles: dict[str, Artist] = {}
-    for axes in fig.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
-    fig.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=size,
-    )
 
 
 def _colour(condition: Condition) -> str:
@@ -153,250 +56,14 @@ def _errors(e: Estimate) -> list[list[float]] | None:
     return [[100 * below], [100 * above]]
 
 
-# ── dynamics
-
-
-RED_BAR = (
-    "Red bar: what plain GRPO's deployed model hacks at the end of recorded runs, least to most. "
-)
-
-
-def dynamics(found: Sequence[Condition]) -> Picture:
-    """Draw hack and solve by step, of the answers in training and of the deployed model.
-
-    Each condition has a panel. One alone has what it ended at written beside its marks; of several,
-    that stands in their titles. In grey are the deployed hacks of plain GRPO in the same setting.
-    """
-    alone = len(found) == 1
-    shown = found[:SHOWN]
-    if alone:
-        fig, panels = _panels(shown, wide=8.0, high=3.6)
-    else:
-        fig, panels = _panels(shown, wide=3.6, high=2.8)
-    has_bar = False
-    for axes, condition in panels:
-        plain = baseline(condition, found)
-        if plain:
-            _plain_curve(axes, plain)
-        for what in WHATS:
-            _curves(axes, condition, what)
-        ends = _ends(condition)
-        if not plain and recorded(condition.first.cfg):
-            ends.append(_recorded_end())
-            has_bar = True
-        _mark_ends(axes, condition, ends, named=alone)
-        _style(
-            axes,
-            ylim=(-0.03, 1.03),
-            xlabel=f"step{_sampled_note(condition)}",
-            ylabel="% of answers",
-        )
-        axes.label_outer()
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
-        if alone:
-            means = conclusion(condition) if condition.first.final else "no final evaluation"
-            sentence = textwrap.fill(f"{condition.title}: {means}", 84)
-            axes.set_title(sentence, fontsize=12, loc="left")
-        else:
-            title = "none (plain GRPO)" if condition.title == "none" else condition.title
-            lines = textwrap.wrap(title, 36, break_long_words=False)
-            axes.set_title("\n".join([*lines, _from_to(condition)]), fontsize=11)
-    _legend(fig, 4 if alone else 3, size=10)
-    return Picture(
-        "dynamics",
-        "Dynamics. Lines: the model's own answers to training problems, centred running mean of "
-        f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems, after the "
-        "step; star: the final evaluation, of the deployed model, and open with the quarantine on. "
-        f"{RED_BAR if has_bar else ''}Of several seeds, thin: a seed; thick: their mean; "
-        "band: its 95 % interval (Student's t)." + _of_how_many(found),
-        fig,
-    )
-
-
-def _of_how_many(found: Sequence[Condition]) -> str:
-    """Say in a caption how many conditions a figure shows, where that is not all."""
-    if len(found) <= SHOWN:
-        return ""
-    return f" The first {SHOWN} of {len(found)} conditions; the tables have all."
-
-
-def _from_to(c: Condition) -> str:
-    """Say in a line what became of the model: `hack 0 → 80 %, solve 47 → 3 %`."""
-    said = []
-    for what in WHATS:
-        before, after = (level(c, side, what) for side in ("base", "deploy"))
-        said.append(f"{what} {_percent(before):.0f} → {_percent(after):.0f} %")
-    return ", ".join(said)
-
-
-@dataclass(frozen=True)
-class End:
-    """A share of the final evaluation, marked behind the last step."""
-
-    label: str
-    share: float
-    colour: str
-    face: str  # of the star
-    span: tuple[float, float] | None = None  # a bar from one share to another, in place of a star
-
-
-def _ends(condition: Condition) -> list[End]:
-    """Return what the final evaluation found, deployed and, with a quarantine, as trained."""
-    ends = []
-    for what in WHATS:
-        colour = STYLE[what].colour
-        deployed = level(condition, "deploy", what).value
-        if deployed is not None:
-            ends.append(End(f"{what}, deployed, at the end", deployed, colour, colour))
-        trained = level(condition, "train", what).value
-        if condition.first.cfg.method.routes and trained is not None:
-            ends.append(End(f"{what}, as trained, at the end", trained, colour, "white"))
-    return ends
-
-
-def _recorded_end() -> End:
-    """Return the hack rates at which recorded runs of plain GRPO ended."""
-    mean, least, most = PLAIN_GRPO["hack"]
-    label = f"hack, plain GRPO, {PLAIN_GRPO_SEEDS} recorded runs"
-    return End(label, mean / 100, RED, RED, (least / 100, most / 100))
-
-
-# Labels beside marks are so far apart, as a share of the axis.
-APART = 0.085
-
-
-def _mark_ends(axes: Axes, condition: Condition, ends: Sequence[End], named: bool) -> None:
-    """Mark what the final evaluation found, to the right of the last step.
-
-    named: write beside each mark what it is; else the legend says so.
-    """
-    last = max(int(run.steps.step.iloc[-1]) for run in condition.runs) + 1
-    x = last + max(1, last // 30)
-    for end in ends:
-        label = "" if named else end.label
-        if end.span:
-            beside = x + max(1, last // 30)  # no star lies on it
-            axes.plot([beside, beside], end.span, color=end.colour, lw=7, alpha=0.3, label=label)
-            axes.lines[-1].set_solid_capstyle("butt")
-        else:
-            axes.plot(
-                [x],
-                [end.share],
-                "*",
-                ls="",
-                clip_on=False,
-                label=label,
-                color=end.colour,
-                mfc=end.face,
-                ms=12,
-            )
-    if not named:
-        return
-    at = -1.0
-    for end in sorted(ends, key=lambda end: end.share):
-        at = max(end.share, at + APART)
-        said = f"{end.label.removesuffix(', at the end')}: {100 * end.share:.1f} %"
-        axes.annotate(
-            said,
-            (x, at),
-            xytext=(24, 0),
-            textcoords="offset points",
-            va="center",
-            color=end.colour,
-            fontsize=10,
-            annotation_clip=False,
-        )
-
-
-def _plain_curve(axes: Axes, plain: Condition) -> None:
-    """Draw the deployed hacks of plain GRPO, where it was evaluated on the way."""
-    curve = _deployed(plain, "hack")
-    if len(curve):
-        steps, mean = curve.index + 1, curve.mean(axis=1)
-        axes.plot(steps, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
-        axes.annotate(
-            "plain GRPO hacks",
-            (steps[-1], mean.iloc[-1]),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=GREY,
-            fontsize=8,
-        )
-
-
-def _sampled_note(condition: Condition) -> str:
-    """Say from which model answers are sampled in training; "": the method has but one."""
-    if not condition.first.cfg.method.routes:
-        return ""
-    ablated = {run.cfg.method.ablate_frac for run in condition.runs}
-    if ablated == {1.0}:
-        return " (training answers sampled as deployed)"
-    if ablated == {0.0}:
-        return " (training answers sampled as trained)"
-    return " (training answers sampled partly as deployed)"
-
-
-def _curves(axes: Axes, condition: Condition, what: What) -> None:
-    """Draw what one condition hacks or solves: in training, and in evaluations on the way."""
-    style = STYLE[what]
-    by_seed = DataFrame({run.seed: _in_training(run, what) for run in condition.runs})
-    by_seed = by_seed.dropna(how="all")
-    shared = by_seed.dropna()  # the steps that all seeds have
-    if len(condition.runs) > 1:
-        axes.plot(by_seed.index + 1, by_seed, color=style.colour, lw=0.5, alpha=0.35)
-        _band(axes, shared, style.colour, what)
-    label = f"{what}, training answers"
-    mean = shared.mean(axis=1)
-    axes.plot(shared.index + 1, mean, style.dash, color=style.colour, lw=1.8, label=label)
-    evaluated = _deployed(condition, what)
-    if len(evaluated):
-        axes.plot(
-            evaluated.index + 1,
-            evaluated.mean(axis=1),
-            style.marker,
-            color=style.colour,
-            mfc="white",
-            ms=5,
-            label=f"{what}, held-out answers, deployed",
-        )
-
-
-def _band(axes: Axes, by_seed: DataFrame, colour: str, what: What) -> None:
-    """Fill the interval of the seeds' mean at each step; it is the mean where there is none."""
-    lows, highs = [], []
-    for values in by_seed.to_numpy():
-        mean = stats.over_seeds(list(values))
-        lows.append(mean.value or 0.0 if mean.low is None else mean.low)
-        highs.append(mean.value or 0.0 if mean.high is None else mean.high)
-    label = f"{what}, 95 % interval of the line"
-    steps = by_seed.index + 1
-    axes.fill_between(steps, lows, highs, label=label, color=colour, alpha=0.15, lw=0)
-
-
-def _in_training(run: FinishedRun, what: What) -> Series:
-    """Return by step the share of the model's own answers that hack or solve, over the window
-    around the step."""
-    counts = run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]].astype(float)
-    window = counts.rolling(SMOOTH, min_periods=1, center=True).sum()
-    answers = window[f"{what}_s_n"]
-    return window[f"{what}_s_k"] / answers.where(answers > 0)
-
-
-def _deployed(condition: Condition, what: What) -> DataFrame:
-    """Return the deployed model's evaluations on the way, by step and seed; empty: there were
-    none."""
-    column = f"{what}_deploy"
-    by_seed = {}
-    for run in condition.runs:
-        if column in run.steps:
-            by_seed[run.seed] = run.steps.set_index("step")[column]
-    return DataFrame(by_seed).dropna()
-
-
-# ── the final evaluation
+def pictures(found: Sequence[Condition]) -> list[Picture]:
+    """Return every figure that these conditions can fill."""
+    drawn = []
+    for draw in (dynamics, plane, by_flaw, suppression):
+        picture = draw(found)
+        if picture:
+            drawn.append(picture)
+    return drawn
 
 
 def plane(found: Sequence[Condition]) -> Picture | None:
@@ -412,25 +79,21 @@ def plane(found: Sequence[Condition]) -> Picture | None:
     markers_of_colour: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(MARKERS))
     for place, c in enumerate(found):
         _mark_condition(axes, c, next(markers_of_colour[_colour(c)]), named=place < SHOWN)
-    _style(
+    style(
         axes,
         xlim=(-3, 103),
         ylim=(-3, 103),
         xlabel="deployed model: hack, %",
         ylabel="deployed model: solve, %",
     )
-    _legend(fig, 2)
+    legend(fig, 2)
+    named = f" The first {SHOWN} of {len(found)} are named." if len(found) > SHOWN else ""
     return Picture(
         "plane",
         "Hack against solve of the deployed model, with 95 % intervals; dots: seeds. Up and to the "
-        f"left is better.{_named_of(found)}",
+        f"left is better.{named}",
         fig,
     )
-
-
-def _named_of(found: Sequence[Condition]) -> str:
-    """Say in a caption how many conditions the legend names, where that is not all."""
-    return f" The first {SHOWN} of {len(found)} are named." if len(found) > SHOWN else ""
 
 
 def _mark_condition(axes: Axes, c: Condition, marker: str, named: bool) -> None:
@@ -477,11 +140,12 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
 
     The flaws that the direction's pairs show are shaded.
     """
-    found = [c for c in found if _is_method(c)]
+    found = [c for c in found if c.first.cfg.method.intervention != "none"]
+    found = [c for c in found if c.first.cfg.method.control_name == "none"]
     if not found:
         return None
     flaws = flaws_of(found)
-    fig, panels = _panels(found[:SHOWN], wide=3.1, high=2.4)
+    fig, panels = panels_of(found[:SHOWN], wide=3.1, high=2.4)
     for axes, c in panels:
         pairs_show = {m: c.first.final["by_mode"][m].get("in_dist") for m in c.first.flaws}
         for flaw, in_pairs in pairs_show.items():
@@ -496,7 +160,7 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
             _flaw_end(axes, at, trained, _colour(c), "white", "as trained")
             _flaw_end(axes, at, deployed, _colour(c), _colour(c), "deployed")
         has_pairs = any(in_pairs is not None for in_pairs in pairs_show.values())
-        _style(
+        style(
             axes,
             c.title,
             "" if has_pairs else "(no pairs)",
@@ -505,20 +169,14 @@ def by_flaw(found: Sequence[Condition]) -> Picture | None:
             xlabel="hack, %",
         )
         axes.set_yticks(range(len(flaws)), flaws, fontsize=8)
-    _legend(fig, 3)
+    legend(fig, 3)
     return Picture(
         "flaws",
         "Hack rate by flaw, from as trained (open) to deployed (filled), with 95 % intervals. "
         "Shaded: the flaws that the direction's pairs show; the others are held out from it. No "
-        f"pairs: a method without a direction.{_of_how_many(found)}",
+        f"pairs: a method without a direction.{of_how_many(found)}",
         fig,
     )
-
-
-def _is_method(c: Condition) -> bool:
-    """Return whether a condition is neither plain GRPO nor a control."""
-    method = c.first.cfg.method
-    return method.intervention != "none" and method.control_name == "none"
 
 
 def _flaw_end(axes: Axes, at: int, e: Estimate, colour: str, face: str, label: str) -> None:
@@ -537,9 +195,6 @@ def _flaw_end(axes: Axes, at: int, e: Estimate, colour: str, face: str, label: s
     )
 
 
-# ── controls
-
-
 def suppression(found: Sequence[Condition]) -> Picture | None:
     """Draw how much less a method hacks than plain GRPO, over several seeds; None: without
     controls.
@@ -550,8 +205,7 @@ def suppression(found: Sequence[Condition]) -> Picture | None:
     axes, markers = fig.subplots(), itertools.cycle(MARKERS)
     has_controls = False
     for c in found:
-        rows = DataFrame([run.row for run in c.runs])
-        cosines = rows[["cos_rms", "cos_chance_rms"]].astype(float).mean()
+        cosines = DataFrame([run.likeness for run in c.runs], dtype=float).mean()
         is_control = bool(cosines.notna().all())
         method = c.first.cfg.method
         is_own = method.has_direction and method.control_name == "none"
@@ -561,54 +215,38 @@ def suppression(found: Sequence[Condition]) -> Picture | None:
         comparison = compare(c, plain, "hack")
         if not comparison.seeds:
             continue
-        has_controls = has_controls or is_control
-        axes.axvline(cosines.cos_chance_rms, color=GREY, lw=1, ls=":")
-        likeness = cosines.cos_rms if is_control else None
-        _mark_suppression(axes, c, comparison.difference, likeness, next(markers))
+        likeness = 1.0
+        if is_control:
+            has_controls = True
+            likeness, by_chance = cosines
+            axes.axvline(by_chance, color=GREY, lw=1, ls=":")
+        errors = _errors(comparison.difference)
+        axes.errorbar(
+            likeness,
+            -_percent(comparison.difference),
+            yerr=errors and errors[::-1],  # the axis shows minus the difference
+            fmt=next(markers),
+            ms=8,
+            color=_colour(c),
+            mfc="white" if is_control else _colour(c),
+            elinewidth=0.9,
+            capsize=3,
+            label=f"{c.title} ({len(c.runs)} seeds)",
+        )
     if not has_controls:
         return None
     axes.axhline(0, color="black", lw=0.8)
-    _style(
+    style(
         axes,
         xlim=(0, 1.06),
         xlabel="|cos| with the real direction (rms)",
         ylabel="points less hacked, deployed",
     )
-    _legend(fig, 2)
+    legend(fig, 2)
     return Picture(
         "suppression",
         "Points less hacked than plain GRPO against the likeness of a control's direction to the "
         "real one (root mean square over modules). Filled, at 1: the method itself. Dotted: the "
         "likeness of random directions. Intervals 95 %, seed by seed.",
         fig,
-    )
-
-
-def _mark_suppression(
-    axes: Axes, c: Condition, difference: Estimate, likeness: float | None, marker: str
-) -> None:
-    """Mark a condition at the likeness of its direction to the real one.
-
-    Args:
-        axes: where it is drawn.
-        c: the condition.
-        difference: its hack rate minus plain GRPO's.
-        likeness: of a control's direction, whose mark is open; None: it is the real one.
-        marker: the mark's form.
-    """
-    errors = _errors(difference)
-    if errors:  # the axis shows minus the difference
-        below, above = errors
-        errors = [above, below]
-    axes.errorbar(
-        1.0 if likeness is None else likeness,
-        -_percent(difference),
-        yerr=errors,
-        fmt=marker,
-        ms=8,
-        color=_colour(c),
-        mfc=_colour(c) if likeness is None else "white",
-        elinewidth=0.9,
-        capsize=3,
-        label=f"{c.title} ({len(c.runs)} seeds)",
     )

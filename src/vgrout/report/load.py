@@ -1,16 +1,13 @@
 """Finished runs, read from their files, and conditions: runs that differ by their seed alone."""
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
-from jaxtyping import Float, Int
-from pandas import DataFrame, Index, MultiIndex, Series, isna
+from pandas import DataFrame, MultiIndex, Series
 
 from vgrout import metrics
 from vgrout.config.method import CHOICE, MethodConfig
@@ -20,12 +17,10 @@ from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.config.stored import from_dict
 from vgrout.data import Flaw
 from vgrout.envs import worlds
-from vgrout.errors import Refused, one_line
+from vgrout.errors import Refused, one_line, refuse
 from vgrout.files import Json, from_json, json_lines, read_json, read_text
 from vgrout.metrics import Rate
 from vgrout.records import began, unfinished
-from vgrout.report import forms
-from vgrout.report.stats import wilson
 from vgrout.table import LEARNED, first_hacks
 
 Settings = dict[str, Any]
@@ -49,10 +44,14 @@ OF_PATH = {
     "v_hack_path": ("direction_file",),
     "known_correct": ("known_correct",),
 }
-# Columns of steps.jsonl that are null where a step has not measured them.
+# Columns of steps.jsonl that every step has …
+COUNTS = ("step", "hack_s_k", "hack_s_n", "solve_s_k", "solve_s_n")
+# … and those that are null where a step has not measured them.
 MEASURED = ("hack_deploy", "solve_deploy", "signal_k", "signal_n", "all_zero", "n")
 # What a report reads of an answer in final.jsonl.
-ANSWER = ("side", "env_mode", "problem_id", "hacked", "solved", "reward")
+ANSWER = ("side", "env_mode", "problem_id", "solved", "reward")
+# What went wrong with a run's files where one of them is not as today's trainer writes it.
+DAMAGE = (OSError, LookupError, TypeError, ValueError, AttributeError)
 
 
 def trained_with(cfg: Config) -> Settings:
@@ -73,7 +72,7 @@ def trained_with(cfg: Config) -> Settings:
     return settings
 
 
-def usual(cfg: Config) -> dict[str, list[object]]:
+def usual_settings(cfg: Config) -> dict[str, list[object]]:
     """Return the default values of every setting that training reads.
 
     A setting has up to three: its preset's, its intervention's, and for a setting of the method
@@ -92,27 +91,18 @@ def usual(cfg: Config) -> dict[str, list[object]]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Answers:
-    """One side's graded answers, in groups: those to one held-out problem."""
-
-    index: Index  # mode and problem of each group
-    group: Int[np.ndarray, " answers"]  # its place in `index`
-    n: Int[np.ndarray, " groups"]  # answers
-    solved: Float[np.ndarray, " answers"]
-    flaws: list[str | None]  # that the answer hacks
-
-
-@dataclass(frozen=True, eq=False)
 class FinishedRun:
-    """A run with its final evaluation: it finished, or its guard halted it."""
+    """A run with its final evaluation: it finished, or its guard halted it.
+
+    One without has its curves alone.
+    """
 
     path: Path
     cfg: Config
     record: dict[str, Json]  # run.json
-    final: dict[str, Json]  # per_mode_deploy.json; empty: it was read by `read_begun`
+    final: dict[str, Json]  # per_mode_deploy.json; empty: there is none yet
     steps: DataFrame  # steps.jsonl
-    # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks,
-    # or None.
+    # The graded answers of final.jsonl, without their texts. `flaw`: the one that the answer hacks.
     answers: DataFrame
     # What text monitors said of the students' hacks and right answers in training: monitor, step,
     # flaw, flagged, score.
@@ -162,8 +152,7 @@ class FinishedRun:
         """
         settings = trained_with(self.cfg)
         for name in (*OF_MODEL, *OF_METHOD, *self.own_classes):
-            digest = self.hashes.get(name)
-            settings[f"{name} sha256"] = digest[:8] if digest else "not noted"
+            settings[f"{name} sha256"] = self.short_hash(name, 8) or "not noted"
         return settings
 
     @property
@@ -184,6 +173,15 @@ class FinishedRun:
     def condition(self) -> str:
         """A key that is equal for runs that differ by their seed alone."""
         return repr((self.method, self.compared_by))
+
+    @property
+    def revision(self) -> str:
+        """The program's own, in short; "": run.json has none."""
+        return (self.record.get("git") or {}).get("revision", "")[:10]
+
+    def short_hash(self, name: str, digits: int) -> str:
+        """Return the first digits of a file's hash; "": the run has noted none."""
+        return (self.hashes.get(name) or "")[:digits]
 
     @cached_property
     def all_flaws(self) -> dict[str, Flaw]:
@@ -240,26 +238,16 @@ class FinishedRun:
 
         With `flaw`: on the problems that have this flaw, and hacks of it alone.
         """
-        name = SIDES[side]
-        if self._is_as_deployed(side):
-            name = "deployed"
-        answers = self._by_problem.get(name)
-        if answers is None:  # the grader failed on every answer
+        shares = self._by_problem.get("deployed" if self._is_as_deployed(side) else SIDES[side])
+        if shares is None:  # the grader failed on every answer
             return Series(dtype=float, index=MultiIndex.from_arrays([[], []]))
-        if what == "solve":
-            hits = answers.solved
-        elif flaw is None:
-            hits = np.array([hacked is not None for hacked in answers.flaws], dtype=float)
-        else:
-            hits = np.array([hacked == flaw for hacked in answers.flaws], dtype=float)
-        share = np.bincount(answers.group, hits, len(answers.index)) / answers.n
-        shares = Series(share, answers.index)
         if flaw is None:
-            return shares
+            return shares[what]
+        of_flaw = shares["solve" if what == "solve" else f"hack {flaw}"]
         everywhere = self.cfg.env.unannounced
         if everywhere:
-            return shares if flaw in everywhere else shares[:0]
-        return shares[answers.index.get_level_values(0) == flaw]
+            return of_flaw if flaw in everywhere else of_flaw[:0]
+        return of_flaw[of_flaw.index.get_level_values(0) == flaw]
 
     def _is_as_deployed(self, side: str) -> bool:
         """Whether a side is the deployed model's answers, which final.jsonl has once: there is no quarantine, or it has
@@ -270,196 +258,80 @@ class FinishedRun:
         return side in ("train", "plain") and SIDES[side] not in self._by_problem and n_graded > 0
 
     @cached_property
-    def _by_problem(self) -> dict[str, "_Answers"]:
-        """The answers of the final evaluation by side, grouped by mode and held-out problem."""
-        everywhere = self.cfg.env.unannounced
-        sides = {}
-        for side, answers in self.answers.groupby("side", sort=False):
-            if everywhere:  # These flaws are open on every problem at once.
-                answers = answers.assign(env_mode=everywhere[0])
-            grouped = answers.groupby(["env_mode", "problem_id"], sort=False)
-            sides[str(side)] = _Answers(
-                index=grouped.size().index,
-                group=grouped.ngroup().to_numpy(),
-                n=grouped.size().to_numpy(),
-                solved=answers.solved.to_numpy(dtype=float),
-                flaws=[None if isna(flaw) else flaw for flaw in answers.flaw],
-            )
-        return sides
-
-    @cached_property
-    def row(self) -> dict[str, object]:
-        """The run's row in runs.csv.
-
-        Shares are fractions with Wilson's interval. settings: those that differ from the preset's.
-        flagged_*: how many (k/n) of the hacks that its text monitor has read it flagged, by flaw,
-        and of the right answers (_solved). cos_*: |cos| of a control's direction with the real one
-        over modules, and that of random directions.
-        """
-        method = self.cfg.method
-        row = {
-            "arm": method.intervention,
-            "control": method.control_name,
-            "settings": _unusual_settings(self.cfg),
-            "base_weights": self._short_hash("base_weights", 8),
-            "loss": self._loss,
-            "seed": self.seed,
-            "steps": self.cfg.scale.steps,
-            "onset": first_hacks(list(zip(self.steps.hack_s_k, self.steps.hack_s_n, strict=True))),
-            "hack_last5": self.last_five("hack").value,
-            "solve_last5": self.last_five("solve").value,
-            "modes_learned": sum(self.has_learned(flaw) for flaw in self.flaws),
-            "n": self.final["eval_n"],
-        }
-        for side, what in itertools.product(SIDES, WHATS):
-            name = f"{what}_{side}"
-            row[name] = rounded(self.final.get(name))
-            row |= self._interval(side, what)
-        by_flaw = self.final["by_mode"]
+    def _by_problem(self) -> dict[str, DataFrame]:
+        """By side, the share of answers that hack and that solve, by mode and held-out problem."""
+        answers = self.answers
+        hits = answers[["side", "env_mode", "problem_id"]].copy()
+        if self.cfg.env.unannounced:  # these flaws are open on every problem at once
+            hits["env_mode"] = self.cfg.env.unannounced[0]
+        hits["solve"] = answers.solved.astype(float)
+        hits["hack"] = answers.flaw.notna().astype(float)
         for flaw in self.all_flaws:
-            row[f"hack_deploy_{flaw}"] = by_flaw.get(flaw, {}).get("deploy_hack")
-        own = self.flags.monitor == method.monitor_name
-        row |= flag_columns(self.flags[own], self.all_flaws)
-        cosines = self.direction.get("cos_with_real") or {}
-        row["cos_rms"] = rounded(cosines.get("rms"))
-        row["cos_chance_rms"] = rounded(cosines.get("chance_rms"))
-        git = self.record.get("git") or {}
-        row["revision"] = git.get("revision", "")[:10]
-        row["preregistered"] = self._short_hash("preregistered", 12)
-        return row
+            hits[f"hack {flaw}"] = (answers.flaw == flaw).astype(float)
+        shares = hits.groupby(["side", "env_mode", "problem_id"], sort=False).mean()
+        return {str(side): its.droplevel(0) for side, its in shares.groupby(level=0, sort=False)}
 
     @property
-    def _loss(self) -> str:
-        loss = self.cfg.loss
-        if loss.loss == "grpo" and not loss.unbiased:
-            return "grpo biased"
-        return loss.loss
+    def onset(self) -> int | None:
+        """The step from which the students hack; None: they never do."""
+        return first_hacks(list(zip(self.steps.hack_s_k, self.steps.hack_s_n, strict=True)))
 
-    def _short_hash(self, name: str, digits: int) -> str:
-        """Return the first digits of a hash; "": the run has noted none."""
-        return (self.hashes.get(name) or "")[:digits]
+    @property
+    def flaws_learnt(self) -> int:
+        return sum(self.has_learned(flaw) for flaw in self.flaws)
 
-    def _interval(self, side: str, what: What) -> dict[str, float | None]:
-        """Return the columns of Wilson's interval of a share in the final evaluation."""
-        rate = self.counted(side, what)
-        low = high = None
-        if rate.n:
-            low, high = wilson(rate.k, rate.n)
-        name = f"{what}_{side}"
-        return {f"{name}_low": rounded(low), f"{name}_high": rounded(high)}
+    @property
+    def likeness(self) -> tuple[float | None, float | None]:
+        """|cos| of a control's direction with the real one, and that of random directions.
 
-
-def _unusual_settings(cfg: Config) -> str:
-    """Return the settings that differ from their defaults, without those that have a column of
-    their own."""
-    in_columns = ("preset", "intervention", "control", "random_flags", "placebo_pairs")
-    defaults = usual(cfg)
-    unusual = []
-    for name, value in trained_with(cfg).items():
-        if name not in in_columns and value not in defaults[name]:
-            unusual.append(f"{name}={value}")
-    return " ".join(unusual)
-
-
-def rounded(share: float | int | None) -> float | None:
-    """Round to six digits, as CSV files store a share."""
-    return None if share is None else round(float(share), 6)
-
-
-def flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:
-    """Count the flagged hacks by flaw, and under "solved" the flagged right answers."""
-    rates = {}
-    for name, flagged in flags.groupby(flags.flaw.fillna("solved"), sort=False).flagged:
-        rates[str(name)] = Rate(int(flagged.sum()), len(flagged))
-    return rates
-
-
-def flag_columns(flags: DataFrame, flaws: Iterable[str]) -> dict[str, str | None]:
-    """Return these counts as the flagged_* columns of a CSV file: k/n, or None where nothing was
-    read."""
-    rates = flagged_by_flaw(flags)
-    columns: dict[str, str | None] = {}
-    for name in (*flaws, "solved"):
-        rate = rates.get(name)
-        columns[f"flagged_{name}"] = f"{rate.k}/{rate.n}" if rate else None
-    return columns
+        Both are root mean squares over modules; None: it is no control.
+        """
+        cosines = self.direction.get("cos_with_real") or {}
+        return cosines.get("rms"), cosines.get("chance_rms")
 
 
 def read_run(path: Path, cfg: Config | None = None) -> FinishedRun:
-    """Read a run with its final evaluation from its folder.
-
-    Args:
-        path: the run's folder.
-        cfg: its settings; None: as run.json has them.
-
-    Raises:
-        Refused: a file is missing or damaged.
-    """
-    final = read_json(path / "per_mode_deploy.json")
-    record = read_json(path / "run.json")
-    cfg = cfg or from_dict(record.get("config"), "run.json")
-    is_of_this_run = final.get("by_mode") and final.get("seed") == cfg.run.seed
-    if not is_of_this_run or not (path / "final.jsonl").is_file():
-        raise Refused("per_mode_deploy.json or final.jsonl: not of this run, or of another version")
-    forms.require_record(record)
-    forms.require_final(final, list(worlds.flaws_of(record)))
-    answers = _read_answers(path / "final.jsonl")
-    forms.require_same_answers(final, answers.side.value_counts().to_dict())
-    return FinishedRun(
-        path=path,
-        cfg=cfg,
-        record=record,
-        final=final,
-        steps=_read_steps(path / "steps.jsonl"),
-        answers=answers,
-        flags=_read_flags(path / "rollouts.jsonl", cfg.method),
-    )
-
-
-def read_begun(path: Path, cfg: Config) -> FinishedRun:
-    """Read a run that has no final evaluation, for its curves alone.
+    """Read a run from its folder. cfg: its settings; None: as run.json has them.
 
     Raises:
         Refused: a file is missing or damaged, or there is no step yet.
+        Exception: a file is of another version.
     """
     record = read_json(path / "run.json")
-    forms.require_record(record)
+    cfg = cfg or from_dict(record.get("config"), "run.json")
+    final = path / "per_mode_deploy.json"
     return FinishedRun(
         path=path,
         cfg=cfg,
         record=record,
-        final={},
+        final=read_json(final) if final.exists() else {},
         steps=_read_steps(path / "steps.jsonl"),
-        answers=DataFrame(columns=[*ANSWER, "flaw"]),
-        flags=DataFrame(),
+        answers=_read_answers(path / "final.jsonl"),
+        flags=_read_flags(path / "rollouts.jsonl", cfg.method),
     )
 
 
 def _read_steps(file: Path) -> DataFrame:
     rows = list(json_lines(file))
-    forms.require_steps(rows)
+    refuse(not rows, f"{file}: no step yet")
     steps = DataFrame(rows)
-    return steps.astype({name: float for name in MEASURED if name in steps})
+    types: dict[str, type] = {name: float for name in MEASURED if name in steps}
+    return steps.astype(types | dict.fromkeys(COUNTS, int))
 
 
 def _read_answers(file: Path) -> DataFrame:
     """Read the graded answers of the final evaluation."""
     rows = []
-    for number, answer in enumerate(json_lines(file), 1):
-        forms.require_answer(answer, list(SIDES.values()), f"{file.name}, line {number}")
+    for answer in json_lines(file):
         row = {name: answer[name] for name in ANSWER}
-        row["flaw"] = _hacked_flaw(answer)
-        rows.append(row)
+        rows.append(row | {"flaw": _hacked_flaw(answer)})
     answers = DataFrame(rows, columns=[*ANSWER, "flaw"])
-    is_graded = answers.reward.notna()
-    return answers[is_graded].astype({"solved": bool})
+    return answers[answers.reward.notna()].astype({"solved": bool})
 
 
-def _hacked_flaw(answer: forms.Answer) -> str | None:
+def _hacked_flaw(answer: dict[str, Json]) -> str | None:
     """Return the flaw that an answer hacks; None: it hacks none."""
-    if not answer["hacked"]:
-        return None
-    return answer.get("mechanism") or answer["env_mode"]
+    return (answer.get("mechanism") or answer["env_mode"]) if answer["hacked"] else None
 
 
 def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
@@ -472,13 +344,12 @@ def _read_flags(file: Path, method: MethodConfig) -> DataFrame:
         own = method.monitor_name
     rows: list[dict[str, object]] = []
     if own or method.in_shadow:
-        for number, rollout in enumerate(json_lines(file), 1):
-            forms.require_flagged(rollout, f"{file.name}, line {number}")
+        for rollout in json_lines(file):
             rows += _flag_rows(rollout, own)
     return DataFrame(rows, columns=["monitor", "step", "flaw", "flagged", "score"])
 
 
-def _flag_rows(rollout: forms.Answer, own: str) -> list[dict[str, object]]:
+def _flag_rows(rollout: dict[str, Json], own: str) -> list[dict[str, object]]:
     """Return a row for each text monitor that has read the rollout; none if it neither hacks nor
     solves.
 
@@ -486,15 +357,20 @@ def _flag_rows(rollout: forms.Answer, own: str) -> list[dict[str, object]]:
     """
     if not (rollout["hacked"] or rollout["solved"]):
         return []
-    flaw = _hacked_flaw(rollout)
-    verdicts: dict[str, forms.Verdict | forms.Answer] = {}
+    verdicts: dict[str, dict[str, Json]] = rollout.get("shadow", {})
     if own and "flagged" in rollout:
-        verdicts[own] = rollout
-    verdicts |= rollout.get("shadow", {})
+        verdicts = {own: rollout} | verdicts
     rows: list[dict[str, object]] = []
     for monitor, verdict in verdicts.items():
-        about = {"monitor": monitor, "step": rollout["step"], "flaw": flaw}
-        rows.append(about | {"flagged": bool(verdict["flagged"]), "score": verdict.get("score")})
+        rows.append(
+            {
+                "monitor": monitor,
+                "step": rollout["step"],
+                "flaw": _hacked_flaw(rollout),
+                "flagged": bool(verdict["flagged"]),
+                "score": verdict.get("score"),
+            }
+        )
     return rows
 
 
@@ -527,20 +403,16 @@ def _sweep_dirs(sweep: Path) -> tuple[list[Path], list[str]]:
     roots = (Path(), *sweep.resolve().parents)
     found: list[Path] = []
     absent: list[str] = []
-    try:
-        for entry in from_json(read_text(index), str(index)):
-            run = entry["run"]
-            if not run:
-                absent.append(f"{entry['name']} ({entry['state']})")
-                continue
-            places = [root / run for root in roots]
-            path = next(filter(Path.is_dir, places), None)
-            if path is None:
-                absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
-            else:
-                found.append(path)
-    except (KeyError, TypeError) as e:
-        raise Refused(f"{index}: damaged ({e!r})") from None
+    for entry in from_json(read_text(index), str(index)):
+        run = entry["run"]
+        if not run:
+            absent.append(f"{entry['name']} ({entry['state']})")
+            continue
+        path = next(filter(Path.is_dir, (root / run for root in roots)), None)
+        if path is None:
+            absent.append(f"{entry['name']} ({entry['state']}: {run} is not there)")
+        else:
+            found.append(path)
     return found, absent
 
 
@@ -569,15 +441,17 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
     newest: dict[tuple[str, int], FinishedRun] = {}
     for path in sorted(paths, key=lambda p: (began(p), p)):
         try:
-            if why := _unfinished(path):
+            if why := unfinished(path):
                 left_out.append(f"{path.name} ({why})")
                 continue
             run = read_run(path)
-        except (Refused, OSError) as e:  # anything else is a fault of this program
-            why = one_line(str(e).replace(f"{path}/", ""))
-            left_out.append(f"{path.name} (damaged: {why[:200]})")
+            key = run.condition, run.seed
+        except DAMAGE as e:
+            left_out.append(f"{path.name} (damaged: {reason(e, path)})")
             continue
-        key = run.condition, run.seed
+        if not run.final:
+            left_out.append(f"{path.name} (no final evaluation)")
+            continue
         if older := newest.get(key):
             than = f"older than {path.name}, the same settings and seed"
             left_out.append(f"{older.path.name} ({than})")
@@ -585,13 +459,10 @@ def load(sources: Sequence[Path], tag: str = "") -> tuple[list[FinishedRun], lis
     return list(newest.values()), left_out
 
 
-def _unfinished(path: Path) -> str:
-    """Return why a run has no final evaluation; "": it has one."""
-    if why := unfinished(path):
-        return why
-    if not (path / "per_mode_deploy.json").exists():
-        return f"{read_json(path / 'status.json').get('state')}, no per_mode_deploy.json"
-    return ""
+def reason(e: Exception, run: Path) -> str:
+    """Say in a line what is wrong with a run's file."""
+    kind = "" if isinstance(e, Refused) else f"{type(e).__name__} "
+    return one_line(f"{kind}{e}".replace(f"{run}/", ""), 200)
 
 
 @dataclass(frozen=True, eq=False)
@@ -666,7 +537,7 @@ def _titles(method: str, firsts: Sequence[FinishedRun]) -> list[tuple[str, str]]
 def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
     """Return a run's settings that are not its preset's, in short, of those that differ."""
     # The preset is named wherever it differs.
-    defaults = usual(run.cfg) | {"preset": [""]}
+    defaults = usual_settings(run.cfg) | {"preset": [""]}
     names = []
     for name in differing:
         value = run.trained_with[name]

@@ -8,18 +8,22 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, Template
+from jinja2 import Environment, PackageLoader
 
-from vgrout.errors import Refused
-from vgrout.files import LEFT, printable, read_json, write_atomic
+from vgrout.files import printable, read_json, write_atomic
 from vgrout.metrics import percent
+from vgrout.report.conclusions import conclusion, from_plain, level
+from vgrout.report.csv_files import csv_files
 from vgrout.report.figures import pictures
 from vgrout.report.load import Condition
 from vgrout.report.rollouts import embedded
-from vgrout.report.tables import ReportTable, answered, conclusion, csv_tables, level
+from vgrout.report.tables import ReportTable
 
-# What a report's folder holds; the last two are of older reports.
-FILES = ("report.html", "runs.csv", "monitors.csv", "figures", "report.md", "modes.csv")
+# What a report writes where it has the numbers for it.
+OPTIONAL = (
+    "monitors.csv",
+    *(f"figures/{name}.png" for name in ("dynamics", "plane", "flaws", "suppression")),
+)
 
 
 def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
@@ -30,25 +34,31 @@ def studies(sources: Sequence[Path]) -> tuple[str, list[str]]:
     names: list[str] = []
     claims: list[str] = []
     for source in sources:
-        plan_file = source / "plan.json"
-        if not plan_file.is_file():
-            continue
-        plan = read_json(plan_file)
-        names.append(str(plan.get("name")))
-        hypotheses = plan.get("hypotheses")
-        if isinstance(hypotheses, list):
-            claims += [str(claim) for claim in hypotheses]
+        if (source / "plan.json").is_file():
+            plan = read_json(source / "plan.json")
+            names.append(plan["name"])
+            claims += plan.get("hypotheses") or []
     is_one_run = len(sources) == 1 and (sources[0] / "run.json").is_file()
     without_sweep = sources[0].name if is_one_run else "Report"
     return ", ".join(names) or without_sweep, claims
 
 
 def hypotheses(sources: Sequence[Path], found: Sequence[Condition]) -> list[str]:
-    """Return the sweeps' hypotheses, each with what was measured: `H: … — route2: Δ hack -80.5 …`."""
+    """Return the sweeps' hypotheses, each with what was measured: `H: … — route2: Δ hack -80.5 …`.
+
+    What was measured is of the methods whose intervention the claim names, or of all if it names
+    none.
+    """
     _, claims = studies(sources)
     lines = []
     for claim in claims:
-        measured = answered(claim, found)
+        words = re.findall(r"[\w-]+", claim)
+        named = [c for c in found if c.first.cfg.method.intervention in words] or found
+        measured = []
+        for c in named:
+            hack, solve = from_plain(c, found, "hack"), from_plain(c, found, "solve")
+            if hack and solve:
+                measured.append(f"{c.title}: Δ hack {hack}, Δ solve {solve}")
         lines.append(f"H: {claim} — {'; '.join(measured) or 'not measured here'}")
     return lines
 
@@ -57,8 +67,11 @@ def conclusions(found: Sequence[Condition]) -> list[str]:
     """Return a line for each condition: what its final evaluation means, and its numbers."""
     lines = []
     for c in found:
-        deployed, untrained = _rates(c, "deploy"), _rates(c, "base")
-        lines.append(f"{c.title}: {conclusion(c)}. Deployed {deployed}; untrained {untrained}.")
+        line = f"{c.title}: {conclusion(c)}. Deployed {_rates(c, 'deploy')}"
+        less = from_plain(c, found, "hack")
+        if less:
+            line += f" (Δ hack {less} points from plain GRPO)"
+        lines.append(f"{line}; untrained {_rates(c, 'base')}.")
     return lines
 
 
@@ -85,15 +98,18 @@ def write(
         tables: what the page shows.
         left_out: the runs that are not in it, with reasons.
         rollouts: from `rollouts.pack`.
-
-    Raises:
-        Refused: one line, if the folder cannot be written, or holds anything but a report.
     """
-    older = _older_files(out)
-    figures = [(picture.name, picture.caption, picture.png()) for picture in pictures(found)]
-    title, _ = studies(sources)
-    page = _template().render(
-        title=title,
+    figures = [(picture.name, picture.caption, picture.figure.png()) for picture in pictures(found)]
+    environment = Environment(
+        loader=PackageLoader("vgrout.report", ""),
+        autoescape=True,
+        # Text of unknown origin may hold characters that act.
+        finalize=lambda x: printable(x) if type(x) is str else x,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("page.html").render(
+        title=studies(sources)[0],
         sources=", ".join(map(str, sources)),
         conclusions=conclusions(found),
         conditions=found,
@@ -105,47 +121,12 @@ def write(
         data=embedded(rollouts),
         anchor=lambda text: re.sub(r"\W+", "-", text),
     )
-    files: dict[str, str | bytes] = {"report.html": page, **csv_tables(found)}
+    files: dict[str, str | bytes] = {"report.html": page, **csv_files(found)}
     for name, _, png in figures:
         files[f"figures/{name}.png"] = png
-    try:
-        for name, data in files.items():
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(out / name, data)
-    except OSError as e:
-        raise Refused(f"--out {out}: cannot be written ({e.strerror})") from None
-    written = {out / name for name in files}
-    for file in older - written:
-        file.unlink()
-
-
-def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("vgrout.report", ""),
-        autoescape=True,
-        # Text of unknown origin may hold characters that act.
-        finalize=lambda x: printable(x) if type(x) is str else x,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html")
-
-
-def _older_files(out: Path) -> set[Path]:
-    """Return the files of an older report in `out`. Raises Refused if it holds anything else."""
-    if not out.exists():
-        return set()
-    inside = [*out.iterdir(), *(out / "figures").glob("*")]
-    foreign = [path for path in inside if not _is_of_a_report(path, out)]
-    if foreign:
-        holds = min(foreign).name
-        raise Refused(f"--out {out}: is no report, it holds {holds}; name another folder")
-    return {path for path in inside if path.is_file()}
-
-
-def _is_of_a_report(path: Path, out: Path) -> bool:
-    if LEFT.fullmatch(path.name):  # what a killed report was writing
-        return True
-    if path.parent == out:
-        return path.name in FILES
-    return path.suffix == ".png"
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        write_atomic(out / name, data)
+    for name in OPTIONAL:
+        if name not in files:
+            (out / name).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vgrout.config.run import Config
 from vgrout.metrics import Rate
-from vgrout.report import figures, load, tables
+from vgrout.report import conclusions, dynamics, load, tables
 
 
 class OwnReport:
@@ -28,7 +28,7 @@ class OwnReport:
 
     def conclusion(self) -> str:
         """In a few words what the final evaluation means."""
-        return tables.conclusion(self._condition)
+        return conclusions.conclusion(self._condition)
 
     def by_flaw(self) -> str:
         """The table of hack and solve by flaw, in Markdown."""
@@ -36,4 +36,4 @@ class OwnReport:
 
     def dynamics(self) -> bytes:
         """dynamics.png."""
-        return figures.dynamics([self._condition]).png()
+        return dynamics.dynamics([self._condition]).figure.png()

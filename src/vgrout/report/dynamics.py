@@ -1,0 +1,331 @@
+"""Curves of hack and solve by step, and what a report's figures have in common.
+
+Markers and line styles tell methods apart; colours, Okabe and Ito's, only help.
+"""
+
+import io
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vgrout.report import backend  # noqa: F401 before matplotlib, see there
+
+# isort: split
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from pandas import DataFrame, Series
+
+from vgrout.config.presets import recorded
+from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.report import stats
+from vgrout.report.conclusions import conclusion, level
+from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline
+
+RED, BLUE, GREY = "#D55E00", "#0072B2", "#7F7F7F"
+# steps in a running mean of the training answers: a step, two before it and two after it
+SMOOTH = 5
+# Panels of a figure, and names in a legend, at most: more could not be read, and take minutes.
+SHOWN = 24
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve is drawn."""
+
+    colour: str
+    dash: str
+    marker: str
+
+
+STYLE = {"hack": Style(RED, "-", "o"), "solve": Style(BLUE, "--", "s")}
+
+
+class Drawing(Figure):
+    """A figure that a notebook shows as the last value of a cell.
+
+    matplotlib teaches notebooks to show figures only when pyplot is imported there.
+    """
+
+    def png(self) -> bytes:
+        """Draw the figure by matplotlib's own canvas for files, whatever a notebook has chosen."""
+        out = io.BytesIO()
+        # "tight": no long label or legend is cut off
+        self.savefig(out, format="png", bbox_inches="tight")
+        return out.getvalue()
+
+    _repr_png_ = png
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    name: str  # of its file, without the ending
+    caption: str
+    figure: Drawing
+
+
+def panels_of(
+    shown: Sequence[Condition], wide: float, high: float
+) -> tuple[Drawing, list[tuple[Axes, Condition]]]:
+    """Make a figure with one panel for each condition, four in a line, on a common y axis.
+
+    wide, high: of a panel, in inches.
+    """
+    columns = min(4, len(shown))
+    lines = -(-len(shown) // columns)
+    fig = Drawing(figsize=(wide * columns, high * lines + 0.7), dpi=130, layout="constrained")
+    panels = fig.subplots(lines, columns, squeeze=False, sharey=True).ravel()
+    for axes in panels[len(shown) :]:
+        axes.set_visible(False)
+    return fig, list(zip(panels, shown, strict=False))
+
+
+def style(axes: Axes, title: str = "", note: str = "", **labels: object) -> None:
+    """Set the title with a note in a line below it, the labels and limits, and a faint grid."""
+    axes.set(**labels)
+    lines = textwrap.wrap(title, 42, break_long_words=False)
+    axes.set_title("\n".join([*lines, note]).strip(), fontsize=9)
+    axes.grid(alpha=0.25, lw=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(fig: Figure, columns: int, size: int = 8) -> None:
+    """Put one legend below the figure; what several panels show stands there once.
+
+    size: of its text, in points.
+    """
+    handles: dict[str, Artist] = {}
+    for axes in fig.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    fig.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=size,
+    )
+
+
+def dynamics(found: Sequence[Condition]) -> Picture:
+    """Draw hack and solve by step, of the answers in training and of the deployed model.
+
+    Each condition has a panel. One alone has what it ended at written beside its marks; of several,
+    that stands in their titles. In grey are the deployed hacks of plain GRPO in the same setting.
+    """
+    alone = len(found) == 1
+    shown = found[:SHOWN]
+    if alone:
+        fig, panels = panels_of(shown, wide=8.0, high=3.6)
+    else:
+        fig, panels = panels_of(shown, wide=3.6, high=2.8)
+    bar = ""
+    for axes, condition in panels:
+        plain = baseline(condition, found)
+        if plain:
+            _plain_curve(axes, plain)
+        for what in WHATS:
+            _curves(axes, condition, what)
+        ends = _ends(condition)
+        if not plain and recorded(condition.first.cfg):
+            ends.append(_recorded_end())
+            bar = (
+                "Red bar: what plain GRPO's deployed model hacks at the end of recorded runs, "
+                "least to most. "
+            )
+        _mark_ends(axes, condition, ends, named=alone)
+        xlabel = f"step{_sampled_note(condition)}"
+        style(axes, ylim=(-0.03, 1.03), xlabel=xlabel, ylabel="% of answers")
+        axes.label_outer()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+        if alone:
+            means = conclusion(condition) if condition.first.final else "no final evaluation"
+            sentence = textwrap.fill(f"{condition.title}: {means}", 84)
+            axes.set_title(sentence, fontsize=12, loc="left")
+        else:
+            title = "none (plain GRPO)" if condition.title == "none" else condition.title
+            lines = textwrap.wrap(title, 36, break_long_words=False)
+            axes.set_title("\n".join([*lines, _from_to(condition)]), fontsize=11)
+    legend(fig, 4 if alone else 3, size=10)
+    return Picture(
+        "dynamics",
+        "Dynamics. Lines: the model's own answers to training problems, centred running mean of "
+        f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems, after the "
+        "step; star: the final evaluation, of the deployed model, and open with the quarantine on. "
+        f"{bar}Of several seeds, thin: a seed; thick: their mean; "
+        "band: its 95 % interval (Student's t)." + of_how_many(found),
+        fig,
+    )
+
+
+def of_how_many(found: Sequence[Condition]) -> str:
+    """Say in a caption how many conditions a figure shows, where that is not all."""
+    if len(found) <= SHOWN:
+        return ""
+    return f" The first {SHOWN} of {len(found)} conditions; the tables have all."
+
+
+def _from_to(c: Condition) -> str:
+    """Say in a line what became of the model: `hack 0 → 80 %, solve 47 → 3 %`."""
+    said = []
+    for what in WHATS:
+        before, after = (100 * (level(c, side, what).value or 0) for side in ("base", "deploy"))
+        said.append(f"{what} {before:.0f} → {after:.0f} %")
+    return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class End:
+    """A share of the final evaluation, marked behind the last step."""
+
+    label: str
+    share: float
+    colour: str
+    face: str  # of the star
+    span: tuple[float, float] | None = None  # a bar from one share to another, in place of a star
+
+
+def _ends(condition: Condition) -> list[End]:
+    """Return what the final evaluation found, deployed and, with a quarantine, as trained."""
+    ends = []
+    for what in WHATS:
+        colour = STYLE[what].colour
+        deployed = level(condition, "deploy", what).value
+        if deployed is not None:
+            ends.append(End(f"{what}, deployed, at the end", deployed, colour, colour))
+        trained = level(condition, "train", what).value
+        if condition.first.cfg.method.routes and trained is not None:
+            ends.append(End(f"{what}, as trained, at the end", trained, colour, "white"))
+    return ends
+
+
+def _recorded_end() -> End:
+    """Return the hack rates at which recorded runs of plain GRPO ended."""
+    mean, least, most = PLAIN_GRPO["hack"]
+    label = f"hack, plain GRPO, {PLAIN_GRPO_SEEDS} recorded runs"
+    return End(label, mean / 100, RED, RED, (least / 100, most / 100))
+
+
+# Labels beside marks are so far apart, as a share of the axis.
+APART = 0.085
+
+
+def _mark_ends(axes: Axes, condition: Condition, ends: Sequence[End], named: bool) -> None:
+    """Mark what the final evaluation found, to the right of the last step.
+
+    named: write beside each mark what it is; else the legend says so.
+    """
+    last = max(int(run.steps.step.iloc[-1]) for run in condition.runs) + 1
+    x = last + max(1, last // 30)
+    for end in ends:
+        if end.span:
+            beside = x + max(1, last // 30)  # no star lies on it
+            (mark,) = axes.plot([beside, beside], end.span, lw=7, alpha=0.3)
+            mark.set_solid_capstyle("butt")
+        else:
+            (mark,) = axes.plot(x, end.share, "*", clip_on=False, ms=12)
+        mark.set(color=end.colour, label="" if named else end.label)
+        mark.set_markerfacecolor(end.face)
+    if not named:
+        return
+    at = -1.0
+    for end in sorted(ends, key=lambda end: end.share):
+        at = max(end.share, at + APART)
+        said = f"{end.label.removesuffix(', at the end')}: {100 * end.share:.1f} %"
+        axes.annotate(
+            said,
+            (x, at),
+            xytext=(24, 0),
+            textcoords="offset points",
+            va="center",
+            color=end.colour,
+            fontsize=10,
+            annotation_clip=False,
+        )
+
+
+def _plain_curve(axes: Axes, plain: Condition) -> None:
+    """Draw the deployed hacks of plain GRPO, where it was evaluated on the way."""
+    curve = _deployed(plain, "hack")
+    if len(curve):
+        steps, mean = curve.index + 1, curve.mean(axis=1)
+        axes.plot(steps, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
+        axes.annotate(
+            "plain GRPO hacks",
+            (steps[-1], mean.iloc[-1]),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=GREY,
+            fontsize=8,
+        )
+
+
+def _sampled_note(condition: Condition) -> str:
+    """Say from which model answers are sampled in training; "": the method has but one."""
+    if not condition.first.cfg.method.routes:
+        return ""
+    how = {1.0: "as deployed", 0.0: "as trained"}
+    ablated = condition.first.cfg.method.ablate_frac
+    return f" (training answers sampled {how.get(ablated, 'partly as deployed')})"
+
+
+def _curves(axes: Axes, condition: Condition, what: What) -> None:
+    """Draw what one condition hacks or solves: in training, and in evaluations on the way."""
+    style = STYLE[what]
+    by_seed = DataFrame({run.seed: _in_training(run, what) for run in condition.runs})
+    by_seed = by_seed.dropna(how="all")
+    shared = by_seed.dropna()  # the steps that all seeds have
+    if len(condition.runs) > 1:
+        axes.plot(by_seed.index + 1, by_seed, color=style.colour, lw=0.5, alpha=0.35)
+        _band(axes, shared, style.colour, what)
+    label = f"{what}, training answers"
+    mean = shared.mean(axis=1)
+    axes.plot(shared.index + 1, mean, style.dash, color=style.colour, lw=1.8, label=label)
+    evaluated = _deployed(condition, what)
+    if len(evaluated):
+        axes.plot(
+            evaluated.index + 1,
+            evaluated.mean(axis=1),
+            style.marker,
+            color=style.colour,
+            mfc="white",
+            ms=5,
+            label=f"{what}, held-out answers, deployed",
+        )
+
+
+def _band(axes: Axes, by_seed: DataFrame, colour: str, what: What) -> None:
+    """Fill the interval of the seeds' mean at each step; it is the mean where there is none."""
+    lows, highs = [], []
+    for values in by_seed.to_numpy():
+        mean = stats.over_seeds(list(values))
+        lows.append(mean.value or 0.0 if mean.low is None else mean.low)
+        highs.append(mean.value or 0.0 if mean.high is None else mean.high)
+    label = f"{what}, 95 % interval of the line"
+    steps = by_seed.index + 1
+    axes.fill_between(steps, lows, highs, label=label, color=colour, alpha=0.15, lw=0)
+
+
+def _in_training(run: FinishedRun, what: What) -> Series:
+    """Return by step the share of the model's own answers that hack or solve, over the window
+    around the step."""
+    counts = run.steps.set_index("step")[[f"{what}_s_k", f"{what}_s_n"]].astype(float)
+    window = counts.rolling(SMOOTH, min_periods=1, center=True).sum()
+    answers = window[f"{what}_s_n"]
+    return window[f"{what}_s_k"] / answers.where(answers > 0)
+
+
+def _deployed(condition: Condition, what: What) -> DataFrame:
+    """Return the deployed model's evaluations on the way, by step and seed; empty: there were
+    none."""
+    by_seed = {}
+    for run in condition.runs:
+        if f"{what}_deploy" in run.steps:
+            by_seed[run.seed] = run.steps.set_index("step")[f"{what}_deploy"]
+    return DataFrame(by_seed).dropna()
