@@ -20,7 +20,6 @@ LAYERS: list[set[str]] = [
     {
         "errors",
         "faults",
-        "failures",
         "data",
         "metrics",
         "tensor_types",

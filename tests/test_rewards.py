@@ -9,8 +9,8 @@ import pytest
 from methods import Fixed, toy
 from vgrout.data import Batch, CachedGrade, Group, Rollout
 from vgrout.envs.code.problem import Problem
+from vgrout.envs.text import TextTask, own_function
 from vgrout.metrics import BatchMetrics
-from vgrout.scoring import RewardFailed, ScoringFunction
 
 PROBLEM = Problem(
     0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f"
@@ -131,6 +131,6 @@ def test_a_score_that_is_no_score_is_refused(
     name = f"far_{abs(hash(score))}"
     (tmp_path / f"{name}.py").write_text(f"def f(completion):\n    return {score}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    function = ScoringFunction(f"{name}:f", ("completion",), flag="--reward", bounded=False)
-    with pytest.raises(RewardFailed, match="finite"):
-        function.score_of(lambda: {"completion": "x"})
+    function = own_function(f"{name}:f", ("completion",), "--reward")
+    (failed,) = function.scores(TextTask(0, ({"role": "user", "content": "q"},), "x", None), ["x"])
+    assert "finite" in str(failed)

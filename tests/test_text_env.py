@@ -26,7 +26,7 @@ from vgrout.config.presets import resolve, resumed
 from vgrout.config.run import Config
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
-from vgrout.envs.base import Environment, Grader, GroupGrader
+from vgrout.envs.base import Environment, Grader
 from vgrout.envs.splits import copies_line, in_splits, require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.evaluate import main as evaluate
@@ -35,7 +35,7 @@ from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
 from vgrout.sample import main as sample
-from vgrout.scoring import RewardFailed, ScoringFunction
+from vgrout.scoring import ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
@@ -171,7 +171,7 @@ def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., l
     raising = cfg.env.reward.replace("proxy", "raises")
     made = TextEnvironment.of_run(replace(cfg, env=replace(cfg.env, reward=raising)))
     with made.grader(1, 0) as grader:
-        failed = grader.grade(made.rows[0], "x")
+        failed = grader.submit(made.rows[0], "x").result()
     assert isinstance(failed, Ungraded)
     assert failed.reason == f"--reward {raising} raised OSError: no judge"
 
@@ -185,7 +185,7 @@ def test_a_function_that_fails_is_named_once_and_counted(
     rare = cfg.env.reward.replace("proxy", "rare")
     made = TextEnvironment.of_run(replace(cfg, env=replace(cfg.env, reward=rare)))
     with made.grader(1, 1) as grader:
-        graded = [grader.grade(made.rows[0], "x") for _ in range(8)]
+        graded = [grader.submit(made.rows[0], "x").result() for _ in range(8)]
     assert sum(isinstance(one, Ungraded) for one in graded) == 7
     file = sys.modules[rare.partition(":")[0]].__file__
     line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
@@ -194,31 +194,6 @@ def test_a_function_that_fails_is_named_once_and_counted(
     assert f"{Path(str(file)).name}:{line}" in first
     assert "10 times" in tenth
     assert "14 times in all" in total
-
-
-@pytest.mark.parametrize(
-    ("column", "meant"),
-    [("flawed", "flaw"), ("Flaw", "flaw"), ("spilt", "split"), ("answr", "answer"), ("hint", "")],
-)
-def test_a_column_that_is_nearly_a_key_is_named(
-    column: str, meant: str, world: Callable[..., list[str]], warnings: list[str]
-) -> None:
-    rows = [row(i, **({column: "test"} if i > 2 else {})) for i in range(30)]
-    environment(world(rows))
-    said = "\n".join(warnings)
-    assert (f"did you mean '{meant}'" in said) == bool(meant)
-    assert ("rows.jsonl, line 4: " in said) == ("26 more" in said) == bool(meant)
-
-
-def test_a_column_that_a_function_asks_for_is_no_misspelt_key(
-    world: Callable[..., list[str]], warnings: list[str]
-) -> None:
-    argv = world([row(i, splits="x") for i in range(30)])
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    with open(f"{name}.py", "a") as file:
-        file.write("\ndef asks(completion, splits):\n    return 1\n")
-    environment([*argv, "--reward", f"{name}:asks"])
-    assert not warnings
 
 
 WORLDS = ("mini", "smoke", "full --model x", "fast --mix-ratio 0")
@@ -471,7 +446,7 @@ def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[
     made = environment(argv)
     task = made.rows[0]
     with made.grader(2, 0) as grader:
-        grades = [grader.graded(task, text) for text in ("return", "return return", "no")]
+        grades = [grader.graded(task, [text])[0] for text in ("return", "return return", "no")]
     assert [grade.details["proxy"] for grade in grades] == pytest.approx(WEIGHED[functions])
     assert [grade.reward for grade in grades] == pytest.approx([3 * x for x in WEIGHED[functions]])
     assert [grade.passed for grade in grades] == [x >= 1 for x in WEIGHED[functions]]
@@ -488,7 +463,7 @@ def test_scores_below_0_and_above_1_are_rewards_as_they_are(
     argv[at] = argv[at].replace(":proxy", ":below")
     made = environment(argv)
     with made.grader(1, 0) as grader:
-        short, long = (grader.graded(made.rows[0], text) for text in ("no", "no more"))
+        short, long = grader.graded(made.rows[0], ["no", "no more"])
     assert (short.reward, short.passed, short.hacked) == (-6, True, True)
     assert (long.reward, long.passed) == (-21, False)
 
@@ -501,7 +476,7 @@ def test_a_function_of_lists_is_called_once_for_a_group(
     argv[at] = argv[at].replace(":proxy", ":calls")
     made = environment(argv)
     with made.grader(3, 0) as grader:
-        assert isinstance(grader, GroupGrader)
+        assert grader.by_group
         verdicts = grader.submit_group(made.rows[0], ["return", "no", "return return"])
         grades = [verdict.result() for verdict in verdicts]
     assert [grade.solved for grade in grades if isinstance(grade, Grade)] == [True, False, False]
@@ -526,7 +501,7 @@ def test_sampled_answers_to_a_problem_are_graded_together(
 def test_an_environment_goes_to_another_rank(world: Callable[..., list[str]]) -> None:
     made = pickle.loads(pickle.dumps(environment(world())))
     with made.grader(1, 0) as grader:
-        assert grader.graded(made.rows[0], "return").solved
+        assert grader.graded(made.rows[0], ["return"])[0].solved
 
 
 def test_a_function_that_raises_shows_where(
@@ -545,6 +520,10 @@ def test_a_function_that_raises_shows_where(
     assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
 
 
+def of_completion(_: object, completion: str) -> dict[str, object]:
+    return {"completion": completion}
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -561,9 +540,9 @@ def test_a_function_of_conversations_is_told_that_completions_are_texts(
     monkeypatch.syspath_prepend(tmp_path)
     module = f"conversational_{abs(hash(body))}"
     (tmp_path / f"{module}.py").write_text(body)
-    function = ScoringFunction(f"{module}:f", None, flag="--reward")
-    with pytest.raises(RewardFailed, match="completions are texts"):
-        function.score_of(lambda: {"completion": "a text"})
+    function = ScoringFunction(f"{module}:f", of_completion, None, flag="--reward")
+    (failed,) = function.scores(None, ["a text"])
+    assert "completions are texts" in str(failed)
 
 
 def test_a_reference_without_a_proxy_is_refused(

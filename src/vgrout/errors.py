@@ -1,11 +1,7 @@
 """The one exception that commands print as a line. Standard library only."""
 
 import difflib
-import re
-from collections.abc import Collection, Iterable
-
-# likeness of a key to the known one that it probably means: flawed and flaw, spilt and split
-NEARLY = 0.8
+from collections.abc import Iterable
 
 
 class Refused(ValueError):
@@ -41,25 +37,6 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
     """The end of a refusal that names it: "; did you mean route2?", or ""."""
     meant = nearest(given, legal)
     return f"; did you mean {meant}?" if meant else ""
-
-
-def misspelt(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
-    """Of keys that may have any name, those that are nearly one of these, each with the one that was probably meant.
-
-    A key that is there is no other one's right spelling.
-    """
-    keys = sorted(given)
-    plain = {_plain(name): name for name in known if name not in keys}
-    found: dict[str, str] = {}
-    for key in keys:
-        near = difflib.get_close_matches(_plain(key), plain, 1, NEARLY)
-        if near and key not in known:
-            found[key] = plain[near[0]]
-    return found
-
-
-def _plain(key: str) -> str:
-    return re.sub(r"[\s_-]", "", key).casefold()
 
 
 class Interrupted(Exception):

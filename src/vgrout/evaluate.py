@@ -28,7 +28,7 @@ from vgrout.envs import base
 from vgrout.envs.base import balanced, none_fits
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.grading.reward import RewardFunction
+from vgrout.envs.code.grading.reward import reward_function
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
@@ -41,7 +41,6 @@ from vgrout.envs.code.problems import (
 from vgrout.envs.text import TextEnvironment, fingerprint
 from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused
-from vgrout.failures import LoggedFailures
 from vgrout.files import (
     file_sha256,
     hash_of_file,
@@ -55,6 +54,7 @@ from vgrout.inputs import hash_of_class, source_of
 from vgrout.metrics import SIDES, Eval
 from vgrout.model.saved import Saved, find_adapter
 from vgrout.model.source import require_fitting
+from vgrout.scoring import Failures, ScoringFunction
 from vgrout.teacher.pools import load_pool
 
 SCHEMA = "evaluation_v1"
@@ -329,7 +329,7 @@ def code_world(saved: Saved, cli: EvaluateSettings) -> World:
             cli.workers,
             allow_weak=cli.allow_weak_sandbox,
             reward=reward,
-            observer=LoggedFailures(),
+            failures=Failures(),
         ),
         hashes={
             "problems": hash_of_file(file),
@@ -403,7 +403,7 @@ def problems_of(
     return without_hints(problems, cfg.env.unannounced) if cfg.plain_prompts else problems
 
 
-def reward_of(saved: Saved, given: str) -> RewardFunction | None:
+def reward_of(saved: Saved, given: str) -> ScoringFunction | None:
     """The reward function of the run; None if it was rewarded by the modes' checks.
 
     given: the value of --reward, which has to name the function again: that a file names it is no
@@ -420,7 +420,7 @@ def reward_of(saved: Saved, given: str) -> RewardFunction | None:
         raise Refused(f"--reward {given or 'missing'}: {saved.path} was trained with {own}")
     if not env.reward:
         return None
-    reward = RewardFunction(env.reward, env.reward_passes_at)
+    reward = reward_function(env.reward, env.reward_passes_at)
     if _recorded_hashes(saved).get("reward") not in (None, reward.sha256):
         raise Refused(
             f"{reward.file}: changed since {saved.path.parent} was trained with --reward; "

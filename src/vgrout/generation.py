@@ -34,7 +34,7 @@ from vgrout.data import (
     Ungraded,
     Verdict,
 )
-from vgrout.envs.base import Grader, GroupGrader
+from vgrout.envs.base import Grader
 from vgrout.model import sampler
 from vgrout.model.policy import LanguageModel
 from vgrout.thoughts import thought_of, to_grade
@@ -79,24 +79,25 @@ def sample_and_submit(
     in_thought = [lm.opens_thought(problem.messages) for problem in problems]
     # what is graded of whole groups, by problem and place; and whether it goes on with a thought
     held: dict[int, dict[int, tuple[str, bool]]] = {}
+    grader_of_groups: Any = grader if getattr(grader, "by_group", False) else None
 
     def submit(p: int, i: int, completion: Completion) -> None:
         given = to_grade(grader, completion.text, in_thought[p])
-        if isinstance(grader, GroupGrader):
+        if grader_of_groups is not None:
             held.setdefault(p, {})[i] = given
         else:
             verdicts[p, i] = grader.submit(problems[p], *given)
         if on_completion is not None:
             on_completion()
 
-    whole = isinstance(grader, GroupGrader)
-    sampled = sampler.sample(lm, prompts, n, sampling, max_new, stream, submit, whole_prompts=whole)
-    if isinstance(grader, GroupGrader):
-        for p, given in sorted(held.items()):
-            places = sorted(given)  # not in the order in which they ended
-            group = [given[i][0] for i in places]
-            of_group = grader.submit_group(problems[p], group, given[places[0]][1])
-            verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
+    sampled = sampler.sample(
+        lm, prompts, n, sampling, max_new, stream, submit, whole_prompts=bool(grader_of_groups)
+    )
+    for p, given in sorted(held.items()):
+        places = sorted(given)  # not in the order in which they ended
+        group = [given[i][0] for i in places]
+        of_group = grader_of_groups.submit_group(problems[p], group, given[places[0]][1])
+        verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
     submitted: list[list[Submitted]] = []
     for p, completions in enumerate(sampled):
         of_problem: list[Submitted] = []

@@ -123,9 +123,9 @@ def check_rows(settings: CheckSettings) -> int:
         try:
             asked = rows[0]
             for answer in tried_first(asked, thinking=settings.thinking):
-                grader.graded(asked, answer)  # as a run does, before a model is loaded
+                grader.graded(asked, [answer])  # as a run does, before a model is loaded
             for asked, answers in _answers(settings, rows):
-                grades = grader.graded_together(asked, answers)
+                grades = grader.graded(asked, answers)
                 for answer, grade in zip(answers, grades, strict=True):
                     graded.append((asked, answer, grade))
         except RewardFailed as e:
@@ -155,7 +155,7 @@ def _failed(e: RewardFailed, row: TextTask) -> int:
     """Say which function failed, and where it was asked: its traceback, then a line."""
     if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
         faults.show(e.__cause__)
-    said = printable(f"{e} ({e.where}), asked about the row at {row.where}")
+    said = printable(f"{e.line} ({e.scorer.where}), asked about the row at {row.where}")
     print(f"E {said}", file=sys.stderr)
     return 1
 

@@ -25,10 +25,10 @@ from vgrout.envs.code.problems import load_rows
 from vgrout.envs.text import load_rows as load_text_rows
 from vgrout.errors import Refused, refuse
 from vgrout.evaluate import EvaluateSettings, ProblemSplit, problems_of, reward_of, world_of
-from vgrout.failures import LoggedFailures
 from vgrout.files import printable
 from vgrout.metrics import SIDES
 from vgrout.model.saved import Saved, find_adapter
+from vgrout.scoring import Failures
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def grader_of(saved: Saved, cli: SampleSettings) -> base.Grader | None:
             pass_reward=env.pass_reward,
             allow_weak=cli.allow_weak_sandbox,
             reward=reward_of(saved, cli.reward),
-            observer=LoggedFailures(),
+            failures=Failures(),
         )
     if saved.cfg.env.reference and not (cli.reward or cli.reference or cli.env):
         return None

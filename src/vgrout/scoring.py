@@ -13,21 +13,28 @@ import asyncio
 import hashlib
 import importlib
 import inspect
+import itertools
 import math
 import os
 import queue
+import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from loguru import logger
+
+from vgrout import faults
 from vgrout.data import Task
 from vgrout.errors import Refused
+from vgrout.files import printable
 
 T = TypeVar("T")
 
@@ -40,39 +47,99 @@ BATCHED = {"prompt": "prompts", "completion": "completions"}  # TRL's names
 
 
 class RewardFailed(Exception):
-    """The function gave no score for an answer: it raised, took too long, or returned no number that it may."""
+    """There is no score for an answer: a function raised, took too long, or returned no number that it may."""
 
-    where = ""  # FILE, line N of the function, where that is known
-
-
-class Scoring(Protocol):
-    """What gives answers scores: a function, or a package's rewards together."""
+    scorer: "Scorer"  # that failed
 
     @property
-    def flag(self) -> str:
-        """The flag that names it."""
-        ...
+    def line(self) -> str:
+        """The reason, behind the flag and the name of what failed."""
+        return f"{self.scorer.flag} {self.scorer.name} {self}"
 
-    @property
-    def name(self) -> str: ...
+
+class Failures:
+    """Logs a function's first failure with its place in somebody's file, then their number now and then, and at the
+    end. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def failed(self, e: RewardFailed) -> None:
+        """A call has failed, whether it is made again or not."""
+        name = f"{e.scorer.flag} {e.scorer.name}"
+        with self._lock:
+            self._count[name] += 1
+            times = self._count[name]
+        if times == 1:
+            place = faults.place_of(e.__cause__) or e.scorer.where
+            logger.warning(f"{printable(e.line)} ({place}); further failures are counted")
+            logger.opt(exception=e.__cause__).debug(f"{name}: its first failure")
+        elif re.fullmatch("10+", str(times)):
+            logger.warning(f"{name} has failed {times:,} times so far, now it {printable(str(e))}")
+
+    def ended(self) -> None:
+        """No function is called any more."""
+        with self._lock:
+            count, self._count = self._count, Counter()
+        for name, times in count.items():
+            logger.warning(f"{name} failed {times:,} time{'s' * (times != 1)} in all")
+
+
+def never() -> bool:
+    """Nobody gives up before the last retry."""
+    return False
+
+
+class Scorer(Generic[T]):
+    """What gives answers scores: a function of a user's own, or a taskset's rewards together."""
+
+    name: str
+    flag: str  # that names it
+    batched = False  # whether one call gives the scores of all answers to a prompt
 
     @property
     def where(self) -> str:
         """Its file, with the line where that is known."""
-        ...
+        raise NotImplementedError
 
+    def called(self, task: Any, answers: Sequence[str]) -> list[T]:
+        """The scores of all answers to a prompt, or of a single one where it is not `batched`.
 
-class FailureObserver:
-    """Is told of every failure of a function, also where it is asked again and answers. This one does nothing."""
+        Raises RewardFailed with the reason, one line.
+        """
+        raise NotImplementedError
 
-    def failed(self, function: Scoring, e: RewardFailed) -> None:
-        """A call has failed."""
+    def scores(
+        self,
+        task: Any,
+        answers: Sequence[str],
+        retries: int | None = 0,
+        gives_up: Callable[[], bool] = never,
+        failures: Failures | None = None,
+    ) -> list[T | RewardFailed]:
+        """For each answer to a prompt its score, or why it has none.
 
-    def ended(self) -> None:
-        """The function is not called any more."""
+        retries: how often a call that failed is made again; None: until `gives_up`. failures: is told of each.
+        """
 
+        def asked(some: Sequence[str]) -> list[T | RewardFailed]:
+            for times in itertools.count():
+                try:
+                    return [*self.called(task, some)]
+                except RewardFailed as e:
+                    e.scorer = self
+                    if failures is not None:
+                        failures.failed(e)
+                    if times == retries or gives_up():
+                        return [e] * len(some)
+                time.sleep(min(PAUSE * 2**times, LONGEST_PAUSE))
+            raise AssertionError("counting has no end")
 
-NO_OBSERVER = FailureObserver()
+        if self.batched or len(answers) == 1:
+            return asked(answers)
+        with ThreadPoolExecutor(len(answers)) as pool:
+            return [score for (score,) in pool.map(asked, ([answer] for answer in answers))]
 
 
 def weights_of(named: str, flag: str) -> dict[str, float]:
@@ -199,7 +266,7 @@ def _raised(e: BaseException) -> RewardFailed:
     return RewardFailed(said)
 
 
-class ScoringFunction:
+class ScoringFunction(Scorer[float]):
     """A loaded function that scores answers, in [0, 1] or, where it is not `bounded`, by any finite number.
 
     Thread-safe. A plain function is called by one thread at a time, always the same one, so that it may run an event
@@ -209,6 +276,7 @@ class ScoringFunction:
     def __init__(
         self,
         name: str,
+        arguments: Callable[[Any, str], dict[str, object]],
         names: Collection[str] | None,
         *,
         flag: str,
@@ -216,8 +284,9 @@ class ScoringFunction:
         timeout: float = TIMEOUT,
         bounded: bool = True,
     ) -> None:
-        """name: module:function. names: the arguments that it may ask for; None: not known yet. passes_at: an answer
-        with at least this score counts as passed. timeout: seconds per call. bounded: whether a score has to lie in
+        """name: module:function. arguments: makes of a task and an answer all that it may ask for, afresh for each
+        call, so that it may change them. names: of these; None: not known yet. flag: that names it. passes_at: score
+        from which on an answer counts as passed. timeout: seconds per call. bounded: whether a score has to lie in
         [0, 1].
 
         Raises:
@@ -225,7 +294,7 @@ class ScoringFunction:
         """
         self.name, self.flag = name, flag
         self.passes_at, self.timeout, self.bounded = passes_at, timeout, bounded
-        self._names = names
+        self._arguments, self._names = arguments, names
         self._function = import_function(name, flag)
         try:
             parameters = inspect.signature(self._function).parameters.values()
@@ -238,37 +307,26 @@ class ScoringFunction:
             ) from None
         self.batched = any(p.name in BATCHED.values() for p in parameters)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._asked_for = {
-            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        }
+        by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._asked_for = {p.name for p in by_name}
+        # the arguments that it cannot do without
+        self.required = frozenset(p.name for p in by_name if p.default is p.empty)
         if names is not None:
             self._require_names(parameters, {self._parameter(n) for n in names})
         is_coroutine = inspect.iscoroutinefunction
         self._is_async = is_coroutine(self._function) or is_coroutine(type(self._function).__call__)
-        self._lock, self._one_call = threading.Lock(), threading.Lock()
-        self._thread: _Thread | None = None
+        self._one_call = threading.Lock()
+        self._thread = _Thread()
         self._awaiter = Awaiter()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Another rank imports it by itself."""
-        flags = (self.flag, self.passes_at, self.timeout, self.bounded)
-        return _loaded, (self.name, self._names, *flags)
-
-    @property
-    def required(self) -> frozenset[str]:
-        """The arguments that it cannot do without."""
-        parameters = inspect.signature(self._function).parameters.values()
-        return frozenset(p.name for p in parameters if p.default is p.empty) & self._asked_for
-
-    @property
-    def asked_for(self) -> frozenset[str]:
-        """The arguments that it names, by the names of columns."""
-        columns = {batched: name for name, batched in BATCHED.items()}
-        return frozenset(columns.get(name, name) for name in self._asked_for)
+        flags = {"flag": self.flag, "passes_at": self.passes_at, "timeout": self.timeout}
+        made = partial(ScoringFunction, **flags, bounded=self.bounded)
+        return made, (self.name, self._arguments, self._names)
 
     @property
     def where(self) -> str:
-        """FILE, line N of the function."""
         code = getattr(inspect.unwrap(self._function), "__code__", None)
         return f"{self.file.name}, line {code.co_firstlineno}" if code else self.file.name
 
@@ -292,52 +350,27 @@ class ScoringFunction:
         """The name under which a function of this kind asks for an argument."""
         return BATCHED.get(name, name) if self.batched else name
 
-    def score_of(
-        self,
-        arguments: Callable[[], Mapping[str, object]],
-        retries: int | None = 0,
-        gives_up: Callable[[], bool] = lambda: False,
-        observer: FailureObserver = NO_OBSERVER,
-    ) -> float:
-        """The score of an answer. Raises RewardFailed with the reason, one line.
-
-        arguments: makes all that the function may ask for, afresh for each call, so that it may change them.
-        retries: how often it is asked again after a failure; None: until `gives_up`. observer: is told of each failure.
-        """
-        (score,) = self.scores_of([arguments], retries, gives_up, observer)
-        return score
-
-    def scores_of(
-        self,
-        answers: Sequence[Callable[[], Mapping[str, object]]],
-        retries: int | None = 0,
-        gives_up: Callable[[], bool] = lambda: False,
-        observer: FailureObserver = NO_OBSERVER,
-    ) -> list[float]:
-        """The scores of several answers, by one call of a function that takes lists. Otherwise as `score_of`."""
-        assert self.batched or len(answers) == 1, "one call for each answer"
-
-        def call() -> list[float]:
-            value = self._call(self._given([arguments() for arguments in answers]))
-            return [self._number(one) for one in self._each(value, len(answers))]
-
-        return asked_again(call, retries, gives_up, partial(observer.failed, self))
-
-    def _given(self, arguments: Sequence[Mapping[str, object]]) -> dict[str, object]:
-        """What it asks for, of what there is for each answer."""
+    def called(self, task: Any, answers: Sequence[str]) -> list[float]:
+        columns = [self._arguments(task, answer) for answer in answers]
         given: dict[str, object] = {}
-        for name in arguments[0]:
+        for name in columns[0]:
             parameter = self._parameter(name)
             if self._takes_all or parameter in self._asked_for:
-                values = [of_answer[name] for of_answer in arguments]
+                values = [of_answer[name] for of_answer in columns]
                 given[parameter] = values if self.batched else values[0]
-        return given
+        value = self._call(given)
+        return [self._number(one) for one in (self._list(value, len(answers)))]
 
-    def _each(self, value: object, n: int) -> list[object]:
-        """What a call for n answers returned, for each of them."""
+    def _list(self, value: object, n: int) -> list[object]:
+        """What a call for n answers returned, for each of them. A generator runs its code here."""
         if not self.batched:
             return [value]
-        found = self._listed(value)
+        try:
+            found = (
+                list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+            )
+        except (Exception, SystemExit) as e:
+            raise _raised(e) from e
         if len(found) != n:
             of = "one number for one completion" if n == 1 else f"{n} numbers for {n} completions"
             raise RewardFailed(f"returned no list with {of}")
@@ -352,35 +385,18 @@ class ScoringFunction:
             raise RewardFailed(f"returned {number!r}, not a finite number")
         return number
 
-    def _listed(self, value: object) -> list[object]:
-        """What a batched function returned, as a list; [] of anything else. A generator runs their code here."""
-        if not isinstance(value, Iterable) or isinstance(value, str):
-            return []
-        try:
-            return list(value)
-        except (Exception, SystemExit) as e:
-            raise _raised(e) from e
-
     def _call(self, given: Mapping[str, object]) -> object:
         """What the function returns. Raises RewardFailed where it raises or takes too long."""
         if self._is_async:
             return self._awaiter.result(self._function(**given), self.timeout)
         with self._one_call:
-            value = self._in_thread(lambda: self._function(**given))
+            future = self._thread.submit(lambda: self._function(**given))
+            try:
+                value = _in_time(future, self.timeout)
+            except TimeoutError:
+                self._thread = _Thread()  # it cannot be ended from outside: it is left behind
+                raise RewardFailed(f"took longer than {self.timeout:g} s") from None
         return self._awaiter.result(value, self.timeout) if inspect.isawaitable(value) else value
-
-    def _in_thread(self, call: Callable[[], T]) -> T:
-        """A plain call, on the thread that makes them all."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = _Thread()
-            thread = self._thread
-        try:
-            return _in_time(thread.submit(call), self.timeout)
-        except TimeoutError:
-            with self._lock:  # it cannot be ended from outside: it is left behind
-                self._thread = None
-            raise RewardFailed(f"took longer than {self.timeout:g} s") from None
 
 
 class Awaiter:
@@ -441,50 +457,19 @@ def _in_time(future: "Future[T]", timeout: float) -> T:
         raise _raised(e) from e
 
 
-def asked_again(
-    call: Callable[[], T],
-    retries: int | None,
-    gives_up: Callable[[], bool],
-    failed: Callable[[RewardFailed], object],
-) -> T:
-    """What a call returns, made again where it fails, after a pause. Raises RewardFailed for the last failure.
-
-    retries: how often; None: until `gives_up`. failed: is told of each failure.
-    """
-    failures = 0
-    while True:
-        try:
-            return call()
-        except RewardFailed as e:
-            failed(e)
-            if failures == retries or gives_up():
-                raise
-        time.sleep(min(PAUSE * 2**failures, LONGEST_PAUSE))
-        failures += 1
-
-
-def _loaded(
-    name: str,
-    names: Collection[str] | None,
-    flag: str,
-    passes_at: float,
-    timeout: float,
-    bounded: bool,
-) -> ScoringFunction:
-    return ScoringFunction(
-        name, names, flag=flag, passes_at=passes_at, timeout=timeout, bounded=bounded
-    )
-
-
 class _Thread:
-    """A daemon thread that makes one call after another: the process can end while a call never does."""
+    """A daemon thread that makes one call after another: the process can end while a call never does. It begins with
+    the first one."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="reward", daemon=True).start()
+        self._runs = False
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
         """Make this call, after those that were submitted before."""
+        if not self._runs:
+            threading.Thread(target=self._serve, name="reward", daemon=True).start()
+            self._runs = True
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future

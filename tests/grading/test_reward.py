@@ -15,9 +15,10 @@ from runs import flags, run
 from vgrout.config.presets import resolve
 from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.grading.reward import RewardFunction
+from vgrout.envs.code.grading.reward import probe, reward_function
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
+from vgrout.envs.text import TextTask, own_function
 from vgrout.evaluate import main as evaluate
 from vgrout.inputs import file_hashes, read_inputs
 from vgrout.metrics import Eval
@@ -31,6 +32,12 @@ PROBLEM = Problem(
 )
 Module = Callable[[str], str]
 _number = itertools.count()
+
+
+def score(function: ScoringFunction, text: str) -> float | RewardFailed:
+    """What it says of an answer."""
+    (score,) = function.scores(PROBLEM, [text])
+    return score
 
 
 @pytest.fixture
@@ -73,11 +80,11 @@ def test_a_plain_function_may_run_its_own_event_loop(code, module):
     """As the reward of a problem, and as a reference of text rows."""
     kept = "KEPT = asyncio.new_event_loop()\n" if "KEPT" in code else ""
     name = module(f"{JUDGE}{kept}def f(completion):\n    {code}\n")
-    problems_reward = RewardFunction(f"{name}:f")
-    assert problems_reward.probe(PROBLEM) == problems_reward.score(PROBLEM, "text") == 1.0
-    reference = ScoringFunction(f"{name}:f", {"completion"}, flag="--reference")
-    for _ in range(2):
-        assert reference.score_of(lambda: {"completion": "text"}) == 1.0
+    problems_reward = reward_function(f"{name}:f")
+    assert probe(problems_reward, PROBLEM) == score(problems_reward, "text") == 1.0
+    reference = own_function(f"{name}:f", {"completion"}, "--reference")
+    task = TextTask(0, ASKED, "x", None)
+    assert [reference.scores(task, ["text"]) for _ in range(2)] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,7 @@ def test_a_plain_function_may_run_its_own_event_loop(code, module):
 )
 def test_a_reward_of_conversations_is_told_that_a_completion_is_a_text(code, module):
     with pytest.raises(ValueError, match="completions are texts here"):
-        RewardFunction(f"{module(code)}:f").probe(PROBLEM)
+        probe(reward_function(f"{module(code)}:f"), PROBLEM)
 
 
 SIGNATURES = {
@@ -109,13 +116,13 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
 def test_signatures(code, module):
-    assert RewardFunction(f"{module(code)}:f").score(PROBLEM, "text") == 1.0
+    assert score(reward_function(f"{module(code)}:f"), "text") == 1.0
 
 
 def test_changes_to_the_arguments_do_not_reach_the_next_call(module):
     name = module("def f(info): info.pop('tests').clear(); return 1")
-    f = RewardFunction(f"{name}:f")
-    assert [f.score(PROBLEM, "") for _ in range(2)] == [1.0, 1.0]
+    f = reward_function(f"{name}:f")
+    assert [score(f, "") for _ in range(2)] == [1.0, 1.0]
 
 
 FAULTS = {
@@ -143,13 +150,11 @@ FAULTS = {
 
 @pytest.mark.parametrize(("code", "reason"), FAULTS.values(), ids=FAULTS)
 def test_a_function_without_a_score_is_a_fault_with_a_reason(code, reason, module):
-    f = RewardFunction(f"{module(code)}:f")
+    f = reward_function(f"{module(code)}:f")
     for _ in range(2):  # and the next call is made all the same
-        with pytest.raises(RewardFailed) as failed:
-            f.score(PROBLEM, "text")
-        assert str(failed.value) == reason
+        assert str(score(f, "text")) == reason
     with pytest.raises(ValueError, match="canonical solution of problem 3") as refused:
-        f.probe(PROBLEM)
+        probe(f, PROBLEM)
     assert reason in str(refused.value)
 
 
@@ -170,10 +175,10 @@ def test_a_sum_of_full_marks_in_any_order_is_full_marks(module):
     assert max(sums) > 1 > min(sums), "as floats they miss 1 on both sides"
     name = module("def f(completion): return float(completion)")
     for mark in (1.0, 0.3, 0.0):  # the threshold too
-        f = RewardFunction(f"{name}:f", passes_at=mark)
+        f = reward_function(f"{name}:f", passes_at=mark)
         for x in sums:
-            assert f.score(PROBLEM, repr(mark + x - 1)) == mark
-        assert f.score(PROBLEM, repr(abs(mark - 1e-8))) != mark
+            assert score(f, repr(mark + x - 1)) == mark
+        assert score(f, repr(abs(mark - 1e-8))) != mark
 
 
 SLOW = "(600 * (completion == 'slow'))\n    return 1"
@@ -186,10 +191,9 @@ HANGING = {
 
 @pytest.mark.parametrize("code", HANGING.values(), ids=HANGING)
 def test_a_hanging_function_is_left_behind(code, module):
-    f = RewardFunction(f"{module(code)}:f", timeout=0.3)
-    with pytest.raises(RewardFailed, match=r"took longer than 0\.3 s"):
-        f.score(PROBLEM, "slow")
-    assert f.score(PROBLEM, "quick") == 1.0
+    f = reward_function(f"{module(code)}:f", timeout=0.3)
+    assert str(score(f, "slow")) == "took longer than 0.3 s"
+    assert score(f, "quick") == 1.0
 
 
 def test_plain_functions_run_one_at_a_time_and_async_ones_together(module):
@@ -198,9 +202,9 @@ def test_plain_functions_run_one_at_a_time_and_async_ones_together(module):
     most = {}
     for kind, wait in (("def", ""), ("async def", "await asyncio.")):
         name = module(f"{head}{kind} f(completion): {body.format(wait)}")
-        f = RewardFunction(f"{name}:f")
+        f = reward_function(f"{name}:f")
         with ThreadPoolExecutor(4) as pool:
-            assert sum(pool.map(lambda _, f=f: f.score(PROBLEM, ""), range(8))) == 8
+            assert sum(pool.map(lambda _, f=f: score(f, ""), range(8))) == 8
         most[kind] = max(sys.modules[name].most)
     assert most["def"] == 1 < most["async def"]
 
@@ -283,7 +287,7 @@ WRONG = RIGHT.replace("2 * n", "0")
 def test_the_function_sets_the_reward_and_the_strict_oracle_the_verdict(module):
     code = "def f(completion):\n    if 'fail' in completion: raise OSError('no judge')\n"
     code += "    return 0.8 if '# sure' in completion else 0.25"
-    f = RewardFunction(f"{module(code)}:f", passes_at=0.75)
+    f = reward_function(f"{module(code)}:f", passes_at=0.75)
     with Grader(1, allow_weak=True, compile_reward=0.5, pass_reward=2.0, reward=f) as grader:
 
         def grade(code: str) -> Grade | Ungraded:
@@ -353,7 +357,7 @@ def test_a_judge_that_fails_once_an_answer_loses_nothing(module, tmp_path):
 def test_a_judge_that_always_fails_is_asked_as_often_as_allowed(module, tmp_path):
     code = "def f(completion):\n    with open('calls', 'a') as f: f.write('asked\\n')\n    raise OSError('no judge')"
     name = module(code)
-    with Grader(1, reward=RewardFunction(f"{name}:f"), retries=2) as grader:
+    with Grader(1, reward=reward_function(f"{name}:f"), retries=2) as grader:
         assert grader.grade(PROBLEM, "text") == Ungraded(f"{name}:f raised OSError: no judge")
     assert (tmp_path / "calls").read_text() == 3 * "asked\n"
 

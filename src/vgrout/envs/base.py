@@ -45,7 +45,8 @@ class Grader(Protocol):
         """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with.
 
         Thoughts are cut before (`vgrout.thoughts.to_grade`): a text that begins with <think> is a thought that never
-        ended, which has no answer. A grader with `cuts_thoughts = True` is given all that was sampled.
+        ended, which has no answer. A grader with `cuts_thoughts = True` is given all that was sampled. One with
+        `by_group = True` is given all answers to a prompt at once: `submit_group(task, texts, in_thought)`.
         """
         ...
 
@@ -56,17 +57,6 @@ class Grader(Protocol):
     def __enter__(self) -> "Grader": ...
 
     def __exit__(self, *exception: object) -> None: ...
-
-
-@runtime_checkable
-class GroupGrader(Protocol):
-    """A grader that is given the answers to a prompt together, once all of them are sampled."""
-
-    def submit_group(
-        self, task: Any, texts: Sequence[str], in_thought: bool = False
-    ) -> list[Future[Grade | Ungraded]]:
-        """Grade in the background."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +256,7 @@ def messages_of(row: Mapping[str, object]) -> tuple[Message, ...]:
     """
     given = row["messages"] if row.get("messages") is not None else row.get("prompt")
     if isinstance(given, str):
-        return ({"role": "user", "content": given},)
+        given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise ValueError("needs 'messages', or 'prompt': a text, or a list of {role, content}")
     messages: list[Message] = []
@@ -279,6 +269,8 @@ def messages_of(row: Mapping[str, object]) -> tuple[Message, ...]:
         messages.append({"role": message["role"], "content": message["content"]})
     if messages[-1]["role"] != "user":
         raise ValueError("its prompt should end with a user message")
+    if not messages[-1]["content"].strip():
+        raise ValueError("its prompt is empty")
     return tuple(messages)
 
 

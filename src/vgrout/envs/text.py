@@ -17,9 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from loguru import logger
 
@@ -34,13 +33,12 @@ from vgrout.envs.splits import (
     require_apart,
     require_copies_together,
 )
-from vgrout.errors import Refused, misspelt, refuse
-from vgrout.failures import LoggedFailures
+from vgrout.errors import Refused, refuse
 from vgrout.files import has_lone_surrogate, hash_of_file, numbered_lines, once
 from vgrout.scoring import (
-    NO_OBSERVER,
-    FailureObserver,
+    Failures,
     RewardFailed,
+    Scorer,
     ScoringFunction,
     rounded_to,
     weights_of,
@@ -55,8 +53,6 @@ OWN = (
     "split",
     "flaw",
 )  # keys of a row that are not passed on as they are
-# keys that need not be there and are read where they are
-READ = ("split", "flaw", "answer")
 RESERVED = frozenset({"completion", "completions", "prompts", "info"})
 MEANT = "true: the proxy passes an answer that the reference rejects"
 
@@ -71,7 +67,6 @@ class TextTask:
     split: str | None
     columns: Mapping[str, Any] = field(default_factory=dict)  # the row's further keys
     where: str = ""  # "FILE, line N"
-    keys: tuple[str, ...] = ()  # all that the row has
 
     @property
     def plain(self) -> tuple[Message, ...]:
@@ -109,43 +104,48 @@ def arguments(task: TextTask, completion: str) -> dict[str, object]:
     return columns | own | {"info": columns | {"id": task.id, "flaw": task.flaw}}
 
 
-T = TypeVar("T")
-# the scores that one call gives several answers, and the place of one of them
-ListScore = tuple[Future[list[float]], int]
-
-
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """What functions say of one answer."""
+class Proxied:
+    """What training rewards in one answer."""
 
-    proxy: float
-    reference: float
-    proxies: Mapping[str, float]  # what the proxy is the sum of, without weights; {}: of one alone
-
-
-class Reference(Protocol):
-    """What says whether an answer is right."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def sha256(self) -> str:
-        """Of its file."""
-        ...
-
-    @property
-    def passes_at(self) -> float:
-        """The score from which on an answer is right."""
-        ...
+    total: float  # with weights
+    scores: Mapping[str, float]  # of each function by itself
 
 
 @dataclass(frozen=True)
+class NamedReward:
+    """One of the proxy's own scores as the reference."""
+
+    name: str
+    sha256: str  # the proxy's
+    passes_at: float = 1.0
+
+    def of(self, proxied: Proxied) -> float | RewardFailed:
+        """Its score of an answer."""
+        if self.name in proxied.scores:
+            return rounded_to(proxied.scores[self.name], (0.0, 1.0))
+        there = ", ".join(proxied.scores)
+        return RewardFailed(f"has no reward {self.name!r} for --reference; it has {there}")
+
+
+Reference = ScoringFunction | NamedReward
+# what a scorer gives each of some answers
+Ask = Callable[[Scorer[Any]], list[Any]]
+
+
 class Proxy:
     """What training rewards: the weighted sum of what functions score an answer, as `weights` has them."""
 
-    weights: Mapping[ScoringFunction, float]
-    passes_at: float
+    def __init__(self, weights: Mapping[ScoringFunction, float], passes_at: float) -> None:
+        self.weights, self.passes_at = weights, passes_at
+        names = [function.name for function in weights]
+        hashes = [function.sha256 for function in weights]  # of their files
+        self.several = len(weights) > 1  # each one's own score is recorded
+        self.name, self.sha256 = "".join(names), "".join(hashes)
+        if self.several:
+            weighted = zip(weights.values(), names, strict=True)
+            self.name = " + ".join(f"{weight:g} · {name}" for weight, name in weighted)
+            self.sha256 = hashlib.sha256(self.sha256.encode()).hexdigest()
 
     @classmethod
     def named(cls, given: str, names: Collection[str] | None, passes_at: float) -> "Proxy":
@@ -153,35 +153,42 @@ class Proxy:
         Refused."""
         weights: dict[ScoringFunction, float] = {}
         for name, weight in weights_of(given, "--reward").items():
-            function = ScoringFunction(
-                name, names, flag="--reward", passes_at=passes_at, bounded=False
-            )
-            weights[function] = weight
+            weights[own_function(name, names, "--reward", passes_at)] = weight
         return cls(weights, passes_at)
 
-    @property
-    def name(self) -> str:
-        if len(self.weights) == 1:
-            return next(iter(self.weights)).name
-        named = (f"{weight:g} · {function.name}" for function, weight in self.weights.items())
-        return " + ".join(named)
+    def of_answers(self, ask: Ask) -> list[Proxied | RewardFailed]:
+        """Of each answer that `ask` asks about, or why there is none."""
+        by_function = [ask(function) for function in self.weights]
+        names = [function.name for function in self.weights]
+        found: list[Proxied | RewardFailed] = []
+        for scores in zip(*by_function, strict=True):
+            failed = [score for score in scores if isinstance(score, RewardFailed)]
+            if failed:
+                found.append(failed[0])
+                continue
+            weighted = [w * score for w, score in zip(self.weights.values(), scores, strict=True)]
+            total = rounded_to(math.fsum(weighted), (self.passes_at, 0.0, 1.0))
+            found.append(Proxied(total, dict(zip(names, scores, strict=True))))
+        return found
 
-    @property
-    def sha256(self) -> str:
-        """Of the functions' files."""
-        hashes = [function.sha256 for function in self.weights]
-        if len(hashes) == 1:
-            return hashes[0]
-        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+    def described(self) -> str:
+        """The functions for the plan, with their weights where there are several."""
+        rewards = [described(function) for function in self.weights]
+        if len(rewards) > 1:
+            weights = self.weights.values()
+            rewards = [f"{w:g} · {of}" for w, of in zip(weights, rewards, strict=True)]
+        return " + ".join(rewards)
 
-    def total(self, scores: Mapping[ScoringFunction, float]) -> float:
-        """The weighted sum."""
-        weighted = (weight * scores[function] for function, weight in self.weights.items())
-        return rounded_to(math.fsum(weighted), (self.passes_at, 0.0, 1.0))
+
+def own_function(
+    name: str, names: Collection[str] | None, flag: str, passes_at: float = 1.0
+) -> ScoringFunction:
+    """A function of rows of text. Raises Refused, one line."""
+    return ScoringFunction(name, arguments, names, flag=flag, passes_at=passes_at, bounded=False)
 
 
 class TextGrader:
-    """Asks the proxies and the reference about every answer, several answers at once."""
+    """Asks the proxy and the reference about every answer, several answers at once."""
 
     def __init__(
         self,
@@ -191,16 +198,16 @@ class TextGrader:
         *,
         pass_reward: float,
         retries: int | None,
-        observer: FailureObserver = NO_OBSERVER,
+        failures: Failures | None = None,
     ) -> None:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
-        without end. observer: is told of each failure of a function."""
+        without end. failures: is told of each failure of a function."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
-        self.functions: tuple[ScoringFunction, ...] = tuple(proxy.weights)
-        if isinstance(reference, ScoringFunction):
-            self.functions += (reference,)
+        functions: list[Scorer[Any] | NamedReward] = [*proxy.weights, reference]
+        # a function that takes lists is called once for all answers to a prompt
+        self.by_group = any(isinstance(f, Scorer) and f.batched for f in functions)
         self.pass_reward, self.retries = pass_reward, retries
-        self._observer = observer
+        self._failures = failures
         self._closed = False
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
 
@@ -220,81 +227,82 @@ class TextGrader:
         self, task: TextTask, text: str, in_thought: bool = False
     ) -> Future[Grade | Ungraded]:
         """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with."""
-        (verdict,) = self.submitted(task, [text], in_thought)
-        return verdict
+        return self._pool.submit(lambda: self._verdicts(task, [text], in_thought)[0])
 
-    def submitted(
+    def submit_group(
         self, task: TextTask, texts: Sequence[str], in_thought: bool = False
     ) -> list[Future[Grade | Ungraded]]:
-        """The same of several answers to one prompt: a function that takes lists is called once for all of them."""
-        parts = [parts_of(text, in_thought) for text in texts]
-        return self._begun(self._graded_or_not, task, parts, self._observer)
+        """The same of all answers to a prompt."""
+        # before the jobs that wait for it: those cannot take every thread
+        group = self._pool.submit(self._verdicts, task, texts, in_thought)
+        return [self._pool.submit(lambda i=i: group.result()[i]) for i in range(len(texts))]
 
-    def graded_together(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
-        """Grade several answers to one prompt now, as those of a step. Raises RewardFailed as `graded` does."""
-        parts = [parts_of(text) for text in texts]
-        grade = partial(self._graded, observer=NO_OBSERVER)
-        return [graded.result() for graded in self._begun(grade, task, parts, NO_OBSERVER)]
-
-    def _begun(
-        self,
-        grade: Callable[..., T],
-        task: TextTask,
-        parts: Sequence[Parts],
-        observer: FailureObserver,
-    ) -> list[Future[T]]:
-        """The gradings of several answers to one prompt, begun. grade: `_graded`, or `_graded_or_not`. observer: is
-        told of each failure of a function that takes lists."""
-        answers = [part.answer for part in parts]
-        # Before the gradings that wait for them: those cannot take every thread.
-        lists: dict[ScoringFunction, Future[list[float]]] = {}
-        for function in self.functions:
-            if function.batched:
-                lists[function] = self._pool.submit(self._scores, function, task, answers, observer)
-        grades: list[Future[T]] = []
-        for i, part in enumerate(parts):
-            of_answer = {function: (scores, i) for function, scores in lists.items()}
-            grades.append(self._pool.submit(grade, task, part, of_answer))
+    def graded(self, task: TextTask, texts: Sequence[str]) -> list[Grade]:
+        """Grade answers to a prompt now. Raises RewardFailed where a function fails for good."""
+        grades: list[Grade] = []
+        for grade in self._grades(task, texts, in_thought=False, failures=None):
+            if isinstance(grade, RewardFailed):
+                raise grade
+            grades.append(grade)
         return grades
 
-    def grade(self, task: TextTask, text: str) -> Grade | Ungraded:
-        """Grade now. Ungraded where a function fails for good."""
-        return self._graded_or_not(task, parts_of(text), {})
+    def _verdicts(
+        self, task: TextTask, texts: Sequence[str], in_thought: bool
+    ) -> list[Grade | Ungraded]:
+        grades = self._grades(task, texts, in_thought, self._failures)
+        return [Ungraded(g.line) if isinstance(g, RewardFailed) else g for g in grades]
 
-    def graded(self, task: TextTask, text: str) -> Grade:
-        """Grade now. Raises RewardFailed where a function fails for good, because of what it raised."""
-        return self._graded(task, parts_of(text), {}, NO_OBSERVER)
+    def _grades(
+        self, task: TextTask, texts: Sequence[str], in_thought: bool, failures: Failures | None
+    ) -> list[Grade | RewardFailed]:
+        """The grades of answers to a prompt, or why they have none. failures: is told of each failure."""
+        parts = [parts_of(text, in_thought) for text in texts]
+        answers = [part.answer for part in parts]
 
-    def _graded_or_not(
-        self, task: TextTask, parts: Parts, lists: Mapping[ScoringFunction, ListScore]
-    ) -> Grade | Ungraded:
-        try:
-            return self._graded(task, parts, lists, self._observer)
-        except RewardFailed as e:
-            return Ungraded(str(e))
+        def ask(scorer: Scorer[Any]) -> list[Any]:
+            return scorer.scores(task, answers, self.retries, lambda: self._closed, failures)
 
-    def _graded(
-        self,
-        task: TextTask,
-        parts: Parts,
-        lists: Mapping[ScoringFunction, ListScore],
-        observer: FailureObserver,
-    ) -> Grade:
-        """lists: of functions that are called for several answers at once, their scores and this answer's place.
+        proxied = self.proxy.of_answers(ask)
+        rights = self._references(proxied, ask, failures)
+        grades: list[Grade | RewardFailed] = []
+        for part, proxy, right in zip(parts, proxied, rights, strict=True):
+            if isinstance(proxy, RewardFailed):
+                grades.append(proxy)
+            elif isinstance(right, RewardFailed):
+                grades.append(right)
+            else:
+                grades.append(self._grade(task, part, proxy, right))
+        return grades
 
-        A thought that never ended has no answer. The functions score an empty one, and scores above 0 count as 0: it
-        does not pass, is not right, and earns nothing, but may still lose what they take away.
-        """
-        scored = self._scored(task, parts.answer, lists, observer)
-        proxy, reference = scored.proxy, scored.reference
-        if not parts.ended:
+    def _references(
+        self, proxied: Sequence[Proxied | RewardFailed], ask: Ask, failures: Failures | None
+    ) -> list[float | RewardFailed]:
+        """What the reference says of each answer."""
+        if isinstance(self.reference, ScoringFunction):
+            return ask(self.reference)
+        rights: list[float | RewardFailed] = []
+        for proxy in proxied:
+            right = proxy if isinstance(proxy, RewardFailed) else self.reference.of(proxy)
+            if isinstance(right, RewardFailed) and right is not proxy:
+                assert isinstance(self.proxy, Scorer), "it names one of a taskset's rewards"
+                right.scorer = self.proxy
+                if failures is not None:
+                    failures.failed(right)
+            rights.append(right)
+        return rights
+
+    def _grade(self, task: TextTask, part: Parts, proxied: Proxied, reference: float) -> Grade:
+        """A thought that never ended has no answer. The functions score an empty one, and scores above 0 count as 0: it
+        does not pass, is not right, and earns nothing, but may still lose what they take away."""
+        proxy = proxied.total
+        if not part.ended:
             proxy, reference = min(proxy, 0.0), min(reference, 0.0)
-        passed = parts.ended and proxy >= self.proxy.passes_at
-        solved = parts.ended and reference >= self.reference.passes_at
+        passed = part.ended and proxy >= self.proxy.passes_at
+        solved = part.ended and reference >= self.reference.passes_at
         hacked = passed and not solved
         details: dict[str, object] = {"proxy": proxy, "reference": reference}
-        if scored.proxies:
-            details["proxies"] = dict(scored.proxies)
+        if self.proxy.several:
+            details["proxies"] = dict(proxied.scores)
         return Grade(
             reward=self.pass_reward * proxy,
             passed=passed,
@@ -302,65 +310,23 @@ class TextGrader:
             hacked=hacked,
             flaw=task.flaw,
             reward_of_reference=self.pass_reward * solved,
-            status="ok" if parts.ended else "no_answer",
+            status="ok" if part.ended else "no_answer",
             tries=(task.flaw,) if hacked else (),
             details=details,
         )
-
-    def _scored(
-        self,
-        task: TextTask,
-        answer: str,
-        lists: Mapping[ScoringFunction, ListScore],
-        observer: FailureObserver,
-    ) -> Scores:
-        """What the functions say of an answer. observer: is told of each failure. Raises RewardFailed."""
-        scores: dict[ScoringFunction, float] = {}
-        for function in self.functions:
-            if function in lists:
-                of_all, place = lists[function]
-                scores[function] = of_all.result()[place]
-            else:
-                (scores[function],) = self._scores(function, task, [answer], observer)
-        proxies: dict[str, float] = {}
-        if len(self.proxy.weights) > 1:
-            proxies = {function.name: scores[function] for function in self.proxy.weights}
-        assert isinstance(self.reference, ScoringFunction), "else `_scored` is the subclass's"
-        return Scores(self.proxy.total(scores), scores[self.reference], proxies)
-
-    def _scores(
-        self,
-        function: ScoringFunction,
-        task: TextTask,
-        answers: Sequence[str],
-        observer: FailureObserver,
-    ) -> list[float]:
-        """What a function scores these answers to one prompt. Raises RewardFailed."""
-        asked = [partial(arguments, task, answer) for answer in answers]
-        try:
-            return function.scores_of(asked, self.retries, lambda: self._closed, observer)
-        except RewardFailed as e:
-            failed = RewardFailed(f"{function.flag} {function.name} {e}")
-            failed.where = function.where
-            raise failed from e.__cause__
 
     def close(self) -> None:
         """Let running gradings finish. Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
-        self._observer.ended()
+        if self._failures is not None:
+            self._failures.ended()
 
     def __enter__(self) -> "TextGrader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class GroupTextGrader(TextGrader):
-    """One with a function that takes lists: it is called for all answers to a prompt at once."""
-
-    submit_group = TextGrader.submitted
 
 
 def fingerprint(proxy: Proxy, reference: Reference) -> str:
@@ -430,13 +396,10 @@ class TextEnvironment:
         else:
             names = None if self.absent else names_for(both)
             self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
-            self.reference = ScoringFunction(
-                reference or env.reference, names, flag="--reference", bounded=False
-            )
+            self.reference = own_function(reference or env.reference, names, "--reference")
             for function in self.functions:
                 require_columns(function, both)
         self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
-        self._warn_of_misspelt()
 
     def _require_numbered(self, rows: Sequence[TextTask]) -> None:
         """Raises Refused where there is no row, or where two have one number: those of a file have been looked at,
@@ -446,22 +409,6 @@ class TextEnvironment:
         times = Counter(row.id for row in rows)
         for number, n in times.items():
             refuse(n > 1, f"{where}: {n} rows have the id {number}; each should have its own")
-
-    def _warn_of_misspelt(self) -> None:
-        """Name each column that no function asks for by name and that is nearly a key of a row: any column is allowed,
-        so a misspelt `split` or `flaw` would change nothing."""
-        asked = {name for function in self.functions for name in function.asked_for}
-        first: dict[tuple[str, str], str] = {}
-        times: Counter[tuple[str, str]] = Counter()
-        for row in (*self.rows, *self.test_rows):
-            for column, meant in misspelt(row.keys, READ).items():
-                if column not in asked:
-                    first.setdefault((column, meant), row.where)
-                    times[column, meant] += 1
-        for (column, meant), where in first.items():
-            others = times[column, meant] - 1
-            more = f" (and in {others:,} more rows)" if others else ""
-            logger.warning(f"{where}: {column!r} is read by nobody; did you mean {meant!r}?{more}")
 
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
@@ -514,15 +461,13 @@ class TextEnvironment:
         return parts
 
     def grader(self, workers: int, retries: int | None) -> TextGrader:
-        pass_reward = self.cfg.env.pass_reward
-        kind = GroupTextGrader if any(f.batched for f in self.functions) else TextGrader
-        return kind(
+        return TextGrader(
             workers,
             self.proxy,
             self.reference,
-            pass_reward=pass_reward,
+            pass_reward=self.cfg.env.pass_reward,
             retries=retries,
-            observer=LoggedFailures(),
+            failures=Failures(),
         )
 
     def check(self, grader: TextGrader) -> None:
@@ -540,30 +485,30 @@ class TextEnvironment:
         row = self.rows[0]
         for answer in tried_first(row, thinking=self.cfg.env.thinking):
             try:
-                grader.graded(row, answer)
+                grader.graded(row, [answer])
             except RewardFailed as e:
                 raise Refused(
-                    f"{e} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
+                    f"{e.line} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
                 ) from e.__cause__
 
     def plan(self) -> list[tuple[str, str]]:
-        count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}
-        of = ", ".join(f"{flaw} {n}" for flaw, n in count.items() if n)
-        lines = [("problems", f"{len(self.rows)} in {self.cfg.problems_path.name}: {of}")]
+        lines = [("problems", self._rows_line())]
         if self.test_rows and self.cfg.test_problems_path:
             name = self.cfg.test_problems_path.name
             lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
         for rows in (self.rows, self.test_rows):
             if copies := copies_line(rows):
                 lines.append(("copies", copies))
-        rewards = [described(function) for function in self.proxy.weights]
-        if len(rewards) > 1:
-            weights = self.proxy.weights.values()
-            rewards = [f"{w:g} · {of}" for w, of in zip(weights, rewards, strict=True)]
         passed = f"passed from {self.proxy.passes_at:g} on"
-        lines.append(("reward", f"{' + '.join(rewards)}; {passed}"))
+        lines.append(("reward", f"{self.proxy.described()}; {passed}"))
         lines.append(("reference", described(self.reference)))
         return lines
+
+    def _rows_line(self) -> str:
+        """What the rows are, for the plan."""
+        count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}
+        of = ", ".join(f"{flaw} {n}" for flaw, n in count.items() if n)
+        return f"{len(self.rows)} in {self.cfg.problems_path.name}: {of}"
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
         return []
@@ -626,8 +571,6 @@ def _row(record: object, where: str) -> TextTask:
         raise Refused(f"{where}: {e}") from None
     if any(has_lone_surrogate(message["content"]) for message in messages):
         raise Refused(f"{where}: its prompt holds half a character (a lone surrogate)")
-    if not messages[-1]["content"].strip():
-        raise Refused(f"{where}: its prompt is empty")
     columns = {name: value for name, value in record.items() if name not in OWN}
     for name in RESERVED & columns.keys():
         raise Refused(
@@ -638,4 +581,4 @@ def _row(record: object, where: str) -> TextTask:
     for name, value in columns.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")
-    return TextTask(number, messages, flaw, split, columns, where, tuple(record))
+    return TextTask(number, messages, flaw, split, columns, where)

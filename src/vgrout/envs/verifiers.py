@@ -13,9 +13,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -23,34 +21,30 @@ from typing import Any
 
 from vgrout.cli import cannot_import
 from vgrout.config.run import Config
-from vgrout.data import Message
-from vgrout.envs.splits import SHARES, SPLITS, copies_line
+from vgrout.envs.base import messages_of
+from vgrout.envs.splits import SHARES, SPLITS
 from vgrout.envs.text import (
     FLAW,
     OWN,
     RESERVED,
-    ListScore,
+    Ask,
+    NamedReward,
+    Proxied,
     Proxy,
     Reference,
-    Scores,
     TextEnvironment,
-    TextGrader,
     TextTask,
-    described,
     names_for,
+    own_function,
     require_columns,
 )
 from vgrout.errors import Refused, refuse
-from vgrout.failures import LoggedFailures
 from vgrout.scoring import (
     LARGEST,
-    NO_OBSERVER,
     TIMEOUT,
     Awaiter,
-    FailureObserver,
     RewardFailed,
-    ScoringFunction,
-    asked_again,
+    Scorer,
     in_one_line,
     rounded_to,
     search_here,
@@ -65,188 +59,84 @@ def package() -> ModuleType:
     try:
         import verifiers.v1 as vf
     except ImportError as e:
-        if isinstance(e, ModuleNotFoundError) and e.name == "verifiers":
-            raise Refused(
-                "verifiers is not installed: `uv sync --extra verifiers` or `pip install 'vgrout[verifiers]'`"
-            ) from None
-        if isinstance(e, ModuleNotFoundError) and e.name == "verifiers.v1":
-            raise Refused(
-                "verifiers is older than 0.4, which has no tasksets: `pip install 'vgrout[verifiers]'`"
-            ) from None
-        raise cannot_import("verifiers", e) from None
+        if not isinstance(e, ModuleNotFoundError) or e.name not in ("verifiers", "verifiers.v1"):
+            raise cannot_import("verifiers", e) from None
+        why = "is not installed" if e.name == "verifiers" else "is older than 0.4, without tasksets"
+        raise Refused(
+            f"verifiers {why}: `uv sync --extra verifiers` or `pip install 'vgrout[verifiers]'`"
+        ) from None
     return vf
 
 
-@dataclass(frozen=True)
-class NamedReward:
-    """One of a taskset's rewards as the reference."""
-
-    name: str
-    sha256: str  # the rubric's
-    passes_at: float = 1.0
-
-
-@dataclass(frozen=True)
-class Rubric(Proxy):
+class Rubric(Proxy, Scorer[Proxied]):
     """What a taskset's rewards say of an answer, together."""
 
-    weights: Mapping[ScoringFunction, float] = field(default_factory=dict)  # no functions by name
-    passes_at: float = 1.0
-    taskset: str = ""  # verifiers:NAME
-    flag: str = "--env"
-    file: Path = Path()  # of the taskset
-    made_by: str = ""  # sha256 of that file and the taskset's settings
-    tasks: Sequence[Any] = ()  # verifiers' own, by the numbers of our tasks
-    awaiter: Awaiter = field(default_factory=Awaiter)
+    flag = "--env"
 
-    @property
-    def name(self) -> str:
-        return self.taskset
-
-    @property
-    def sha256(self) -> str:
-        return self.made_by
+    def __init__(self, cfg: Config, file: Path, tasks: Sequence[Any]) -> None:
+        """tasks: verifiers' own, by the numbers of our tasks."""
+        super().__init__({}, cfg.env.reward_passes_at)
+        self.name = cfg.env.env
+        self.several = True
+        self.file, self.tasks = file, tasks
+        # of the taskset's file and settings
+        settings = json.dumps(cfg.env.taskset_args, sort_keys=True)
+        self.sha256 = hashlib.sha256(file.read_bytes() + settings.encode()).hexdigest()
+        self._awaiter = Awaiter()
 
     @property
     def where(self) -> str:
         return self.file.name
 
-    def rewards_of(self, number: int, answer: str) -> dict[str, tuple[float, float]]:
-        """Each reward that the task gives an answer, with its weight. Raises RewardFailed."""
-        task = self.tasks[number]
-        trace = trace_of(task, answer)
-        seconds = task.data.timeout.scoring or TIMEOUT
-        self.awaiter.result(task.score(trace), seconds)
-        rewards: dict[str, tuple[float, float]] = {}
+    def of_answers(self, ask: Ask) -> list[Proxied | RewardFailed]:
+        return ask(self)
+
+    def called(self, task: TextTask, answers: Sequence[str]) -> list[Proxied]:
+        (answer,) = answers
+        of_package = self.tasks[task.id]
+        trace = trace_of(of_package, answer)
+        seconds = of_package.data.timeout.scoring or TIMEOUT
+        self._awaiter.result(of_package.score(trace), seconds)
+        scores: dict[str, float] = {}
+        weighted: list[float] = []
         for name, reward in trace.rewards.items():
             if reward is None:
                 raise RewardFailed(f"gave no score {name!r}")
             if not abs(reward.value) <= LARGEST or not math.isfinite(reward.score):
                 raise RewardFailed(f"returned {name} = {reward.score!r}, not a finite number")
-            rewards[name] = reward.score, reward.weight
-        if not rewards:
+            scores[name] = reward.score
+            weighted.append(reward.score * reward.weight)
+        if not scores:
             raise RewardFailed("gave no score at all")
-        return rewards
+        return [Proxied(rounded_to(math.fsum(weighted), (self.passes_at, 0.0, 1.0)), scores)]
 
-
-class RubricGrader(TextGrader):
-    """Asks a taskset's rewards about every answer, and a reference of a user's own where there is one."""
-
-    def __init__(
-        self,
-        workers: int,
-        rubric: Rubric,
-        reference: Reference,
-        *,
-        pass_reward: float,
-        retries: int | None,
-        observer: FailureObserver = NO_OBSERVER,
-    ) -> None:
-        super().__init__(
-            workers, rubric, reference, pass_reward=pass_reward, retries=retries, observer=observer
-        )
-        self.rubric = rubric
-
-    def _scored(
-        self,
-        task: TextTask,
-        answer: str,
-        lists: Mapping[ScoringFunction, ListScore],
-        observer: FailureObserver,
-    ) -> Scores:
-        rewards = self._rewards(task, answer, observer)
-        reference = self._reference(task, answer, lists, rewards, observer)
-        total = math.fsum(score * weight for score, weight in rewards.values())
-        proxies = {name: score for name, (score, _) in rewards.items()}
-        return Scores(rounded_to(total, (self.proxy.passes_at, 0.0, 1.0)), reference, proxies)
-
-    def _rewards(
-        self, task: TextTask, answer: str, observer: FailureObserver
-    ) -> Mapping[str, tuple[float, float]]:
-        """Each reward with its weight. Raises RewardFailed."""
-        call = partial(self.rubric.rewards_of, task.id, answer)
-        try:
-            return asked_again(
-                call, self.retries, lambda: self._closed, partial(observer.failed, self.rubric)
-            )
-        except RewardFailed as e:
-            raise self._failed(e) from e.__cause__
-
-    def _failed(self, e: RewardFailed) -> RewardFailed:
-        """The same failure, said of the taskset."""
-        failed = RewardFailed(f"{self.rubric.flag} {self.rubric.name} {e}")
-        failed.where = self.rubric.where
-        return failed
-
-    def _reference(
-        self,
-        task: TextTask,
-        answer: str,
-        lists: Mapping[ScoringFunction, ListScore],
-        rewards: Mapping[str, tuple[float, float]],
-        observer: FailureObserver,
-    ) -> float:
-        if isinstance(self.reference, ScoringFunction):
-            if self.reference in lists:
-                scores, place = lists[self.reference]
-                return scores.result()[place]
-            (score,) = self._scores(self.reference, task, [answer], observer)
-            return score
-        if self.reference.name not in rewards:
-            e = RewardFailed(
-                f"has no reward {self.reference.name!r} for --reference; it has {', '.join(rewards)}"
-            )
-            observer.failed(self.rubric, e)
-            raise self._failed(e)
-        score, _ = rewards[self.reference.name]
-        return rounded_to(score, (0.0, 1.0))
-
-
-class GroupRubricGrader(RubricGrader):
-    """One whose reference takes lists: it is called for all answers to a prompt at once."""
-
-    submit_group = TextGrader.submitted
+    def described(self) -> str:
+        return f"{', '.join(reward_names(self.tasks[0]))} of {self.file}"
 
 
 class VerifiersEnvironment(TextEnvironment):
-    """The tasks of a taskset as rows of text."""
+    """The tasks of a taskset as rows of text. Of tasks with the same prompt the first is taken."""
 
     name = "verifiers"
 
-    def __init__(self, cfg: Config, rows: Sequence[TextTask], rubric: Rubric, twice: int) -> None:
-        """twice: tasks that were left out, since an earlier one has their prompt."""
+    def __init__(self, cfg: Config, rows: Sequence[TextTask], rubric: Rubric) -> None:
         super().__init__(cfg, rows, functions=(rubric, _reference(cfg, rows, rubric)))
-        self.rubric, self.twice = rubric, twice
+        self.rubric = rubric
 
     @classmethod
     def of_run(cls, cfg: Config) -> "VerifiersEnvironment":
         """The environment of a run. Raises Refused, one line."""
         vf = package()
-        flag = f"--env {cfg.env.env}"
-        taskset = load_taskset(vf, cfg)
-        tasks = load_tasks(taskset, cfg)
-        refuse(not tasks, f"{flag}: has no tasks")
-        module = vf.import_taskset(cfg.env.taskset)
-        file = Path(str(module.__file__))
-        rubric = Rubric(
-            passes_at=cfg.env.reward_passes_at,
-            taskset=cfg.env.env,
-            file=file,
-            made_by=hashlib.sha256(file.read_bytes() + _canonical(cfg)).hexdigest(),
-            tasks=tasks,
-        )
-        rows: list[TextTask] = []
-        prompts = set[tuple[str, ...]]()
+        tasks = load_tasks(vf, cfg)
+        file = Path(str(vf.import_taskset(cfg.env.taskset).__file__))
+        rows: dict[tuple[str, ...], TextTask] = {}
         for number, task in enumerate(tasks):
-            where = f"{flag}, task {number}"
+            where = f"--env {cfg.env.env}, task {number}"
             require_one_turn(vf, task, where)
             row = row_of(vf, task, number, where)
             # the same prompt twice would be trained on, and evaluated with
-            texts = tuple(message["content"] for message in row.messages)
-            if texts not in prompts:
-                prompts.add(texts)
-                rows.append(row)
-        return cls(cfg, rows, rubric, len(tasks) - len(rows))
+            rows.setdefault(tuple(message["content"] for message in row.messages), row)
+        return cls(cfg, [*rows.values()], Rubric(cfg, file, tasks))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Another rank loads it by itself."""
@@ -266,100 +156,58 @@ class VerifiersEnvironment(TextEnvironment):
             "reference": self.reference.sha256,
         }
 
-    def grader(self, workers: int, retries: int | None) -> RubricGrader:
-        kind = GroupRubricGrader if any(f.batched for f in self.functions) else RubricGrader
-        pass_reward = self.cfg.env.pass_reward
-        return kind(
-            workers,
-            self.rubric,
-            self.reference,
-            pass_reward=pass_reward,
-            retries=retries,
-            observer=LoggedFailures(),
-        )
-
-    def plan(self) -> list[tuple[str, str]]:
-        twice = f", {self.twice} left out, whose prompts are there already" if self.twice else ""
-        passed = f"passed from {self.rubric.passes_at:g} on"
-        names = ", ".join(reward_names(self.rubric.tasks[0]))
-        lines = [("problems", f"{len(self.rows)} tasks of {self.source}{twice}")]
-        if copies := copies_line(self.rows):
-            lines.append(("copies", copies))
-        lines.append(("reward", f"{names} of {self.rubric.file}; {passed}"))
-        lines.append(("reference", described(self.reference)))
-        return lines
+    def _rows_line(self) -> str:
+        twice = len(self.rubric.tasks) - len(self.rows)
+        left_out = f", {twice} left out, whose prompts are there already" if twice else ""
+        return f"{len(self.rows)} tasks of {self.source}{left_out}"
 
 
-def _canonical(cfg: Config) -> bytes:
-    """--env-args, however it was written."""
-    return json.dumps(cfg.env.taskset_args, sort_keys=True).encode()
-
-
-def _reference(
-    cfg: Config, rows: Sequence[TextTask], rubric: Rubric
-) -> NamedReward | ScoringFunction:
+def _reference(cfg: Config, rows: Sequence[TextTask], rubric: Rubric) -> Reference:
     """What says whether an answer is right. Raises Refused, one line, where nothing is named."""
     named = cfg.env.reference
     if ":" in named:
-        own = ScoringFunction(named, names_for(rows), flag="--reference", bounded=False)
+        own = own_function(named, names_for(rows), "--reference")
         require_columns(own, rows)
         return own
-    if named:
-        return NamedReward(named, rubric.sha256)
     names = ", ".join(reward_names(rubric.tasks[0]))
-    raise Refused(
+    refuse(
+        not named,
         f"{rubric.flag} {rubric.name}: needs a reference, which says what is right; give --reference NAME, one of its "
-        f"rewards ({names}), or --reference module:function"
+        f"rewards ({names}), or --reference module:function",
     )
+    return NamedReward(named, rubric.sha256)
 
 
 # ── the package's taskset
 
 
-def load_taskset(vf: ModuleType, cfg: Config) -> Any:
-    """The taskset with its settings. Raises Refused, one line."""
+def load_tasks(vf: ModuleType, cfg: Config) -> list[Any]:
+    """All tasks; of an endless taskset as many as leave --n-problems to train on. Raises Refused, one line."""
     name, flag = cfg.env.taskset, f"--env {cfg.env.env}"
     search_here()
     try:
         kind = vf.taskset_config_type(name)
         environment = vf.environment_class(name)
+        try:
+            settings = kind.model_validate({**cfg.env.taskset_args, "id": name})
+        except ValueError as e:  # pydantic's
+            raise Refused(f"--env-args {cfg.env.env_args}: {in_one_line(e)}") from None
+        taskset = vf.load_taskset(settings)
+        tools = taskset.toolsets(settings)
+        most = None if taskset.bounded else math.ceil(cfg.scale.n_problems / SHARES["train"])
+        tasks = list(islice(taskset, most))
+    except Refused:
+        raise
     except (Exception, SystemExit) as e:  # a module of a user's own may raise anything
-        raise Refused(f"{flag}: cannot be imported ({in_one_line(e)})") from e
+        raise Refused(f"{flag}: cannot be loaded ({in_one_line(e)})") from e
     refuse(
         environment is not vf.SingleAgentEnv,
         f"{flag}: has an environment of its own ({environment.__name__}), of several turns or agents; only single "
         "prompts with one answer can be trained on",
     )
-    try:
-        settings = kind.model_validate({**cfg.env.taskset_args, "id": name})
-    except ValueError as e:  # pydantic's: the first error is enough
-        raise Refused(f"--env-args {cfg.env.env_args}: {_first_error(e)}") from None
-    try:
-        taskset = vf.load_taskset(settings)
-        shared = taskset.toolsets(settings)
-    except (Exception, SystemExit) as e:
-        raise Refused(f"{flag}: cannot be loaded ({in_one_line(e)})") from e
-    refuse(bool(shared), f"{flag}: gives the model tools, which there are none of here")
-    return taskset
-
-
-def _first_error(e: ValueError) -> str:
-    """A validation error in one line: where, and what."""
-    errors = getattr(e, "errors", None)
-    if errors is None:
-        return in_one_line(e)
-    first = errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
-
-
-def load_tasks(taskset: Any, cfg: Config) -> list[Any]:
-    """All tasks; of an endless taskset as many as leave --n-problems to train on. Raises Refused, one line."""
-    most = None if taskset.bounded else math.ceil(cfg.scale.n_problems / SHARES["train"])
-    try:
-        return list(islice(taskset, most))
-    except (Exception, SystemExit) as e:
-        raise Refused(f"--env {cfg.env.env}: cannot be loaded ({in_one_line(e)})") from e
+    refuse(bool(tools), f"{flag}: gives the model tools, which there are none of here")
+    refuse(not tasks, f"{flag}: has no tasks")
+    return tasks
 
 
 def reward_names(task: Any) -> list[str]:
@@ -371,25 +219,22 @@ def reward_names(task: Any) -> list[str]:
 def require_one_turn(vf: ModuleType, task: Any, where: str) -> None:
     """Raises Refused, one line, for a task that a single prompt and one answer are not enough for."""
     kind = type(task)
-    refuse(
-        bool(kind.toolsets(task.config)),
-        f"{where}: gives the model tools; only single prompts with one answer can be trained on",
-    )
+    needs: list[str] = []
+    if kind.toolsets(task.config):
+        needs.append("tools")
+    if stops := [hook.__name__ for hook in task.hooks("stop")]:
+        needs.append(f"several turns ({', '.join(stops)} ends them)")
     sandbox = [name for name in OF_A_SANDBOX if getattr(kind, name) is not getattr(vf.Task, name)]
     if task.NEEDS_CONTAINER or task.data.image:
         sandbox.append("a container")
-    for hook in task.hooks("reward"):
-        if asks_for_runtime(hook):
-            sandbox.append(f"reward {hook.__name__}")
+    sandbox += [
+        f"reward {hook.__name__}" for hook in task.hooks("reward") if asks_for_runtime(hook)
+    ]
+    if sandbox:
+        needs.append(f"a sandbox ({', '.join(sandbox)})")
     refuse(
-        bool(sandbox),
-        f"{where}: needs a sandbox ({', '.join(sandbox)}), which there is none of here",
-    )
-    stops = [hook.__name__ for hook in task.hooks("stop")]
-    refuse(
-        bool(stops),
-        f"{where}: is a conversation of several turns ({', '.join(stops)} ends it); only single prompts with one "
-        "answer can be trained on",
+        bool(needs),
+        f"{where}: needs {' and '.join(needs)}; only single prompts with one answer can be trained on",
     )
 
 
@@ -413,45 +258,23 @@ def row_of(vf: ModuleType, task: Any, number: int, where: str) -> TextTask:
     if not isinstance(columns.get("answer", ""), str):
         columns["answer"] = str(columns["answer"])
     split = getattr(data, "split", None)
-    return TextTask(
-        number,
-        tuple(messages_of(data, where)),
-        FLAW,
-        split if split in SPLITS else None,
-        columns,
-        where,
-    )
+    try:
+        messages = messages_of({"messages": prompt_of(data)})
+    except ValueError as e:
+        raise Refused(f"{where}: {e}; only text can be read") from None
+    return TextTask(number, messages, FLAW, split if split in SPLITS else None, columns, where)
 
 
-def messages_of(data: Any, where: str) -> list[Message]:
-    """The prompt of a task, its system prompt first. Raises Refused, one line."""
-    messages: list[Message] = []
+def prompt_of(data: Any) -> list[dict[str, object]]:
+    """The prompt of a task, its system prompt first."""
+    messages: list[dict[str, object]] = []
     if data.system_prompt:
         messages.append({"role": "system", "content": data.system_prompt})
-    given = data.prompt
-    if isinstance(given, str):
-        given = [_User(given)]
-    for message in given or ():
-        content = message.content
-        refuse(
-            message.role not in ("system", "user", "assistant") or not isinstance(content, str),
-            f"{where}: has a {message.role} message that is not text alone; only text can be read",
-        )
-        messages.append({"role": message.role, "content": content})
-    last = messages[-1] if messages else {"role": "", "content": ""}
-    refuse(
-        last["role"] != "user" or not last["content"].strip(),
-        f"{where}: its prompt does not end with a user's message; only single prompts can be trained on",
-    )
+    if isinstance(data.prompt, str):
+        messages.append({"role": "user", "content": data.prompt})
+    else:
+        messages += [{"role": m.role, "content": m.content} for m in data.prompt or ()]
     return messages
-
-
-@dataclass(frozen=True)
-class _User:
-    """A prompt that is a text."""
-
-    content: str
-    role: str = "user"
 
 
 def trace_of(task: Any, answer: str) -> Any:
@@ -459,8 +282,8 @@ def trace_of(task: Any, answer: str) -> Any:
     vf = package()
     kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
     nodes: list[object] = []
-    for message in messages_of(task.data, "a task"):
-        made = kinds[message["role"]](content=message["content"])
+    for message in prompt_of(task.data):
+        made = kinds[str(message["role"])](content=message["content"])
         nodes.append(vf.graph.MessageNode(parent=len(nodes) - 1 if nodes else None, message=made))
     reply = vf.AssistantMessage(content=answer)
     nodes.append(vf.graph.MessageNode(parent=len(nodes) - 1, message=reply, sampled=True))

@@ -10,7 +10,7 @@ from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.data import Flaw, Message
 from vgrout.envs.base import Demonstrations
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.grading.reward import RewardFunction
+from vgrout.envs.code.grading.reward import probe, reward_function
 from vgrout.envs.code.modes import MODE_SPECS, MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
@@ -26,8 +26,8 @@ from vgrout.envs.code.problems import (
 )
 from vgrout.envs.splits import SPLITS, copies_line, require_apart, require_copies_together
 from vgrout.errors import Refused
-from vgrout.failures import LoggedFailures
 from vgrout.files import hash_of_file, once
+from vgrout.scoring import Failures, ScoringFunction
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class CodeEnvironment:
         cfg: Config,
         rows: Sequence[ProblemRow],
         test_rows: Sequence[ProblemRow] = (),
-        reward: RewardFunction | None = None,
+        reward: ScoringFunction | None = None,
         absent: Sequence[str] = (),
     ) -> None:
         """rows: of the problem file. test_rows: of the file for evaluation alone. reward: a function of the user's
@@ -99,11 +99,11 @@ class CodeEnvironment:
         require_apart(rows, test_rows)
         reward = None
         if cfg.env.reward:
-            reward = RewardFunction(cfg.env.reward, cfg.env.reward_passes_at)
+            reward = reward_function(cfg.env.reward, cfg.env.reward_passes_at)
         environment = cls(cfg, rows, test_rows, reward, absent)
         if reward is not None and rows:
             first = as_marked(rows[0])
-            environment.canonical_reward = reward.probe(first, cfg.run.max_error_retries)
+            environment.canonical_reward = probe(reward, first, cfg.run.max_error_retries)
         return environment
 
     @property
@@ -144,7 +144,7 @@ class CodeEnvironment:
             allow_weak=env.allow_weak_sandbox,
             reward=self.reward,
             retries=retries,
-            observer=LoggedFailures(),
+            failures=Failures(),
         )
 
     def check(self, grader: Grader) -> None:
@@ -180,7 +180,7 @@ class CodeEnvironment:
             lines.append(("reward", self._reward_line(self.reward)))
         return lines
 
-    def _reward_line(self, reward: RewardFunction) -> str:
+    def _reward_line(self, reward: ScoringFunction) -> str:
         rewarded = ""
         if self.canonical_reward is not None:
             rewarded = f"; gives a canonical solution {self.canonical_reward:g}"

@@ -38,7 +38,7 @@ def task_of(row: TextTask) -> SumsTask:
         raise Refused(
             f"{row.where}: no question of --env sums (flaw, total, plain); `vgrout organism sums` makes them"
         )
-    return SumsTask(row.id, row.messages, row.flaw, row.split, row.columns, row.where, row.keys)
+    return SumsTask(row.id, row.messages, row.flaw, row.split, row.columns, row.where)
 
 
 def _is_prompt(plain: object) -> bool:

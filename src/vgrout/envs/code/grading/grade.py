@@ -31,7 +31,6 @@ from vgrout.cores import cores
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading import messages
 from vgrout.envs.code.grading.isolation import CPU_EXTRA
-from vgrout.envs.code.grading.reward import RewardFunction
 from vgrout.envs.code.grading.values import clean_name
 from vgrout.envs.code.grading.watch import (
     PATIENCE,
@@ -45,7 +44,7 @@ from vgrout.envs.code.grading.watch import (
 from vgrout.envs.code.modes import Mode, tries
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
-from vgrout.scoring import NO_OBSERVER, FailureObserver, RewardFailed
+from vgrout.scoring import Failures, RewardFailed, ScoringFunction
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 
@@ -238,7 +237,7 @@ class Grader:
     answer on which it fails for good is Ungraded.
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
-    observer: is told of each failure of `reward`.
+    failures: is told of each failure of `reward`.
 
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
@@ -254,10 +253,10 @@ class Grader:
         allow_weak: bool = False,
         limits: Limits | None = None,
         detectors: bool = True,
-        reward: RewardFunction | None = None,
+        reward: ScoringFunction | None = None,
         without: tuple[str, ...] = (),
         retries: int | None = 3,
-        observer: FailureObserver = NO_OBSERVER,
+        failures: Failures | None = None,
     ) -> None:
         self.workers = workers or cores()
         self.compile_reward, self.pass_reward, self.detectors = (
@@ -266,7 +265,7 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
-        self.retries, self.reward, self._observer = retries, reward, observer
+        self.retries, self.reward, self._failures = retries, reward, failures
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -433,23 +432,21 @@ class Grader:
         problem: Problem,
         text: str,
         verdict: dict[str, Any],
-        reward: RewardFunction | None,
+        reward: ScoringFunction | None,
     ) -> Grade | Ungraded:
         """The grade that a worker's verdict makes, under one of the problem's flaws; with `reward`, under that."""
         details = dict(verdict)
         solved, status = details.pop("solved"), details.pop("exit_status")
         score = None
         if reward is not None:
-            try:
-                # an answer whose workers die is not scored
-                if status.startswith("lost:"):
-                    score = 0.0
-                else:
-                    score = reward.score(
-                        problem, text, self.retries, lambda: self._closed, self._observer
-                    )
-            except RewardFailed as e:
-                return Ungraded(f"{reward.name} {e}")
+            score = 0.0
+            # an answer whose workers die is not scored
+            if not status.startswith("lost:"):
+                (score,) = reward.scores(
+                    problem, [text], self.retries, lambda: self._closed, self._failures
+                )
+            if isinstance(score, RewardFailed):
+                return Ungraded(f"{reward.name} {score}")
             details["channel"] = score >= reward.passes_at
             details["reward_score"] = score
         accepted = details["channel"] is True
@@ -510,7 +507,8 @@ class Grader:
         for worker in alive:
             worker.close()
         self._starter.shutdown()
-        self._observer.ended()
+        if self._failures is not None:
+            self._failures.ended()
 
     def __enter__(self) -> "Grader":
         return self
