@@ -150,11 +150,6 @@ def run(config: GradeSettings) -> int:
             bar.update()
         refuse(not n, f"{config.answers}: no answers in it")
         print(grader.protections.line())
-        if grader.tests_unread:
-            print(
-                f"detector D could not read all tests of {grader.tests_unread} answers: "
-                "false, which is not known"
-            )
     with_errors = f"; {errors} lines have an error instead" if errors else ""
     print(f"{n - errors}/{n} graded -> {config.out}{with_errors}")
     return errors

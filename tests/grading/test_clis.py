@@ -89,7 +89,6 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     assert records[10]["exit_status"] == "no_code"
     out_lines = capsys.readouterr().out
     assert "6/11 graded" in out_lines
-    assert "could not read all tests of 1 answers" in out_lines
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "answers.jsonl",
         "grades.jsonl",

@@ -61,18 +61,19 @@ def two(tmp_path_factory) -> Iterator[tuple[ForkServerHandle, ForkServerHandle]]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, monkeypatch):
-    """Reads everything that is sent to the children that run an answer: their jobs, and every reply.
+    """Reads everything that is sent to the children: their jobs, and every reply.
 
-    Detector D's child runs the canonical solution: the answer is text there, and no expected value
-    is sent to it either.
+    Detector D's child, the last, is sent the canonical solution, and no expected value either.
     """
     sent: list[bytes] = []
+    kinds: list[str] = []
     run = ForkServerHandle.run
 
     def recorded(self, job, limit, reply, **more):
-        if job["kind"] == "canonical":
-            assert job["program"] == [(MARKED, CANONICAL)]
-            job = job | {"program": []}
+        kinds.append(job.get("against", job["kind"]))
+        if kinds[-1] == "canonical":
+            assert job["canonical"] == [(MARKED, CANONICAL)]
+            job = job | {"canonical": []}
         sent.append(marshal.dumps(job) + as_bytes(job))
 
         def recorded_reply(message):
@@ -90,6 +91,7 @@ def test_no_expected_value_and_no_canonical_solution_is_sent(two, mode, code, mo
     own = code == CANONICAL  # an answer may know what it has found out itself
     Verifier(two[0]).grade(as_request(problem, fenced(code), True))
     assert len(sent) >= 2
+    assert "canonical" not in kinds[:-1]
     for data in sent:
         if own:
             data = data.replace(CANONICAL.encode(), b"")

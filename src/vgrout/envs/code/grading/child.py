@@ -13,9 +13,9 @@ Semantics, fixed here and tested:
   buffers of files and streams.
 - No threads and no processes: starting one raises. Sleeping returns at once. stdin is empty, stderr
   goes nowhere.
-- Nothing secret is sent to an answer: no expected value, no canonical solution. The flawed run
-  claims its values too, with what their own `==` says of decoys. Detector D's child runs the
-  canonical solution, and reads the answer as text.
+- No expected value is sent to an answer. The flawed run claims its values too, with what their own
+  `==` says of decoys. Detector D's child alone is sent the canonical solution, after the answer's
+  other children.
 """
 
 import _sitebuiltins
@@ -38,7 +38,6 @@ from typing import Any, NoReturn, TypedDict, cast
 
 from vgrout.envs.code.grading import probe
 from vgrout.envs.code.grading.extract import ANSWER_FILE, Part, bound_names, program
-from vgrout.envs.code.grading.own_tests import OwnTests
 from vgrout.envs.code.grading.values import Decoys, encode
 
 # The functions below see this copy: an answer that replaces builtins.zip changes nothing here.
@@ -62,7 +61,7 @@ class Job(TypedDict, total=False):
     """What the verifier sends (see `Verifier.prepare`); a kind of job has the keys that it needs."""
 
     token: str  # before each message, so that no answer's own output is one
-    kind: str  # strict, flawed, detect, canonical or probe
+    kind: str  # strict, flawed, detect or probe
     program: Sequence[tuple[int, str]]
     called: Sequence[str]
     setup: bytes  # marshal of the setup code, compiled
@@ -74,8 +73,8 @@ class Job(TypedDict, total=False):
     marker: str
     decoys: Decoys
     function: str
-    against: str
-    answer: Sequence[tuple[int, str]]
+    against: str  # own, stub or canonical
+    canonical: Sequence[tuple[int, str]]
     first: bool  # of a probe
 
 
@@ -236,7 +235,7 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
         connection.send(_dumps(run(cast("probe.Spec", job))))
         _exit(HARNESS_EXIT)
     # Dataclasses and pickle find a module by its name, unittest and doctest by that of a script.
-    module = ModuleType("answer" if job["kind"] in ("strict", "canonical") else "__main__")
+    module = ModuleType("answer" if job["kind"] == "strict" else "__main__")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     namespace: Names = vars(module)
     namespace["__builtins__"] = builtins
@@ -264,7 +263,7 @@ def main(data: bytes, connection_fd: int) -> NoReturn:
     # Sent before the answer's first instruction, so it cannot be forged.
     tests = any(_defines(code, job["test_function"]) for _, code in parts)
     connection.send(f'{{"compiled": true, "tests": {"true" if tests else "false"}}}')
-    kinds = {"strict": _strict, "flawed": _flawed, "detect": _detect, "canonical": _canonical}
+    kinds = {"strict": _strict, "flawed": _flawed, "detect": _detect}
     kinds[job["kind"]](job, connection, parts, namespace)
     _exit(HARNESS_EXIT)
 
@@ -694,48 +693,63 @@ def _find_test(namespace: Names, name: str) -> tuple[Any, type | None]:
 
 def _tests_return(namespace: Names, name: str) -> bool:
     """Is there a function of that name, and does it return?"""
+    return _tests_end(namespace, name) == "returned"
+
+
+def _tests_end(namespace: Names, name: str) -> str:
+    """How the function of that name ends: "returned", "failed" (an assertion), "raised"; "": there is none."""
     function, cls = _find_test(namespace, name)
     if function is None:
-        return False
+        return ""
     try:
         if cls is None:
             function()
         else:
             getattr(cls(), name)()
+    except AssertionError:
+        return "failed"
     except BaseException:
-        return False
-    return True
+        return "raised"
+    return "returned"
 
 
 def _detect(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
-    """The answer's own test function against its own solution, or a stub that returns 0."""
-    stub = job["against"] == "stub"
+    """The answer's own test function against its own solution, against one that returns 0 (a stub),
+    or against the canonical one."""
+    against, solution = job["against"], job["function"]
+    solve = _canonical_solution(job, namespace) if against == "canonical" else None
     try:
         for _, code in parts:
             exec(code, namespace)
     except BaseException:
-        # With the stub it does not matter that the module fails with its own solution.
-        if not stub:
+        # With another solution it does not matter that the module fails with its own.
+        if against == "own":
             return
     name = job["test_function"]
-    if stub:
-        other = type("Solution", (), {job["function"]: lambda self, *args, **kwargs: 0})
+    if against == "stub":
+        other = type("Solution", (), {solution: lambda self, *args, **kwargs: 0})
         function, cls = _find_test(namespace, name)
         if cls is not None:  # a method: it moves to the stub
             setattr(other, name, function)
         namespace["Solution"] = other
-    connection.send(_dumps({"returned": _tests_return(namespace, name)}))
+    if solve is not None:
+        # The answer's class stays: its tests may have it under another name, or call its helpers.
+        setattr(namespace["Solution"], solution, solve)
+    connection.send(_dumps({"end": _tests_end(namespace, name)}))
 
 
-def _canonical(job: Job, connection: _Connection, parts: list[Part], namespace: Names) -> None:
-    """Detector D: the tests of the answer, read as text, against the canonical solution."""
-    _, code = parts[0]
-    exec(code, namespace)
+def _canonical_solution(job: Job, setup: Names) -> Callable[..., object]:
+    """The canonical solution as a method of any class. setup: the names of the setup code."""
+    module = ModuleType("canonical")
+    namespace: Names = vars(module)
+    namespace.update(setup, __name__="canonical")
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = sys.modules["canonical"] = module  # it may look itself up
+    for _, code in program(job["canonical"], job["called"]):
+        exec(code, namespace)
+    sys.modules["__main__"] = main
 
-    def solve(*args: object, **kwargs: object) -> object:
+    def solve(self: object, *args: object, **kwargs: object) -> object:
         return getattr(namespace["Solution"](), job["function"])(*args, **kwargs)
 
-    tests = OwnTests(job["function"], solve)
-    sources = [source for source, _ in program(job["answer"], job["called"])]
-    tests.read(sources, job["test_function"])
-    connection.send(_dumps({"rejects": tests.rejects, "unread": tests.unread}))
+    return solve

@@ -274,8 +274,6 @@ class Grader:
         self._closed = False
         self.restarts = 0  # workers replaced so far
         self.lost_answers = 0  # answers rewarded 0 because their workers die
-        # gradings with D false because it could not read all of the answer's tests
-        self.tests_unread = 0
         self._lost: Counter[bytes] = Counter()  # digest of an answer → workers lost with it
         # A verifier dies with the thread that started it, so that is one which lives as long as
         # this object.
@@ -393,8 +391,6 @@ class Grader:
         fields = self._ask(as_request(problem, text, self.detectors))
         if isinstance(fields, Ungraded):
             return fields
-        with self._lock:
-            self.tests_unread += fields.pop("tests_unread", False)
         return self._grade(problem, text, fields, self.reward)
 
     def _ask(self, request: messages.Request) -> dict[str, Any] | Ungraded:
