@@ -20,7 +20,6 @@ class Halve(Intervention):
 
     name = "halve"
     what = "what is flagged counts half"
-    acts_on = "gradient"
     reads_flags = True
     usual_monitor = "detector"
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from vgrout.config.checks import listed, summary
-from vgrout.config.own_classes import require_usable
-from vgrout.errors import Refused
+from vgrout.errors import Refused, refuse
 
 # Settings of `MethodConfig`, by what reads them.
 DIRECTION = ("v_hack_path", "vhack_refresh_every", "route2_random_v_seed", "vhack_pairs_path")
@@ -260,10 +259,13 @@ class Kind:
     title: str  # of the base class
     specs: dict[str, Any]
     spec: Any  # the type of the rows
+    decides: tuple[str, ...]  # the methods of which a class has at least one of its own
 
 
-INTERVENTION = Kind("Intervention", INTERVENTIONS, InterventionSpec)
-MONITOR = Kind("Monitor", MONITORS, MonitorSpec)
+INTERVENTION = Kind(
+    "Intervention", INTERVENTIONS, InterventionSpec, decides=("route", "advantages", "reward")
+)
+MONITOR = Kind("Monitor", MONITORS, MonitorSpec, decides=("flag", "flag_gradients"))
 # Settings that name classes.
 CLASSES: dict[str, Kind] = {
     "intervention": INTERVENTION,
@@ -286,10 +288,14 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
     for messages.
 
     Raises:
-        Refused: it is no such class, has no name that a flag can have, or one of the package's own, or lacks what
-            every run calls.
+        Refused: it is no such class, has no name that a flag can have, or one of the package's own, or changes
+            nothing.
     """
-    if not isinstance(own, type) or not isinstance(getattr(own, "spec", None), kind.spec):
+    base = None
+    for part in getattr(own, "__mro__", ()):
+        if (part.__module__, part.__name__) == ("vgrout.method.base", kind.title):
+            base = part
+    if base is None:
         raise Refused(f"{flag} {name or own}: is no {kind.title} of vgrout.method.base".strip())
     facts: dict[str, object] = {}
     for f in fields(kind.spec):
@@ -302,7 +308,17 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
         raise Refused(
             f"{own.__name__}: its name {name!r} should be of small letters, digits and _, and not taken"
         )
-    require_usable(own, facts, kind.title)
+    decides: list[str] = []
+    for method in kind.decides:
+        if getattr(own, method, None) is not getattr(base, method, None):
+            decides.append(method)
+    refuse(not decides, f"{own.__name__}: has no {' or '.join(kind.decides)} of its own")
+    if kind is INTERVENTION and facts["acts_on"] == "nothing":
+        facts["acts_on"] = "rewards" if decides == ["reward"] else "gradient"
+    refuse(
+        "reward" in decides and facts["acts_on"] != "rewards",
+        f'{own.__name__}.reward: is called only with acts_on = "rewards"',
+    )
     own.spec = kind.specs[name] = kind.spec(**facts | {"name": name, "where": own})
 
 

@@ -32,17 +32,6 @@ Position = tuple[int, int]  # group, rollout
 Row = RowView | UpdateRow  # the latter for a monitor that sees labels
 
 
-class BrokenContract(TypeError):
-    """A monitor or an intervention gave an answer that no run can use: class, method, answer, and what is expected.
-
-    cls: whose answer it is; None: it is not known.
-    """
-
-    def __init__(self, message: str, cls: type | None = None) -> None:
-        super().__init__(message)
-        self.cls = cls
-
-
 class Part:
     """What monitors and interventions have in common: a direction, and memory."""
 
@@ -252,10 +241,11 @@ def flags_of(
     """Make flags of rollouts from their positions. scores: where they were read; None: there are none.
 
     Raises:
-        BrokenContract: a position is none of these views.
+        ValueError: a position is none of these views.
     """
-    _require_positions(views, flagged, "flagged")
-    _require_positions(views, scores or {}, "scores")
+    strange = {*flagged, *(scores or {})} - {*positions(views)}
+    if strange:
+        raise ValueError(f"no rollouts of these groups: {strange}")
     flags: list[Flags] = []
     for i, view in enumerate(views):
         is_flagged: list[bool] = []
@@ -266,24 +256,3 @@ def flags_of(
                 of_group.append(scores.get((i, b)))
         flags.append(Flags(tuple(is_flagged), tuple(of_group)))
     return flags
-
-
-def _require_positions(views: Views, given: Collection[object], what: str) -> None:
-    """Raises BrokenContract for the first that is no (group, rollout) of these views."""
-    sizes = [len(view) for view in views]
-    for position in given:
-        if not _is_position(position, sizes):
-            raise BrokenContract(
-                f"flags_of(views, …) was given {position!r} among {what}; it should be a pair (group, rollout), two "
-                f"indices from 0 into groups of {sizes} rollouts"
-            )
-
-
-def _is_position(given: object, sizes: Sequence[int]) -> bool:
-    """Whether this is a pair of indices into groups of these sizes."""
-    if not isinstance(given, tuple) or len(given) != 2:
-        return False
-    i, b = given
-    if not isinstance(i, int) or not isinstance(b, int):
-        return False
-    return 0 <= i < len(sizes) and 0 <= b < sizes[i]

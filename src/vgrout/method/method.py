@@ -16,7 +16,6 @@ from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
-from vgrout.method import contract
 from vgrout.method.base import (
     GradientFlags,
     Intervention,
@@ -32,6 +31,21 @@ from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
 from vgrout.tensor_types import Routed
 from vgrout.torch_rng import torch_stream
+
+
+def ask(monitor: Monitor, views: Sequence[GroupView], step: int) -> list[Flags]:
+    """What a text monitor, which may be somebody's own, flags of the groups: a flag a rollout."""
+    if not views:
+        return []
+    found = monitor.flag(views, step)
+    should = (
+        "should be a list of Flags, one a group, as flags_of(views, {(group, rollout), …}) makes it"
+    )
+    returned = f"{type(monitor).__name__}.flag returned {found!r:.200}; it {should}"
+    assert isinstance(found, list), returned
+    assert all(isinstance(flags, Flags) for flags in found), returned
+    assert [len(flags.flagged) for flags in found] == [len(view) for view in views], returned
+    return [replace(flags, flagged=tuple(map(bool, flags.flagged))) for flags in found]
 
 
 class Method:
@@ -130,9 +144,18 @@ class Method:
             step = replace(step, flags=found)
         else:
             flags = self._flags_of_texts(batch.groups)
-        routed = contract.routed(self.intervention, step)
-        routed = replace(routed, flags=flags)
-        return self._placed(routed)
+        routed = self.intervention.route(step)
+        does = f"{type(self.intervention).__name__}.route"
+        assert isinstance(routed, Routed), f"{does} returned {routed!r:.200}, no Routed"
+        R = g.shape[1]
+        for vector in (routed.keep, routed.quar):
+            if vector is not None:
+                assert vector.shape == (R,), f"{does} returned {[*vector.shape]}, should be [{R}]"
+        if not self.intervention.spec.routes:
+            assert routed.quar is None, (
+                f"{does} returned quar; its class does not say routes = True"
+            )
+        return self._placed(replace(routed, flags=flags))
 
     def _flags_of_gradients(
         self, monitor: GradientMonitor, step: StepGradient, batch: Batch
@@ -154,7 +177,9 @@ class Method:
             g=step.g if len(asked) == N else step.g[asked],
             rows=[replace(rows[n], row_of_g=place) for place, n in enumerate(asked)],
         )
-        found = contract.gradient_flags(monitor, seen, batch.step)
+        found = monitor.flag_gradients(seen, batch.step)
+        M = len(monitor.direction.V)
+        assert found.share.shape in ((len(asked), M), (len(asked), 1)), found.share.shape
         flags = _flags_of_groups([batch.rows[n] for n in asked], found)
         if len(asked) < N:
             share = step.g.new_zeros(N, found.share.shape[1])
@@ -178,16 +203,16 @@ class Method:
 
     def refresh(self, step: int) -> Refresh:
         """After the optimiser of step `step` (from 0)."""
-        refreshed = contract.refreshed(self.intervention, step)
+        refreshed = self.intervention.refresh(step)
         if refreshed.age is not None:
             return refreshed
-        return contract.refreshed(self.monitor, step)
+        return self.monitor.refresh(step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What must survive a resume, between steps."""
         state: dict[str, Tensor] = {}
         for name, part in self._parts.items():
-            for key, value in contract.state_of(part).items():
+            for key, value in part.state_dict().items():
                 state[f"{name}/{key}"] = value
         return state
 
@@ -233,7 +258,7 @@ class Method:
         views = self._views(looked_at, self.monitor)
         # Every rank asks its own monitor, and all go by the first one's: two answers of a language
         # model need not agree.
-        flags = ranks.from_first(contract.flags_of_monitor(self.monitor, views, batch.step))
+        flags = ranks.from_first(ask(self.monitor, views, batch.step))
         if self.cfg.method.random_flags and views:
             stream = torch_stream(self.cfg.run.seed, "mass-matched", batch.step)
             movable = [view.passed for view in views]
@@ -248,17 +273,16 @@ class Method:
         return tuple(flagged)
 
     def _with_new_rewards(self, group: Group) -> Group:
-        assert group.flags is not None
-        flagged = group.flags.flagged
-        new_rewards = contract.new_rewards(self.intervention, group.view(), flagged)
-        return replace(group, new_rewards=new_rewards)
+        assert group.flags is not None, "rewards change by flags: reads_flags = True"
+        new_rewards = self.intervention.reward(group.view(), group.flags.flagged)
+        return replace(group, new_rewards=tuple(new_rewards))
 
     def _shadowed(self, groups: Sequence[Group], step: int) -> tuple[Group, ...]:
         """Every group with the flags of the monitors in shadow."""
         flags: dict[str, list[Flags]] = {}
         for name, monitor in self.shadows.items():
             views = self._views(groups, monitor)
-            flags[name] = contract.flags_of_monitor(monitor, views, step)
+            flags[name] = ask(monitor, views, step)
         shadowed: list[Group] = []
         for i, group in enumerate(groups):
             of_group: dict[str, Flags] = {}
@@ -287,8 +311,8 @@ class Method:
             known, flagged = self._known_and_flagged(group)
             # a gradient monitor has flagged nothing yet, a text monitor knows nothing beforehand
             set_apart = known if reads_gradients else flagged
-            advantages = contract.advantages(self.intervention, group.view(), set_apart)
-            for b, rollout in enumerate(group.rollouts):
+            advantages = self.intervention.advantages(group.view(), set_apart)
+            for b, (rollout, A) in enumerate(zip(group.rollouts, advantages, strict=True)):
                 left_out = group.learnt_rewards[b] is None
                 if left_out and self.cfg.loss.learns_at_zero_advantage:
                     continue
@@ -300,7 +324,7 @@ class Method:
                 row = UpdateRow(
                     rollout,
                     group.index,
-                    advantages[b],
+                    float(A),
                     flagged=flagged[b],
                     known_hack=known[b],
                     row_of_g=rows_of_g.setdefault(in_common, next_row),
@@ -314,8 +338,7 @@ class Method:
         nothing = (False,) * len(group)
         if isinstance(self.monitor, GradientMonitor):
             (view,) = self._views([group], self.monitor)
-            known = contract.known_hacks(self.monitor, view)
-            return known, nothing
+            return self.monitor.known_hacks(view), nothing
         if group.flags is None:
             return nothing, nothing
         return nothing, group.flags.flagged
