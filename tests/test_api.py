@@ -95,7 +95,7 @@ def test_a_run_as_frames(shared_run, tmp_path):
     ("flags", "message"),
     [
         ({"lr": -1}, "--lr -1"),
-        ({"lernrate": 1}, "--lernrate=1: no such flag"),
+        ({"lernrate": 1}, "Unrecognized options: --lernrate=1"),
         ({"dry_run": True}, "makes no run"),
         ({"intervention": "cap"}, "cap"),
         ({"seed": [1, 2]}, r"seed=\[1, 2\]: should be one value"),

@@ -1,16 +1,13 @@
-"""The command line: every command runs, typing errors get a suggestion, help is wrapped once."""
+"""The command line: every command runs, typing errors get a suggestion."""
 
 import re
-import sys
 
 import pytest
 
-from quick import first_quick
 from vgrout.__main__ import COMMANDS
 from vgrout.__main__ import main as vgrout
-from vgrout.config.presets import PRESETS, flag_names, resolve
+from vgrout.config.presets import PRESETS, resolve
 from vgrout.errors import Refused, nearest
-from vgrout.report.__main__ import main as report
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
@@ -36,73 +33,30 @@ def refusal(*argv: str) -> str:
 
 
 MEANT = {
-    "--stpes=3": "--steps",
     "--stpes 3": "--steps",
-    "--intervetion=route2": "--intervention",
-    "-intervention route2": "--intervention",
-    "-lr=3": "--lr",
-    "-help": "--help",
-    "--Steps=3": "--steps",
-    "--no-unbaised": "--no-unbiased",
-    "--stpes=3 --intervention none": "--steps",
-    # values
-    "--intervention rout2": "route2",
-    "--intervention=Route2": "route2",
-    "--monitor labls": "labels",
-    "--control HAAR": "haar",
+    "--stpes 3 --intervention none": "--steps",
+    "--temprature=3": "--temperature",
+    "--intervention rout2": "did you mean route2?",
+    "--intervention=Route2": "did you mean route2?",
+    "--monitor labls": "did you mean labels?",
+    "--control HAAR": "did you mean haar?",
+    "--track wandbb": "did you mean wandb?",
+    "--shadow labls": "did you mean labels?",
+    "--teacher-modes sentinal": "did you mean sentinel?",
     "--loss grop": "grpo",
-    "--env-mode exit-code": "exit_code",
     "--guard hlt": "halt",
-    "--columns mian": "main",
-    "--dtype fp23": "fp32",
-    "--track wandbb": "wandb",
-    "--shadow labls": "labels",
-    "--teacher-modes sentinal": "sentinel",
+    "--steps x": "--steps",
+    "--nope": "smoke --help",
 }
 
 
 @pytest.mark.parametrize("typed", MEANT)
-def test_a_typing_error_gets_a_suggestion(typed: str) -> None:
-    assert refusal(*typed.split()).endswith(f"did you mean {MEANT[typed]}?")
-
-
-@pytest.mark.parametrize("typed", ["--nope=3", "-x", "-", "--=3", "=3", "--intervention zzz"])
-def test_what_is_like_nothing_gets_none(typed: str) -> None:
-    assert "did you mean" not in refusal(*typed.split())
-
-
-@pytest.mark.parametrize("name", first_quick(flag_names()[::12], 4))
-def test_two_letters_swapped_in_any_flag_are_found(name: str) -> None:
-    """Whatever form it has; the suggestion is a flag that there is."""
-    at = len(name) // 2
-    swapped = name[:at] + name[at + 1] + name[at] + name[at + 2 :]
-    if swapped == name or "-" in name[at : at + 2]:
-        swapped = f"{name}e"
-    for typed in (f"{swapped}=1", swapped):
-        found = re.search(r"did you mean (--[\w-]+)\?$", refusal(typed))
-        assert found, typed
-        assert found[1].replace("--no-", "--") in flag_names()
+def test_a_typing_error_is_told_what_was_probably_meant(typed: str) -> None:
+    said = refusal(*typed.split())
+    assert MEANT[typed] in said
+    assert "│" not in said
 
 
 def test_the_nearest_name() -> None:
     assert nearest("Route2", ["route", "route2"]) == "route2"
     assert nearest("zzz", ["route"]) == nearest("", ["route"]) == nearest("x", []) == ""
-
-
-def test_other_commands_suggest_flags_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(["--tga=x"]) == 2
-    assert capsys.readouterr().err == "E --tga=x: no such flag; did you mean --tag?\n"
-
-
-def test_a_wrapped_docstring_is_one_line_of_help(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "2000")
-    with pytest.raises(SystemExit):
-        resolve(["mini", "--help-all"])
-    help_text = capsys.readouterr().out
-    assert "as many by each; none: the preset's. (default" in help_text
-    monkeypatch.delitem(sys.modules, "organisms.__main__", raising=False)  # as in a new process
-    with pytest.raises(SystemExit):
-        vgrout(["organism", "build", "--help"])
-    assert "no attempt at the problem; the rest carry one" in capsys.readouterr().out

@@ -54,27 +54,16 @@ def test_help_all_has_every_flag_and_every_name_with_its_line(
 
 @pytest.mark.parametrize("preset", ["", *PRESETS])
 def test_help_is_one_screen_of_everyday_flags(
-    preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
     shown = printed(capsys, *([preset] if preset else []), "--help")
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.count("\n") <= 60
-    monkeypatch.setenv("COLUMNS", "100")
-    assert printed(capsys, *([preset] if preset else []), "--help").count("\n") <= 45
-    assert {*re.findall(r"^\W\W?(--[a-z][a-z-]+)", shown, re.M)} == set(map(flag, EVERYDAY))
+    assert {*re.findall(r"^  (--[a-z][a-z-]+)", shown, re.M)} == set(map(flag, EVERYDAY))
     assert {*map(flag, EVERYDAY)} <= {*flag_names()}
     assert "--help-all shows every flag" in shown
     assert all(f"\n  {name} " in shown for name in PRESETS)
     assert (f"(default: {PRESETS[preset or 'mini'][1].scale.steps})" in shown) == bool(preset)
-
-
-@pytest.mark.parametrize("columns", [1, 5, 9])
-def test_help_ends_in_a_terminal_of_any_width(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert "--seed" in printed(capsys, "smoke", "--help")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -166,7 +155,6 @@ def test_a_run_says_what_its_method_brings_and_what_is_given_in_vain(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "smoke", "--version") == f"vgrout {vgrout.__version__}\n"
     assert vgrout.__main__.main(["--version"]) == 0
     assert capsys.readouterr().out == f"vgrout {vgrout.__version__}\n"
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from vgrout import embedded, files
-from vgrout.config import presets
-from vgrout.config.presets import WordParser, parse_line, resolve
 from vgrout.data import Ungraded
 from vgrout.envs import base
 from vgrout.envs.base import Splits
@@ -70,17 +68,13 @@ steps = [60, 61]
 
 
 def test_different_jobs_read_and_check_a_file_once(here: Path, counted: Counted) -> None:
-    """And each different flag is parsed once."""
     study = Path("study.toml")
     study.write_text(STUDY)
-    parsed = counted((presets, "parsed"))
     of_files = counted(
         (problems, "numbered_lines"), (embedded, "file_sha256"), (source, "safetensors_head")
     )
     planned = load_study_file(study)
     assert len(planned.runs) == 24
-    # three interventions, a monitor, twice two and two values
-    assert parsed["parsed"] == 4 + 2 + 2 + 2
     Sweep.of(planned, dry_run=True)
     organism = len(embedded.shipped(embedded.DATA_DIR))
     assert of_files == {"numbered_lines": 1, "file_sha256": organism, "safetensors_head": 1}
@@ -110,47 +104,6 @@ def test_outside_a_study_every_read_is_a_new_one(tmp_path: Path) -> None:
                 read(tmp_path / "b", "absent")
     assert calls == ["", "", "", "other", "other", "absent", "absent"]
     assert read(path) == "three"
-
-
-LINES = [
-    "mini",
-    "mini --intervention=none --beta=0.01 --mix-ratio=0.25 --seed=3",
-    "smoke --intervention=route2 --monitor=labels --known-modes=run_tests,exit_code",
-    "mini --intervention=route2 --no-rebaseline --gate-vote=module",
-    "full --model=x --no-unbiased --test-problems= --organism=None --steps=7",
-    "mini --guard=log --save-eval-ckpts --track=tensorboard",
-    "small --lr=1e-3 --teacher-modes=run_tests",
-    "mini --save-eval-ckpts --no-save-eval-ckpts",
-    "mini --steps=3 --steps=4",
-]
-WRONG = [
-    "mini --stepz=3",
-    "mini --steps=many",
-    "mini --steps=0",
-    "mini --intervention=rout2",
-    "mini --monitor=labels",
-    "mini --intervention=none --gate-vote=module",
-    "mini --steps",
-    "mini steps",
-    "mini --mix-ratio=0.01",
-    "mini --guard=off --guard-warmup=3",
-    "nano",
-    "",
-]
-
-
-@pytest.mark.parametrize("line", [*LINES, *WRONG])
-def test_a_line_parsed_word_by_word_is_the_same(line: str) -> None:
-    """The same settings, or the same refusal."""
-    parse = WordParser()
-    told: list[Any] = []
-    for by in (parse_line, parse, parse):
-        try:
-            told.append(resolve(line.split(), own_code=False, parse=by))
-        except Refused as e:
-            told.append((type(e), str(e)))
-    assert told[0] == told[1] == told[2]
-    assert isinstance(told[0], tuple) == (line in WRONG)
 
 
 # ── the rows of a problem file

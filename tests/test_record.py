@@ -104,7 +104,7 @@ def test_run_ids(argv, run_id):
 
 def test_lists_in_flags():
     words = ["smoke", "--teacher-modes", "a", "b", "--steps", "3"]
-    assert joined(words) == ["smoke", "--teacher-modes", "a,b", "--steps", "3"]
+    assert joined(words) == ["smoke", "--teacher-modes=a,b", "--steps", "3"]
     assert joined(["smoke", "--teacher-modes=a", "b"]) == ["smoke", "--teacher-modes=a,b"]
     assert resolve(["smoke", "--report-detectors", "e", "c"]).env.report_detector_codes == [
         "E",

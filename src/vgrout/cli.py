@@ -1,8 +1,6 @@
 """Command lines by tyro, with errors in one line: what was wrong, which flag, what is legal."""
 
 import contextlib
-import dataclasses
-import difflib
 import errno
 import io
 import os
@@ -12,25 +10,18 @@ import shlex
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
-from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
-import docstring_parser
 import tyro
 
 from vgrout import faults
-from vgrout.errors import Refused, did_you_mean, one_line
+from vgrout.errors import Refused, one_line
 from vgrout.files import drop_stdout, printable, restore_inherited
 from vgrout.interrupts import interruptible
 
 T = TypeVar("T")
-
-ARGUMENTS = 2  # that are no flags, of one command at most
-NO_FLAG = "no such flag"
-OWN_REWARD = r"[\w.]+:\w+(=[^\s,=]*)?"  # a function of a user's own, with its weight
-NARROW = 20  # columns: tyro lays out a help of less than 6 for ever
 
 
 def parse_args(
@@ -45,43 +36,45 @@ def parse_args(
     Raises:
         Refused: one line, for the first bad flag; or whatever the class or the function raises.
     """
-    argv = as_typed(sys.argv[1:] if argv is None else argv)
-    # what else stands behind a function's name is another argument, as a run's folder
-    argv = with_lists(argv, ["--reward"], OWN_REWARD)
-    prog = prog.replace("vgrout ", command(""))
-    if {"-h", "--help"} & {*argv}:
-        join_help(*(what.values() if isinstance(what, Mapping) else [what]))
+    settings["prog"] = prog.replace("vgrout ", command(""))
     if isinstance(what, Mapping):
         named = {name: _later(f) for name, f in what.items()}
-        return parsed(
-            lambda argv: tyro.extras.subcommand_cli_from_dict(
-                named, args=argv, prog=prog, **settings
-            ),
-            argv,
-        )()
+        return parsed(partial(tyro.extras.subcommand_cli_from_dict, named, **settings), argv)()
     if isinstance(what, type):
-        return parsed(lambda argv: tyro.cli(what, args=argv, prog=prog, **settings), argv)
-    return parsed(lambda argv: tyro.cli(_later(what), args=argv, prog=prog, **settings), argv)()
+        return parsed(partial(tyro.cli, what, **settings), argv)
+    return parsed(partial(tyro.cli, _later(what), **settings), argv)()
 
 
-def join_help(*what: Callable[..., object]) -> None:
-    """Give each field of these settings classes its docstring as help, in one line for tyro to wrap.
+def parsed(cli: Callable[..., T], argv: Sequence[str] | None) -> T:
+    """What a parser of tyro's makes of a command line; `--help` exits.
 
-    tyro keeps the line ends of a docstring. What a function or a class takes is treated alike.
+    Raises:
+        Refused: a settings class's own, or tyro's message in one line.
     """
-    for one in what:
-        inner = [kind for kind in get_type_hints(one).values() if dataclasses.is_dataclass(kind)]
-        join_help(*(kind for kind in inner if isinstance(kind, type)))
-        if not (isinstance(one, type) and dataclasses.is_dataclass(one)):
-            continue
-        texts: dict[str, str] = {}
-        for of in reversed(one.__mro__[:-1]):
-            for told in docstring_parser.parse_from_object(of).params:
-                if told.description:
-                    texts[told.arg_name] = " ".join(told.description.split())
-        for f in dataclasses.fields(one):
-            if f.name in texts:
-                f.metadata = MappingProxyType({**f.metadata, "help": texts[f.name]})
+    words = [_from_home(word) for word in (sys.argv[1:] if argv is None else argv)]
+    message, outer = io.StringIO(), sys.exception()
+    try:
+        with contextlib.redirect_stderr(message):
+            return cli(args=words)
+    except SystemExit as e:
+        if not e.code:
+            raise
+        before = e.__context__
+        while before is not None and before is not outer:
+            if isinstance(before, Refused):
+                raise before from before.__cause__
+            before = before.__context__
+        # without the frame, and the title in its first line
+        text = message.getvalue().strip().partition("\n")[2]
+        raise Refused(one_line(re.sub("[╭╮╰╯│─]|-{9,}", " ", text))) from None
+
+
+def _from_home(word: str) -> str:
+    """A word with ~ replaced by the home folder: a shell does so at its beginning alone, not in --out=~/x."""
+    flag, equals, value = word.rpartition("=")
+    if not value.startswith("~/"):
+        return word
+    return f"{flag}{equals}{os.path.expanduser(value)}"
 
 
 def command(name: str) -> str:
@@ -222,165 +215,3 @@ def cannot_import(package: str, error: ImportError, extra: str = "") -> Refused:
         return not_installed(package, extra)
     why = one_line(error, 160)
     return Refused(f"{package} is installed and cannot be imported ({why}): install it again")
-
-
-def parsed(cli: Callable[[list[str]], T], argv: Sequence[str], help_flag: str = "--help") -> T:
-    """The result of `cli` for a command line; `--help` exits. help_flag: lists all flags.
-
-    Raises:
-        Refused: a settings class's own, or tyro's error in one line.
-        ValueError: a fault of a settings class, which tyro would call an error of the command line.
-    """
-    message, outer = io.StringIO(), sys.exception()
-    if shutil.get_terminal_size().columns < NARROW:
-        os.environ["COLUMNS"] = str(NARROW)
-    try:
-        with contextlib.redirect_stderr(message):
-            return cli([*argv])
-    except SystemExit as e:
-        if not e.code:
-            raise
-        if (own := _of_settings(e, outer)) is not None:
-            raise own from own.__cause__
-        said = tyro_complaint(message.getvalue(), help_flag)
-        # Of an argument that is no flag tyro says so where a flag is unknown besides: that comes first.
-        for _ in range(ARGUMENTS):
-            if not re.fullmatch(r"\w+: needs a value", said):
-                break
-            argv = _with_an_argument(argv)
-            said = _said_of(cli, argv, help_flag) or said
-        if NO_FLAG in said:
-            said = _with_suggestion(said, cli, argv)
-        raise Refused(said) from None
-
-
-def _with_an_argument(argv: Sequence[str]) -> list[str]:
-    """The command line with one more word before its flags."""
-    words = list(argv)
-    flags_from = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    words.insert(flags_from, "missing")
-    return words
-
-
-def _said_of(
-    cli: Callable[[list[str]], object], argv: Sequence[str], help_flag: str = "--help"
-) -> str | None:
-    """What tyro says of a command line, in one line; None: it takes it."""
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(io.StringIO()):
-            cli([*argv])
-    except (Refused, SystemExit):  # as `parsed` has it
-        return tyro_complaint(message.getvalue(), help_flag)
-    return None
-
-
-def _with_suggestion(said: str, cli: Callable[[list[str]], object], argv: Sequence[str]) -> str:
-    """A refusal of an unknown flag, with the flag that was probably meant.
-
-    tyro suggests flags for a bare word alone. So `--stpes=3` and `-steps` are tried as `--stpes` and `--steps`.
-    """
-    given, found, _ = said.partition(f": {NO_FLAG}")
-    if not found or "did you mean" in said or given not in argv:
-        return said
-    bare = f"--{given.partition('=')[0].lstrip('-')}"
-    if bare in (given, "--"):
-        return said
-    if bare == "--help":
-        return f"{given}: {NO_FLAG}; did you mean {bare}?"
-    at = list(argv).index(given)
-    again = _said_of(cli, [*argv[:at], bare, *argv[at + 1 :]]) or ""
-    if not again.startswith(f"{bare}: {NO_FLAG}"):
-        meant = bare
-    elif suggested := re.search(r"did you mean (--[\w-]+)", again):
-        meant = suggested[1]
-    else:
-        return said
-    return f"{given}: {NO_FLAG}; did you mean {meant}?"
-
-
-def _of_settings(e: BaseException, outer: BaseException | None) -> ValueError | None:
-    """What a settings class raised, where tyro exits for it; None: it exits for what was typed.
-
-    outer: what was being handled before.
-    """
-    before = e.__context__
-    while before is not None and before is not outer:
-        if isinstance(before, ValueError) and not faults.of_a_library(before):
-            return before
-        before = before.__context__
-    return None
-
-
-def as_typed(argv: Sequence[str]) -> list[str]:
-    """A command line with ~ replaced by the home folder: a shell does so at the beginning of a word alone, not in
-    --out=~/x."""
-    return [
-        re.sub(r"^(--[\w-]+=)?(~(?=/|$))", lambda m: (m[1] or "") + os.path.expanduser("~"), word)
-        for word in argv
-    ]
-
-
-def with_lists(argv: Sequence[str], lists: Collection[str], word_form: str = ".*") -> list[str]:
-    """A command line with a list's words joined by commas. lists: the flags that take lists. word_form: regular
-    expression of all of a word that may be joined to the one before."""
-    out: list[str] = []
-    of_list = False  # whether the word before belongs to a list's value
-    for word in argv:
-        starts = word.startswith("-")
-        if of_list and not starts and out[-1] not in lists and re.fullmatch(word_form, word):
-            out[-1] += f",{word}"
-        else:
-            out.append(word)
-        of_list = word.partition("=")[0] in lists if starts else of_list
-    return out
-
-
-def tyro_complaint(box: str, help_flag: str = "--help") -> str:
-    """tyro's framed message as one line in plain words, without its frame, its inner names and its closing hint."""
-    text = box.split("For full helptext")[0]
-    # the second where stdout cannot draw frames
-    text = re.sub(r"╭─[^\n]*─╮|\A[^\n]*\n\s*-{20,}\s*\n", "", text)
-    text = " ".join(re.sub(r"[╭╮╰╯│─]+|-{20,}", " ", text).split())
-    if bad := re.match(r"Error parsing \S+: (.*?) Argument helptext: (--[\w-]+) (\S+)", text):
-        value, kind = re.search(r"(?:from \['|: ')(.*?)'\]?", bad[1]), bad[3]
-        number = "a whole number" if "INT" in kind else "a number" if "FLOAT" in kind else kind
-        words = [word for word in re.findall(r"[\w-]+", kind) if word not in ("INT", "FLOAT")]
-        return f"{bad[2]} {(value and value[1]) or repr('')}: should be {' or '.join([number, *words])}"
-    if bad := re.match(
-        r"invalid choice '(.*)' for argument '(--[\w-]+)'. Expected one of \((.*)\)", text
-    ):
-        legal = sorted(set(re.findall(r"'([^']*)'", bad[3])) - {"None"})
-        return (
-            f"{bad[2]} {bad[1]}: should be one of {', '.join(legal)}{did_you_mean(bad[1], legal)}"
-        )
-    text = re.sub(r"^Error parsing \S+: ", "", text)
-    text = re.sub(r"^Missing value for argument '(\S+)'.*", r"\1: needs a value", text)
-    text = text[max(0, text.find("Unrecognized options: ")) :]  # said before what is missing
-    if text.startswith("Missing from "):
-        named = re.findall(r"(?:^|\(required\)) ((?:--[\w-]+ )?[\w|{}.]+)", text.partition(":")[2])
-        return f"missing: {', '.join(named)}; --help says more"
-    text = re.sub(
-        r"^Unrecognized options: ?(.*?)( Perhaps.*? meant.*?(--[\w-]+).*| Available subcommands: (.*))?$",
-        partial(_unknown, help_flag=help_flag),
-        text,
-    )
-    return re.sub(r"^Expected one of {(.*)}\.?", r"name one of \1", text)
-
-
-def _unknown(found: re.Match[str], help_flag: str) -> str:
-    given, more, _, commands = found.groups()
-    given = given.partition(",")[0] or "''"
-    if given.startswith("-"):
-        given = given.partition(" ")[0]  # without its value
-    if commands:
-        one = f"; did you mean `{commands} {given}`?" if commands.isalpha() else ""
-        one = did_you_mean(given, commands.split(", ")) or one
-        return f"{given}: should be one of {commands}{one}"
-    near = difflib.get_close_matches(
-        given.partition("=")[0], re.findall(r"--[\w-]+", more or ""), 1
-    )
-    what = NO_FLAG if given.startswith("-") else "nothing here takes it"
-    return (
-        f"{given}: {what}; {f'did you mean {near[0]}?' if near else f'{help_flag} lists the flags'}"
-    )

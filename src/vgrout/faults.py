@@ -60,13 +60,6 @@ def place_of(e: BaseException | None) -> str:
     return place
 
 
-def of_a_library(e: BaseException) -> bool:
-    """Whether an exception has come through no code of this package, nor of somebody's own."""
-    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(e.__traceback__)}
-    ours = any(Path(file).resolve().is_relative_to(PACKAGE) for file in files)
-    return not ours and not any(map(is_own, files))
-
-
 def text_of(e: BaseException) -> str:
     """The traceback of an exception, and of those that it came from, as Python prints them.
 

@@ -18,10 +18,10 @@ from loguru import logger
 from tabulate import tabulate
 
 from vgrout import console, embedded, faults
-from vgrout.cli import OWN_REWARD, cli_exit
+from vgrout.cli import cli_exit
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
-from vgrout.config.env import EnvConfig
+from vgrout.config.env import OWN_REWARD, EnvConfig
 from vgrout.config.groups import ORGANISM, ScaleConfig
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config

@@ -5,7 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, check, in_usual_order, listed, refuse_unread, setting
 from vgrout.config.groups import ORGANISM
 from vgrout.config.world_names import (
@@ -18,6 +17,8 @@ from vgrout.config.world_names import (
 )
 from vgrout.errors import refuse
 from vgrout.files import Json
+
+OWN_REWARD = r"[\w.]+:\w+(=[^\s,=]*)?"  # a function of a user's own, with its weight
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,17 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, field, fields, make_dataclass, replace
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
 
 import tyro
 
 from vgrout import embedded
-from vgrout.cli import as_typed, command, join_help, parsed, with_lists
-from vgrout.config.checks import changed, flag, legal_values, listed, refuse_unread, rule_of
+from vgrout.cli import command, parsed
+from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import ORGANISM, EvalConfig, OptConfig, ScaleConfig
 from vgrout.config.loss import LossConfig
@@ -125,11 +124,8 @@ OWN_CODE = {
 
 SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
 LISTS = {flag(f.name) for f in SETTINGS if rule_of(f).words or rule_of(f).many}
-SWITCHES = {flag(f.name) for f in SETTINGS if f.type is bool}
-# switches that may also be None, on and off, as the parser takes them
-SAID: dict[str, str] = {}
-for _name in (flag(f.name) for f in SETTINGS if f.type == bool | None):
-    SAID |= {_name: f"{_name}=True", _name.replace("--", "--no-", 1): f"{_name}=False"}
+# the switch that may also be None, which the parser takes with a value
+SWITCH = {"--rebaseline": "--rebaseline=True", "--no-rebaseline": "--rebaseline=False"}
 
 # The flags of `--help`, each with a line; `--help-all` shows every flag with its whole help.
 EVERYDAY: dict[str, str] = {
@@ -147,11 +143,11 @@ EVERYDAY: dict[str, str] = {
     "group": "answers to a problem in a step",
     "prompts_per_step": "problems in a step",
     "max_new": "longest answer, in tokens",
-    "guard": "what a verdict of the kill switch does",
+    "guard": "what a verdict of the kill switch does: off, log, halt",
     "out_tag": "suffix of the run's name",
     "resume": "a run's folder to go on with, or latest",
     "track": "trackers: tensorboard, wandb, trackio",
-    "columns": "columns on the console",
+    "columns": "columns on the console: main, all",
     "dry_run": "print the plan, start nothing (--dry-run=config: every setting)",
 }
 
@@ -165,102 +161,42 @@ def recorded(cfg: Config) -> bool:
     return cfg.method.intervention != "none" and all(alike)
 
 
-Parse = Callable[[list[str]], Config]
-
-
-def parse_line(argv: list[str]) -> Config:
-    """A command line's settings, by tyro, which builds a parser of every flag for it: a fifth of a second.
-
-    Raises:
-        Refused: one line, for the first bad flag.
-    """
-    return parsed(
-        lambda argv: tyro.extras.overridable_config_cli(
-            PRESETS, args=argv, prog=command("train"), config=(tyro.conf.OmitArgPrefixes,)
-        ),
-        argv,
-        "--help-all",
+def parse(preset: str, words: Sequence[str]) -> Config:
+    """A preset with flags on top of it, read by tyro. Raises Refused, one line, for the first bad flag."""
+    cli = partial(
+        tyro.cli,
+        Config,
+        default=PRESETS[preset][1],
+        prog=f"{command('train')} {preset}",
+        description=f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}",
+        config=(tyro.conf.OmitArgPrefixes,),
     )
+    return parsed(cli, words)
 
 
-class WordParser:
-    """Parses many command lines that share most of their words, as the runs of a study do: each different word is
-    parsed once, by itself.
-
-    Settings that depend on one another are checked for every line, where its groups are made. A line with a word that
-    is refused by itself, is no flag or is there twice goes to `parse_line`, whose refusal says which.
-    """
-
-    def __init__(self) -> None:
-        self._parsed: dict[str, tuple[str, object] | None] = {}
-
-    def __call__(self, argv: list[str]) -> Config:
-        """The same as `parse_line`, and the same refusals."""
-        preset, *words = argv
-        given: dict[str, object] = {}  # setting → its value
-        for word in words:
-            if word not in self._parsed:
-                self._parsed[word] = self._setting(word)
-            found = self._parsed[word]
-            if found is None or found[0] in given:
-                return parse_line(argv)
-            name, value = found
-            given[name] = value
-        usual = PRESETS[preset][1]
-        groups: dict[str, Any] = {}
-        for group in GROUPS:
-            of_group = getattr(usual, group)
-            changes = {name: given[name] for name in vars(of_group).keys() & given.keys()}
-            groups[group] = replace(of_group, **changes) if changes else of_group
-        return Config(**groups, preset=preset)
-
-    def _setting(self, word: str) -> tuple[str, object] | None:
-        """The setting that a word gives and its value; None: parsed by itself it is refused."""
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        by_name = {f.name: f for f in SETTINGS}
-        if name not in by_name:
-            name = name.removeprefix("no_")
-        if name not in by_name or not word.startswith("--"):
-            return None
-        setting = by_name[name]
-        alone = make_dataclass("Alone", [(name, setting.type, field(default=setting.default))])
-        try:
-            value = parsed(lambda argv: tyro.cli(alone, args=argv), [word])
-        except Refused:
-            return None
-        return name, getattr(value, name)
-
-
-def resolve(argv: Sequence[str], *, own_code: bool = True, parse: Parse = parse_line) -> Config:
-    """The configuration of a command line. `--help`, `--help-all`, `--version` and `--dry-run=config` print and exit.
+def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
+    """The configuration of a command line. `--help`, `--help-all` and `--dry-run=config` print and exit.
     Raises Refused, one line, at the first bad flag.
 
     own_code: whether a class that it names as module:Class is imported: of a command line that somebody typed, never of
-    flags that a file holds. parse: reads the flags; a `WordParser` where many command lines are resolved.
+    flags that a file holds.
     """
-    if "--version" in argv:
-        print(f"vgrout {version('vgrout')}")
+    preset = argv[0] if argv else ""
+    if {"-h", "--help"} & {*argv}:
+        print(short_help(preset))
         raise SystemExit(0)
-    if {"-h", "--help", "--help-all"} & {*argv}:
-        show_help(argv[0] if argv[0] in PRESETS else "", "--help-all" in argv)
-    argv = translated(argv)
-    configuration = "--dry-run=config" in argv
-    argv = switched(joined(as_typed([word for word in argv if word != "--dry-run=config"])))
-    for name, equals, value in (word.partition("=") for word in argv):
-        other = (
-            "--dry-run=config for every setting"
-            if name == "--dry-run"
-            else name.replace("--", "--no-", 1)
-        )
-        refuse(bool(equals) and name in SWITCHES, f"{name}={value}: say {name}, or {other}")
+    if "--help-all" in argv:
+        parse(preset if preset in PRESETS else "fast", ["--help"])
+    if preset not in PRESETS:
+        said = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help"
+        raise Refused(f"{preset}: {said}{did_you_mean(preset, PRESETS)}" if preset else said)
+    words = joined([SWITCH.get(word, word) for word in translated(argv[1:])])
+    configuration = "--dry-run=config" in words
+    words = [word for word in words if word != "--dry-run=config"]
     if own_code:
-        register_named(argv)
-    _require_world(argv)
-    if (given := argv[0] if argv else "") not in PRESETS:
-        names = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help"
-        names += did_you_mean(given, PRESETS)
-        raise Refused(f"{given}: {names}" if given else names)
-    cfg = parse(argv)
+        register_named(words)
+    _require_world(preset, words)
+    cfg = parse(preset, words)
     cfg.sampling.require_draws("--group", cfg.scale.group)
     _require_read(cfg)
     if cfg.guard_mode == "off":
@@ -302,7 +238,7 @@ def register_named(argv: Sequence[str]) -> None:
                 register(kind, own, given, name)
 
 
-def _require_world(argv: Sequence[str]) -> None:
+def _require_world(preset: str, argv: Sequence[str]) -> None:
     """Raises Refused where the code world is chosen beside --reference, and where rows of text are given without it:
     else the first refusal would be about some flag that does not fit the code world, which is the usual one."""
     given: dict[str, str] = {}
@@ -314,8 +250,7 @@ def _require_world(argv: Sequence[str]) -> None:
         bool(reference) and given.get("--env") == "code",
         f"--env code with --reference {reference}: the problems' own tests say what is right there; leave one out",
     )
-    preset = argv[0] if argv else ""
-    usual = PRESETS[preset][1].env.env if preset in PRESETS else "code"
+    usual = PRESETS[preset][1].env.env
     if reference or "--resume" in given or given.get("--env", usual) != "code":
         return
     for name in ("--problems", "--test-problems"):
@@ -326,62 +261,51 @@ def _require_world(argv: Sequence[str]) -> None:
         )
 
 
-def show_help(preset: str, everything: bool) -> None:
-    """Print the flags with a preset's defaults ("": no preset is chosen yet), and exit."""
-    cfg = PRESETS[preset][1] if preset else Config()
-    presets = [
-        textwrap.fill(f"  {n:<6} {what}", 80, subsequent_indent=" " * 9)
-        for n, (what, _) in PRESETS.items()
-    ]
-    more = "--help-all shows every flag."
-    if everything:
-        join_help(Config)
-        more = f"Interventions: {described(INTERVENTIONS)}\nMonitors: {described(MONITORS)}\n"
-    parsed(
-        lambda argv: tyro.cli(
-            Config if everything else everyday(cfg, defaults=bool(preset)),
-            default=cfg if everything else None,
-            args=argv,
-            prog=f"{command('train')} {preset or 'PRESET'}",
-            description="\n".join(
-                [f"One GRPO run against a flawed grader. {more} Presets:", *presets]
-            ),
-            config=(
-                tyro.conf.OmitArgPrefixes,
-                *(() if everything else (tyro.conf.FlagCreatePairsOff,)),
-            ),
-        ),
-        ["--help"],
+def short_help(preset: str) -> str:
+    """The presets and the everyday flags, with a preset's values; "": none is chosen yet."""
+    values: dict[str, object] = {}
+    for group in GROUPS if preset in PRESETS else ():
+        values |= vars(getattr(PRESETS[preset][1], group))
+    presets = {name: what for name, (what, _) in PRESETS.items()}
+    flags: dict[str, str] = {}
+    for name, what in EVERYDAY.items():
+        flags[flag(name)] = f"{what} (default: {values[name]})" if values.get(name) else what
+    return "\n".join(
+        [
+            f"usage: {command('train')} {preset or 'PRESET'} [--flag value …]",
+            "",
+            "One GRPO run against a flawed grader. --help-all shows every flag. Presets:",
+            *table(presets),
+            "",
+            *table(flags),
+        ]
     )
 
 
-def everyday(cfg: Config, *, defaults: bool) -> type:
-    """A class of the everyday flags alone, for help. defaults: whether it shows those of `cfg`."""
-    groups = [getattr(cfg, group) for group in GROUPS]
-    settings = {f.name: (f.type, getattr(group, f.name)) for group in groups for f in fields(group)}
-    annotated: Any = Annotated  # of types that are values here
-    flags = []
-    for name, line in EVERYDAY.items():
-        kind, default = settings[name]
-        legal = legal_values(kind)
-        shown = tyro.conf.arg(
-            help=f"{line}: {', '.join(map(str, legal))}" if legal else line,
-            metavar="NAME" if legal or kind is str else None,
-            help_behavior_hint=None if defaults and default else "",
+def table(rows: Mapping[str, str]) -> list[str]:
+    """Names with a text on each, for a terminal of 80 columns."""
+    width = max(map(len, rows)) + 4
+    lines: list[str] = []
+    for name, text in rows.items():
+        lines.append(
+            textwrap.fill(f"  {name}".ljust(width) + text, 80, subsequent_indent=" " * width)
         )
-        flags.append((name, annotated[kind, shown], default))
-    return make_dataclass("Everyday", flags)
+    return lines
 
 
 def joined(argv: Sequence[str]) -> list[str]:
-    """A command line with a list's words joined: `--teacher-modes a b` becomes `--teacher-modes a,b`."""
-    return with_lists(argv, LISTS)
-
-
-def switched(argv: Sequence[str]) -> list[str]:
-    """A command line whose switches that may also be None have a value: `--no-rebaseline`: `--rebaseline=False`."""
-    values = ("True", "False", "None")
-    return [w if after in values else SAID.get(w, w) for w, after in pairwise([*argv, ""])]
+    """A command line with a list's words joined: `--teacher-modes a b` becomes `--teacher-modes=a,b`."""
+    out: list[str] = []
+    in_list = False
+    for word in argv:
+        if word.startswith("-"):
+            in_list = word.partition("=")[0] in LISTS
+            out.append(word)
+        elif in_list:
+            out[-1] += f",{word}" if "=" in out[-1] else f"={word}"
+        else:
+            out.append(word)
+    return out
 
 
 def flag_names() -> list[str]:

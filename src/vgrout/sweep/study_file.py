@@ -16,7 +16,7 @@ from typing import Any
 
 from vgrout.config.checks import NotRead, flag, rule_of
 from vgrout.config.method import MethodConfig
-from vgrout.config.presets import Parse, WordParser, flag_names, resolve
+from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config
 from vgrout.config.stored import settings_sha256
 from vgrout.errors import Refused
@@ -224,7 +224,6 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
     unread = Unread({}, {})
     seen: dict[str, str] = {}  # identity or label → the tables that have it
     common = _flags(study["common"])
-    parse = WordParser()
     choices = product(_choices("arms", study["arms"]), _choices("overrides", study["overrides"]))
     for arm, override in choices:
         where = f"{arm.where} × {override.where}" if override.flags else arm.where
@@ -234,7 +233,7 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
         of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
         try:
             given = common | arm.flags | override.flags
-            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all, parse)
+            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all)
         except Refused as e:
             raise Refused(f"{where}: {e}") from None
         cfg.refuse_code(code, where)
@@ -262,7 +261,7 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
 
 
 def _resolved(
-    preset: str, flags: FlagTable, of_all: Collection[str], parse: Parse
+    preset: str, flags: FlagTable, of_all: Collection[str]
 ) -> tuple[Config, tuple[str, ...], set[str]]:
     """A run's settings, its flags as the command line has them, and the flags that it does not read.
 
@@ -272,7 +271,7 @@ def _resolved(
     while True:
         kept = {name: value for name, value in flags.items() if name not in dropped}
         try:
-            return *_settings(preset, kept, parse), dropped
+            return *_settings(preset, kept), dropped
         except NotRead as e:
             unread = {name.replace("_", "-") for name in e.names}
             if not unread <= {*of_all} - dropped:
@@ -280,7 +279,7 @@ def _resolved(
             dropped |= unread
 
 
-def _settings(preset: str, flags: FlagTable, parse: Parse) -> Settings:
+def _settings(preset: str, flags: FlagTable) -> Settings:
     """A run's settings, and its flags as the command line has them."""
     own = [key for key in flags if key in OWN]
     if own:
@@ -289,10 +288,10 @@ def _settings(preset: str, flags: FlagTable, parse: Parse) -> Settings:
             "and runs are resumed by themselves"
         )
     argv = [preset, *_argv(flags)]
-    cfg = resolve(argv, own_code=False, parse=parse)
+    cfg = resolve(argv, own_code=False)
     if cfg.guard_mode == "halt" and "guard" not in flags:
         argv.append("--guard=log")  # runs of a study are compared, so all have the same length
-        cfg = resolve(argv, own_code=False, parse=parse)
+        cfg = resolve(argv, own_code=False)
     return cfg, tuple(argv)
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vgrout.cli import OWN_REWARD
 from vgrout.config.checks import changed, flags, setting
-from vgrout.config.env import EnvConfig
+from vgrout.config.env import OWN_REWARD, EnvConfig
 from vgrout.config.world_names import EnvMode
 from vgrout.data import Graded
 from vgrout.envs.code.modes import Mode
