@@ -27,11 +27,11 @@ from vgrout.cores import cores
 from vgrout.data import Message
 from vgrout.errors import Refused
 from vgrout.files import Json
-from vgrout.inputs import hash_of_files
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import DTYPE_NAMES
 from vgrout.model.shapes import cpu_multiplies_bf16
 from vgrout.model.source import require_model
+from vgrout.runs.inputs import hash_of_files
 from vgrout.teacher.generate import MODEL_NAME
 
 TOKENIZER_DOCUMENTS = 20_000

@@ -38,12 +38,12 @@ from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.envs.code.problem import Problem
 from vgrout.grpo import policy_gradients
-from vgrout.inputs import Inputs
 from vgrout.method import Setup, make_method
 from vgrout.method.base import Monitor
 from vgrout.method.live_direction import LiveDirection, first_axes, mean_axis
 from vgrout.method.method import Method
 from vgrout.model.policy import Policy
+from vgrout.runs.inputs import Inputs
 from vgrout.tensor_types import Routed
 
 MAX_NEW = 12

@@ -165,11 +165,11 @@ def test_the_package_says_that_it_is_typed():
 
 
 def test_a_resume_that_is_refused_is_a_wrong_call_and_no_run_that_failed(tmp_path, monkeypatch):
-    def launch(cfg, on_run, named):
+    def launch(train, cfg, on_run, named):
         on_run(SimpleNamespace(path=tmp_path, error=Refused("changed since: problems")))
         return 2
 
-    monkeypatch.setattr("vgrout.train.launch", launch)
+    monkeypatch.setattr("vgrout.api.launch", launch)
     with pytest.raises(
         ValueError, match=r"\Asmoke: refused while it was loaded: changed since: problems\Z"
     ):

@@ -32,12 +32,12 @@ from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
 from vgrout.imitation.settings import DistillSettings
 from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss
-from vgrout.inputs import Inputs
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.saved import FoundModel
 from vgrout.runs import checkpoint, checkpoint_files
+from vgrout.runs.inputs import Inputs
 
 F64 = torch.float64
 # transformers' norms work in fp32 whatever the model's dtype, and the sampler's log-probs are fp32

@@ -50,7 +50,7 @@ def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
 
 # command: the function of ours with the slip, and a command line that comes to it
 WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
-    "train": ("vgrout.train.preflight", ["smoke"]),
+    "train": ("vgrout.runs.launch.preflight", ["smoke"]),
     "evaluate": ("vgrout.evaluate.find_adapter", ["run"]),
     "sample": ("vgrout.sample.find_adapter", [".", "17"]),
     "export": ("vgrout.export.__main__.export_run", ["run", "--out", "new"]),

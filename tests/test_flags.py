@@ -27,6 +27,7 @@ from vgrout.model import shapes
 from vgrout.model.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import recorder
+from vgrout.runs.launch import launch
 from vgrout.runs.preflight import preflight
 
 SMALL = [
@@ -361,7 +362,7 @@ def test_a_weak_sandbox_is_allowed_by_its_flag(
     monkeypatch.setattr("vgrout.envs.code.environment.Grader", weak)
     argv = [*SMALL, *NONE, "--dry-run"]
     with pytest.raises(Exception, match="--allow-weak-sandbox"):
-        train.launch(resolve(argv))
+        launch(train.train, resolve(argv))
     assert train.main([*argv, "--allow-weak-sandbox"]) == 0
 
 

@@ -34,10 +34,10 @@ from vgrout.guard.kill_switch import (
     kl_token_trust_filter,
     standard_error,
 )
-from vgrout.inputs import kl_of_runs
 from vgrout.metrics import Eval, ModeEval, Rate
 from vgrout.model.hidden_states import ReferenceStats
 from vgrout.rollout import training_reward
+from vgrout.runs.inputs import kl_of_runs
 from vgrout.runs.plan import guard_line
 
 SHARE = st.floats(0, 1)

@@ -16,7 +16,6 @@ from vgrout import embedded
 from vgrout.chat import Endpoint, NoReply, Reply, parsed
 from vgrout.config.presets import resolve
 from vgrout.errors import Refused
-from vgrout.inputs import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.method.llm_judge import (
     EndpointJudge,
     LLMJudge,
@@ -27,6 +26,7 @@ from vgrout.method.llm_judge import (
     shown,
 )
 from vgrout.model.source import require_model
+from vgrout.runs.inputs import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 
 
 def hacks(text: str) -> str:

@@ -31,9 +31,9 @@ from vgrout.envs.code.problems import (
 )
 from vgrout.envs.splits import copies_line, in_splits, require_apart, require_copies_together
 from vgrout.files import reading_once
-from vgrout.inputs import read_inputs
 from vgrout.model.policy import Policy
 from vgrout.rng import py_stream
+from vgrout.runs.inputs import read_inputs
 from worlds import load_splits
 
 

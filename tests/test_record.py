@@ -29,7 +29,7 @@ from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.tallies import Tallies
-from vgrout.tracking import Trackers
+from vgrout.runs.tracking import Trackers
 
 
 def test_a_line_for_a_terminal_breaks_between_words() -> None:

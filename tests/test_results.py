@@ -42,7 +42,7 @@ SHOWN = {
     "vgrout.runs.log_tail.as_table": (),
     "vgrout.runs.log_tail.last_answer": (),
     "vgrout.runs.results.log_tail": (),
-    "vgrout.tracking.Trackers.final": (),
+    "vgrout.runs.tracking.Trackers.final": (),
 }
 
 

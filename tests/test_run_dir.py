@@ -20,10 +20,10 @@ from vgrout.config.groups import RunConfig
 from vgrout.config.run import Config
 from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
 from vgrout.files import atomic_folder, held, to_json, write_atomic
-from vgrout.inputs import source_of
 from vgrout.model import load
 from vgrout.records import unfinished
 from vgrout.runs import checkpoint, checkpoint_files, run_dir
+from vgrout.runs.inputs import source_of
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.provenance import git
 from vgrout.runs.run_dir import RunDir, last_resumable

@@ -24,7 +24,7 @@ from vgrout.config.run import Config
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.errors import Refused
 from vgrout.files import hold
-from vgrout.inputs import Inputs, file_hashes
+from vgrout.runs.inputs import Inputs, file_hashes
 from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main
 from vgrout.sweep.entry import Entry

@@ -13,7 +13,7 @@ from vgrout.data import Message
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_rows
 from vgrout.files import file_sha256
-from vgrout.inputs import read_inputs
+from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool
 from worlds import load_splits

@@ -31,9 +31,9 @@ from vgrout.envs.splits import copies_line, in_splits, require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
-from vgrout.inputs import file_hashes, read_inputs
 from vgrout.problems import main as check_problems
 from vgrout.report.__main__ import main as report
+from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.sample import main as sample
 from vgrout.scoring import ScoringFunction
 from vgrout.sweep.__main__ import main as sweep

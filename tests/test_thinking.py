@@ -28,12 +28,12 @@ from vgrout.errors import Refused
 from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
 from vgrout.generation import graded, sample_and_submit
-from vgrout.inputs import read_inputs
 from vgrout.method.llm_judge import LLMJudge
 from vgrout.model.load import with_thinking
 from vgrout.model.policy import apply_template
 from vgrout.problems import main as problems
 from vgrout.report.__main__ import main as report
+from vgrout.runs.inputs import read_inputs
 from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool

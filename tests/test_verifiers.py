@@ -16,7 +16,7 @@ from vgrout.envs.base import Environment
 from vgrout.envs.verifiers import VerifiersEnvironment
 from vgrout.errors import Refused
 from vgrout.evaluate import main as evaluate
-from vgrout.inputs import file_hashes, read_inputs
+from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main

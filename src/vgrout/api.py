@@ -31,6 +31,7 @@ from vgrout.metrics import SIDES, percent
 from vgrout.records import unfinished
 from vgrout.runs.context import RunContext
 from vgrout.runs.exit_codes import REFUSED
+from vgrout.runs.launch import launch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -211,7 +212,9 @@ def train_run(preset: str, *, quiet: bool = False, **flags: Value) -> Run:
             printed = io.StringIO()
             hidden.enter_context(contextlib.redirect_stdout(printed))
             hidden.enter_context(contextlib.redirect_stderr(printed))
-        code = train.launch(resolve([preset, *argv(flags)]), on_run, named="intervention" in flags)
+        code = launch(
+            train.train, resolve([preset, *argv(flags)]), on_run, named="intervention" in flags
+        )
     if not runs:
         raise Refused(f"{preset}: this rank writes no run; rank 0 does")
     begun = runs[0]

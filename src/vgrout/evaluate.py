@@ -50,10 +50,10 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.inputs import hash_of_class, source_of
 from vgrout.metrics import SIDES, Eval
 from vgrout.model.saved import Saved, find_adapter
 from vgrout.model.source import require_fitting
+from vgrout.runs.inputs import hash_of_class, source_of
 from vgrout.scoring import Failures, ScoringFunction
 from vgrout.teacher.pools import load_pool
 

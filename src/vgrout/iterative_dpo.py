@@ -18,7 +18,7 @@ from vgrout.runs.context import NOTHING, RunContext
 from vgrout.runs.exit_codes import FINISHED
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.stopping import leave
-from vgrout.tracking import Trackers
+from vgrout.runs.tracking import Trackers
 
 
 def start(settings: DpoSettings, argv: list[str]) -> int:

@@ -15,32 +15,21 @@
 Exit codes are those of runs/exit_codes.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
-import shutil
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from loguru import logger
 
-from vgrout import console, ranks
-from vgrout.cli import cli_exit, spelled
+from vgrout import ranks
+from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.cores import cores
-from vgrout.envs.base import Grader
-from vgrout.errors import Interrupted, NothingRouted
-from vgrout.inputs import Inputs, file_hashes, require_own_labels
+from vgrout.errors import NothingRouted
 from vgrout.metrics import BatchMetrics
 from vgrout.runs.context import NOTHING, RunContext
-from vgrout.runs.exit_codes import FINISHED, INTERRUPTED
-from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
-from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, recommended_settings
-from vgrout.runs.preflight import preflight
-from vgrout.runs.resume import find_resume
-from vgrout.runs.run_dir import RUNS, require_same
+from vgrout.runs.inputs import Inputs
+from vgrout.runs.launch import launch
 from vgrout.runs.stopping import leave
 from vgrout.table import StepRow
-from vgrout.tracking import Trackers
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
@@ -154,128 +143,13 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     return step_rows
 
 
-def launch(
-    requested: Config,
-    on_run: Callable[[RunContext], object] | None = None,
-    *,
-    named: bool = True,
-) -> int:
-    """Check everything that can be checked without torch, start the sandbox, then train. Returns the exit code.
-
-    on_run: called with the run as soon as it has a folder.
-    named: somebody chose the intervention; else the plan and the first lines say that it is the preset's.
-
-    Raises:
-        Refused: a user's mistake, in one line, with nothing started.
-    """
-    require_torchrun()
-    console.setup(None)  # what is said before the run has a log
-    if not ranks.first():
-        return FINISHED if requested.run.dry_run else follow()
-    # path: the folder of the run that is resumed; None: a new run
-    try:
-        requested = resumed_by_torchrun(requested)
-    except Interrupted as e:
-        logger.warning(str(e))
-        return INTERRUPTED
-    path, cfg = find_resume(requested)
-    named = named or path is not None
-    inputs = preflight(cfg, path)
-    hashes = file_hashes(cfg, inputs)
-    if path:
-        require_same(path, hashes)
-    # The sandbox starts before torch is imported: its fork servers stay small, and are ready by the
-    # time the model is.
-    with grader_of(cfg, inputs) as grader:
-        if not path:
-            inputs.environment.check(grader)
-            require_own_labels(cfg, inputs, grader)
-        if cfg.run.dry_run:
-            print_plan(cfg, inputs, grader, path, named=named)
-            return FINISHED
-        run = begin_run(cfg, path, grader, hashes)
-        if on_run:
-            on_run(run)
-        with run:
-            run.announce(*first_lines(cfg, named=named))
-            if cfg.guard_warning:
-                logger.warning(cfg.guard_warning)
-            for line in recommended_settings(cfg.method):
-                logger.debug(f"method: {line}")
-            with ranks.joined():
-                ranks.from_first((cfg, inputs, run.resumes))
-                train(cfg, run, inputs)
-        return run.code
-
-
-def begin_run(
-    cfg: Config,
-    path: Path | None,
-    grader: Grader,
-    hashes: Mapping[str, str | None],
-) -> RunContext:
-    """Make the run's folder, or open that of the run to resume, and start its log. path: as in `launch`."""
-    command = ["train", cfg.preset, *cfg.flags_to_repeat]
-    record = {
-        "config": cfg.as_dict(),
-        "beside_documents": beside_documents(cfg.method),
-        "hashes": hashes,
-    }
-    return RunContext.begin(
-        " ".join(command),
-        path,
-        cfg.run_id,
-        grader,
-        record=record,
-        trackers=Trackers(cfg.run.trackers),
-        given=cfg.run.output_dir,
-    )
-
-
-def print_plan(
-    cfg: Config,
-    inputs: Inputs,
-    grader: Grader,
-    path: Path | None,
-    *,
-    named: bool,
-) -> None:
-    """Print what --dry-run shows. path: the folder of the run that is resumed. named: as in `launch`."""
-    folder = path or cfg.run.output_dir or RUNS
-    resumes = path is not None
-    lines = plan_lines(cfg, inputs, grader, folder, named=named, resumes=resumes)
-    lines = spelled("\n".join(lines)).split("\n")
-    if sys.stdout.isatty():
-        columns = shutil.get_terminal_size().columns
-        lines = console.for_terminal(lines, columns, indent=HEAD)
-    print("\n".join(lines))
-
-
-def follow() -> int:
-    """A rank beside rank 0: the same loop on rank 0's inputs, writing nothing. Returns the exit code."""
-    logger.remove()  # rank 0 logs
-    with ranks.joined():
-        # receives rank 0's values; the ones given here are placeholders
-        cfg, inputs, resumes = ranks.from_first((Config(), None, False))
-        assert inputs is not None
-        with grader_of(cfg, inputs) as grader, Peer(grader, resumes) as run:
-            train(cfg, run, inputs)
-    return run.code
-
-
-def grader_of(cfg: Config, inputs: Inputs) -> Grader:
-    """Start what grades this run's answers. Its workers are this machine's cores, divided among the ranks on it."""
-    workers = max(1, cores() // ranks.here())
-    return inputs.environment.grader(workers, cfg.run.max_error_retries)
-
-
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     flags = [word.partition("=")[0] for word in words]
     named = "--intervention" in flags
 
     def start() -> int:
-        return launch(resolve(words), named=named)
+        return launch(train, resolve(words), named=named)
 
     return cli_exit(start, NOTHING)
 

@@ -20,8 +20,8 @@ from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.text import TextTask, own_function
 from vgrout.evaluate import main as evaluate
-from vgrout.inputs import file_hashes, read_inputs
 from vgrout.metrics import Eval
+from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.train import main
 

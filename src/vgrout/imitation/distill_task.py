@@ -13,8 +13,8 @@ from vgrout.config.stored import merge_flags
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_text
 from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
-from vgrout.inputs import Inputs
 from vgrout.model.saved import FoundModel, find_source
+from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import disk_needed, preflight, require_disk
 from vgrout.runs.resume import run_to_resume
 

@@ -18,8 +18,8 @@ from vgrout.data import Grade, Task
 from vgrout.errors import Refused
 from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
 from vgrout.imitation.settings import PROCESS, DpoSettings
-from vgrout.inputs import Inputs
 from vgrout.model.saved import FoundModel, find_source
+from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import preflight
 from vgrout.scoring import scorer
 

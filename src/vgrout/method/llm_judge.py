@@ -26,10 +26,10 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.specs import MONITORS
 from vgrout.data import Flags, GroupView, Message
 from vgrout.errors import Refused
-from vgrout.inputs import judge_endpoint, judge_prompt
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import LanguageModel
+from vgrout.runs.inputs import judge_endpoint, judge_prompt
 
 FILE = "judge.jsonl"
 KEPT = 2000  # characters of a reply that are written

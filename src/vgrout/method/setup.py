@@ -9,8 +9,8 @@ import torch
 from vgrout.config.run import Config
 from vgrout.data import Task
 from vgrout.envs.base import Grader
-from vgrout.inputs import Inputs
 from vgrout.model.policy import Policy
+from vgrout.runs.inputs import Inputs
 from vgrout.tensor_types import Spans
 
 

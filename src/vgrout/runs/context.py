@@ -32,7 +32,7 @@ from vgrout.runs.exit_codes import FAILED, INTERRUPTED, exit_code
 from vgrout.runs.provenance import provenance
 from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, where_from
 from vgrout.runs.stopping import Stop, stop_on_signals
-from vgrout.tracking import Trackers
+from vgrout.runs.tracking import Trackers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)

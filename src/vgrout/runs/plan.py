@@ -13,10 +13,10 @@ from vgrout.envs.base import Grader
 from vgrout.errors import Refused
 from vgrout.files import existing
 from vgrout.gpus import free_bytes, visible
-from vgrout.inputs import Inputs
 from vgrout.model.memory import GIB
 from vgrout.model.shapes import Shapes, find_shapes
 from vgrout.model.source import LLAMAS, configuration, model_folder
+from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import Prompts, device_of, disk_needed, dtype_of, memory_plan, svd_cache
 from vgrout.runs.run_dir import where_from
 

@@ -10,10 +10,10 @@ from vgrout.config.run import Config
 from vgrout.data import Grade
 from vgrout.envs.base import Splits
 from vgrout.files import printable, write_atomic, write_json_lines
-from vgrout.inputs import Inputs
 from vgrout.metrics import SIDES, Final, Rate
 from vgrout.runs import summary_page
 from vgrout.runs.context import RunContext
+from vgrout.runs.inputs import Inputs
 from vgrout.runs.log_tail import log_tail, summary
 from vgrout.runs.outcome import Outcome
 from vgrout.runs.recorder import details_record, thought_record

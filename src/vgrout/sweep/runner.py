@@ -34,9 +34,9 @@ from vgrout.cores import cores
 from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, reading_once, to_json, write_atomic
 from vgrout.gpus import visible
-from vgrout.inputs import file_hashes
 from vgrout.metrics import percent
 from vgrout.runs.exit_codes import FAILED, FINISHED, INTERRUPTED, REFUSED
+from vgrout.runs.inputs import file_hashes
 from vgrout.runs.preflight import preflight
 from vgrout.runs.stopping import Stop, stop_on_signals
 from vgrout.sweep.entry import FINAL, Entry
