@@ -36,7 +36,7 @@ from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
 from vgrout.model.sampler import sample
 from vgrout.model.saved import FoundModel
-from vgrout.runs import checkpoint, checkpoint_files
+from vgrout.runs import checkpoint
 from vgrout.runs.inputs import Inputs
 
 F64 = torch.float64
@@ -382,7 +382,7 @@ def test_three_nonfinite_steps_end_the_run(tmp_path: Path, monkeypatch: pytest.M
     path = imitate(tmp_path, *IMITATIONS["distill-minillm"], code=4)
     assert [row["skipped"] for row in rows_of(path)] == [1, 1, 1]
     assert status(path)["state"] == "diverged"
-    assert [p.name for p in checkpoint_files.complete(path)] == ["step_000003"]
+    assert [p.name for p in checkpoint.complete(path)] == ["step_000003"]
 
 
 FULL = {  # which file's second writing finds the disk full, and what is left then

@@ -20,7 +20,7 @@ from vgrout.envs.code.problems import load_problems
 from vgrout.errors import Refused
 from vgrout.files import numbered_lines, once, reading_once
 from vgrout.model import source
-from vgrout.runs import checkpoint, checkpoint_files
+from vgrout.runs import checkpoint
 from vgrout.runs.checkpoint import Checkpoint
 from vgrout.runs.preflight import require_disk
 from vgrout.runs.recorder import ROWS_BEFORE, rows_as_json
@@ -198,11 +198,7 @@ def test_a_resume_does_not_read_a_long_log_of_answers(tmp_path: Path) -> None:
     before = _bytes_read()
     with RunDir.reopen(tmp_path) as run:
         require_disk(10**6, tmp_path, tmp_path)
-        assert (
-            len(checkpoint_files.rows_before(tmp_path, steps, sizes))
-            == run.steps_on_disk()
-            == steps
-        )
+        assert len(checkpoint.rows_before(tmp_path, steps, sizes)) == run.steps_on_disk() == steps
         checkpoint.require_rows(tmp_path, point)
         checkpoint.rewind(tmp_path, point)
         assert (tmp_path / "rollouts.jsonl").stat().st_size == size

@@ -27,7 +27,7 @@ from vgrout.model import load, policy
 from vgrout.model.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
-from vgrout.runs.resume import find_resume
+from vgrout.runs.launch import find_resume
 from vgrout.sweep.study_file import load_study_file
 from vgrout.teacher.pools import load_pool
 

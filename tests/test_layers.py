@@ -27,7 +27,6 @@ LAYERS: list[set[str]] = [
         "rng",
         "torch_rng",
         "files",
-        "interrupts",
         "cli",
         "console",
         "cores",

@@ -22,7 +22,7 @@ from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
 from vgrout.files import atomic_folder, held, to_json, write_atomic
 from vgrout.model import load
 from vgrout.records import unfinished
-from vgrout.runs import checkpoint, checkpoint_files, run_dir
+from vgrout.runs import checkpoint, run_dir
 from vgrout.runs.inputs import source_of
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.provenance import git
@@ -329,7 +329,7 @@ def saved(run: RunDir, steps: int, keep: int = 3) -> list[Path]:
     for step in range(steps):
         run.append({"step": step}, [{"step": step}])
         checkpoint.save(run.path, step + 1, {"x": torch.full((3,), float(step))}, keep)
-    return checkpoint_files.complete(run.path)
+    return checkpoint.complete(run.path)
 
 
 def test_checkpoints_round_trip_and_prune(run: RunDir) -> None:
@@ -370,7 +370,7 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
         checkpoint.require_rows(run.path, checkpoint.read(paths[2]))
     # of a manifest that somebody wrote: no memory is asked for
     sizes = dict.fromkeys(checkpoint.GROWING, 10**17)
-    assert [row["step"] for row in checkpoint_files.rows_before(run.path, 2, sizes)] == [0, 1]
+    assert [row["step"] for row in checkpoint.rows_before(run.path, 2, sizes)] == [0, 1]
 
 
 @pytest.mark.parametrize("ended", [OSError(28, "No space left on device"), KeyboardInterrupt()])

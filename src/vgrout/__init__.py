@@ -1,10 +1,7 @@
 """GRPO against a flawed grader, with the gradient edited during training."""
 
 import os
-import signal
-import sys
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,34 +20,6 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # organism builds beside one another on two cores took 5.3 s per step each, with this 1.6, and one
 # alone 0.7 either way.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def _end_quietly(
-    kind: type[BaseException], e: BaseException, traceback: TracebackType | None
-) -> None:
-    """Ctrl-C while a command's modules are imported, before it can say how it ends: a line, and 130. A library may make
-    another error of it."""
-    origin: BaseException | None = e
-    while origin is not None and not isinstance(origin, KeyboardInterrupt):
-        origin = origin.__cause__ or origin.__context__
-    if origin is None:
-        sys.__excepthook__(kind, e, traceback)
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    print("E interrupted; nothing was started", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
-def _drop_quietly(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Ctrl-C within a destructor, which Python drops with a traceback: it is dropped without one."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-
-
-# a command of this package, not somebody's own program: of `python -m vgrout…` the first word is still
-# "-m" here
-if sys.argv and (sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "vgrout"):
-    sys.excepthook, sys.unraisablehook = _end_quietly, _drop_quietly
 
 _METHOD = ["Setup", "make_method", "register_intervention", "register_monitor"]  # of vgrout.method
 __all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "train_run"]

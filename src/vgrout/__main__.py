@@ -67,8 +67,13 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.insert(0, str(clone))
         module = "organisms"
     sys.argv = [f"vgrout {name}", *rest]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)  # exits by SystemExit
-    return 0
+
+    def run() -> int:
+        # exits by SystemExit
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return 0
+
+    return cli_exit(run)
 
 
 if __name__ == "__main__":

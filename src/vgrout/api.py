@@ -29,8 +29,7 @@ from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.files import json_lines, printable, read_json, read_text
 from vgrout.metrics import SIDES, percent
 from vgrout.records import unfinished
-from vgrout.runs.context import RunContext
-from vgrout.runs.exit_codes import REFUSED
+from vgrout.runs.context import REFUSED, RunContext
 from vgrout.runs.launch import launch
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ import tyro
 from vgrout import faults
 from vgrout.errors import Refused, one_line
 from vgrout.files import drop_stdout, printable, restore_inherited
-from vgrout.interrupts import interruptible
 
 T = TypeVar("T")
 
@@ -119,8 +118,7 @@ def cli_exit(run: Callable[[], int], interrupted: str = "interrupted") -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            with interruptible():
-                return run()
+            return run()
         finally:
             sys.stdout.flush()
     except Refused as e:

@@ -2,7 +2,7 @@
 
 The student is a base model with an adapter δS; with `--full` all its weights are trained. The
 methods are MiniLLM (arXiv 2306.08543) and, across tokenizers, ULD (arXiv 2402.12030). Exit codes
-are those of runs/exit_codes.py.
+are those of runs/context.py.
 """
 
 import sys
@@ -14,8 +14,7 @@ from vgrout.cores import cores
 from vgrout.files import to_json
 from vgrout.imitation.distill_task import ROOT, find_resume, prepare
 from vgrout.imitation.settings import DistillSettings
-from vgrout.runs.context import NOTHING, RunContext
-from vgrout.runs.exit_codes import FINISHED
+from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import require_same
 from vgrout.runs.stopping import leave
 from vgrout.runs.tracking import Trackers

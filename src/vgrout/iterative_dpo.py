@@ -1,7 +1,7 @@
 """`vgrout iterative_dpo --base-model M --prompts FILE --output-dir DIR`: rounds of DPO.
 
 The scorer may be flawed. The plan is written first and never changes; the same command continues
-at the first round that is not complete. Exit codes are those of runs/exit_codes.py.
+at the first round that is not complete. Exit codes are those of runs/context.py.
 """
 
 import shlex
@@ -14,8 +14,7 @@ from vgrout.cores import cores
 from vgrout.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
-from vgrout.runs.context import NOTHING, RunContext
-from vgrout.runs.exit_codes import FINISHED
+from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.stopping import leave
 from vgrout.runs.tracking import Trackers

@@ -12,7 +12,7 @@
 6. heldout.py evaluates the deployed model on held-out problems;
 7. guard/ decides whether the run goes on, and runs/ writes the step.
 
-Exit codes are those of runs/exit_codes.py. Every exit after the run directory was made leaves `status.json` in it.
+Exit codes are those of runs/context.py. Every exit after the run directory was made leaves `status.json` in it.
 """
 
 import sys

@@ -16,7 +16,7 @@ from vgrout.imitation.settings import MAX_VOCABULARY, PROCESS, DistillSettings
 from vgrout.model.saved import FoundModel, find_source
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import disk_needed, preflight, require_disk
-from vgrout.runs.resume import run_to_resume
+from vgrout.runs.run_dir import run_to_resume
 
 ROOT = Path("out/distill")
 # Settings that may differ when a run is resumed.

@@ -196,8 +196,8 @@ class RoundRecorder(StepRecorder[DpoRow]):
                 if metrics is None:
                     break
                 self.metrics.append(metrics)
-        rows = [DpoRow.from_json(metrics).as_json() for metrics in self.metrics]
-        write_json_lines(self.run.path / "steps.jsonl", rows)
+        rows = [DpoRow.from_json(metrics) for metrics in self.metrics]
+        write_json_lines(self.run.path / "steps.jsonl", [row.as_json() for row in rows])
         self.restore({}, rows)
 
     def record(self, metrics: Metrics) -> None:
@@ -206,7 +206,7 @@ class RoundRecorder(StepRecorder[DpoRow]):
         self.metrics.append(metrics)
         self.rows.append(row)
         self.write(row, None)
-        self.run.status("running", "")
+        self.run.running()
 
     def report(self) -> None:
         """Write summary.md: the result in one line, a table by round."""

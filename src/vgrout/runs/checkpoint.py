@@ -1,4 +1,4 @@
-"""Resume checkpoints: complete or absent.
+"""Resume checkpoints: complete or absent. torch is imported where a state is written or read.
 
 A checkpoint is a folder `resume/step_NNNNNN/` with `state.pt` (adapter, optimiser, method, guard) and `manifest.json`
 (hashes, and how long the growing files were). It is written under a temporary name and renamed; others are pruned once
@@ -7,23 +7,26 @@ the new one is verified. Random streams derive from seed and step, so the step i
 
 import errno
 import io
+import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from vgrout.cli import out_of_memory
-from vgrout.errors import Refused
-from vgrout.files import file_sha256, to_json, write_atomic
-from vgrout.runs.checkpoint_files import GROWING, complete, none_left, step_of, verified
+from vgrout.errors import Refused, one_line
+from vgrout.files import file_sha256, from_json, read_text, regular, to_json, write_atomic
 
+R = TypeVar("R")
+
+# files of a run that every step appends to
+GROWING = ("steps.jsonl", "rollouts.jsonl")
 MARGIN = 64 * 1024  # bytes besides the state: manifest, folders, the file system's own
 
 
@@ -56,6 +59,8 @@ class Checkpoint:
 def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path:
     """Write and verify a checkpoint, then prune to it and the `keep - 1` before it: later or incomplete ones belong to
     steps that a resume has undone. Raises OSError on a full disk, with the previous checkpoint untouched."""
+    import torch
+
     root = run / "resume"
     root.mkdir(exist_ok=True)
     buffer = io.BytesIO()
@@ -99,6 +104,8 @@ def save(run: Path, next_step: int, state: dict[str, object], keep: int) -> Path
 
 def read(path: Path) -> Checkpoint:
     """Verify and load a checkpoint. Raises Refused in one line if it is truncated, altered or foreign."""
+    import torch
+
     step, sizes = verified(path)
     try:
         with zipfile.ZipFile(path / "state.pt") as parts:  # it is written uncompressed
@@ -151,3 +158,80 @@ def rewind(run: Path, checkpoint: Checkpoint) -> None:
             f.truncate(checkpoint.sizes[name])
             f.flush()
             os.fsync(f.fileno())
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def complete(run: Path) -> list[Path]:
+    """Checkpoints with a manifest, oldest first."""
+    root = run / "resume"
+    there = [
+        p
+        for p in root.glob("step_*")
+        if re.fullmatch(r"\d{1,18}", p.name[5:]) and (p / "manifest.json").is_file()
+    ]
+    return sorted(there, key=step_of)
+
+
+def verified(path: Path) -> tuple[int, dict[str, int]]:
+    """A checkpoint's step and the sizes of the growing files then, from its manifest. Raises Refused in one line if
+    it is truncated or altered."""
+    try:
+        manifest = json.loads(read_text(path / "manifest.json"))
+        step, sizes = (
+            int(manifest["next_step"]),
+            {name: int(manifest["sizes"][name]) for name in GROWING},
+        )
+        whole = (
+            manifest["files"]["state.pt"] == file_sha256(path / "state.pt")
+            and min(step, *sizes.values()) >= 0
+        )
+        why = "state.pt does not match its hash"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as e:
+        whole, why = False, f"it cannot be read ({type(e).__name__}: {e})"
+    if not whole:
+        raise Refused(f"{path}: {why}; the checkpoint is damaged")
+    return step, sizes
+
+
+def none_left(run: Path, passed_over: Sequence[str]) -> Refused:
+    detail = "; ".join(passed_over) or "no resume/step_*/manifest.json in it"
+    return Refused(
+        f"--resume {run}: no usable checkpoint ({detail}); move the folder away to begin anew"
+    )
+
+
+def require_one(run: Path, read_row: Callable[[dict[str, object]], object]) -> None:
+    """Raises Refused, one line, where no checkpoint has its manifest, its hash and its rows."""
+    passed_over: list[str] = []
+    for path in reversed(complete(run)):
+        try:
+            rows_before(run, *verified(path), read_row)
+            return
+        except Refused as e:
+            passed_over.append(one_line(e, 300))
+    raise none_left(run, passed_over)
+
+
+def rows_before(
+    run: Path, step: int, sizes: dict[str, int], read_row: Callable[[dict[str, object]], R]
+) -> list[R]:
+    """The rows of steps.jsonl up to a checkpoint's step, each as `read_row` has it.
+
+    Raises:
+        Refused: one line: some are missing, or are none.
+    """
+    file = run / "steps.jsonl"
+    with open(file, "rb", opener=regular) as f:
+        then = f.read(min(sizes["steps.jsonl"], os.fstat(f.fileno()).st_size))
+    rows: list[R] = []
+    for n, line in enumerate(io.BytesIO(then), 1):
+        try:
+            rows.append(read_row(from_json(line, f"{file}, line {n}")))
+        except (LookupError, TypeError, AttributeError) as e:
+            raise Refused(f"{file}, line {n}: no row of this run ({one_line(e)})") from None
+    if len(rows) != step:
+        raise Refused(f"{run}: {len(rows)} rows in steps.jsonl, checkpoint of step {step}")
+    return rows

@@ -28,16 +28,32 @@ from vgrout.errors import (
 from vgrout.files import Json
 from vgrout.metrics import Rate
 from vgrout.ranks import RankLost
-from vgrout.runs.exit_codes import FAILED, INTERRUPTED, exit_code
 from vgrout.runs.provenance import provenance
 from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, where_from
-from vgrout.runs.stopping import Stop, stop_on_signals
+from vgrout.runs.stopping import INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.tracking import Trackers
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 STORAGE = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
 NOTHING = "interrupted; nothing was started"
 NONE_YET = "there is no checkpoint yet"
+
+# exit codes; INTERRUPTED is 130
+FINISHED, FAILED, REFUSED, HALTED, DIVERGED = 0, 1, 2, 3, 4
+# what ends a run in order, the state that it is then in, and its exit code
+ENDINGS: dict[type[BaseException], tuple[str, int]] = {
+    Interrupted: ("interrupted", INTERRUPTED),
+    KeyboardInterrupt: ("interrupted", INTERRUPTED),
+    Halted: ("halted", HALTED),
+    Diverged: ("diverged", DIVERGED),
+    NothingRouted: ("unrouted", FAILED),
+    NothingAligned: ("failed", FAILED),
+}
+
+
+def state_and_code(e: BaseException | None) -> tuple[str, int]:
+    """State and exit code of a run that this has ended; None: nothing did. Not of a refusal before the first step."""
+    return ("finished", FINISHED) if e is None else ENDINGS.get(type(e), ("failed", FAILED))
 
 
 class RunContext:
@@ -163,12 +179,18 @@ class RunContext:
 
     def started(self) -> None:
         """Called when everything is loaded, before the first step."""
+        if self.stop.requested:  # by a signal that a library swallowed while it was imported
+            raise KeyboardInterrupt
         self._loading = False
-        self.status("running", "")
+        self.running()
 
-    def status(self, state: str, reason: str, then: str = "") -> None:
+    def running(self) -> None:
+        """Write status.json of a run under way."""
+        self.status("running", "", self.resume_command)
+
+    def status(self, state: str, reason: str, then: str) -> None:
         """Write status.json. Raises OSError where it cannot be written."""
-        self.dir.status(state, self.steps_done(), reason, then or self.resume_command)
+        self.dir.status(state, self.steps_done(), reason, then)
 
     def vote_stop(self) -> bool:
         """Whether to stop: a signal to one rank stops all, after the same step.
@@ -226,132 +248,110 @@ class RunContext:
     def __exit__(
         self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
     ) -> bool:
-        self.error = e
+        if self._loading and self.stop.requested:
+            # what a library makes of an interrupt while it is imported is no fault
+            e = KeyboardInterrupt()
         try:
-            if not self._finish(e):
-                assert e is not None
-                self._fail(e)
+            self._end(e)
         except BaseException as unexpected:
-            self._fail(unexpected)
+            self._end(unexpected)
         self.trackers.close(self.code)
         self._open.close()
         return True
 
-    def _finish(self, e: BaseException | None) -> bool:
-        """Record how the run ended; returns whether that was one of the expected ways."""
-        self.code = exit_code(e)
+    def _end(self, e: BaseException | None) -> None:
+        """Record how the run ended, and say so."""
+        state, self.code = state_and_code(e)
+        self.error = e
+        if isinstance(e, Refused) and self._loading:
+            self.code = REFUSED
+            self._refused_before(e)
+            return
+        reason, then, said = self._account(e)
+        try:
+            self.status(state, reason, then)
+        except OSError as error:
+            if state != "failed":
+                self._end(error)
+                return
+            logger.error(f"{self.path}/status.json cannot be written ({error.strerror})")
+        if isinstance(e, Refused):
+            logger.opt(exception=e).debug("refused in a run under way")
+            show_refusal(e)
+        elif said:
+            logger.log("WARNING" if isinstance(e, Interrupted) else "ERROR", said)
+        elif e is not None:  # a fault, ours or of somebody's own code
+            # the console's lines have no traceback, the log's have
+            logger.opt(exception=e).error(f"{reason}; {self.path} and {self.log} are kept")
+            faults.show(e)
+
+    def _account(self, e: BaseException | None) -> tuple[str, str, str]:
+        """The reason and what to do next, for status.json; and the console's line, "" for a fault."""
+        again = self.resume_command
+        # whatever somebody's own code raises is their fault to see, not the disk's or the memory's
+        own = faults.raised_by_own(e)
         match e:
             case None:
-                self.status("finished", "", f"read {self.path / 'summary.md'}")
-            case Refused() if self._loading:
-                if self.owns_folder and not self.resumes:
-                    self._discard()
-                elif not self.logged:
-                    self._remove_log()
-                else:
-                    logger.debug(f"refused: {e}")
-                show_refusal(e)
+                return "", f"read {self.path / 'summary.md'}", ""
             case Interrupted():
-                self.status("interrupted", str(e))
-                logger.warning(f"{e}; {self._go_on(saved='saved')}")
-            case Halted():
-                on = f"{self.resume_command} --guard log"
-                self.status("halted", str(e), f"read the last answers; to go on all the same: {on}")
-                logger.error(f"halted: {e}. To go on all the same: {on}")
-            case Diverged():
-                self.status("diverged", str(e), "lower --lr or --grad-clip and start again")
-                logger.error(str(e))
-            case NothingRouted():
-                self.status(
-                    "unrouted", str(e), f"see why nothing was flagged: {self.path / 'steps.jsonl'}"
+                return str(e), again, f"{e}; {self._go_on(saved='saved')}"
+            case KeyboardInterrupt() if self._loading:
+                when = "before the first step"
+                return when, again, f"stopped {when}; {self._go_on()}"
+            case KeyboardInterrupt():
+                return (
+                    "second interrupt: stopped at once",
+                    again,
+                    f"stopped at once; {self._go_on()}",
                 )
-                logger.error(str(e))
-            case NothingAligned() as e:
-                self.status("failed", str(e), e.then)
-                logger.error(f"{e}; {e.then}")
+            case Halted():
+                on = f"to go on all the same: {again} --guard log"
+                return str(e), f"read the last answers; {on}", f"halted: {e}. {on.capitalize()}"
+            case Diverged():
+                return str(e), "lower --lr or --grad-clip and start again", str(e)
+            case NothingRouted():
+                steps = self.path / "steps.jsonl"
+                return str(e), f"see why nothing was flagged: {steps}", str(e)
+            case NothingAligned():
+                return str(e), e.then, f"{e}; {e.then}"
+            case Refused():
+                return str(e), again, str(e)
             case RankLost():
-                self.status("failed", str(e))
-                logger.error(f"{e}; {self._go_on()}")
-            case _:
-                return False
-        return True
+                return str(e), again, f"{e}; {self._go_on()}"
+            case OSError() if not own and (e.errno in STORAGE or not self.path.is_dir()):
+                return self._of_storage(e)
+        if not own and (memory := out_of_memory(e)):
+            less = "with more memory, or start again with a lower --max-new"
+            if "vgrout train " in again:
+                less = "with a lower --memory-gib"
+            return memory, f"{less}: {again}", f"{memory}; {self._go_on(less)}"
+        return f"{type(e).__name__}: {e}", again, ""
 
-    def _discard(self) -> None:
-        """Remove the folder of a run that never started, and its log, unless that is another run's as well."""
-        if not self.logged:
-            self._remove_log()
-        self.dir.discard()
-
-    def _remove_log(self) -> None:
-        logger.remove()  # closes the log
-        self.log.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty
-            self.log.parent.rmdir()
-
-    def _fail(self, e: BaseException) -> None:
-        """Record an unexpected ending: a second interrupt, a full disk, a fault."""
-        if isinstance(e, KeyboardInterrupt):
-            self.code = INTERRUPTED
-            why = "before the first step" if self._loading else "second interrupt: stopped at once"
-            self._try_status("interrupted", why, self.resume_command)
-            logger.error(
-                f"stopped {'before the first step' if self._loading else 'at once'}; {self._go_on()}"
-            )
-            return
-        self.code, self.error = FAILED, e
-        if isinstance(e, Refused):
-            self._refused_later(e)
-            return
-        # whatever somebody's own code raises is their fault to see, and not the disk's or the
-        # memory's
-        own = faults.raised_by_own(e)
-        if not own and isinstance(e, OSError) and (e.errno in STORAGE or not self.path.is_dir()):
-            self._storage_failed(e)
-        elif said := out_of_memory(e):
-            if own:
-                faults.show(e)
-            self._memory_failed(said)
+    def _refused_before(self, e: Refused) -> None:
+        """Say a user's mistake that showed while the run was loaded, of which nothing is left."""
+        if self.logged:
+            logger.debug(f"refused: {e}")
         else:
-            self._fault(e)
-
-    def _refused_later(self, e: Refused) -> None:
-        """Report a mistake that showed after the first step: a line, and its traceback in the log."""
-        self._try_status("failed", str(e), self.resume_command)
-        logger.opt(exception=e).debug("refused in a run under way")
+            logger.remove()  # closes the log
+            self.log.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty
+                self.log.parent.rmdir()
+        if self.owns_folder and not self.resumes:
+            self.dir.discard()
         show_refusal(e)
 
-    def _memory_failed(self, said: str) -> None:
-        """Report that the memory was not enough, in one line."""
-        train = "vgrout train " in self.resume_command
-        less = (
-            "with a lower --memory-gib"
-            if train
-            else "with more memory, or start again with a lower --max-new"
-        )
-        self._try_status("failed", said, f"{less}: {self.resume_command}")
-        logger.error(f"{said}; {self._go_on(less)}")
-
-    def _fault(self, e: BaseException) -> None:
-        """Report a fault, ours or of somebody's own code: traceback on stderr and in the log."""
-        said = f"{type(e).__name__}: {e}"
-        self._try_status("failed", said, self.resume_command)
-        # the console's lines have no traceback, the log's have
-        logger.opt(exception=e).error(f"{said}; {self.path} and {self.log} are kept")
-        faults.show(e)
-
-    def _storage_failed(self, error: OSError) -> None:
-        """Report a full or broken disk in one line and in status.json, for which room was reserved."""
+    def _of_storage(self, error: OSError) -> tuple[str, str, str]:
+        """`_account` of a full or broken disk. Room for status.json was reserved."""
         saved = self._saved()
         last = f"the last good checkpoint is {saved}" if saved else NONE_YET
         if error.errno in FULL:
             free = shutil.disk_usage(self.path).free // 1024
             reason = f"disk full ({error.strerror}; {free} KiB free below {self.path})"
-            then = "free some space, then: "
+            when = "free some space, then"
         else:
-            reason, then = f"files of the run cannot be written ({error})", "once they can: "
-        then += self.resume_command
-        self._try_status("failed", f"{reason}; {last}", then)
-        logger.error(f"{reason}; {last}. {then[0].upper()}{then[1:]}")
+            reason, when = f"files of the run cannot be written ({error})", "once they can"
+        then = f"{when}: {self.resume_command}"
+        return f"{reason}; {last}", then, f"{reason}; {last}. {then[0].upper()}{then[1:]}"
 
     def _saved(self) -> str:
         """The folder's name of the last checkpoint, of a run or of rounds; "": there is none."""
@@ -366,10 +366,3 @@ class RunContext:
         """
         left, then = (saved, "Go on") if self._saved() else (NONE_YET, "Begin again")
         return f"{left}. {then} {how}: {self.resume_command}"
-
-    def _try_status(self, state: str, reason: str, then: str) -> None:
-        """Write status.json where even that may fail."""
-        try:
-            self.status(state, reason, then)
-        except OSError as e:
-            logger.error(f"{self.path}/status.json cannot be written ({e.strerror})")

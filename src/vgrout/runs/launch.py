@@ -6,25 +6,30 @@ Everything that can be checked is checked, the sandbox starts, the run's folder 
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from loguru import logger
 
 from vgrout import console, ranks
 from vgrout.cli import spelled
+from vgrout.config.presets import resumed
 from vgrout.config.run import Config
+from vgrout.config.stored import from_dict
 from vgrout.cores import cores
 from vgrout.envs.base import Grader
-from vgrout.errors import Interrupted
-from vgrout.runs.context import RunContext
-from vgrout.runs.exit_codes import FINISHED, INTERRUPTED
+from vgrout.errors import Interrupted, Refused
+from vgrout.files import probe_writable, read_json
+from vgrout.model.shapes import ITEMSIZE
+from vgrout.runs import checkpoint
+from vgrout.runs.context import FINISHED, INTERRUPTED, RunContext
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
 from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, recommended_settings
-from vgrout.runs.preflight import preflight
-from vgrout.runs.resume import find_resume
-from vgrout.runs.run_dir import RUNS, require_same
+from vgrout.runs.preflight import dtype_of, preflight
+from vgrout.runs.run_dir import RUNS, has_checkpoint, require_same, run_to_resume
 from vgrout.runs.tracking import Trackers
+from vgrout.table import StepRow
 
 Loop = Callable[[Config, RunContext, Inputs], object]
 
@@ -83,6 +88,44 @@ def launch(
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
         return run.code
+
+
+def find_resume(requested: Config) -> tuple[Path | None, Config]:
+    """The run directory to continue (None: a new run), and the configuration: that of the run, under this command
+    line's process settings.
+
+    Raises:
+        Refused: the run cannot be continued, or was started with other flags; one line.
+    """
+    if not requested.run.resume:
+        return None, requested
+    path, config, status = run_to_resume(requested.run.resume, "train", "preset", RUNS)
+    stored = from_dict(config, f"--resume {path}: run.json")
+    stored.refuse_code(requested.code, f"--resume {path}: run.json")
+    began = read_json(path / "run.json").get("dtype")
+    # auto may mean another one on this machine
+    named = requested.run.dtype != "auto" or began != dtype_of(stored)
+    if stored.run.dtype == "auto" and began in ITEMSIZE and named:
+        stored = replace(stored, run=replace(stored.run, dtype=began))
+    cfg, differing = resumed(requested, stored)
+    if status["state"] == "halted":
+        if requested.guard.guard != "log":
+            raise Refused(
+                f"--resume {path}: halted ({status.get('reason')}); to go on all the same, add --guard log"
+            )
+        quiet = replace(cfg.detectors, reward_hack_halt=False, echo_trap_halt=False)
+        cfg = replace(cfg, detectors=quiet)
+    if not requested.run.dry_run and has_checkpoint(path):
+        checkpoint.require_one(path, StepRow.from_json)
+    probe_writable(path)
+    if differing:
+        raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
+    if cfg.run.threads != stored.run.threads:
+        logger.warning(
+            f"--threads {cfg.run.threads} (run: {stored.run.threads}): sums are rounded in another order, "
+            "so what follows may differ from an uninterrupted run"
+        )
+    return path, cfg
 
 
 def begin_run(

@@ -11,24 +11,13 @@ from vgrout import faults, ranks
 from vgrout.cli import show_refusal
 from vgrout.config.run import Config
 from vgrout.envs.base import Grader
-from vgrout.errors import (
-    Diverged,
-    Halted,
-    Interrupted,
-    NothingAligned,
-    NothingRouted,
-    Refused,
-)
+from vgrout.errors import Interrupted, Refused
 from vgrout.files import read_json
 from vgrout.ranks import RankLost
 from vgrout.records import began
-from vgrout.runs.context import RunContext
-from vgrout.runs.exit_codes import exit_code
+from vgrout.runs.context import ENDINGS, REFUSED, RunContext, state_and_code
 from vgrout.runs.run_dir import RUNS
 from vgrout.runs.stopping import stop_on_signals
-
-# how a run may end in order
-IN_ORDER = (KeyboardInterrupt, Interrupted, Halted, Diverged, NothingRouted, NothingAligned)
 
 
 def require_torchrun() -> None:
@@ -91,12 +80,13 @@ class Peer(RunContext):
         self, kind: type[BaseException] | None, e: BaseException | None, at: TracebackType | None
     ) -> bool:
         self._open.close()
-        self.code = exit_code(e)
-        if e is None or isinstance(e, IN_ORDER):
+        _, self.code = state_and_code(e)
+        if e is None or type(e) in ENDINGS:
             pass  # rank 0 says so
         elif isinstance(e, RankLost):
             print(f"E {e}", file=sys.stderr)
         elif isinstance(e, Refused):  # which rank 0 says as well, if it is its own
+            self.code = REFUSED
             show_refusal(e)
         else:
             faults.show(e)

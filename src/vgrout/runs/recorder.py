@@ -13,12 +13,11 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from vgrout import faults, ranks
-from vgrout.cli import out_of_memory
+from vgrout import ranks
 from vgrout.config.run import Config
 from vgrout.data import Batch, Flaw, Grade, Group, Rollout, Thought
 from vgrout.envs.base import Splits
-from vgrout.errors import Diverged
+from vgrout.errors import Diverged, Refused
 from vgrout.files import Json, printable, quoted, read_json, write_atomic
 from vgrout.guard.guard import Guard
 from vgrout.method.base import Refresh
@@ -27,25 +26,13 @@ from vgrout.metrics import flag_rates, students
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.report.rules import preregistered
-from vgrout.runs import checkpoint, checkpoint_files
+from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext
 from vgrout.runs.run_dir import require_same
 from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 
 OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume
-
-# what the readers of a checkpoint's state raise where it is another model's or method's: a part is missing, has
-# another shape (torch: RuntimeError), or is of another kind
-FOREIGN = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    FileNotFoundError,
-)
 
 R = TypeVar("R", bound=Columns)
 
@@ -129,28 +116,24 @@ class StepRecorder(Generic[R]):
         run, passed_over = self.run.path, list[str]()
         for point in checkpoint.newest_first(run, passed_over):
             try:
-                rows = checkpoint_files.rows_before(run, point.next_step, point.sizes)
+                rows = checkpoint.rows_before(run, point.next_step, point.sizes, self.row.from_json)
                 checkpoint.require_rows(run, point)
+                if point.state.keys() != self.state.keys():
+                    raise Refused(f"it has the parts {', '.join(point.state)}")
                 self.restore(point.state, rows)
                 break
-            except FOREIGN as e:
-                # a monitor's or an intervention's own load_state_dict; and the memory is not the file's fault
-                if faults.raised_by_own(e) or out_of_memory(e):
-                    raise
-                logger.opt(exception=e).debug(f"{point.path}: passed over")
-                passed_over.append(
-                    f"{point.path}: not of this run ({type(e).__name__}: {' '.join(str(e).split())})"
-                )
+            except Refused as e:
+                passed_over.append(f"{point.path}: not of this run ({e})")
         else:
-            raise checkpoint_files.none_left(run, passed_over)
+            raise checkpoint.none_left(run, passed_over)
         for line in passed_over:
             logger.warning(f"{line}; going back one further")
         checkpoint.rewind(run, point)
         ranks.from_first((point.state, rows))
 
-    def restore(self, state: Mapping[str, object], rows: Iterable[dict[str, object]]) -> None:
+    def restore(self, state: Mapping[str, object], rows: Iterable[R]) -> None:
         """Continue from this state and these rows, which rank 0 has read."""
-        self.rows[:] = [self.row.from_json(row) for row in rows]
+        self.rows[:] = rows
         for name, part in self.state.items():
             part.load_state_dict(state[name])
 
@@ -178,7 +161,7 @@ class StepRecorder(Generic[R]):
         if closing or (step + 1) % self.every == 0:
             state = {name: part.state_dict() for name, part in self.state.items()}
             checkpoint.save(self.run.path, step + 1, state, self.kept)
-        self.run.status("running", "")
+        self.run.running()
 
     def finish(self, line: str, table: str, record: Mapping[str, object]) -> None:
         """Write summary.md: the line to quote, a table, every step. record: the final numbers, for the trackers. The

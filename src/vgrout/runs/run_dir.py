@@ -22,6 +22,7 @@ from vgrout import ranks
 from vgrout.errors import Refused
 from vgrout.files import (
     LEFT,
+    Json,
     held,
     hold,
     probe_writable,
@@ -32,7 +33,7 @@ from vgrout.files import (
     write_atomic,
 )
 from vgrout.records import began
-from vgrout.runs.checkpoint_files import GROWING, complete, step_of
+from vgrout.runs.checkpoint import GROWING, complete, none_left, step_of
 
 RUNS = Path("out/runs")
 # bytes reserved in a run's folder, so that a full disk still has room for status.json
@@ -226,3 +227,39 @@ def require_same(run: Path, now: Mapping[str, object]) -> None:
     changed = ", ".join(name for name in now if name in before and before[name] != now[name])
     if changed:
         raise Refused(f"--resume {run}: changed since: {changed}; put them back")
+
+
+def run_to_resume(
+    name: str, program: str, setting: str, root: Path
+) -> tuple[Path, dict[str, Json], dict[str, Json]]:
+    """The folder that --resume names, with its run's configuration and status. setting: one that only this program's
+    runs have.
+
+    Raises:
+        Refused: no such run, another program's, a finished one, or one that has lost its checkpoints; one line.
+    """
+    path = last_resumable(root) if name == "latest" else Path(name)
+    record = read_json(path / "run.json")
+    try:
+        done = counted(path).rows
+    except OSError as e:
+        raise Refused(f"{path / 'steps.jsonl'}: cannot be read ({e.strerror})") from None
+    if (path / "status.json").exists() or has_checkpoint(path) or done:
+        status = read_json(path / "status.json")
+    else:  # killed while it loaded
+        status = {"state": "running"}
+    config = record.get("config")
+    of_program = (
+        isinstance(config, dict) and setting in config and isinstance(record.get("hashes"), dict)
+    )
+    if not of_program or status.get("state") not in STATES:
+        raise Refused(
+            f"--resume {path}: not a run of vgrout.{program}; give one of those below {root}"
+        )
+    if status["state"] in ENDED:
+        raise Refused(f"--resume {path}: {ENDED[status['state']]}; nothing is left to do")
+    every = config.get("run", config).get("checkpoint_every", 0)
+    # begun again, it would lose steps that a checkpoint had
+    if not has_checkpoint(path) and done > every:
+        raise none_left(path, [f"resume/ is empty after {done} steps; put it back"])
+    return path, config, status

@@ -15,9 +15,7 @@ from typing import NoReturn
 
 from loguru import logger
 
-from vgrout.interrupts import Interrupts
-from vgrout.runs.exit_codes import INTERRUPTED
-
+INTERRUPTED = 130  # exit code
 ONE_REQUEST_S = 2.0  # SIGTERMs within this time ask for one and the same end
 
 
@@ -44,8 +42,7 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
     process. A SIGTERM right after another one is the same request: the kernel sends one for every thread of a sweep
     that was killed.
 
-    at_once: whether nothing can be lost yet. Then the first one raises already, once libraries that are being imported
-    are there."""
+    at_once: whether nothing can be lost yet. Then the first one raises already."""
     stop, said = Stop(), SimpleQueue[str]()
 
     # a thread of its own: a signal may come while a line is logged, and the logger's lock is held
@@ -53,7 +50,7 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
         while line := said.get():
             logger.warning(line)
 
-    raised, interrupts, terminated = False, Interrupts(), -math.inf
+    raised, terminated = False, -math.inf
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal raised, terminated
@@ -67,10 +64,8 @@ def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
         stops_now = stop.requested or at_once()
         stop.requested = True
         if stops_now:
-            raised = not interrupts.wait(number, frame)
-            if raised:
-                raise KeyboardInterrupt
-            return
+            raised = True
+            raise KeyboardInterrupt
         said.put(
             f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once"
         )

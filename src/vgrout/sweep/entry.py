@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.errors import one_line, refuse
-from vgrout.runs.exit_codes import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
+from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.sweep.ledger import Ledger, RecordedRun
 from vgrout.sweep.study_file import PlannedRun
 

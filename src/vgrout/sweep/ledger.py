@@ -11,7 +11,7 @@ from vgrout.config.stored import from_dict, settings_sha256
 from vgrout.errors import Refused
 from vgrout.files import held, read_json
 from vgrout.records import began
-from vgrout.runs.checkpoint_files import complete
+from vgrout.runs.checkpoint import complete
 from vgrout.runs.run_dir import RUNS
 
 # State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to

@@ -15,7 +15,7 @@ from typing import Any
 
 from vgrout.cli import not_installed
 from vgrout.errors import Refused
-from vgrout.runs.exit_codes import FAILED, FINISHED, INTERRUPTED
+from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
 from vgrout.sweep.workers import spawn

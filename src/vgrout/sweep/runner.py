@@ -35,7 +35,7 @@ from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, reading_once, to_json, write_atomic
 from vgrout.gpus import visible
 from vgrout.metrics import percent
-from vgrout.runs.exit_codes import FAILED, FINISHED, INTERRUPTED, REFUSED
+from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED
 from vgrout.runs.inputs import file_hashes
 from vgrout.runs.preflight import preflight
 from vgrout.runs.stopping import Stop, stop_on_signals
