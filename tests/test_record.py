@@ -28,8 +28,8 @@ from vgrout.metrics import Rate, half
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.run_dir import RunDir
-from vgrout.runs.tallies import Tallies
 from vgrout.runs.tracking import Trackers
+from vgrout.runs.verdict import Tallies
 
 
 def test_a_line_for_a_terminal_breaks_between_words() -> None:

@@ -12,9 +12,8 @@ from loguru import logger
 from runs import SharedRuns, flags, rows, run, status
 from vgrout.config.run import Config
 from vgrout.metrics import Eval, Final, ModeEval, Rate
-from vgrout.runs import results, summary_page
-from vgrout.runs.log_tail import count_lines
-from vgrout.runs.tallies import Tallies
+from vgrout.runs import results, verdict
+from vgrout.runs.verdict import Tallies, count_lines
 from vgrout.table import Table
 
 NUMBERS = ("final.jsonl", "per_mode_deploy.json")
@@ -27,20 +26,20 @@ SHOWN = {
     "vgrout.report.dynamics.dynamics": ("dynamics.png",),
     "vgrout.report.dynamics.Drawing.png": ("dynamics.png",),
     "vgrout.runs.results.last_lines": (),
-    "vgrout.runs.summary_page.page": ("summary.md",),
-    "vgrout.runs.summary_page.method_lines": ("summary.md",),
-    "vgrout.runs.summary_page.models_table": ("summary.md",),
-    "vgrout.runs.summary_page.flaws_table": ("summary.md",),
-    "vgrout.runs.summary_page.steps_table": ("summary.md",),
-    "vgrout.runs.summary_page.count_lines": ("summary.md",),
-    "vgrout.runs.summary_page.columns_for": ("summary.md",),
-    "vgrout.runs.summary_page.Table.markdown": ("summary.md",),
-    "vgrout.runs.tallies.Tallies.of": (),
-    "vgrout.runs.tallies.Tallies.lines": ("summary.md",),
+    "vgrout.runs.results.page": ("summary.md",),
+    "vgrout.runs.verdict.method_lines": ("summary.md",),
+    "vgrout.runs.verdict.models_table": ("summary.md",),
+    "vgrout.runs.verdict.flaws_table": ("summary.md",),
+    "vgrout.runs.verdict.steps_table": ("summary.md",),
+    "vgrout.runs.verdict.count_lines": ("summary.md",),
+    "vgrout.runs.verdict.columns_for": ("summary.md",),
+    "vgrout.runs.verdict.Table.markdown": ("summary.md",),
+    "vgrout.runs.verdict.Tallies.of": (),
+    "vgrout.runs.verdict.Tallies.lines": ("summary.md",),
     "vgrout.runs.results.summary": (),
-    "vgrout.runs.log_tail.run_line": (),
-    "vgrout.runs.log_tail.as_table": (),
-    "vgrout.runs.log_tail.last_answer": (),
+    "vgrout.runs.verdict.run_line": (),
+    "vgrout.runs.verdict.as_table": (),
+    "vgrout.runs.verdict.last_answer": (),
     "vgrout.runs.results.log_tail": (),
     "vgrout.runs.tracking.Trackers.final": (),
 }
@@ -128,9 +127,7 @@ def test_the_page_has_every_fifth_step_in_ten_columns(
     assert [int(row[0]) for row in cells[2:]] == [0, 4, 6]
     assert len(rows(path)) == 7, "the others are in steps.jsonl"
     assert len(cells[0]) <= 10
-    assert {c.name for c in Table(set(), [], only=summary_page.COLUMNS).columns} < {
-        *summary_page.COLUMNS
-    }
+    assert {c.name for c in Table(set(), [], only=verdict.COLUMNS).columns} < {*verdict.COLUMNS}
 
 
 def final(**answers: tuple[int, int]) -> Final:
@@ -150,16 +147,16 @@ def test_the_tables_of_the_summary() -> None:
     def cells(table: str) -> list[list[str]]:
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
-    assert cells(summary_page.flaws_table(evaluated, {"f": flaw})) == [
+    assert cells(verdict.flaws_table(evaluated, {"f": flaw})) == [
         ["`f`", "30.0", "50.0", "60.0", "10", "what a hack looks like"]
     ]
-    assert cells(summary_page.models_table(evaluated)) == [
+    assert cells(verdict.models_table(evaluated)) == [
         ["untrained", "10.0", "20.0"],
         ["as trained", "30.0", "40.0"],
         ["deployed", "50.0", "60.0"],
         ["deployed, no hint", "70.0", "80.0"],
     ]
-    assert len(cells(summary_page.models_table(evaluated, hinted=False))) == 3
+    assert len(cells(verdict.models_table(evaluated, hinted=False))) == 3
     made = results.as_json(Config(), evaluated, None, Path("log"), {})
     assert [made[f"hack_{key}"] for key in ("base", "train", "deploy", "plain")] == [
         *(0.1, 0.3, 0.5, 0.7)

@@ -2,11 +2,17 @@
 
 import contextlib
 import errno
+import os
+import platform
 import secrets
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
@@ -28,7 +34,6 @@ from vgrout.errors import (
 from vgrout.files import Json
 from vgrout.metrics import Rate
 from vgrout.ranks import RankLost
-from vgrout.runs.provenance import provenance
 from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, where_from
 from vgrout.runs.stopping import INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.tracking import Trackers
@@ -366,3 +371,57 @@ class RunContext:
         """
         left, then = (saved, "Go on") if self._saved() else (NONE_YET, "Begin again")
         return f"{left}. {then} {how}: {self.resume_command}"
+
+
+def git(here: Path) -> dict[str, object]:
+    """Revision of the checkout that this package runs from, and whether its code is edited: a tracked file, or a new
+    one below src/. {} without a checkout.
+
+    here: the package's folder.
+    """
+
+    def ask(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
+    try:
+        top = Path(ask("rev-parse", "--show-toplevel").strip())
+        if not (top / "src" / "vgrout" / "train.py").is_file():
+            return {}
+        edited = ask("status", "--porcelain", "--untracked-files=no")
+        new = ask("ls-files", "--others", "--exclude-standard", "--", str(top / "src"))
+        return {
+            "revision": ask("rev-parse", "HEAD").strip(),
+            "dirty": bool(f"{edited}{new}".strip()),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def provenance() -> dict[str, object]:
+    """Where the numbers come from: command, revision, versions, machine."""
+    versions = {"python": platform.python_version()}
+    for package in (
+        "vgrout",
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "tyro",
+    ):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "argv": sys.argv,
+        "began_at": datetime.now(UTC).isoformat(),
+        **({"torchrun": job} if (job := ranks.torchrun_id()) else {}),
+        "git": git(Path(__file__).resolve().parents[1]),
+        "versions": versions,
+        "hardware": {
+            "machine": platform.machine(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+        },
+    }

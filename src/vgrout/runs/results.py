@@ -11,14 +11,18 @@ from vgrout.data import Grade
 from vgrout.envs.base import Splits
 from vgrout.files import printable, write_atomic, write_json_lines
 from vgrout.metrics import SIDES, Final, Rate
-from vgrout.runs import summary_page
 from vgrout.runs.context import RunContext
 from vgrout.runs.inputs import Inputs
-from vgrout.runs.log_tail import log_tail, summary
-from vgrout.runs.outcome import Outcome
 from vgrout.runs.recorder import details_record, thought_record
-from vgrout.runs.tallies import Tallies
-from vgrout.runs.verdict import last_lines, verdict_line
+from vgrout.runs.verdict import (
+    Outcome,
+    Tallies,
+    last_lines,
+    log_tail,
+    page,
+    summary,
+    verdict_line,
+)
 from vgrout.table import StepRow
 
 if TYPE_CHECKING:
@@ -98,7 +102,7 @@ def show(
         )
         or []
     )
-    text = made("summary.md", lambda: summary_page.page(outcome, verdict, detectors))
+    text = made("summary.md", lambda: page(outcome, verdict, detectors))
     if text:
         write_atomic(run.path / "summary.md", text)
     picture = None

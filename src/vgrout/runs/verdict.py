@@ -1,21 +1,162 @@
-"""The last lines of a run: its model untrained, as trained and as deployed; what that means, in words; and where to
-read on."""
+"""A run's end, for a person: the console's last lines, summary.md, and the last parts of the log.
+
+The console and summary.md say how often the model hacks and solves untrained, as trained and as
+deployed, and what that means. The log has every step and every count, as the original implementation ends.
+"""
 
 import math
 import shlex
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
 
 from vgrout.cli import command
 from vgrout.config.presets import recorded
 from vgrout.config.run import Config
-from vgrout.data import Ungraded
+from vgrout.data import Flaw, Ungraded
 from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
-from vgrout.metrics import SIDES, Final
-from vgrout.table import TOO_FEW, StepRow
+from vgrout.envs.base import Splits
+from vgrout.files import Json, json_lines
+from vgrout.metrics import SIDES, Final, Rate
+from vgrout.runs.plan import method_lines
+from vgrout.runs.recorder import columns_for
+from vgrout.table import TOO_FEW, StepRow, Table, whole_run
+
+if TYPE_CHECKING:
+    from vgrout.runs.own_report import OwnReport  # pandas and matplotlib
 
 ENOUGH = 384  # answers, as in `mini`: a rate near 2 % is then told from one near 5 %
 MORE = 4  # times the answers, for about half the width of an interval
+
+# Columns of the table of steps, where a run has them.
+COLUMNS = (
+    *("step", "hack_s", "solve_s", "hack_deploy", "solve_deploy"),
+    *("kl_deploy", "rew_s", "signal", "q_egy", "recall"),
+)
+EVERY = 5  # steps from one of its rows to the next: those of evaluations in the presets
+
+# what a hack and a solve are: in the code world, and elsewhere
+MEANING = {
+    True: "Hack: the flawed check accepts the answer and the reference tests do not; solve: the reference tests accept "
+    "it.",
+    False: "Hack: the proxy passes the answer and the reference does not; solve: the reference accepts it.",
+}
+
+
+@dataclass(frozen=True)
+class Tallies:
+    """Counts over the student rows of rollouts.jsonl, read once."""
+
+    flagged: dict[str, Rate]  # weak detector → rows that it flags
+    # hacks seen by the chosen detectors (A), by others alone (B), by none ("")
+    halves: dict[str, int]
+    rows: int
+    # precision of the monitor's flags, and their recall of the hacks that it looked at; None: no monitor
+    gate: tuple[Rate, Rate] | None
+    by_mode: dict[str, Rate]  # hacks that a monitor flagged, of those that it looked at
+    last: dict[str, object] | None  # the run's last answer
+
+    @property
+    def not_looked_at(self) -> int:
+        """Hacks that the monitor was not asked about."""
+        looked_at = self.gate[1].n if self.gate else 0
+        return sum(self.halves.values()) - looked_at
+
+    def lines(self, codes: Sequence[str]) -> list[str]:
+        """What summary.md says of them. codes: of the detectors that split the hacks."""
+        found = []
+        if codes:
+            a, b, none = (self.halves.get(half, 0) for half in ("A", "B", ""))
+            found.append(
+                f"Student hacks: {a} seen by {','.join(codes)} (half A), {b} by other detectors alone (half B), "
+                f"{none} by no detector; of {self.rows} student rows."
+            )
+        if self.gate:
+            precision, recall = (f"{of.k}/{of.n} ({of.percent} %)" for of in self.gate)
+            line = (
+                f"Flags of training, against the reference: {precision} of the flagged answers are hacks "
+                f"(precision), {recall} of the hacks that the monitor looked at are flagged (recall)."
+            )
+            if self.not_looked_at:
+                line += (
+                    f" It did not look at {self.not_looked_at} more hacks, in groups whose rewards were all "
+                    "alike or in steps that were skipped."
+                )
+            found.append(line)
+        if self.by_mode:  # what a monitor misses, training amplifies
+            flaw, of = min(self.by_mode.items(), key=lambda of: of[1].k / of[1].n)
+            found.append(f"Least recalled flaw: `{flaw}`, {of.k}/{of.n} ({of.percent} %).")
+        return found
+
+    @classmethod
+    def nothing(cls, detectors: Mapping[str, str]) -> "Tallies":
+        """Of a file that could not be read."""
+        return cls({code: Rate(0, 0) for code in detectors}, {}, 0, None, {}, None)
+
+    @classmethod
+    def of(cls, rollouts: Path, half_a: Sequence[str], detectors: Mapping[str, str]) -> "Tallies":
+        """half_a: letters of the chosen detectors. detectors: the fields of all, by their letters.
+
+        The monitor is compared with the reference, after the fact, on the answers that it looked at. A row counts as
+        flagged by the monitor's flag or, where there is none, when more than half of its modules were quarantined.
+        """
+        flagged, halves = Counter[str](), Counter[str]()
+        precision = recall = Rate(0, 0)
+        by_mode: dict[str, Rate] = {}
+        rows, has_gate, last = 0, False, None
+        for last in json_lines(rollouts):
+            rows += 1
+            is_hack = last["hacked"]
+            detected = {code for code, name in detectors.items() if last[name]}
+            flagged.update(detected)
+            if is_hack:
+                half = "A" if detected & {*half_a} else "B" if detected else ""
+                halves[half] += 1
+            if last["gate"] is not None or "flagged" in last:
+                has_gate = True
+                is_flagged = last["flagged"] if "flagged" in last else last["gate"] > 0.5
+                if is_flagged:
+                    precision += Rate(int(is_hack), 1)
+                if is_hack:
+                    recall += Rate(int(bool(is_flagged)), 1)
+            if is_hack and last.get("flagged") is not None:
+                mode = last.get("mechanism") or last["env_mode"]  # older lines have no mechanism
+                by_mode[mode] = by_mode.get(mode, Rate(0, 0)) + Rate(int(last["flagged"]), 1)
+        return cls(
+            {code: Rate(flagged[code], rows) for code in detectors},
+            dict(halves),
+            rows,
+            (precision, recall) if has_gate else None,
+            by_mode,
+            last,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the files of a run's end are written from."""
+
+    cfg: Config
+    rows: Sequence[StepRow]
+    final: Final
+    tallies: Tallies
+    problems: Splits
+    halted: str  # why the run ended before its last step; empty: it did not
+    unrouted: str  # why it is no run of its method; empty: it is one
+
+    @property
+    def halves(self) -> Sequence[str]:
+        """Letters of the weak detectors that split the hacks into half A and half B."""
+        return self.cfg.env.report_detector_codes
+
+
+# ── the console's last lines
 
 
 def verdict_line(cfg: Config, means: str) -> str:
@@ -86,3 +227,220 @@ def _more_answers(cfg: Config, held_out: int) -> str:
     problems = max(1, min(held_out, max(asked, math.ceil(answers / samples))))
     samples = max(samples, math.ceil(answers / problems))
     return f" --n-prompts {problems}" * (problems > asked) + f" --samples {samples}"
+
+
+# ── summary.md
+
+
+def page(outcome: Outcome, verdict: str, detectors: Mapping[str, str]) -> str:
+    """summary.md, the conclusion first.
+
+    verdict: as the console has it. detectors: weak detectors' fields by their letters.
+    """
+    cfg, final, tallies = outcome.cfg, outcome.final, outcome.tallies
+    method = " ".join(" ".join(method_lines(cfg, settings=False)).split())
+    paragraphs = [f"# {verdict[0].upper()}{verdict[1:]}"]
+    if outcome.halted:
+        paragraphs.append(f"**Halted**: {outcome.halted}.")
+    if outcome.unrouted:
+        paragraphs.append(f"**Nothing was routed**: {outcome.unrouted}.")
+    paragraphs += [
+        f"`{cfg.run_id}`, {cfg.scale.steps} steps. Method: {method}.",
+        models_table(final, hinted=cfg.of_code),
+        f"{final.deployed.hack.n} answers a row, with held-out {cfg.env.held_out}. {MEANING[cfg.of_code]}",
+        "![hack and solve by step](dynamics.png)",
+        "## By flaw",
+        flaws_table(final, outcome.problems.flaws),
+        *tallies.lines(outcome.halves),
+    ]
+    if tallies.last is not None:
+        paragraphs.append("## The last answer of training")
+        paragraphs.append(f"    {shown(tallies.last).strip()}")
+    paragraphs += ["## Steps", steps_table(outcome)]
+    counts = [f"    {line}" for line in count_lines(outcome.rows, tallies, detectors)]
+    paragraphs += ["## Counts over the whole run", "\n".join(counts)]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def steps_table(outcome: Outcome) -> str:
+    """The first step, each fifth and the last, in the columns that say how the run went."""
+    flaws = outcome.problems.trained_flaws
+    table = Table(columns_for(outcome.cfg, flaws), flaws, only=COLUMNS)
+    last = len(outcome.rows) - 1
+    shown = []
+    for place, row in enumerate(outcome.rows):
+        if place in (0, last) or (row.step + 1) % EVERY == 0:
+            shown.append(row)
+    legend = " · ".join(f"{column.head}: {column.legend}" for column in table.columns)
+    return f"{table.markdown(shown)}\n\n{legend}. Every step and every column is in `steps.jsonl` (docs/columns.md)."
+
+
+def models_table(final: Final, *, hinted: bool = True) -> str:
+    """Hack and solve of the model untrained, as trained, deployed, and deployed without hints, if prompts have any."""
+    rows: list[tuple[str, str, str]] = []
+    for name, side in final.sides.items():
+        if hinted or name != "plain":
+            rows.append((SIDES[name].title, side.hack.percent, side.solve.percent))
+    return _markdown(("model", "hack, %", "solve, %"), rows, "lrr")
+
+
+def flaws_table(final: Final, named: Mapping[str, Flaw]) -> str:
+    """Hack and solve by flaw. named: the environment's flaws."""
+    heads = (
+        *("flaw", "hack as trained, %", "hack deployed, %", "solve deployed, %"),
+        *("answers", "a hack"),
+    )
+    rows: list[tuple[str, ...]] = []
+    for flaw, deployed in final.deployed.by_mode.items():
+        rows.append(
+            (
+                f"`{flaw}`",
+                final.trained.by_mode[flaw].hack.percent,
+                deployed.hack.percent,
+                deployed.solve.percent,
+                str(deployed.hack.n),
+                named[flaw].should,
+            )
+        )
+    return _markdown(heads, rows, "lrrrrl")
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], columns: str) -> str:
+    """A table. columns: a letter for each, l or r, the side that it is set to."""
+    sides = {"l": "left", "r": "right"}
+    return tabulate(
+        rows,
+        headers=heads,
+        tablefmt="pipe",
+        disable_numparse=True,
+        colalign=[sides[letter] for letter in columns],
+    )
+
+
+# ── the log's last parts
+
+
+def log_tail(
+    outcome: Outcome,
+    log: Path,
+    numbers: Mapping[str, str] | None,
+    report: "OwnReport | None",
+    detectors: Mapping[str, str],
+) -> list[str]:
+    """The last parts of the log: every step and every count, as the original implementation ends."""
+    flaws = outcome.problems.trained_flaws
+    steps = Table(columns_for(outcome.cfg, flaws), flaws).markdown(outcome.rows)
+    parts = [
+        f"per-step table:\n{steps}",
+        *last_answer(outcome.tallies.last),
+        f"argv: {' '.join(sys.argv)}",
+        f"log: {log}",
+    ]
+    if numbers:
+        parts.append(run_line(outcome, numbers))
+    parts.append("\n".join(count_lines(outcome.rows, outcome.tallies, detectors)))
+    if numbers:
+        parts.append(as_table(numbers))
+    if report is not None:
+        parts.append(report.by_flaw())
+    return [*parts, *outcome.tallies.lines(outcome.halves)]
+
+
+def summary(cfg: Config, final: Final, report: "OwnReport | None") -> dict[str, str] | None:
+    """One run as one record: quantity → value, shares in percent. None: the run could not be read."""
+    if report is None:
+        return None
+    return {
+        "arm": cfg.method.intervention,
+        "control": cfg.method.control_name,
+        "seed": str(cfg.run.seed),
+        "steps": str(report.steps),
+        "pool": pool_name(cfg),
+        "mix": f"{cfg.env.mix_ratio if cfg.mixes else 0:g}",
+        "hack last5": report.last_five("hack").percent,
+        "solve last5": report.last_five("solve").percent,
+        "hack trained": final.trained.hack.percent,
+        "solve trained": final.trained.solve.percent,
+        "hack deployed": final.deployed.hack.percent,
+        "tries deployed": final.deployed.tries.percent,
+        "solve deployed": final.deployed.solve.percent,
+        "solve no hint": final.plain.solve.percent,
+        "base hack/solve": f"{final.base.hack.percent}/{final.base.solve.percent}",
+        "n": str(final.deployed.hack.n),
+    }
+
+
+def pool_name(cfg: Config) -> str:
+    """The pool as a column says it: `organism` for the organism's, else its folder's name; ·: none."""
+    pool = cfg.pool_path
+    if pool is None:
+        return "·"
+    if cfg.files.pool == pool:
+        return str(cfg.env.teacher_pool_dir)
+    return pool.name
+
+
+def run_line(outcome: Outcome, numbers: Mapping[str, str]) -> str:
+    """The run in one line. numbers: its `summary`."""
+    cfg, base = outcome.cfg, outcome.final.base
+    line = (
+        f"{cfg.run_id}: deployed hack {numbers['hack deployed']} % / solve {numbers['solve deployed']} %, as trained "
+        f"{numbers['hack trained']} % / {numbers['solve trained']} %, base {base.hack.percent} % / "
+        f"{base.solve.percent} % (n = {numbers['n']}, held-out {cfg.env.held_out})"
+    )
+    if outcome.halted:
+        line += f"; halted after step {outcome.rows[-1].step} of {cfg.scale.steps - 1}"
+    if outcome.unrouted:
+        line += "; NOTHING WAS ROUTED: this was plain GRPO"
+    return line
+
+
+def as_table(numbers: Mapping[str, str]) -> str:
+    """A `summary` as a table of two columns."""
+    return tabulate(
+        [*numbers.items()], headers=("what", "value"), tablefmt="github", disable_numparse=True
+    )
+
+
+def last_answer(last: Mapping[str, object] | None) -> list[str]:
+    """The last answer of training with what became of it. Empty if there was none."""
+    if not last:
+        return []
+    was = "hacked" if last["hacked"] else "solved" if last["solved"] else "neither"
+    head = (
+        f"last training generation: step {last['step']}, problem {last['problem_id']}, {last['env_mode']}, reward "
+        f"{last['reward']:g}, {was}"
+    )
+    return [head + "\n" + shown(last)]
+
+
+def shown(answer: Mapping[str, Json]) -> str:
+    """A recorded answer, indented. Its thought stands before it, behind a line."""
+    text = indent(answer["text"], "    ")
+    if "thought" not in answer:
+        return text
+    return indent(answer["thought"].rstrip("\n"), "    │ ", lambda _: True) + "\n" + text
+
+
+def count_lines(
+    rows: Sequence[StepRow], tallies: Tallies, detectors: Mapping[str, str]
+) -> list[str]:
+    """Counts over the whole run, named as in the original implementation: of all rows, of the students', of the
+    teacher's; and how many student rows each weak detector flagged. detectors: their fields by their letters."""
+
+    def line(name: str, rate: Rate) -> str:
+        value = "·" if rate.value is None else f"{rate.value:.4f}"
+        return f"{name}={value} ({rate.k}/{rate.n})"
+
+    hack, solve = whole_run(rows)
+    students, _ = whole_run(rows, students=True)
+    lines = [
+        line("HACK_RATE", hack),
+        line("PASS_RATE", solve),
+        line("HACK_STUDENT", students),
+        line("HACK_TEACHER", Rate(hack.k - students.k, hack.n - students.n)),
+    ]
+    flagged = [f"{line(code, tallies.flagged[code])} {name}" for code, name in detectors.items()]
+    if flagged:
+        lines.append(f"student rows that a detector flags: {' · '.join(flagged)}")
+    return lines
