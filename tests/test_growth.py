@@ -198,7 +198,8 @@ def test_a_resume_does_not_read_a_long_log_of_answers(tmp_path: Path) -> None:
     before = _bytes_read()
     with RunDir.reopen(tmp_path) as run:
         require_disk(10**6, tmp_path, tmp_path)
-        assert len(checkpoint.rows_before(tmp_path, steps, sizes)) == run.steps_on_disk() == steps
+        rows = checkpoint.rows_before(tmp_path, steps, sizes, dict)
+        assert len(rows) == run.steps_on_disk() == steps
         checkpoint.require_rows(tmp_path, point)
         checkpoint.rewind(tmp_path, point)
         assert (tmp_path / "rollouts.jsonl").stat().st_size == size

@@ -371,7 +371,7 @@ def test_rewind_cuts_later_rows_and_refuses_missing_ones(run: RunDir) -> None:
     # of a manifest that somebody wrote: no memory is asked for
     sizes = dict.fromkeys(checkpoint.GROWING, 10**17)
     steps = checkpoint.rows_before(run.path, 2, sizes, lambda row: row["step"])
-        assert steps == [0, 1]
+    assert steps == [0, 1]
 
 
 @pytest.mark.parametrize("ended", [OSError(28, "No space left on device"), KeyboardInterrupt()])
