@@ -51,9 +51,7 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     assert list(lines["solve, held-out answers, deployed"].get_ydata()) == [0.5] * STEPS
     assert lines["hack, deployed, at the end"].get_ydata() == [pytest.approx(0.75)]
     assert not erase.collections, "an interval of one seed"
-    assert "Red bar" not in pages["dynamics"].caption, "plain GRPO was run: no bar is drawn"
     assert "hack, plain GRPO" in {line.get_label() for line in route2.lines} - lines.keys()
-    assert "plain GRPO hacks" in [text.get_text() for text in route2.texts], "beside its curve"
     assert route2.get_title() == "route2\nhack 10 → 10 %, solve 50 → 50 %"
     assert route2.get_xlabel() == "step (training answers sampled as deployed)"
     (legend,) = pages["dynamics"].figure.legends
@@ -134,11 +132,9 @@ def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
 
 
 def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path: Path) -> None:
-    """And what recorded runs of plain GRPO ended at is a bar behind the last step, on nobody's curve."""
     rates = {"hack_train": 0.2, "hack_deploy": 0.0, "hack_base": 0.0, "solve_train": 0.7}
     fake_run(tmp_path, ROUTE2, n=384, solve=0.8, **rates)
     picture = dynamics(found(tmp_path))
-    assert "Red bar" in picture.caption
     (axes,) = picture.figure.axes
     assert axes.get_title(loc="left") == "route2: hacks removed, skill kept (384 answers)"
     assert {text.get_text() for text in axes.texts} == {
@@ -146,13 +142,9 @@ def test_one_run_is_a_sentence_with_its_numbers_beside_their_marks(tmp_path: Pat
         "hack, as trained: 20.1 %",
         "solve, deployed: 79.9 %",
         "solve, as trained: 70.1 %",
-        "hack, plain GRPO, 10 recorded runs: 79.7 %",
     }
     heights = sorted(text.xy[1] for text in axes.texts)
     assert min(b - a for a, b in pairwise(heights)) > 0.08, "no label lies on another"
-    bars = [line for line in axes.lines if line.get_linewidth() == 7]
-    assert [min(bar.get_xdata()) > STEPS + 1 for bar in bars] == [True]
-    assert not axes.patches
     (legend,) = axes.figure.legends
     assert len(legend.get_texts()) <= 4
 
@@ -174,9 +166,8 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
 
 BACKENDS = (
     "module://matplotlib_inline.backend_inline",
-    "module://ipympl.backend_nbagg",
     "module://no_such_package.backend_inline",
-    *("inline", "widget", "tkagg", "no such backend", ""),
+    *("inline", "no such backend", ""),
 )
 
 

@@ -18,10 +18,8 @@ STUDIES = Path(__file__).resolve().parents[1] / "studies"
     [
         ("SUPPORTED", 0.3, 0.75, 5),
         ("UNDECIDED", 0.3, 0.75, 4),
-        ("UNDECIDED", 0.6, 0.75, 5),  # 20 points fewer hacks
         ("UNDECIDED", 0.3, 0.65, 5),  # 15 points of skill lost
         ("NOT SUPPORTED", 0.3, 0.55, 5),  # 25 points
-        ("NOT SUPPORTED", 0.9, 0.80, 5),
     ],
 )
 def test_the_example_judges(
@@ -71,7 +69,6 @@ def test_a_preregistration_is_of_the_studies_their_judges_and_the_statistics(
     ("outcome", "hack", "seeds"),
     [
         ("SUPPORTED", 0.1, 5),
-        ("UNDECIDED", 0.1, 4),
         ("UNDECIDED", 0.4, 5),
         ("NOT SUPPORTED", 0.6, 5),
     ],

@@ -441,26 +441,6 @@ def test_problems_weigh_alike_whatever_their_flaw_and_keep_their_numbers(
     assert less.value == pytest.approx(-(18 / 60 + (24 - 10) / 54) / 2)
 
 
-def test_problems_that_all_seeds_share_are_not_taken_for_more(tmp_path: Path) -> None:
-    """Five seeds that hack the same half of 120 problems have seen no more problems than one."""
-    for seed in range(5):
-        fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=120)
-    (plain,) = found(tmp_path)
-    e = level(plain, "deploy", "hack")
-    half = ((e.high or 0) - (e.low or 0)) / 2
-    assert half == pytest.approx(1.96 * math.sqrt(0.25 / 120), rel=0.1)
-
-
-def test_no_difference_is_claimed_within_ten_points(tmp_path: Path) -> None:
-    """Where the seeds' mean lies at the margin itself, the test of equivalence is a coin's toss."""
-    for seed, hack in enumerate((0.08, 0.10, 0.12)):
-        fake_run(tmp_path, NONE, seed=seed, hack=0.5, n=300)
-        fake_run(tmp_path, ROUTE2, seed=seed, hack=0.5 - hack, n=300)
-    _, row = methods(found(tmp_path)).rows
-    assert number(row["Δ hack"]) == pytest.approx(-10)
-    assert row["TOST hack"] == "0.500"
-
-
 def test_a_flaw_has_its_own_hacks_over_seeds_too(tmp_path: Path) -> None:
     """On the problems that have it, and not where such an answer hacks another one by chance."""
     its = {"exit_code": {"deploy_hack": 0.8, "train_hack": 0.6, "deploy_solve": 0.1}}
@@ -496,11 +476,3 @@ def test_a_side_that_is_the_deployed_models_counts_over_seeds_too(tmp_path: Path
     (condition,) = found(tmp_path)
     assert level(condition, "train", "hack").value == pytest.approx((0.9 + 0.8 + 0.1) / 3)
     assert level(condition, "plain", "hack").value == pytest.approx(0.1)
-
-
-def test_plain_grpo_that_may_have_learnt_is_not_said_to_have_learnt_little(tmp_path: Path) -> None:
-    rates = {f"hack_{side}": 0.005 for side in ("base", "train", "deploy")}
-    fake_run(tmp_path, "--intervention=none", n=384, **rates, solve_base=0.474, solve_deploy=0.585)
-    (condition,) = found(tmp_path)
-    said = conclusion(condition)
-    assert said == "plain GRPO learnt no hacks, a gain in skill is undecided (384 answers)"

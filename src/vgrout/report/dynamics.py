@@ -18,8 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from pandas import DataFrame, Series
 
-from vgrout.config.presets import recorded
-from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.report import stats
 from vgrout.report.conclusions import conclusion, level
 from vgrout.report.load import WHATS, Condition, FinishedRun, What, baseline
@@ -122,21 +120,13 @@ def dynamics(found: Sequence[Condition]) -> Picture:
         fig, panels = panels_of(shown, wide=8.0, high=3.6)
     else:
         fig, panels = panels_of(shown, wide=3.6, high=2.8)
-    bar = ""
     for axes, condition in panels:
         plain = baseline(condition, found)
         if plain:
             _plain_curve(axes, plain)
         for what in WHATS:
             _curves(axes, condition, what)
-        ends = _ends(condition)
-        if not plain and recorded(condition.first.cfg):
-            ends.append(_recorded_end())
-            bar = (
-                "Red bar: what plain GRPO's deployed model hacks at the end of recorded runs, "
-                "least to most. "
-            )
-        _mark_ends(axes, condition, ends, named=alone)
+        _mark_ends(axes, condition, named=alone)
         xlabel = f"step{_sampled_note(condition)}"
         style(axes, ylim=(-0.03, 1.03), xlabel=xlabel, ylabel="% of answers")
         axes.label_outer()
@@ -156,7 +146,7 @@ def dynamics(found: Sequence[Condition]) -> Picture:
         "Dynamics. Lines: the model's own answers to training problems, centred running mean of "
         f"{SMOOTH} steps; open marks: the deployed model on a few held-out problems, after the "
         "step; star: the final evaluation, of the deployed model, and open with the quarantine on. "
-        f"{bar}Of several seeds, thin: a seed; thick: their mean; "
+        "Of several seeds, thin: a seed; thick: their mean; "
         "band: its 95 % interval (Student's t)." + of_how_many(found),
         fig,
     )
@@ -178,71 +168,41 @@ def _from_to(c: Condition) -> str:
     return ", ".join(said)
 
 
-@dataclass(frozen=True)
-class End:
-    """A share of the final evaluation, marked behind the last step."""
-
-    label: str
-    share: float
-    colour: str
-    face: str  # of the star
-    span: tuple[float, float] | None = None  # a bar from one share to another, in place of a star
-
-
-def _ends(condition: Condition) -> list[End]:
-    """Return what the final evaluation found, deployed and, with a quarantine, as trained."""
-    ends = []
-    for what in WHATS:
-        colour = STYLE[what].colour
-        deployed = level(condition, "deploy", what).value
-        if deployed is not None:
-            ends.append(End(f"{what}, deployed, at the end", deployed, colour, colour))
-        trained = level(condition, "train", what).value
-        if condition.first.cfg.method.routes and trained is not None:
-            ends.append(End(f"{what}, as trained, at the end", trained, colour, "white"))
-    return ends
-
-
-def _recorded_end() -> End:
-    """Return the hack rates at which recorded runs of plain GRPO ended."""
-    mean, least, most = PLAIN_GRPO["hack"]
-    label = f"hack, plain GRPO, {PLAIN_GRPO_SEEDS} recorded runs"
-    return End(label, mean / 100, RED, RED, (least / 100, most / 100))
-
-
 # Labels beside marks are so far apart, as a share of the axis.
 APART = 0.085
 
 
-def _mark_ends(axes: Axes, condition: Condition, ends: Sequence[End], named: bool) -> None:
+def _mark_ends(axes: Axes, condition: Condition, named: bool) -> None:
     """Mark what the final evaluation found, to the right of the last step.
 
     named: write beside each mark what it is; else the legend says so.
     """
     last = max(int(run.steps.step.iloc[-1]) for run in condition.runs) + 1
     x = last + max(1, last // 30)
-    for end in ends:
-        if end.span:
-            beside = x + max(1, last // 30)  # no star lies on it
-            (mark,) = axes.plot([beside, beside], end.span, lw=7, alpha=0.3)
-            mark.set_solid_capstyle("butt")
-        else:
-            (mark,) = axes.plot(x, end.share, "*", clip_on=False, ms=12)
-        mark.set(color=end.colour, label="" if named else end.label)
-        mark.set_markerfacecolor(end.face)
-    if not named:
-        return
+    sides = {"deploy": "deployed"}
+    if condition.first.cfg.method.routes:
+        sides["train"] = "as trained"
+    ends: list[tuple[float, str, str]] = []
+    for what in WHATS:
+        colour = STYLE[what].colour
+        for side, model in sides.items():
+            share = level(condition, side, what).value
+            if share is None:
+                continue
+            ends.append((share, f"{what}, {model}: {100 * share:.1f} %", colour))
+            label = "" if named else f"{what}, {model}, at the end"
+            face = colour if side == "deploy" else "white"
+            axes.plot(x, share, "*", ms=12, color=colour, mfc=face, clip_on=False, label=label)
     at = -1.0
-    for end in sorted(ends, key=lambda end: end.share):
-        at = max(end.share, at + APART)
-        said = f"{end.label.removesuffix(', at the end')}: {100 * end.share:.1f} %"
+    for share, said, colour in sorted(ends) if named else ():
+        at = max(share, at + APART)
         axes.annotate(
             said,
             (x, at),
             xytext=(24, 0),
             textcoords="offset points",
             va="center",
-            color=end.colour,
+            color=colour,
             fontsize=10,
             annotation_clip=False,
         )
@@ -252,18 +212,8 @@ def _plain_curve(axes: Axes, plain: Condition) -> None:
     """Draw the deployed hacks of plain GRPO, where it was evaluated on the way."""
     curve = _deployed(plain, "hack")
     if len(curve):
-        steps, mean = curve.index + 1, curve.mean(axis=1)
-        axes.plot(steps, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
-        axes.annotate(
-            "plain GRPO hacks",
-            (steps[-1], mean.iloc[-1]),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=GREY,
-            fontsize=8,
-        )
+        mean = curve.mean(axis=1)
+        axes.plot(mean.index + 1, mean, color=GREY, lw=3, alpha=0.5, label="hack, plain GRPO")
 
 
 def _sampled_note(condition: Condition) -> str:

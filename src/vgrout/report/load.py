@@ -499,39 +499,43 @@ def conditions(runs: Sequence[FinishedRun]) -> list[Condition]:
     by_method: dict[str, dict[str, list[FinishedRun]]] = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda r: r.seed):
         by_method[run.method][run.condition].append(run)
-    found = []
+    found: list[Condition] = []
     for method, groups in by_method.items():
-        firsts = [group[0] for group in groups.values()]
-        for group, (title, note) in zip(groups.values(), _titles(method, firsts), strict=True):
-            found.append(Condition(title, tuple(group), note))
+        found += _titled(method, list(groups.values()))
     return sorted(found, key=_place)
 
 
-def _titles(method: str, firsts: Sequence[FinishedRun]) -> list[tuple[str, str]]:
-    """Return the title and the note of each condition of a method's name, given by its first run.
+def _titled(method: str, groups: Sequence[Sequence[FinishedRun]]) -> list[Condition]:
+    """Make the conditions of a method's name.
 
     A title names settings, and files by the last part of their path. Where that leaves two alike,
     it names what lies at those paths by a letter, of which the note has the hash.
     """
-    values: dict[str, set[str]] = defaultdict(set)
-    for run in firsts:
-        for name, value in run.trained_with.items():
-            values[name].add(repr(value))
-    differing = [name for name, found in values.items() if len(found) > 1]
-    named: list[list[str]] = []
-    alike: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
-    for run in firsts:
-        names = _named(run, differing)
-        named.append(names)
-        alike[tuple(names)].append(run)
-    titles = []
-    for run, names in zip(firsts, named, strict=True):
-        same = alike[tuple(names)]
-        if len(same) > 1:
-            names = [*names, _lettered(run, same)]
-        note = ", ".join(f"{name} {run.trained_with[name]}" for name in differing)
-        titles.append((f"{method} ({', '.join(names)})" if names else method, note))
-    return titles
+    differing = _differing([group[0] for group in groups])
+    alike: dict[str, list[Sequence[FinishedRun]]] = defaultdict(list)
+    for group in groups:
+        alike[", ".join(_named(group[0], differing))].append(group)
+    found = []
+    for names, same in alike.items():
+        parts = [names] if names else []
+        for place, group in enumerate(same):
+            lettered = [*parts]
+            if len(same) > 1:
+                differ = _differing([group[0] for group in same])
+                hashed = [name for name in differ if name.endswith(" sha256")] or differ
+                letter = chr(ord("A") + place) if place < 26 else str(place + 1)
+                lettered.append(f"{hashed[0].removesuffix(' sha256')} {letter}")
+            title = f"{method} ({', '.join(lettered)})" if lettered else method
+            its = group[0].trained_with
+            note = ", ".join(f"{name} {its.get(name)}" for name in differing)
+            found.append(Condition(title, tuple(group), note))
+    return found
+
+
+def _differing(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return the names of the settings and files in which runs differ."""
+    names = dict.fromkeys(name for run in runs for name in run.trained_with)
+    return [name for name in names if len({repr(run.trained_with.get(name)) for run in runs}) > 1]
 
 
 def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
@@ -540,9 +544,9 @@ def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
     defaults = usual_settings(run.cfg) | {"preset": [""]}
     names = []
     for name in differing:
-        value = run.trained_with[name]
-        if name.endswith(" sha256") or value in defaults[name]:
+        if name.endswith(" sha256") or run.trained_with[name] in defaults[name]:
             continue
+        value = run.trained_with[name]
         if name == "preset":
             names.append(str(value))
         elif name in OF_PATH:
@@ -550,20 +554,6 @@ def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
         else:
             names.append(f"{name} {value}")
     return names
-
-
-def _lettered(run: FinishedRun, alike: Sequence[FinishedRun]) -> str:
-    """Return a name for what tells a run apart from others with the same settings: its files."""
-    differing = []
-    for name in alike[0].trained_with:
-        if len({repr(other.trained_with[name]) for other in alike}) > 1:
-            differing.append(name)
-    contents = [tuple(str(other.trained_with[name]) for name in differing) for other in alike]
-    own = tuple(str(run.trained_with[name]) for name in differing)
-    place = list(dict.fromkeys(contents)).index(own)
-    letter = chr(ord("A") + place) if place < 26 else str(place + 1)
-    hashed = [name for name in differing if name.endswith(" sha256")] or differing
-    return f"{hashed[0].removesuffix(' sha256')} {letter}"
 
 
 def _place(condition: Condition) -> tuple[int, str, int, str]:
