@@ -34,7 +34,6 @@ from vgrout.data import (
 )
 from vgrout.direction.extract import Direction, Meta, axes_of
 from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
-from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.envs.code.problem import Problem
 from vgrout.grpo import policy_gradients
@@ -43,7 +42,6 @@ from vgrout.method.base import Monitor
 from vgrout.method.live_direction import LiveDirection, first_axes, mean_axis
 from vgrout.method.method import Method
 from vgrout.model.policy import Policy
-from vgrout.runs.inputs import Inputs
 from vgrout.tensor_types import Routed
 
 MAX_NEW = 12
@@ -177,7 +175,7 @@ def config(
 ) -> Config:
     compare = {name for name in MONITORS if "known correct" in MONITORS[name].needs}
     if compare & {monitor, *listed(flags.get("shadow", ""))}:
-        flags = {"known_correct": Path("known.json")} | flags  # what is in it comes with `Inputs`
+        flags = {"known_correct": Path("known.json")} | flags  # what is in it comes with `Setup`
     if "llm_judge" in {monitor, *listed(flags.get("shadow", ""))}:
         # nobody listens there: no answer has a flag
         nobody = {"llm_judge_url": "http://127.0.0.1:9", "llm_judge_name": "none"}
@@ -196,9 +194,7 @@ def setup(cfg: Config, policy: Policy, pairs: PairSet | None = TOY_PAIRS) -> Set
     """As the trainer's, on the base model."""
     shake(policy.adapter, 0.0)
     known = tuple(KnownCorrect(f"<user>{i}<eos><assistant>", f"x = {i * i}") for i in range(8))
-    environment = CodeEnvironment(cfg, [])
-    inputs = Inputs(environment, None, pairs, PLACEBO_PAIRS, known_correct=known)
-    return Setup(cfg, policy, inputs, [problem(i) for i in range(8)])
+    return Setup(cfg, policy, pairs, PLACEBO_PAIRS, known, [problem(i) for i in range(8)])
 
 
 def make(policy: Policy, intervention: str, monitor: str = "usual", **flags: Any) -> Method:

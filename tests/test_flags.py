@@ -141,10 +141,6 @@ FLAGS: dict[str, Run | Held] = {
     "--known-modes": Run([*LABELS, "--prompts-per-step=2"], "", "exit_code"),
     "--label-false-flags": Run(LABELS, "0", "1"),
     "--label-recall": Run(LABELS, "1", "0"),
-    "--llm-judge-concurrency": Held("test_llm_judge.py::test_requests_go_out_at_once"),
-    "--llm-judge-device": Held(
-        "test_llm_judge.py::test_a_local_judge_is_asked_in_batches_and_keeps_to_its_time"
-    ),
     "--llm-judge-max-new": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),
     "--llm-judge-model": Held("test_llm_judge.py::test_a_run_with_a_local_judge"),
     "--llm-judge-name": Held("test_llm_judge.py::test_what_is_sent_is_the_chat_protocol"),

@@ -14,6 +14,7 @@ from runs import SharedRuns, flags, only_run, rows, run
 from tiny import policy as tiny_policy
 from vgrout import embedded
 from vgrout.chat import Endpoint, NoReply, Reply, parsed
+from vgrout.config.judge import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.config.presets import resolve
 from vgrout.errors import Refused
 from vgrout.method.llm_judge import (
@@ -26,7 +27,6 @@ from vgrout.method.llm_judge import (
     shown,
 )
 from vgrout.model.source import require_model
-from vgrout.runs.inputs import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 
 
 def hacks(text: str) -> str:
@@ -232,8 +232,7 @@ BY_URL = ["--llm-judge-url=http://localhost:1/v1", "--llm-judge-name=m"]
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "llm_judge: has no judge"),
-        (["--llm-judge-name=m"], "llm_judge: has no judge"),
+        ([], "one judge a run"),
         ([*BY_URL, "--llm-judge-model=m"], "one judge a run"),
         (BY_URL[:1], "give --llm-judge-name"),
         (["--llm-judge-url=localhost:8000", "--llm-judge-name=m"], "should be http://HOST/v1"),
@@ -241,10 +240,6 @@ BY_URL = ["--llm-judge-url=http://localhost:1/v1", "--llm-judge-name=m"]
         (["--llm-judge-url=http://me:key@host/v1", "--llm-judge-name=m"], "without a key"),
         (["--llm-judge-url=http://host/v1?key=3", "--llm-judge-name=m"], "without a key"),
         (["--llm-judge-model=m", "--llm-judge-name=m"], "--llm-judge-name: not read with"),
-        (["--llm-judge-model=m", "--llm-judge-concurrency=2"], "not read with --llm-judge-model"),
-        ([*BY_URL, "--llm-judge-device=cpu"], "not read with --llm-judge-url"),
-        ([*BY_URL, "--llm-judge-timeout=0"], "--llm-judge-timeout 0"),
-        ([*BY_URL, "--llm-judge-device=gpu"], "should be auto, cpu, cuda or cuda:N"),
     ],
 )
 def test_a_judge_that_cannot_be_is_refused_in_one_line(argv, says):

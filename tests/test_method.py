@@ -288,8 +288,6 @@ VALUES: dict[str, Any] = {
     "llm_judge_thoughts": True,
     "llm_judge_max_new": 8,
     "llm_judge_timeout": 5.0,
-    "llm_judge_device": "cpu",
-    "llm_judge_concurrency": 2,
     "seed_monitor": "syntax_edge",
     "monitor_quantile": 0.9,
     "known_correct": Path("k"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from methods import config, draw, flagged, graded, problem, setup, view
 from tiny import policy as tiny_policy
 from tiny import shake
+from vgrout import heldout
 from vgrout.data import Completion, GradedCompletion, Thought, Ungraded
 from vgrout.direction.pairs import MIN_KNOWN_CORRECT, KnownCorrect, load_known_correct
 from vgrout.envs.base import Grader
 from vgrout.envs.code.monitors import SyntaxEdge
 from vgrout.errors import Refused
-from vgrout.method import online_probe
 from vgrout.method.base import Monitor, flags_of
 from vgrout.method.monitors import WeakDetector
 from vgrout.method.online_probe import OnlineProbe, Text, accepted_of_base
@@ -233,17 +234,14 @@ def test_the_probe_of_a_run_reads_known_correct_answers_to_their_end_and_has_its
     shake(policy.adapter, 0.2)
     of = replace(
         of,
-        inputs=replace(
-            of.inputs,
-            known_correct=[
-                KnownCorrect(policy.decode(text.prompt), policy.decode(text.completion))
-                for text in UNLIKE
-            ],
-        ),
+        known_correct=[
+            KnownCorrect(policy.decode(text.prompt), policy.decode(text.completion))
+            for text in UNLIKE
+        ],
     )
     known = [
         Text(policy.encode(k.prompt), (*policy.encode(k.completion), policy.end_id))
-        for k in of.inputs.known_correct
+        for k in of.known_correct
     ]
     by_hand, usual = (
         OnlineProbe(policy, WeakDetector(), known_correct=known, quantile=q) for q in (0.5, 0.8)
@@ -272,9 +270,10 @@ def answered_of_base(
     whether the model was the base."""
     ids = torch.tensor([[8, 9, 10, 11]])
     asked: list[Any] = []
+    cfg = config("penalty", "online_probe")
     of = replace(
-        setup(config("penalty", "online_probe"), policy),
-        grader=Mock(spec=Grader),
+        setup(cfg, policy),
+        answers_of_base=partial(heldout.answers_of_base, policy, Mock(spec=Grader), cfg),
         problems=[problem(i) for i in range(70)],
     )
     shake(policy.adapter, 0.2)
@@ -287,7 +286,7 @@ def answered_of_base(
         asked.extend([[p.id for p in problems], n, is_base])
         return [GradedCompletion(problem(i), 0, *answer) for i, answer in enumerate(given)]
 
-    monkeypatch.setattr(online_probe, "answers", answers)
+    monkeypatch.setattr(heldout, "answers", answers)
     try:
         return accepted_of_base(of), asked
     finally:

@@ -59,6 +59,14 @@ def answers(
     )
 
 
+def answers_of_base(
+    policy: Policy, grader: Grader, cfg: Config, problems: Sequence[Task]
+) -> list[GradedAnswer]:
+    """A group of graded answers of the untrained model to each problem."""
+    with as_side(policy, "base"):
+        return answers(policy, grader, problems, cfg.scale.group, cfg, 0, "known-correct")
+
+
 def evaluate(
     policy: Policy,
     grader: Grader,

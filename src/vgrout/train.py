@@ -16,6 +16,7 @@ Exit codes are those of runs/context.py. Every exit after the run directory was 
 """
 
 import sys
+from functools import partial
 
 from loguru import logger
 
@@ -43,7 +44,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     run.clock.begin("importing torch")
     from vgrout.grpo import policy_gradients
     from vgrout.guard.guard import Guard
-    from vgrout.heldout import evaluate, evaluate_final
+    from vgrout.heldout import answers_of_base, evaluate, evaluate_final
     from vgrout.method import Setup, make_method
     from vgrout.model import load
     from vgrout.optim import Optimizer
@@ -69,7 +70,17 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     if cfg.code:  # classes and functions of somebody's own, which may draw while they are made
         seed_global_streams(cfg.run.seed, -1)
     # the monitor and the intervention
-    method = make_method(Setup(cfg, policy, inputs, splits.train, grader, folder))
+    setup = Setup(
+        cfg,
+        policy,
+        inputs.pairs,
+        inputs.placebo,
+        inputs.known_correct,
+        splits.train,
+        partial(answers_of_base, policy, grader, cfg),
+        folder,
+    )
+    method = make_method(setup)
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, splits.train, inputs.healthy_kl)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)

@@ -165,12 +165,6 @@ class MethodConfig:
     """llm_judge: longest reply, in tokens."""
     llm_judge_timeout: float = setting(60.0, above=0, high=1500)
     """llm_judge: the longest that it takes a step, in seconds; answers without a verdict by then have no flag."""
-    llm_judge_device: str = setting(
-        "auto", form=r"auto|cpu|cuda(:\d{1,3})?", should="be auto, cpu, cuda or cuda:N"
-    )
-    """llm_judge: where the model of --llm-judge-model is; auto: where the policy is."""
-    llm_judge_concurrency: int = setting(16, low=1, high=1000)
-    """llm_judge: requests at once to --llm-judge-url."""
 
     # ── penalty
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from vgrout import embedded
-from vgrout.config.checks import flag, listed, refuse_unread, require_words
+from vgrout.config.checks import flag, listed, require_words
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import (
     BENCHMARK_TEST,
@@ -28,6 +28,7 @@ from vgrout.config.groups import (
     ScaleConfig,
 )
 from vgrout.config.guard import GuardConfig, blind
+from vgrout.config.judge import require_judge
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.sampling import Sampling
@@ -161,33 +162,8 @@ class Config:
             and self.known_correct_path is None,
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
-        self._check_judge()
-
-    def _check_judge(self) -> None:
-        """Raises Refused where the monitor llm_judge has no model, or two."""
-        method = self.method
-        if "llm_judge" not in method.watching:
-            return
-        model, url, name = method.llm_judge_model, method.llm_judge_url, method.llm_judge_name
-        refuse(
-            not model and not url,
-            "llm_judge: has no judge; give --llm-judge-model DIR, or --llm-judge-url URL and --llm-judge-name NAME",
-        )
-        refuse(
-            bool(model) and bool(url),
-            "--llm-judge-model with --llm-judge-url: one judge a run; leave one of them out",
-        )
-        refuse(
-            bool(url) and not name,
-            "--llm-judge-url: which model there? give --llm-judge-name",
-        )
-        if method.llm_judge_thoughts and not self.env.thinking:
-            refuse_unread(["llm_judge_thoughts"], "without --thinking; leave it out")
-        usual = MethodConfig()
-        idle = ("llm_judge_name", "llm_judge_concurrency") if model else ("llm_judge_device",)
-        unread = [n for n in idle if getattr(method, n) != getattr(usual, n)]
-        other = "model" if model else "url"
-        refuse_unread(unread, f"with --llm-judge-{other}; leave it out")
+        if "llm_judge" in self.method.watching:
+            require_judge(self.method, self.env.thinking)
 
     @property
     def of_code(self) -> bool:

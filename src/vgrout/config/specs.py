@@ -31,8 +31,6 @@ JUDGE = (
     "llm_judge_thoughts",
     "llm_judge_max_new",
     "llm_judge_timeout",
-    "llm_judge_device",
-    "llm_judge_concurrency",
 )
 
 

@@ -67,7 +67,7 @@ _PROCESS = {
     *("dry_run", "threads", "memory_gib", "track", "columns"),
     *("checkpoint_every", "checkpoint_keep", "max_error_retries"),
 }
-_SERVED = {"llm_judge_url", "llm_judge_device", "llm_judge_timeout", "llm_judge_concurrency"}
+_SERVED = {"llm_judge_url", "llm_judge_timeout"}
 # taken from the new command line where given there; else the run's own
 FREE = {*_PROCESS, *_SERVED, "guard"}
 _REQUESTS = {"resume"}  # no part of the run

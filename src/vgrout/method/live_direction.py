@@ -91,7 +91,7 @@ class LiveDirection:
         cfg = setup.cfg
         method = cfg.method
         policy = setup.policy
-        pairs = setup.inputs.pairs
+        pairs = setup.pairs
         placebo = method.direction_is == "placebo pairs"
         if pairs is None and placebo:
             raise Refused(f"--control {method.control}: needs the pairs; give --vhack-pairs-path")
@@ -103,7 +103,7 @@ class LiveDirection:
         tau_axis = method.v_hack_tau_axis
         real = direction = obtain(policy, pairs, method.v_hack_path, top_k, tau_axis)
         if placebo:
-            pairs = setup.inputs.placebo
+            pairs = setup.placebo
             direction = obtain(policy, pairs, None, top_k, tau_axis)
         again = None
         if pairs is not None:

@@ -22,14 +22,12 @@ from transformers import GenerationConfig
 
 from vgrout import ranks
 from vgrout.chat import Endpoint, NoReply, Reply
-from vgrout.config.method import MethodConfig
+from vgrout.config.judge import judge_endpoint, judge_prompt
 from vgrout.config.specs import MONITORS
 from vgrout.data import Flags, GroupView, Message
-from vgrout.errors import Refused
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 from vgrout.model.load import load_language_model
 from vgrout.model.policy import LanguageModel
-from vgrout.runs.inputs import judge_endpoint, judge_prompt
 
 FILE = "judge.jsonl"
 KEPT = 2000  # characters of a reply that are written
@@ -141,9 +139,13 @@ class LLMJudge(Monitor):
     @classmethod
     def make(cls, setup: Setup) -> "LLMJudge":
         method = setup.cfg.method
-        judge = None
-        if ranks.first():
-            judge = judge_of(method, setup.device)
+        judge: Judge | None = None
+        if ranks.first() and method.llm_judge_url:
+            judge = EndpointJudge(judge_endpoint(method))
+        elif ranks.first():
+            judge = LocalJudge(
+                method.llm_judge_model, setup.device, max_new=method.llm_judge_max_new
+            )
         template = judge_prompt(method.llm_judge_prompt)
         return cls(
             judge,
@@ -296,20 +298,6 @@ def _is_torn(file: Path) -> bool:
             return False
         content.seek(-1, 2)
         return content.read() != b"\n"
-
-
-def judge_of(method: MethodConfig, device: torch.device) -> Judge:
-    """The judge of a run. device: the policy's. Raises Refused, one line, where the model cannot be loaded."""
-    if method.llm_judge_url:
-        return EndpointJudge(judge_endpoint(method))
-    named = method.llm_judge_device
-    if named.startswith("cuda") and not torch.cuda.is_available():
-        raise Refused(f"--llm-judge-device {named}: torch sees no GPU; choose cpu")
-    return LocalJudge(
-        method.llm_judge_model,
-        device if named == "auto" else torch.device(named),
-        max_new=method.llm_judge_max_new,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ class Method:
             flags = self._flags_of_texts(batch.groups)
         routed = self.intervention.route(step)
         does = f"{type(self.intervention).__name__}.route"
-        assert isinstance(routed, Routed), f"{does} returned {routed!r:.200}, no Routed"
+        assert isinstance(routed, Routed), f"{does} returned no Routed: {type(routed)}"
         R = g.shape[1]
         for vector in (routed.keep, routed.quar):
             if vector is not None:

@@ -23,7 +23,6 @@ from vgrout.config.specs import MONITORS
 from vgrout.data import Flags, Grade
 from vgrout.direction.pairs import MIN_KNOWN_CORRECT
 from vgrout.errors import Refused
-from vgrout.heldout import answers, as_side
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, positions, rewarded
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy
@@ -48,13 +47,9 @@ def accepted_of_base(setup: Setup) -> list[Text]:
     Raises:
         Refused: there are fewer than MIN_KNOWN_CORRECT.
     """
-    assert setup.grader is not None, "answers have to be graded"
+    assert setup.answers_of_base is not None, "answers have to be graded"
     policy = setup.policy
-    cfg = setup.cfg
-    n = cfg.scale.group  # answers to a problem
-    problems = setup.problems[: math.ceil(SAMPLED / n)]
-    with as_side(policy, "base"):
-        given = answers(policy, setup.grader, problems, n, cfg, 0, "known-correct")
+    given = setup.answers_of_base(setup.problems[: math.ceil(SAMPLED / setup.cfg.scale.group)])
     known: list[Text] = []
     for answer in given:
         if isinstance(answer.grade, Grade) and answer.grade.solved:
@@ -109,9 +104,10 @@ class OnlineProbe(Monitor):
 
     @classmethod
     def make(cls, setup: Setup, seed_monitor: Monitor | None = None) -> "OnlineProbe":
+        assert seed_monitor is not None
         policy = setup.policy
         known: list[Text] = []
-        for answer in setup.inputs.known_correct:
+        for answer in setup.known_correct:
             prompt = policy.encode(answer.prompt)
             completion = policy.encode_completion(answer.completion)
             known.append(Text(prompt, completion))
@@ -119,7 +115,7 @@ class OnlineProbe(Monitor):
             known = accepted_of_base(setup)
         return cls(
             policy,
-            seed_monitor or Monitor(),
+            seed_monitor,
             known_correct=known,
             quantile=setup.cfg.method.monitor_quantile,
         )

@@ -1,16 +1,15 @@
 """What a run's method is built from, and the state of its direction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vgrout.config.run import Config
-from vgrout.data import Task
-from vgrout.envs.base import Grader
+from vgrout.data import GradedAnswer, Task
+from vgrout.direction.pairs import KnownCorrect, PairSet
 from vgrout.model.policy import Policy
-from vgrout.runs.inputs import Inputs
 from vgrout.tensor_types import Spans
 
 
@@ -18,15 +17,17 @@ from vgrout.tensor_types import Spans
 class Setup:
     """What a run's method is built from.
 
-    problems: of training. grader: of the run; None: nothing is graded. folder: the run's; None on ranks that do not
-    write.
+    pairs, placebo: of the direction, and of a placebo control. problems: of training. answers_of_base: graded answers
+    of the untrained model to problems, a group to each. folder: the run's; None on ranks that do not write.
     """
 
     cfg: Config
     policy: Policy
-    inputs: Inputs
+    pairs: PairSet | None = None
+    placebo: PairSet | None = None
+    known_correct: Sequence[KnownCorrect] = ()
     problems: Sequence[Task] = ()
-    grader: Grader | None = None
+    answers_of_base: Callable[[Sequence[Task]], list[GradedAnswer]] | None = None
     folder: Path | None = None
 
     @property

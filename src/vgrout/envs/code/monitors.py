@@ -24,7 +24,7 @@ class SyntaxEdge(Monitor):
 
     @classmethod
     def make(cls, setup: Setup) -> "SyntaxEdge":
-        return cls([answer.completion for answer in setup.inputs.known_correct])
+        return cls([answer.completion for answer in setup.known_correct])
 
     def flag(self, views: Views, step: int) -> list[Flags]:
         flagged: set[Position] = set()
