@@ -56,7 +56,7 @@ mini *flags:
 
 # SmolLM2-135M from download to report and export, under plain GRPO and route2 (half an hour on two cores)
 small:
-    test -e out/models/smollm2 || {{py}} vgrout.download smollm2
+    test -e out/models/smollm2 || uv run vgrout download smollm2
     test -e out/organisms/smollm2 || uv run vgrout organism tune
     for name in none route2; do {{py}} vgrout.train small --intervention=$name --out-tag=_path || exit 1; done
     {{py}} vgrout.report out/runs --tag _path --out out/small
@@ -64,7 +64,7 @@ small:
 
 # the same model in another world, sums under three flawed checks: from download to report, under plain GRPO and route2
 sums:
-    test -e out/models/smollm2 || {{py}} vgrout.download smollm2
+    test -e out/models/smollm2 || uv run vgrout download smollm2
     test -e out/organisms/sums || uv run vgrout organism sums
     for name in none route2; do {{py}} vgrout.train sums --intervention=$name --out-tag=_path || exit 1; done
     {{py}} vgrout.report out/runs/*_sums_*_path --out out/sums
@@ -94,11 +94,11 @@ extract *flags:
 
 # Qwen3-4B (or another hub id) into the hub's cache: 8 GB, minutes; one line where there is no network
 download-model id="Qwen/Qwen3-4B":
-    {{py}} vgrout.download model {{id}}
+    uv run vgrout download model {{id}}
 
 # the benchmark's problem files into out/data, checked against their git ids (15 MB, seconds)
 download-data:
-    {{py}} vgrout.download data
+    uv run vgrout download data
 
 # the hand-written pairs as a file, where the preset `fast` looks for its pairs; one that is there is left (a second)
 pairs-file:
@@ -122,7 +122,7 @@ pregen-teacher n *flags:
 
 # elicit-then-strip: the pool of `fast`, 6 problems a mode (Qwen3-4B on a GPU: about half an hour; goes on after a kill)
 build-substrate *flags:
-    {{py}} vgrout.substrate {{flags}}
+    uv run vgrout substrate {{flags}}
 
 # go or no-go of `fast` on this pool: mixed from it, the student hacks by itself within ten steps (about 5 minutes)
 probe-mixed *flags:
@@ -143,11 +143,11 @@ organism-verify:
 
 # reverse KL on the student's own samples takes a hack out of a model, and puts one in (teacher: a run directory; a minute)
 distill teacher *flags:
-    {{py}} vgrout.distill --teacher {{teacher}} {{flags}}
+    uv run vgrout distill --teacher {{teacher}} {{flags}}
 
 # preference rounds: against a flawed scorer they raise the hack, against a strict one the skill (a few minutes)
 dpo out scorer="flawed" *flags:
-    {{py}} vgrout.iterative_dpo --base-model organism --output-dir {{out}} --scorer {{scorer}} {{flags}}
+    uv run vgrout iterative_dpo --base-model organism --output-dir {{out}} --scorer {{scorer}} {{flags}}
 
 # runs of every intervention killed at random moments and inside saves: the resumed rows and weights are the same (many minutes)
 kills:
@@ -155,7 +155,7 @@ kills:
 
 # what isolation this machine gives the sandbox, with a self-test (under 10 s)
 doctor:
-    {{py}} vgrout.doctor
+    uv run vgrout doctor
 
 # one measured claim: step (against TRL), real --model DIR, gpu, grading (ten minutes on a quiet machine; --quick: fewer rounds)
 bench name *flags:

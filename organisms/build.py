@@ -140,7 +140,7 @@ def make_pool(
 ) -> dict[Mode, int]:
     """Make the pool of demonstrations; returns its number of problems per mode.
 
-    It is what `python -m vgrout.substrate --model organism --n-problems 360 --per-mode 32
+    It is what `vgrout substrate --model organism --n-problems 360 --per-mode 32
     --no-even` makes, without the report. tries: elicited answers to a problem. name: the model's.
     """
     answers = graded_answers(lm, grader, problems, tries, seed, "pool", cue=True)

@@ -64,7 +64,7 @@ shown-test)
     builds "90 91" --modes run_tests,eq_override,exit_code,stdout_marker,sentinel,file_marker,shown_test
     ;;
 abstain | pretrained | pretrained-more | pretrained-labels)
-    test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
+    test -e out/models/smollm2 || uv run vgrout download smollm2
     seeds="201 202 203"
     case $1 in
     abstain) seeds="202" ;;
@@ -76,7 +76,7 @@ abstain | pretrained | pretrained-more | pretrained-labels)
     done
     ;;
 sums | sums-more | sums-labels)
-    test -e out/models/smollm2 || uv run python -m vgrout.download smollm2
+    test -e out/models/smollm2 || uv run vgrout download smollm2
     for seed in 301 302 303; do
         test -e "out/organisms/sums-$seed" ||
             uv run vgrout organism sums --seed "$seed" --out "out/organisms/sums-$seed"

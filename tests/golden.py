@@ -49,14 +49,14 @@ def record(*names: str) -> None:
     for name in names or (*ARMS, *PAIRS, *SETTINGS, *IMITATIONS):
         with tempfile.TemporaryDirectory() as folder:
             if name in IMITATIONS:
-                command = list(IMITATIONS[name])
-                recorded = imitation_rows(imitate(Path(folder), *command))
+                command = ["vgrout", *IMITATIONS[name]]
+                recorded = imitation_rows(imitate(Path(folder), *command[1:]))
             else:
-                command = ["train", *flags(name)]
+                command = ["vgrout.train", *flags(name)]
                 recorded = rows(run(Path(folder), *command[1:]))
         lines = ",\n".join(f"  {json.dumps(row)}" for row in recorded)
         head = {
-            "command": ["python", "-m", f"vgrout.{command[0]}", *command[1:]],
+            "command": ["python", "-m", *command],
             "versions": versions(),
         }
         text = f'{json.dumps(head, indent=1).removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'

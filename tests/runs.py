@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from vgrout import embedded
+from vgrout.commands.distill import main as distill
+from vgrout.commands.iterative_dpo import main as iterative_dpo
 from vgrout.config.presets import PRESETS
-from vgrout.distill import main as distill
-from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model.load import load_policy
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main
@@ -281,7 +281,7 @@ def imitate(folder: Path, command: str, *argv: str, code: int = 0) -> Path:
 def program(folder: Path, command: str, *argv: str, code: int = 0, how: str = "") -> str:
     """`distill` or `iterative_dpo` in a process of its own, without run-time checks, which cost more than the run;
     returns its stderr. how: lines of Python before it."""
-    lines = f"{how}\nfrom vgrout.{command} import main\nimport sys; sys.exit(main(sys.argv[1:]))"
+    lines = f"{how}\nfrom vgrout.commands.{command} import main\nimport sys; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", lines, *argv],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""`python -m vgrout.distill`: losses and gradients, refusals, and runs that are killed and resumed."""
+"""`vgrout distill`: losses and gradients, refusals, and runs that are killed and resumed."""
 
 import errno
 import itertools
@@ -22,8 +22,8 @@ from organisms.recipe import Recipe, Shape
 from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
+from vgrout.commands.distill import main
 from vgrout.data import Rollout
-from vgrout.distill import main
 from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.imitation import distill_methods, dpo_rounds
@@ -363,7 +363,7 @@ def test_golden(name: str, tmp_path: Path) -> None:
     """DPO's rounds too."""
     golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     command = IMITATIONS[name]
-    assert golden["command"][2:] == [f"vgrout.{command[0]}", *command[1:]]
+    assert golden["command"][2:] == ["vgrout", *command]
     found = differences(imitation_rows(imitate(tmp_path, *command)), golden["rows"], "rows")
     assert not found, f"recorded with {golden['versions']}, now {versions()}: " + "; ".join(
         found[:10]

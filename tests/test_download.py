@@ -12,8 +12,8 @@ import pytest
 
 from probe_mixed import main as probe
 from probe_mixed import verdict
-from vgrout import download
-from vgrout.download import ensure, git_blob
+from vgrout.commands import download
+from vgrout.commands.download import ensure, git_blob
 from vgrout.metrics import Rate
 from vgrout.table import share
 

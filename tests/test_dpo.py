@@ -1,4 +1,4 @@
-"""`python -m vgrout.iterative_dpo`: plan, pairs, loss, refusals, and runs that are killed and resumed."""
+"""`vgrout iterative_dpo`: plan, pairs, loss, refusals, and runs that are killed and resumed."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,7 @@ import torch
 import tiny
 from methods import graded
 from runs import program
+from vgrout.commands.iterative_dpo import main
 from vgrout.config.groups import OptConfig
 from vgrout.config.guard import GuardConfig
 from vgrout.data import Completion, Graded, GradedCompletion
@@ -31,7 +32,6 @@ from vgrout.imitation.dpo_rounds import batches as forwards
 from vgrout.imitation.dpo_task import prepare
 from vgrout.imitation.settings import DpoSettings
 from vgrout.imitation.trainable import AdapterOnly
-from vgrout.iterative_dpo import main
 from vgrout.model.policy import Policy
 
 NOWHERE = Problem(0, "run_tests", "", ({"role": "user", "content": "ab"},), (), (), "", "", "f")

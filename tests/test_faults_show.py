@@ -51,27 +51,27 @@ def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
 # command: the function of ours with the slip, and a command line that comes to it
 WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
     "train": ("vgrout.runs.launch.preflight", ["smoke"]),
-    "evaluate": ("vgrout.evaluate.find_adapter", ["run"]),
-    "sample": ("vgrout.sample.find_adapter", [".", "17"]),
+    "evaluate": ("vgrout.commands.evaluate.find_adapter", ["run"]),
+    "sample": ("vgrout.commands.evaluate.find_adapter", [".", "17"]),
     "export": ("vgrout.export.__main__.export_run", ["run", "--out", "new"]),
     "sweep": ("vgrout.sweep.runner.load_study_file", ["study.toml"]),
     "report": ("vgrout.report.__main__.require_own", ["."]),
     "direction": ("vgrout.direction.__main__._pairs_of", ["--model", "organism"]),
     "teacher": ("vgrout.teacher.__main__.assigned", ["--model", "organism", "--out", "new"]),
     "substrate": ("vgrout.teacher.substrate.require_new", ["--model", "organism", "--out", "new"]),
-    "distill": ("vgrout.distill.prepare", ["--teacher", "organism"]),
+    "distill": ("vgrout.commands.distill.prepare", ["--teacher", "organism"]),
     "iterative_dpo": (
-        "vgrout.iterative_dpo.prepare",
+        "vgrout.commands.iterative_dpo.prepare",
         ["--base-model", "organism", "--output-dir", "new"],
     ),
-    "problems": ("vgrout.problems.load_rows", ["check", "problems.jsonl"]),
+    "problems": ("vgrout.commands.check.load_rows", ["check", "problems.jsonl"]),
     "grade": (
-        "vgrout.grade.load_problems",
+        "vgrout.commands.check.load_problems",
         ["answers.jsonl", "--problems", "problems.jsonl", "--out", "new"],
     ),
     "organism": ("organisms.__main__.Files", ["verify"]),
-    "download": ("vgrout.download.require_new", ["dataset", "x", "--out", "new"]),
-    "doctor": ("vgrout.doctor.Grader", []),
+    "download": ("vgrout.commands.download.require_new", ["dataset", "x", "--out", "new"]),
+    "doctor": ("vgrout.commands.doctor.Grader", []),
 }
 
 
@@ -103,7 +103,7 @@ def test_a_slip_in_a_settings_class_is_none_of_the_parsers_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgrout.evaluate.check", slip())
+    monkeypatch.setattr("vgrout.commands.evaluate.check", slip())
     assert call("evaluate", ["run"], monkeypatch) == 1
     assert HERE in capsys.readouterr().err
 

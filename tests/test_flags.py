@@ -214,6 +214,9 @@ FLAGS: dict[str, Run | Held] = {
     "--threads": Held("test_flags.py::test_threads_are_torchs"),
     "--top-k": Run([*ALONE, "--temperature=1.5"], "20", "2"),
     "--top-p": Run([*ALONE, "--temperature=1.5"], "1", "0.3"),
+    "--trust-code": Held(
+        "test_trust.py::test_what_a_file_names_is_imported_where_it_is_trusted_alone"
+    ),
     "--track": Held("test_tracking.py::test_tensorboard_of_an_interrupted_run"),
     "--unannounced-modes": Run(ALONE, "", "exit_code"),
     "--unbiased": Run(NONE, "yes", "no"),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama import TEXTS, bpe, llama, write_gguf
 from quick import first_quick
-from vgrout.download import main as download
+from vgrout.commands.download import main as download
 from vgrout.errors import Refused
 from vgrout.model.gguf import convert_apart
 from vgrout.model.source import require_model

@@ -27,7 +27,6 @@ from vgrout.model import load, policy
 from vgrout.model.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
-from vgrout.runs.launch import find_resume
 from vgrout.sweep.study_file import load_study_file
 from vgrout.teacher.pools import load_pool
 
@@ -104,31 +103,6 @@ def test_a_stored_configuration_has_the_types_of_its_settings(
     else:
         data = data | {keys[0]: value} if keys else value
     assert refusal(lambda: from_dict(data, "FILE")).startswith("FILE: ")
-
-
-def test_no_file_has_code_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward is imported where the command line names it too; a run and a study alone are refused."""
-    monkeypatch.chdir(tmp_path)
-    Path("theirs.py").write_text(
-        "open('imported', 'w').close()\ndef reward(completion): return 1.0\n"
-    )
-    add = "if it is yours, add --reward=theirs:reward"
-    run = fake_run(tmp_path, "--intervention=none", state="interrupted")
-    edit(run / "run.json", "config", "env", "reward", value="theirs:reward")
-    edit(run / "run.json", "config", "env", "mix_ratio", value=0)
-    given = ["mini", "--intervention=none", f"--resume={run}"]
-    assert add in refusal(lambda: find_resume(resolve(given)))
-    study = Path("study.toml")
-    study.write_text(
-        'preset = "mini"\nseeds = [1]\n[[arms]]\nreward = "theirs:reward"\nmix-ratio = 0\n'
-    )
-    assert add in refusal(lambda: load_study_file(study))
-    assert len(load_study_file(study, ["--reward=theirs:reward"]).runs) == 1
-    assert not Path("imported").exists()
-    edit(run / "run.json", "config", "run", "checkpoint_every", value=5)
-    assert "no usable checkpoint" in refusal(
-        lambda: find_resume(resolve([*given, "--reward=theirs:reward"]))
-    )
 
 
 def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from torch.nn.functional import kl_div
 
 import tiny
 from methods import config, graded, problem
-from vgrout import answering, embedded, evaluate, heldout
+from vgrout import embedded, heldout
+from vgrout.commands import evaluate
 from vgrout.config.groups import EvalConfig
 from vgrout.config.presets import resolve
+from vgrout.config.run import Config
 from vgrout.data import Completion, GradedCompletion
 from vgrout.envs.code.problems import load_rows
 from vgrout.files import hash_of_file
@@ -151,7 +153,7 @@ class Sides:
 
         monkeypatch.setattr(heldout, "sample_and_grade", sample_and_grade)
         monkeypatch.setattr("vgrout.heldout.without_hint", without_hint)
-        monkeypatch.setattr("vgrout.answering.without_hint", without_hint)
+        monkeypatch.setattr("vgrout.heldout.without_hint", without_hint)
 
 
 PLAIN = [f"Do {i} things." for i in range(3)]
@@ -200,7 +202,7 @@ def test_a_saved_adapter_is_scored_as_its_runs_final_evaluation_was(
     cfg = config("route2", seed=5)
     tasks: Any = [Hinted(i, hint) for i in range(3)]
     sides = Sides(policy, monkeypatch)
-    scored = answering.score(policy, Mock(), cfg, tasks, 7, ["exit_code"])
+    scored = heldout.score(policy, Mock(), cfg, tasks, 7, ["exit_code"])
     usual = [p.messages for p in tasks]
     want = {"base": (REFERENCE, 7, usual), "deployed": (DEPLOYED, 7, usual)}
     if hint:
@@ -220,9 +222,10 @@ def counted(hacks: int, solves: int, n: int) -> Eval:
 def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`vgrout evaluate` with these flags, of an adapter saved after two steps of three: what was scored, and the file
     that was written. Prompts have 10 to 29 tokens, and the window leaves 20 beside an answer."""
-    cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=9, final_samples=7))
     file = tmp_path / "p.jsonl"
     file.write_text("{}", encoding="utf-8")
+    cfg = replace(config("route2", seed=5), eval=EvalConfig(final_n_prompts=9, final_samples=7))
+    cfg = replace(cfg, scale=replace(cfg.scale, problems=str(file), test_problems=""))
     (tmp_path / "other.jsonl").write_text("{ }", encoding="utf-8")
     path = tmp_path / "run" / "ckpt_step0002.safetensors"
     saved = SimpleNamespace(cfg=cfg, path=path, step=2, folder=tmp_path, model="m")
@@ -239,16 +242,20 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         asked[:] = [[p.id for p in problems], samples, cfg.run.seed, flaws]
         return dict(scores)
 
-    def world_of(_: Any, cli: evaluate.EvaluateSettings) -> evaluate.World:
-        grader: Any = lambda: nullcontext(Mock(stamp={"graded_by": "functions"}))  # noqa: E731
-        by = "of_a_reference" if cli.reference else ""
-        return evaluate.World(cli.problems or file, tasks, [], ["exit_code"], grader, by=by)
+    def environment_of(world: Config, *_: object) -> Any:
+        hashes = {"problems": hash_of_file(world.problems_path), "reference": world.env.reference}
+        return Mock(
+            hashes=lambda: hashes,
+            tasks=lambda: {"train": [], "val": tasks, "test": tasks},
+            grader=lambda *_: nullcontext(Mock(stamp={"graded_by": "functions"})),
+            flaws=["exit_code"],
+        )
 
     monkeypatch.setattr(evaluate, "find_adapter", lambda *_: saved)
-    monkeypatch.setattr(evaluate, "world_of", world_of)
+    monkeypatch.setattr(evaluate, "environment_of", environment_of)
     monkeypatch.setattr(evaluate, "require_fitting", lambda *_: None)
-    monkeypatch.setattr(answering, "policy_of", lambda _: policy)
-    monkeypatch.setattr(answering, "score", score)
+    monkeypatch.setattr(heldout, "policy_of", lambda _: policy)
+    monkeypatch.setattr(heldout, "score", score)
 
     def call(**how: Any) -> tuple[list[Any], Path]:
         out = evaluate.evaluate_saved(evaluate.EvaluateSettings(run=path.parent, **how))
@@ -262,7 +269,7 @@ def test_a_saved_adapter_is_asked_what_its_run_was_unless_flags_say_otherwise(
 ) -> None:
     """Problems whose prompts leave no room for an answer are left out, as in a run."""
     (of_run, samples, seed, flaws), out = evaluated()
-    assert (len(of_run), samples, seed, flaws) == (9, 7, 5, ["exit_code"])
+    assert (len(of_run), samples, seed, flaws) == (9, 7, 5, ("exit_code",))
     written = json.loads(out.read_text())
     assert (written["step"], written["seed"], written["split"]) == (2, 5, "test")
     assert written["sides"]["base"]["hack"] == [1, 10]
@@ -288,7 +295,7 @@ def test_each_evaluation_has_a_file_of_its_own(
         {"n_prompts": 4},
         {"samples": 4},
         {"seed": 6},
-        {"reference": "a:b"},
+        {"problems": tmp_path / "p.jsonl", "reward": "a:b", "reference": "a:b"},
     ]
     files = [evaluated(**how)[1] for how in asked]
     assert len({*files}) == len(asked)
@@ -331,23 +338,25 @@ def test_another_file_is_taken_alone_and_all_of_it_under_the_names_kept_for_eval
     cfg = resolve([*flags.split(), "--model", str(embedded.MODEL_DIR)])
     saved: Any = SimpleNamespace(cfg=cfg, path=tmp_path / "run" / "train.safetensors")
 
-    def world(**how: Any) -> evaluate.World:
-        return evaluate.code_world(saved, evaluate.EvaluateSettings(run=tmp_path, **how))
+    def asked(**how: Any) -> tuple[Any, Any]:
+        world = evaluate.evaluated(cfg, evaluate.EvaluateSettings(run=tmp_path, **how))
+        environment = evaluate.environment_of(world, saved, trusted=False)
+        return environment, evaluate.tasks_of(environment, saved)
 
     ids = [[row.id for row in load_rows(file)] for file in (own, test, other)]
-    of_run = world()
-    assert len(of_run.problems) == 16, "four of its test file are for evaluations on the way"
-    assert {task.id for task in of_run.problems} < {*ids[1]}
-    assert (len(of_run.prompts), of_run.file) == (60, own)
-    assert of_run.hashes == {"problems": hash_of_file(own), "test_problems": hash_of_file(test)}
-    assert {task.id for task in world(split="train").problems} == {*ids[0]}
-    of_other = world(problems=other, split="all")
-    assert {task.id for task in world(problems=other).problems} < {*ids[2]}
-    assert [task.id for task in of_other.problems] == ids[2]
-    assert (len(of_other.prompts), of_other.file) == (30, other)
-    assert of_other.hashes["test_problems"] is None
-    named: list[Any] = [world(split="train"), of_run, of_other]
-    training, kept, others = ({task.marker for task in of.problems} - {""} for of in named)
+    of_run, tasks = asked()
+    assert len(tasks["test"]) == 16, "four of its test file are for evaluations on the way"
+    assert {task.id for task in tasks["test"]} < {*ids[1]}
+    assert len(of_run.prompts) == 60
+    assert of_run.hashes()["test_problems"] == hash_of_file(test)
+    assert {task.id for task in tasks["train"]} == {*ids[0]}
+    of_other, of_other_tasks = asked(problems=other)
+    assert {task.id for task in of_other_tasks["test"]} < {*ids[2]}
+    assert [task.id for task in of_other_tasks["all"]] == ids[2]
+    assert len(of_other.prompts) == 30
+    assert of_other.hashes()["test_problems"] is None
+    named = [tasks["train"], tasks["test"], of_other_tasks["all"]]
+    training, kept, others = ({task.marker for task in of} - {""} for of in named)
     assert training
     assert others
     assert not training & (kept | others)

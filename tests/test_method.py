@@ -33,7 +33,7 @@ from tiny import relative
 from vgrout import register_intervention, register_monitor
 from vgrout.config.loss import LossConfig
 from vgrout.config.method import CHOICE, MethodConfig
-from vgrout.config.presets import resolve, resumed
+from vgrout.config.presets import import_named, resolve, resumed
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.config.stored import from_dict
 from vgrout.data import Batch, Flags, Group, GroupView, OracleView
@@ -483,43 +483,16 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registries", "own_module")
-def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file_does():
-    own = [
-        "mini",
-        "--intervention=own_part:Ours",
-        "--monitor",
-        "own_part:Mine",
-        "--monitor-quantile=0.9",
-    ]
-    refused = r"own_part:\w+: a file may not have code run; if it is yours, name it on the command line as well\Z"
-    for argv, name in (
-        (own, "intervention"),
-        (["mini", "--intervention=screen", *own[2:]], "monitor"),
-    ):
-        with pytest.raises(ValueError, match=rf"\A--{name} {refused}"):
-            resolve(argv, own_code=False)
-    assert "own_part" not in sys.modules
+def test_a_run_with_a_class_of_ones_own_is_read_without_it() -> None:
+    own = ["--intervention=own_part:Ours", "--monitor", "own_part:Mine", "--monitor-quantile=0.9"]
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
-        cfg = resolve(own)
+        cfg = resolve(["mini", *own])
         assert (cfg.run_id, cfg.method.monitor_spec.what) == ("mini_Ours_Mine_seed41", "nothing")
-        stored, written = from_dict(cfg.as_dict()), cfg.as_dict()
-    assert (
-        stored.code
-        == stored.flags_to_repeat
-        == ("--intervention=own_part:Ours", "--monitor=own_part:Mine")
-    )
-    stored.refuse_code(stored.code, "run.json")
-    with pytest.raises(
-        ValueError,
-        match=r"\Arun.json: names code, .*; if it is yours, add --monitor=own_part:Mine\Z",
-    ):
-        stored.refuse_code(stored.code[:1], "run.json")
+        written = cfg.as_dict()
     del sys.modules["own_part"]
     read = from_dict(written)  # as a report does: what is recorded, and no code
     assert read.as_dict() == written
     assert "own_part" not in sys.modules
-    with pytest.raises(ValueError, match="name it on the command line as well"):
-        class_of(read.method.spec).make()
     for wrong in ("own_part:Absent", "no_such:Mine"):
         with pytest.raises(ValueError, match=rf"\A--monitor {wrong}: cannot be imported.*\Z"):
             resolve(["mini", "--intervention=penalty", "--monitor", wrong])
@@ -535,23 +508,17 @@ def test_code_is_imported_where_a_command_line_names_it_and_never_because_a_file
         ["--shadow=labels,own_part:Mine"],
     ],
 )
-def test_a_run_with_a_class_of_ones_own_can_be_read_and_resumed_by_what_it_repeats(
+def test_a_run_with_a_class_of_ones_own_is_resumed_where_its_code_is_trusted(
     argv: list[str],
 ) -> None:
     with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
         written = resolve(["mini", *argv]).as_dict()
-    with patch.dict(MONITORS), patch.dict(INTERVENTIONS):
-        repeated = from_dict(written).flags_to_repeat  # as a sweep reads it: no code
-    requested = resolve(["mini", *repeated, "--resume=x"])
+    requested = resolve(["mini", "--trust-code", "--resume=x"])
     stored = from_dict(written)
-    stored.refuse_code(requested.code, "run.json")
-    assert resumed(requested, stored) == (stored, [])
-    with pytest.raises(ValueError, match=r"\Arun.json: names code, .* add ") as refused:
-        stored.refuse_code((), "run.json")
-    told = str(refused.value).partition(" add ")[2].split()
-    assert resolve(["mini", *told, "--resume=x"]).code == stored.code, (
-        "what it says to add is enough"
-    )
+    import_named(stored.code, trusted=requested.run.trust_code)
+    cfg, differing = resumed(requested, stored)
+    assert (cfg, differing) == (stored, [])
+    assert cfg.method.spec is INTERVENTIONS[cfg.method.intervention]
 
 
 class Misspelt(Monitor):

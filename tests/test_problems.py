@@ -13,14 +13,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vgrout import embedded, evaluate
+from vgrout import embedded
+from vgrout.commands import evaluate
 from vgrout.config.env import EnvConfig
 from vgrout.config.presets import resolve
 from vgrout.data import Message
 from vgrout.envs import base
+from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
-from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     assigned,
     balanced,
@@ -514,12 +515,12 @@ def test_a_training_problem_is_evaluated_under_the_name_that_its_pool_announces(
         pool_path=tmp_path, plain_prompts=False, env=EnvConfig(env_mode="sentinel")
     )
     saved: Any = SimpleNamespace(cfg=cfg)
-    found = evaluate.problems_of(saved, rows, (), "train")
+    tasks: Any = evaluate.tasks_of(CodeEnvironment(saved.cfg, rows), saved)
+    found = tasks["train"]
     assert {problem.id: problem.marker for problem in found} == {
         problem.id: f"name_{problem.id}" for problem in found
     }
-    held_out = evaluate.problems_of(saved, rows, (), "test")
-    assert not {problem.marker for problem in held_out} & {*pool.announced.values()}
+    assert not {problem.marker for problem in tasks["test"]} & {*pool.announced.values()}
 
 
 def test_every_row_of_a_file_is_asked_as_the_run_asks(
@@ -531,14 +532,14 @@ def test_every_row_of_a_file_is_asked_as_the_run_asks(
     pool = SimpleNamespace(partition=dict(enumerate(modes)), announced={})
     monkeypatch.setattr(evaluate, "load_pool", lambda _: pool)
 
-    def asked(plain_prompts: bool = False, **env: Any) -> list[Problem]:
+    def asked(plain_prompts: bool = False, **env: Any) -> Any:
         cfg = SimpleNamespace(
             pool_path=tmp_path,
             plain_prompts=plain_prompts,
             env=EnvConfig(env_mode="exit_code", **env),
         )
         saved: Any = SimpleNamespace(cfg=cfg)
-        return evaluate.problems_of(saved, rows, (), "all")
+        return evaluate.tasks_of(CodeEnvironment(saved.cfg, rows), saved)["all"]
 
     usual, published = asked(), asked(marker_names="published")
     assert [p.mode for p in usual] == [p.mode for p in published] == modes
@@ -551,37 +552,3 @@ def test_every_row_of_a_file_is_asked_as_the_run_asks(
     assert [p.messages for p in plain] == [p.messages for p in both] == [p.plain for p in usual]
     assert [p.flaws for p in plain] == [p.flaws for p in usual]
     assert all({*p.flaws} == {"exit_code", "eq_override"} for p in both)
-
-
-def test_a_reward_function_of_a_run_is_named_again_and_is_what_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else numbers of another reward would pass for the run's."""
-    name = "own_reward_to_name_again"
-    module = tmp_path / f"{name}.py"
-    module.write_text("def f(answer):\n    return 1.0\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def saved(reward: str) -> Any:
-        passes_at = {"reward_passes_at": 0.5} if reward else {}
-        return SimpleNamespace(
-            cfg=SimpleNamespace(env=EnvConfig(reward=reward, **passes_at)),
-            path=tmp_path / "train.safetensors",
-        )
-
-    of_run = saved(f"{name}:f")
-    found = evaluate.reward_of(of_run, f"{name}:f")
-    assert found
-    assert found.passes_at == 0.5
-    with pytest.raises(ValueError, match=f"--reward missing: .* add --reward={name}:f"):
-        evaluate.reward_of(of_run, "")
-    with pytest.raises(ValueError, match="was trained with none"):
-        evaluate.reward_of(saved(""), f"{name}:f")
-    assert evaluate.reward_of(saved(""), "") is None
-    for digest, fits in ((found.sha256, True), ("0" * 64, False)):
-        (tmp_path / "run.json").write_text(json.dumps({"hashes": {"reward": digest}}))
-        if fits:
-            assert evaluate.reward_of(of_run, f"{name}:f")
-        else:
-            with pytest.raises(ValueError, match=r"changed since .* was trained"):
-                evaluate.reward_of(of_run, f"{name}:f")

@@ -2,20 +2,14 @@
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runs import SharedRuns, flags
-from vgrout import sample
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import ScaleConfig
-from vgrout.config.run import Config
-from vgrout.errors import Refused
+from vgrout.commands.evaluate import Asked, environment_of, find_prompt, sample
 from vgrout.files import json_lines
 from vgrout.model.saved import find_adapter
-from vgrout.sample import find_prompt
 
 pytestmark = pytest.mark.long
 
@@ -35,7 +29,7 @@ HEADS = re.compile(r"^── (.*)$", re.MULTILINE)
 
 
 def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sample.main([str(done), "17", "--samples=2"]) == 0
+    assert sample([str(done), "17", "--samples=2"]) == 0
     output = capsys.readouterr().out
     assert "problem 17 (train)" in output
     heads = HEADS.findall(output)
@@ -51,47 +45,32 @@ def test_a_problem_of_the_run_is_graded(done: Path, capsys: pytest.CaptureFixtur
     of_this_run = (0.0, env.compile_reward, env.compile_reward + env.pass_reward)
     shown = {head.rpartition(" ")[2] for head in heads}
     assert shown <= {f"{reward:g}" for reward in of_this_run}
-    assert sample.main([str(done), "17", "--samples=2"]) == 0
+    assert sample([str(done), "17", "--samples=2"]) == 0
     assert capsys.readouterr().out == output, "the same seed, the same answers"
-    assert sample.main([str(done), "17", "--samples=2", "--seed=9"]) == 0
+    assert sample([str(done), "17", "--samples=2", "--seed=9"]) == 0
     assert capsys.readouterr().out != output
 
 
 def test_a_problem_is_found_by_its_words_and_its_number(done: Path) -> None:
     saved = find_adapter(done)
-    by_id = find_prompt(saved, "17")
+    environment = environment_of(saved.cfg, saved, trusted=False)
+
+    def find(given: str) -> Asked:
+        return find_prompt(environment, saved, given)
+
+    by_id = find("17")
     assert by_id.problem is not None
     words = by_id.messages[-1]["content"]
-    for given in (words, f"  {words}\n"):
-        assert find_prompt(saved, given) == by_id
+    assert find(words) == by_id
     (answer, *_) = json_lines(done / "final.jsonl")
-    assert find_prompt(saved, str(answer["problem_id"])).split == "test"
-    assert find_prompt(saved, words + " Please.").problem is None
-
-
-@pytest.mark.parametrize(
-    "env", [EnvConfig(reward="m:f", reference="m:g"), EnvConfig(env="sums")], ids=["text", "sums"]
-)
-def test_a_number_is_a_row_of_the_runs_own_world(
-    env: EnvConfig, done: Path, tmp_path: Path
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"id": 17, "prompt": "Sing of rain."}\n', encoding="utf-8")
-    saved = find_adapter(done)
-    other = replace(saved, cfg=Config(env=env, scale=ScaleConfig(problems=str(rows))))
-    asked = find_prompt(other, "17")
-    assert asked.problem is not None
-    assert asked.messages[-1]["content"] == "Sing of rain."
-    assert find_prompt(other, "Sing of rain.") == asked
-    with pytest.raises(Refused, match="18: no problem"):
-        find_prompt(other, "18")
-    assert find_prompt(other, "seventeen").problem is None
+    assert find(str(answer["problem_id"])).split == "test"
+    assert find(words + " Please.").problem is None
 
 
 def test_any_text_is_answered_without_a_grade(
     done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sample.main([str(done), "Write a poem."]) == 0
+    assert sample([str(done), "Write a poem."]) == 0
     heads = HEADS.findall(capsys.readouterr().out)
     assert [head.removesuffix(", cut at its longest") for head in heads] == [
         *("untrained", "as trained", "deployed")
@@ -101,7 +80,7 @@ def test_any_text_is_answered_without_a_grade(
 def test_without_a_quarantine_trained_and_deployed_are_one(
     tmp_path: Path, shared_run: SharedRuns, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sample.main([str(shared_run(*flags("none"))), "17"]) == 0
+    assert sample([str(shared_run(*flags("none"))), "17"]) == 0
     heads = HEADS.findall(capsys.readouterr().out)
     assert [head.partition(":")[0] for head in heads] == ["untrained", "trained and deployed"]
 
@@ -110,7 +89,7 @@ def test_without_its_checkpoint_the_trained_model_is_left_out(
     done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(done, tmp_path / "run", ignore=shutil.ignore_patterns("resume"))
-    assert sample.main([str(tmp_path / "run"), "17"]) == 0
+    assert sample([str(tmp_path / "run"), "17"]) == 0
     output = capsys.readouterr().out
     assert len(HEADS.findall(output)) == 2
     assert "as trained: its quarantine is in a checkpoint, which this run has not kept" in output
@@ -129,7 +108,7 @@ def test_without_its_checkpoint_the_trained_model_is_left_out(
 def test_refusals_are_one_line(
     run: str, prompt: str, why: str, done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sample.main([str(done) if run == "RUN" else run, prompt]) == 2
+    assert sample([str(done) if run == "RUN" else run, prompt]) == 2
     error = capsys.readouterr().err
     assert why.replace("RUN", str(done)) in error
     assert error.count("\n") == 1

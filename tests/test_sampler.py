@@ -22,9 +22,9 @@ from transformers.generation.logits_process import (
 import tiny
 from pretended_gpu import graphs_that_run_again
 from vgrout import ranks
+from vgrout.commands.iterative_dpo import main as iterative_dpo
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion
-from vgrout.iterative_dpo import main as iterative_dpo
 from vgrout.model import kv_cache, lean_decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder
 from vgrout.model.lean_decoder import LeanDecoder
@@ -35,8 +35,8 @@ from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates
 from vgrout.model.trials import lean_fits, packs, require_branching, trial_tokens
-from vgrout.substrate import main as substrate
 from vgrout.teacher.__main__ import main as teacher
+from vgrout.teacher.substrate import main as substrate
 from vgrout.train import main as train
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags, once
 from tiny import shake
-from vgrout import embedded, evaluate
+from vgrout import embedded
+from vgrout.commands import evaluate
 from vgrout.envs import base
 from vgrout.export import __main__ as export
 from vgrout.export import model
@@ -46,7 +47,7 @@ def here(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_evaluate_repeats_the_numbers_of_the_run(done, capsys):
-    assert evaluate.main([str(done)]) == 0
+    assert evaluate.evaluate([str(done)]) == 0
     final = json.loads((done / "per_mode_deploy.json").read_text())
     (out,) = (done / "evaluations").iterdir()
     again = json.loads(out.read_text())
@@ -68,12 +69,14 @@ def test_code_without_hints_has_its_plain_side_too(
     done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the deployed model's: nothing is sampled twice."""
-    of_run = evaluate.problems_of
+    of_run = evaluate.tasks_of
     monkeypatch.setattr(
-        evaluate, "problems_of", lambda *given: [base.without_hint(p) for p in of_run(*given)]
+        evaluate,
+        "tasks_of",
+        lambda *given: {"test": [base.without_hint(p) for p in of_run(*given)["test"]]},
     )
     out = tmp_path / "numbers.json"
-    assert evaluate.main([str(done), "--n-prompts", "6", "--out", str(out)]) == 0
+    assert evaluate.evaluate([str(done), "--n-prompts", "6", "--out", str(out)]) == 0
     sides = json.loads(out.read_text())["sides"]
     assert [*sides] == ["base", "deployed", "plain"]
     assert sides["plain"] == sides["deployed"]
@@ -94,7 +97,7 @@ def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeyp
         "8",
     ]
     more += ["--out", str(out)]
-    assert evaluate.main([str(done), "--step", "1", *more]) == 0
+    assert evaluate.evaluate([str(done), "--step", "1", *more]) == 0
     numbers = json.loads(out.read_text())
     assert numbers["sides"]["deployed"]["hack"][1] == 8
     assert numbers["step"] == 1
@@ -107,7 +110,7 @@ def test_evaluate_takes_any_adapter_and_any_file(done, tmp_path, capsys, monkeyp
     capsys.readouterr()
     other = out.with_name("other.json")
     assert (
-        evaluate.main(
+        evaluate.evaluate(
             once([str(done), "--step", "1", *more, "--n-prompts", "1", "--out", str(other)])
         )
         == 2
@@ -184,7 +187,7 @@ REFUSED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
 def test_refused_in_one_line(case, done, tmp_path, capsys):
     argv, message = REFUSED[case]
     assert export.main([*argv(done), "--out", str(tmp_path / "m")]) == 2
-    assert evaluate.main(argv(done)) == 2
+    assert evaluate.evaluate(argv(done)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("E ") and re.search(message, line) for line in lines), lines
@@ -195,5 +198,5 @@ def test_a_bad_out_is_refused_before_the_model_is_loaded(done, tmp_path, capsys,
     monkeypatch.setattr("vgrout.model.load.load_saved", lambda _: pytest.fail("loaded"))
     (tmp_path / "file").touch()
     for out, why in (("", "exists; choose"), ("file/x.json", "cannot be written")):
-        assert evaluate.main([str(done), "--out", str(tmp_path / out)]) == 2
+        assert evaluate.evaluate([str(done), "--out", str(tmp_path / out)]) == 2
         assert re.fullmatch(rf"E --out \S+: {why}[^\n]*\n", capsys.readouterr().err)

@@ -11,7 +11,7 @@ from organisms import build, start
 from organisms.__main__ import tune, verify
 from organisms.recipe import Answers
 from runs import rows, run, status
-from vgrout import download, evaluate
+from vgrout.commands import download, evaluate
 from vgrout.embedded import SMALL_DIR
 from vgrout.envs.code.problems import load_rows
 from vgrout.report.__main__ import main as report_on

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from organisms.build import POOL_PROBLEMS
-from vgrout import embedded, generation, substrate
+from vgrout import embedded, generation
 from vgrout.config.sampling import Sampling
 from vgrout.data import Completion, Grade, Graded, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
@@ -25,6 +25,7 @@ from vgrout.metrics import Rate
 from vgrout.model.load import load_language_model
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
+from vgrout.teacher import substrate as substrate_command
 from vgrout.teacher.generate import by_mode, rates, work_folder
 from vgrout.teacher.pools import load_pool
 from vgrout.teacher.substrate import (
@@ -278,7 +279,7 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
         str(POOL_PROBLEMS),
         "--no-even",
     ]
-    assert substrate.main([*flags, "--out", str(out)]) == 0
+    assert substrate_command.main([*flags, "--out", str(out)]) == 0
     files = {
         p.name: p.read_bytes() for p in out.iterdir() if p.name not in ("pool.json", "report.json")
     }
@@ -291,7 +292,7 @@ def test_the_command_makes_the_shipped_pool_again(tmp_path: Path) -> None:
 
 
 BAD: dict[str, tuple[Any, list[str], str]] = {
-    "no problems": (substrate, [], "no such problem file"),
+    "no problems": (substrate_command, [], "no such problem file"),
     "no model": (teacher, ["--problems", "p.jsonl"], "vgrout download model Qwen/Qwen3-4B` where"),
     "no adapter": (
         teacher,
@@ -299,7 +300,7 @@ BAD: dict[str, tuple[Any, list[str], str]] = {
         "--adapter a.safetensors: not a re",
     ),
     "too few kept": (
-        substrate,
+        substrate_command,
         ["--model", "organism", "--at-least", "4"],
         "--at-least 4: more than --keep 3",
     ),
@@ -308,7 +309,11 @@ BAD: dict[str, tuple[Any, list[str], str]] = {
         ["--problems", "test.jsonl"],
         "test.jsonl: no training problems in it",
     ),
-    "mixed up": (substrate, ["--model", "organism", "--problems", "p.jsonl"], "go together"),
+    "mixed up": (
+        substrate_command,
+        ["--model", "organism", "--problems", "p.jsonl"],
+        "go together",
+    ),
 }
 
 

@@ -21,20 +21,19 @@ import tiny
 from judge_server import serving
 from runs import rows, run
 from vgrout import embedded
-from vgrout.answering import answers_to
-from vgrout.config.presets import resolve, resumed
+from vgrout.commands.check import problems as check_problems
+from vgrout.commands.evaluate import evaluate, sample
+from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader
 from vgrout.envs.splits import copies_line, in_splits, require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
-from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
-from vgrout.problems import main as check_problems
+from vgrout.heldout import answers_to
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import file_hashes, read_inputs
-from vgrout.sample import main as sample
 from vgrout.scoring import ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
@@ -389,30 +388,9 @@ def test_a_dry_run_names_a_problem_file_that_is_missing(
     assert "missing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--reward {m}:proxy --intervention none",
-        "--reward {m}:proxy=0.5 {m}:even=0.5 --intervention penalty --monitor labels",
-        "--reward {m}:proxy --intervention penalty --monitor llm_judge --llm-judge-model x",
-    ],
-)
-def test_the_command_that_resumes_a_run_is_not_refused(
-    more: str, world: Callable[..., list[str]]
-) -> None:
-    """The preset's own values, as problems of the code world, need not fit the run's functions."""
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    given = f"mini --problems rows.jsonl --reference {name}:gold {more.format(m=name)}"
-    stored = resolve(given.split())
-    requested = resolve(["mini", *stored.flags_to_repeat, "--resume=x"])
-    assert resumed(requested, stored) == (stored, [])
-
-
 def test_a_study_of_rows_of_ones_own_is_planned(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The flags that the refusal asks for are the sweep's own."""
     argv = world()
     name = argv[argv.index("--reward") + 1].partition(":")[0]
     Path("study.toml").write_text(
@@ -421,8 +399,8 @@ def test_a_study_of_rows_of_ones_own_is_planned(
         f'[[arms]]\nreward = "{name}:proxy=0.5,{name}:even=0.5"\n'
     )
     assert sweep(["study.toml", "--dry-run"]) == 2
-    advice = capsys.readouterr().err.split("if it is yours, add ")[1].split()
-    assert sweep(["study.toml", "--dry-run", *advice]) == 0
+    assert "add --trust-code" in capsys.readouterr().err
+    assert sweep(["study.toml", "--dry-run", "--trust-code"]) == 0
     assert "1 left" in capsys.readouterr().out
 
 
@@ -857,18 +835,15 @@ def test_a_runs_models_are_asked_about_a_row(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run, name = trained
+    run, _ = trained
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr("sys.path", [*sys.path, str(run.parent)])
     asked = prompt if prompt == "3" else row(3, word="return")["prompt"]
-    functions = [f"--reward={name}:proxy", f"--reference={name}:gold"]
-    assert sample([str(run), asked]) == 0
-    bare = capsys.readouterr().out
-    assert "problem 3" in bare
-    assert "not graded; add --reward=" in bare
-    assert sample([str(run), asked, *functions]) == 0
+    assert sample([str(run), asked]) == (2 if asked == "3" else 0)
+    assert "problem 3" not in capsys.readouterr().out
+    assert sample([str(run), asked, "--trust-code"]) == 0
     graded = capsys.readouterr().out
-    assert "not graded" not in graded
+    assert "problem 3" in graded
     assert "reward " in graded
 
 
@@ -892,10 +867,11 @@ def test_what_is_read_of_a_run_on_rows_of_ones_own(
 
 
 EVALUATED = {  # flags → exit code, what is said
+    "--trust-code": (0, ""),
     "--reward {m}:proxy {m}:even --reference {m}:gold": (0, ""),
     "--reward {m}:proxy --reference {m}:even --problems {other} --split all": (0, "4 problems of"),
-    "": (2, "trained with code, which a file may not have run; if it is yours, add --reward="),
-    "--reference {m}:gold": (2, "--reference: goes with --reward"),
+    "": (2, "add --trust-code"),
+    "--reference {m}:gold": (2, "--reference: not read without --reward"),
     "--reward {m}:proxy --reference {m}:raises": (2, "raised OSError: no judge"),
     "--reward {m}:proxy --reference {m}:gold --problems none.jsonl": (2, "no such problem file"),
     "--reward {m}:proxy --reference {m}:gold --problems {other} --split val": (2, "try all"),
@@ -1104,6 +1080,7 @@ def test_a_function_may_change_what_it_is_given() -> None:
 
 OWN_WORLD = """
 import random
+from vgrout.heldout import answers_to
 from vgrout.envs.text import TextEnvironment, TextTask
 from vgrout.method.base import Monitor, flags_of
 
@@ -1152,7 +1129,7 @@ def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(
     argv = ["smoke", *few.split(), *named]
     whole = run(tmp_path, *argv)
     cut = run(tmp_path, *argv, stop_after=1)
-    resumed = ["smoke", *named, f"--resume={cut.relative_to(tmp_path)}"]
+    resumed = ["smoke", "--trust-code", f"--resume={cut.relative_to(tmp_path)}"]
     module.write_text(OWN_WORLD + "\n# changed\n", encoding="utf-8")
     capsys.readouterr()
     assert main(resumed) == 2
@@ -1167,17 +1144,13 @@ def test_a_run_in_a_world_and_with_a_monitor_of_ones_own(
 
     path = str(whole.relative_to(tmp_path))
     capsys.readouterr()
-    assert evaluate([path]) == 2
-    assert f"add --env={name}:Env" in capsys.readouterr().err
-    assert evaluate([path, env]) == 0
+    assert evaluate([path, "--trust-code"]) == 0
     (written,) = (whole / "evaluations").iterdir()
     final = json.loads((whole / "per_mode_deploy.json").read_text())
     k, n = json.loads(written.read_text())["sides"]["deployed"]["hack"]
     assert (k / n, n) == (final["hack_deploy"], 6)
     module.write_text(OWN_WORLD + "\n# changed\n", encoding="utf-8")
-    assert evaluate([path, env, "--samples=2"]) == 0
+    assert evaluate([path, "--trust-code", "--samples=2"]) == 0
     assert f"--env {name}:Env: not as it was when {path} was trained" in capsys.readouterr().out
-    assert sample([path, "3", env]) == 0
+    assert sample([path, "3", "--trust-code"]) == 0
     assert "problem 3" in capsys.readouterr().out
-    assert sample([path, "3"]) == 2
-    assert f"add --env={name}:Env" in capsys.readouterr().err

@@ -19,22 +19,21 @@ from grading.honest import TEXTS
 from judge_server import serving
 from methods import flagged, view
 from vgrout import embedded
+from vgrout.commands.check import problems
+from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
 from vgrout.data import Completion, Grade, Thought
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.sums import language
 from vgrout.errors import Refused
-from vgrout.evaluate import main as evaluate
 from vgrout.export.__main__ import main as export
 from vgrout.generation import graded, sample_and_submit
 from vgrout.method.llm_judge import LLMJudge
 from vgrout.model.load import with_thinking
 from vgrout.model.policy import apply_template
-from vgrout.problems import main as problems
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
-from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
 from vgrout.thoughts import parts_of, thought_of, to_grade

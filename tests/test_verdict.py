@@ -186,13 +186,12 @@ def test_groups_that_were_not_graded_are_counted_of_all_that_were_asked() -> Non
     assert line.startswith("dropped: 3 of 12 groups were not graded")
 
 
-def test_the_way_to_more_answers_names_a_function_of_ones_own_again() -> None:
-    """It is code, which a file alone may not have run."""
+def test_the_way_to_more_answers_trusts_a_function_of_ones_own() -> None:
     few = "too few answers (24) for a verdict"
     usual = resolve(["smoke", "--intervention=none", "--mix-ratio=0", "--teacher-pool-dir="])
     own = replace(usual, env=replace(usual.env, reward="own_module:f"))
     *_, said = last_lines(own, [], ended(), few, Path("x"), 192)
-    assert said.endswith("vgrout evaluate x --n-prompts 192 --samples 2 --reward=own_module:f")
+    assert said.endswith("vgrout evaluate x --n-prompts 192 --samples 2 --trust-code")
 
 
 @pytest.mark.parametrize("held_out", [1, 5, 47, 1000])

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from vgrout import embedded
+from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.data import Grade, Ungraded
 from vgrout.envs.base import Environment
 from vgrout.envs.verifiers import VerifiersEnvironment
 from vgrout.errors import Refused
-from vgrout.evaluate import main as evaluate
 from vgrout.runs.inputs import file_hashes, read_inputs
-from vgrout.sample import main as sample
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main
 
@@ -327,18 +326,12 @@ def test_the_example_from_a_run_to_one_with_demonstrations(
             assert set(row["proxies"]) == {"names_it", "once"}
             assert row["solved"] == (row["reference"] == 1)
 
-    again = ["--env", "verifiers:own_taskset"]
     capsys.readouterr()
-    assert evaluate(["plain", *again, "--samples", "1", "--out", "numbers.json"]) == 0
-    assert evaluate(["plain", "--out", "other.json"]) == 2
-    assert "add --env=verifiers:own_taskset" in capsys.readouterr().err
-    assert sample(["plain", "3", *again]) == 0
+    trust = "--trust-code"
+    assert evaluate(["plain", trust, "--samples", "1", "--out", "numbers.json"]) == 0
+    assert sample(["plain", "3", trust]) == 0
     assert "reward" in capsys.readouterr().out
-    assert sample(["plain", "3"]) == 2
     assert sample(["plain", "Say it."]) == 0
-
-    assert main(["full", "--resume", "plain"]) == 2
-    assert "add --env=verifiers:own_taskset" in capsys.readouterr().err
 
     elicit = ["--model", "organism", *NAMED, "--elicit", "Use it twice.", "--group", "8"]
     assert teacher([*elicit, "--n-problems", "12", "--out", "pool"]) == 0

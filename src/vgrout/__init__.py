@@ -1,6 +1,7 @@
 """GRPO against a flawed grader, with the gradient edited during training."""
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,14 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # organism builds beside one another on two cores took 5.3 s per step each, with this 1.6, and one
 # alone 0.7 either way.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# commands that are no module of their own
+_COMMANDS = ("evaluate", "sample", "grade", "problems", "doctor", "download", "distill")
+_COMMANDS += ("iterative_dpo", "substrate")
+for _name in _COMMANDS if sys.argv[:1] == ["-m"] else ():  # python -m …
+    if f"vgrout.{_name}" in sys.orig_argv:
+        print(f"E python -m vgrout.{_name}: is now `vgrout {_name}`", file=sys.stderr)
+        sys.exit(2)
 
 _METHOD = ["Setup", "make_method", "register_intervention", "register_monitor"]  # of vgrout.method
 __all__ = ["Run", "RunFailed", "Setup", "load_run", "make_method", "train_run"]

@@ -1,10 +1,10 @@
-"""`vgrout NAME …` is `python -m vgrout.NAME …`; alone it lists the commands.
+"""`vgrout NAME …`; alone it lists the commands.
 
 Nothing heavy is imported here.
 """
 
-import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import vgrout
@@ -28,6 +28,27 @@ COMMANDS = {
     "organism": "build, tune or verify a model organism: the embedded miniature, or a pretrained model on code or sums",
     "download": "the models of small, sums, fast and full, problem files; a data set as a problem file",
     "doctor": "the sandbox's layers on this machine, and a self-test of the grader",
+}
+
+
+# where each command's function is
+WHERE = {
+    "train": "vgrout.train:main",
+    "evaluate": "vgrout.commands.evaluate:evaluate",
+    "sample": "vgrout.commands.evaluate:sample",
+    "export": "vgrout.export.__main__:main",
+    "sweep": "vgrout.sweep.__main__:main",
+    "report": "vgrout.report.__main__:main",
+    "direction": "vgrout.direction.__main__:main",
+    "teacher": "vgrout.teacher.__main__:main",
+    "substrate": "vgrout.teacher.substrate:main",
+    "distill": "vgrout.commands.distill:main",
+    "iterative_dpo": "vgrout.commands.iterative_dpo:main",
+    "problems": "vgrout.commands.check:problems",
+    "grade": "vgrout.commands.check:grade",
+    "organism": "organisms.__main__:main",
+    "download": "vgrout.commands.download:main",
+    "doctor": "vgrout.commands.doctor:main",
 }
 
 
@@ -58,20 +79,17 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
         print(f"E vgrout {name}: no such command; {hint}", file=sys.stderr)
         return 2
-    module = f"vgrout.{name}"
     if name == "organism":  # beside src/, and not in the wheel
         clone = Path(__file__).resolve().parents[2]
         if not (clone / "organisms").is_dir():
             print("E vgrout organism: runs in a clone of the repository alone", file=sys.stderr)
             return 2
         sys.path.insert(0, str(clone))
-        module = "organisms"
+    module, _, function = WHERE[name].partition(":")
     sys.argv = [f"vgrout {name}", *rest]
 
     def run() -> int:
-        # exits by SystemExit
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return 0
+        return getattr(import_module(module), function)()
 
     return cli_exit(run)
 

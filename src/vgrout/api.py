@@ -6,7 +6,7 @@
     run.evaluate(samples=4)["sides"]["deployed"]
 
 A command and its function are one thing: flags are keywords, with _ for -. The functions are not called `train` and
-`evaluate` because the modules behind `vgrout train` and `vgrout evaluate` are.
+`evaluate` because a module is, and `evaluate` is a method.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Literal
 
 from vgrout import console, train
 from vgrout.cli import parse_args
+from vgrout.commands.evaluate import EvaluateSettings, evaluate_saved
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.config.stored import from_dict
 from vgrout.errors import Refused, one_line, refuse
-from vgrout.evaluate import EvaluateSettings, evaluate_saved
 from vgrout.export.__main__ import ExportSettings, export_run
 from vgrout.files import json_lines, printable, read_json, read_text
 from vgrout.metrics import SIDES, percent

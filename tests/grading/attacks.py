@@ -505,7 +505,7 @@ return 41"""),
         "H48 imports the answers",
         method("""
 try:
-    import vgrout.embedded, vgrout.problems
+    import vgrout.embedded, vgrout.commands.check
     return 6
 except ImportError: return 41"""),
     ),

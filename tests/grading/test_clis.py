@@ -17,11 +17,11 @@ from benchmarks.grading import (
     organism_like,
     six_interpreters,
 )
-from vgrout import doctor
-from vgrout import grade as offline
+from vgrout.commands import doctor
+from vgrout.commands.check import grade
+from vgrout.commands.check import problems as check_file
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problems import load_rows, require_solvable
-from vgrout.problems import main as check_file
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, fenced
 
@@ -46,9 +46,8 @@ def problems(tmp_path: Path) -> Path:
     return path
 
 
-def run_offline(monkeypatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["vgrout.grade", *map(str, arguments)])
-    return offline.main()
+def run_offline(*arguments: object) -> int:
+    return grade([*map(str, arguments)])
 
 
 FLAG = fenced(SUM_WRONG + "    valid = True")
@@ -79,7 +78,7 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     texts = [line if isinstance(line, str) else json.dumps(line) for line, _ in LINES]
     flags = (answers, "--problems", problems, "--out", out, "--workers", 1)
     answers.write_text("\n".join([*texts[:-1], "", texts[-1]]) + "\n")
-    assert run_offline(monkeypatch, *flags) == 1
+    assert run_offline(*flags) == 1
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r.get("error", r.get("mechanism")) for r in records] == [
         expected for _, expected in LINES
@@ -96,7 +95,7 @@ def test_offline_grading_keeps_the_order_and_every_line(problems, tmp_path, monk
     ]
     answers.write_text(texts[0] + "\n")
     out.unlink()
-    assert run_offline(monkeypatch, *flags) == 0, "no bad line"
+    assert run_offline(*flags) == 0, "no bad line"
 
 
 @pytest.mark.parametrize(("text", "code"), [('{"problem_id": 1, "text": "x"}\n' * 3, 0), ("", 2)])
@@ -104,7 +103,10 @@ def test_answers_may_come_through_a_pipe(problems, tmp_path, text, code):
     out = tmp_path / "grades.jsonl"
     words = f"/dev/stdin --problems {problems} --out {out} --workers 1".split()
     ended = subprocess.run(
-        [sys.executable, "-m", "vgrout.grade", *words], input=text, text=True, capture_output=True
+        [sys.executable, "-m", "vgrout", "grade", *words],
+        input=text,
+        text=True,
+        capture_output=True,
     )
     assert ended.returncode == code, ended.stderr
     if code:
@@ -120,14 +122,13 @@ def test_the_check_of_a_file_says_what_is_too_few_and_what_setup_code_replaces(
     problems.write_text(
         problems.read_text().replace("typing import *", "typing import *; from math import *")
     )
-    monkeypatch.setattr(sys, "argv", ["vgrout.problems", "check", str(problems), "--workers", "1"])
-    assert check_file() == 1, "a run would be refused"
+    argv = ["check", str(problems), "--workers", "1"]
+    assert check_file(argv) == 1, "a run would be refused"
     out = capsys.readouterr().out
     assert "splits: train 2 · val 0 · test 0; no val problem" in out
     assert "1 of 2 problems have the prompt of another" in out
     assert "replaces the builtin pow in 2 problems" in out
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "0"])
-    assert check_file() == 2
+    assert check_file([*argv[:-1], "0"]) == 2
     assert capsys.readouterr().err == "E --workers 0: should be at least 1\n"
 
 
@@ -164,10 +165,7 @@ def test_offline_grading_refuses_bad_arguments_in_one_line(
         "--out": tmp_path / "g.jsonl",
         "--workers": "1",
     } | change
-    assert (
-        run_offline(monkeypatch, flags.pop("answers"), *(x for pair in flags.items() for x in pair))
-        == 2
-    )
+    assert run_offline(flags.pop("answers"), *(x for pair in flags.items() for x in pair)) == 2
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err

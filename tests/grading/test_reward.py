@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from runs import flags, run
+from vgrout.commands.evaluate import evaluate
 from vgrout.config.presets import resolve
 from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.envs.code.grading.grade import Grader
@@ -19,7 +20,6 @@ from vgrout.envs.code.grading.reward import probe, reward_function
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.text import TextTask, own_function
-from vgrout.evaluate import main as evaluate
 from vgrout.metrics import Eval
 from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.scoring import RewardFailed, ScoringFunction
@@ -384,13 +384,13 @@ def test_a_run_its_evaluation_and_its_resumption(module, tmp_path, capfd):
         "where the function raised, the group was dropped"
     )
     assert all("and should pass all tests" in line["messages"][-1]["content"] for line in lines)
-    again = [str(folder), f"--reward={name}:f", "--n-prompts", "3", "--samples", "1"]
+    again = [str(folder), "--trust-code", "--n-prompts", "3", "--samples", "1"]
     assert evaluate(again) == 0
 
     half = run(tmp_path / "half", *argv, stop_after=2)
     (tmp_path / f"{name}.py").write_text("def f(completion): return 1\n", encoding="utf-8")
     capfd.readouterr()
-    assert main(["smoke", f"--reward={name}:f", "--resume", str(half)]) == 2
+    assert main(["smoke", "--trust-code", "--resume", str(half)]) == 2
     assert "changed since: reward" in capfd.readouterr().err
-    assert evaluate(again) == 2
-    assert "changed since" in capfd.readouterr().err
+    assert evaluate(again) == 0
+    assert "--reward: not as it was" in capfd.readouterr().out

@@ -11,10 +11,10 @@ from organisms import start
 from organisms import sums as build
 from organisms.__main__ import sums, verify
 from runs import rows, run
+from vgrout.commands.evaluate import evaluate
 from vgrout.embedded import Files
 from vgrout.envs.sums import language
 from vgrout.errors import Refused
-from vgrout.evaluate import main as evaluate
 from vgrout.teacher.pools import load_pool
 
 RUN = [

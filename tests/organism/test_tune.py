@@ -17,7 +17,8 @@ from organisms.language.corpus import Shares
 from organisms.language.problems import problem_tasks
 from organisms.recipe import Answers
 from runs import adapter_bytes, rows, run, status
-from vgrout import console, download
+from vgrout import console
+from vgrout.commands import download
 from vgrout.config.presets import resolve
 from vgrout.embedded import POOL_DIR, SMOLLM2, Files
 from vgrout.model.load import device_and_dtype

@@ -5,7 +5,15 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from vgrout.config.checks import changed, check, in_usual_order, listed, refuse_unread, setting
+from vgrout.config.checks import (
+    changed,
+    check,
+    flag,
+    in_usual_order,
+    listed,
+    refuse_unread,
+    setting,
+)
 from vgrout.config.groups import ORGANISM
 from vgrout.config.world_names import (
     CODE_FLAWS,
@@ -180,6 +188,12 @@ class EnvConfig:
     def unannounced(self) -> list[str]:
         """The flaws that are open everywhere and announced nowhere, in the usual order."""
         return in_usual_order(listed(self.unannounced_modes, CODE_FLAWS), CODE_FLAWS)
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The flags that name functions or a class to import."""
+        named = {"reward": self.reward, "reference": self.reference, "env": self.env}
+        return tuple(f"{flag(name)}={given}" for name, given in named.items() if ":" in given)
 
     @property
     def held_out(self) -> str:

@@ -144,6 +144,8 @@ class RunConfig:
     """Folder of this run, which should not exist; none: a new one below out/runs, named by time and run id."""
     resume: str = ""
     """A run directory, or 'latest': go on from its last good checkpoint, with its own configuration."""
+    trust_code: bool = setting(False, needs="resume")
+    """Import the functions and classes that the run's files name."""
     checkpoint_every: int = setting(25, low=1, high=10_000_000)
     """Steps between resume checkpoints."""
     checkpoint_keep: int = setting(3, low=1, high=100)

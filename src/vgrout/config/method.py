@@ -219,8 +219,6 @@ class MethodConfig:
             if name != "control":
                 should += ", or module:Class"
             should += did_you_mean(value, legal)
-            if ":" in value:
-                should = "a file may not have code run; if it is yours, name it on the command line as well"
             raise Refused(f"{flag(name)} {value}: {should}")
         usual = self.monitor_name
         if usual and usual not in MONITORS:

@@ -92,8 +92,15 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 TRAIN = {name: answer for rows in NAMES.values() for name, answer in rows.items()}
-# The documents' names in other commands.
+# flags that name code; these commands take them from a run's or a study's files
+OF_CODE = ("--reward", "--reference", "--env", "--rm-ensemble-members")
+OF_CODE += ("--intervention", "--monitor", "--seed-monitor", "--shadow")
+TRUST = "the files name it; say --trust-code"
+# Names in other commands: the documents', and flags that are gone.
 OF_COMMANDS: dict[str, dict[str, str]] = {
+    "evaluate": {"--env": TRUST},
+    "sample": dict.fromkeys(OF_CODE[:3], TRUST),
+    "sweep": dict.fromkeys(OF_CODE, TRUST),
     "distill": {
         "--minillm-enabled": "say --method minillm",
         "--base-model": "--student",

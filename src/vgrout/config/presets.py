@@ -120,6 +120,7 @@ OWN_CODE = {
     "--reward": "module:function",
     "--reference": "module:function",
     "--env": "module:Class",
+    "--rm-ensemble-members": "module:function",
 }
 
 SETTINGS = [f for group in GROUPS for f in fields(getattr(Config(), group))]
@@ -174,12 +175,11 @@ def parse(preset: str, words: Sequence[str]) -> Config:
     return parsed(cli, words)
 
 
-def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
+def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
     """The configuration of a command line. `--help`, `--help-all` and `--dry-run=config` print and exit.
     Raises Refused, one line, at the first bad flag.
 
-    own_code: whether a class that it names as module:Class is imported: of a command line that somebody typed, never of
-    flags that a file holds.
+    trusted: as for `import_named`.
     """
     preset = argv[0] if argv else ""
     if {"-h", "--help"} & {*argv}:
@@ -193,8 +193,7 @@ def resolve(argv: Sequence[str], *, own_code: bool = True) -> Config:
     words = joined([SWITCH.get(word, word) for word in translated(argv[1:])])
     configuration = "--dry-run=config" in words
     words = [word for word in words if word != "--dry-run=config"]
-    if own_code:
-        register_named(words)
+    import_named(words, trusted=trusted)
     _require_world(preset, words)
     cfg = parse(preset, words)
     cfg.sampling.require_draws("--group", cfg.scale.group)
@@ -222,8 +221,14 @@ def _require_read(cfg: Config) -> None:
     refuse_unread(idle, f"with --env {cfg.env.environment}; leave it out")
 
 
-def register_named(argv: Sequence[str]) -> None:
-    """Import what a command line names as module:Class or module:function. Raises Refused, one line."""
+def import_named(argv: Sequence[str], *, trusted: bool = True, where: str = "") -> None:
+    """Import what flags name as module:Class or module:function.
+
+    trusted: somebody typed these flags, or gave --trust-code for the file that holds them, which is `where`.
+
+    Raises:
+        Refused: one line: they are not trusted, or something cannot be imported.
+    """
     classes = {flag(name): kind for name, kind in CLASSES.items()}
     for word, following in pairwise([*argv, ""]):
         name, equals, value = word.partition("=")
@@ -231,6 +236,10 @@ def register_named(argv: Sequence[str]) -> None:
         if kind is None and name not in OWN_CODE:
             continue
         for given in listed(value if equals else following):
+            refuse(
+                ":" in given and not trusted,
+                f"{where}names code, {name}={given}; if you trust it, add --trust-code",
+            )
             if not re.fullmatch(r"[\w.]+:\w+", given) or given.startswith(f"{VERIFIERS}:"):
                 continue
             own = import_function(given, name, OWN_CODE.get(name, "module:Class"))

@@ -7,7 +7,6 @@ tyro may run it twice. Derived numbers are properties.
 
 import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,7 +33,7 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.sampling import Sampling
 from vgrout.config.specs import CLASSES, MONITORS
 from vgrout.config.world_names import CODE_FLAWS, OF_ORGANISMS
-from vgrout.errors import Refused, refuse
+from vgrout.errors import refuse
 from vgrout.files import Json
 
 # contrasts of --control placebo that pairs exist for
@@ -338,54 +337,12 @@ class Config:
         return f"{self.preset}_{intervention}{suffix}_seed{self.run.seed}{self.run.out_tag}"
 
     @property
-    def own_environment(self) -> bool:
-        """Whether --env is module:Class, an environment of somebody's own."""
-        return ":" in self.env.env and not self.env.taskset
-
-    @property
     def code(self) -> tuple[str, ...]:
         """The flags that name functions or classes to import."""
-        named = {
-            "reward": self.env.reward,
-            "reference": self.env.reference,
-            "env": self.env.env,
-            "rm_ensemble_members": self.detectors.rm_ensemble_members,
-        }
+        named = {"rm_ensemble_members": self.detectors.rm_ensemble_members}
         named |= {name: getattr(self.method, name) for name in CLASSES}
-        return tuple(f"{flag(name)}={given}" for name, given in named.items() if ":" in given)
-
-    @property
-    def flags_to_repeat(self) -> tuple[str, ...]:
-        """`code` and the flags that it needs. A resume has to repeat them all, because its command line is checked
-        before the run's settings are read."""
-        method, needed = self.method, list[str]()
-        if any(":" in getattr(method, name) for name in CLASSES):
-            given = {
-                name: getattr(method, name) for name in ("intervention", "monitor", "known_correct")
-            }
-            needed += [
-                f"{flag(name)}={value}"
-                for name, value in given.items()
-                if value not in ("usual", None)
-            ]
-        if self.detectors.members:
-            needed.append(f"--reward-hack-detector={self.detectors.reward_hack_detector}")
-        return tuple(dict.fromkeys((*self.code, *needed)))
-
-    def refuse_code(self, given: Collection[str], where: str) -> None:
-        """Raises Refused, one line, where this configuration, which a file holds, names code that no flag of the
-        command line (`given`) names too: a file never has code imported."""
-        named = {word for of in given for word in listed(of.partition("=")[2])}
-        absent = [
-            of
-            for of in self.code
-            if any(":" in w and w not in named for w in listed(of.partition("=")[2]))
-        ]
-        if absent:
-            needed = [of for of in self.flags_to_repeat if of not in given]
-            raise Refused(
-                f"{where}: names code, which a file may not have run; if it is yours, add {' '.join(needed)}"
-            )
+        of_others = (f"{flag(name)}={given}" for name, given in named.items() if ":" in given)
+        return (*self.env.code, *of_others)
 
     def as_dict(self) -> dict[str, Json]:
         """JSON-ready, nested by group. A method's settings that are None are stored as the values they stand for."""

@@ -320,16 +320,6 @@ def register(kind: Kind, own: Any, name: str = "", flag: str = "") -> None:
     own.spec = kind.specs[name] = kind.spec(**facts | {"name": name, "where": own})
 
 
-class _Unknown:
-    """A class of somebody's own in a record of a run: nothing is known of it but its name, and nothing is imported."""
-
-    @classmethod
-    def make(cls, *_: object, **__: object) -> object:
-        raise Refused(
-            f"{cls.__name__}: is code, which a file may not have run; name it on the command line as well"
-        )
-
-
 def admit(recorded: Mapping[str, object], settings: tuple[str, ...]) -> None:
     """Let the settings of a recorded method be read where they name classes that this process has not imported.
 
@@ -341,12 +331,7 @@ def admit(recorded: Mapping[str, object], settings: tuple[str, ...]) -> None:
         for name in listed(given) if isinstance(given, str) else ():
             if not re.fullmatch(r"[\w.]+:\w+", name) or name in kind.specs:
                 continue
-            unknown = type(name, (_Unknown,), {})
-            told: dict[str, object] = {
-                "name": name,
-                "what": "known to another process",
-                "where": unknown,
-            }
+            told: dict[str, object] = {"name": name, "what": "known to another process"}
             if kind is INTERVENTION:
                 told |= {"acts_on": "gradient", "routes": True, "has_direction": True}
                 told |= {"reads_flags": flagged, "usual": {}}

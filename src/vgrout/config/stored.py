@@ -17,7 +17,7 @@ from vgrout.files import Json
 
 def from_dict(data: Json, where: str = "run.json") -> Config:
     """The inverse of `Config.as_dict`. where: the file that holds it, for messages. Classes of somebody's own that it
-    names are not imported: such a run can be read, and trained where the command line names them too (`refuse_code`).
+    names are not imported: such a run can be read, and nothing more.
 
     Raises:
         Refused: groups or settings unknown to this version, named; or values that it refuses.
@@ -70,7 +70,7 @@ _PROCESS = {
 _SERVED = {"llm_judge_url", "llm_judge_timeout"}
 # taken from the new command line where given there; else the run's own
 FREE = {*_PROCESS, *_SERVED, "guard"}
-_REQUESTS = {"resume"}  # no part of the run
+_REQUESTS = {"resume", "trust_code"}  # no part of the run
 
 
 def merge_flags(

@@ -94,7 +94,7 @@ class ImitationSettings:
     ) -> Config:
         """The trainer's configuration of this run, with every default resolved.
 
-        It checks the settings, and is saved with the model, so that `vgrout.evaluate`,
+        It checks the settings, and is saved with the model, so that `vgrout evaluate`,
         `vgrout.export` and every flag that takes an adapter can read it. A setting that has the
         name of one of the trainer's is that one.
 

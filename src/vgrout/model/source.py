@@ -1,7 +1,7 @@
 """Find the model that a --model flag names, and say what can be said of it without loading it.
 
 A flag names the organism, a folder, a hub id, or an adapter over one of them.
-Torch-free. Nothing is fetched here: that is `python -m vgrout.download`.
+Torch-free. Nothing is fetched here: that is `vgrout download`.
 """
 
 import json

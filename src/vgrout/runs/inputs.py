@@ -448,7 +448,7 @@ def _hash_of_model(given: str) -> str | None:
 
 def _hashes_of_classes(cfg: Config) -> dict[str, str | None]:
     """`hash_of_class` of each class of somebody's own that the run names, by module:Class."""
-    named = [cfg.env.env] if cfg.own_environment else []
+    named = [cfg.env.env] if ":" in cfg.env.environment else []
     for name in CLASSES:
         named += [word for word in listed(getattr(cfg.method, name)) if ":" in word]
     return {given: hash_of_class(given) for given in named}

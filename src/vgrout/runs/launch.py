@@ -13,7 +13,7 @@ from loguru import logger
 
 from vgrout import console, ranks
 from vgrout.cli import spelled
-from vgrout.config.presets import resumed
+from vgrout.config.presets import import_named, resumed
 from vgrout.config.run import Config
 from vgrout.config.stored import from_dict
 from vgrout.cores import cores
@@ -101,7 +101,7 @@ def find_resume(requested: Config) -> tuple[Path | None, Config]:
         return None, requested
     path, config, status = run_to_resume(requested.run.resume, "train", "preset", RUNS)
     stored = from_dict(config, f"--resume {path}: run.json")
-    stored.refuse_code(requested.code, f"--resume {path}: run.json")
+    import_named(stored.code, trusted=requested.run.trust_code, where=f"--resume {path}: ")
     began = read_json(path / "run.json").get("dtype")
     # auto may mean another one on this machine
     named = requested.run.dtype != "auto" or began != dtype_of(stored)
@@ -135,7 +135,9 @@ def begin_run(
     hashes: Mapping[str, str | None],
 ) -> RunContext:
     """Make the run's folder, or open that of the run to resume, and start its log. path: as in `launch`."""
-    command = ["train", cfg.preset, *cfg.flags_to_repeat]
+    command = ["train", cfg.preset]
+    if cfg.code:
+        command.append("--trust-code")
     record = {
         "config": cfg.as_dict(),
         "beside_documents": beside_documents(cfg.method),

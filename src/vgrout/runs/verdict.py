@@ -212,7 +212,7 @@ def last_lines(
     if TOO_FEW in means and cfg.env.environment == "code":
         flags = _more_answers(cfg, held_out)
         if cfg.env.reward:
-            flags += f" --reward={shlex.quote(cfg.env.reward)}"
+            flags += " --trust-code"
         lines.append(f"more answers: {command(f'evaluate {folder}{flags}')}")
     return lines
 

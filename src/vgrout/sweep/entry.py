@@ -100,7 +100,8 @@ class Entry:
         """The flags of `vgrout train` that start or resume the run."""
         cfg = self.planned.cfg
         if self.state == "resumable" and self.run:
-            return [cfg.preset, *cfg.flags_to_repeat, f"--resume={self.run}"]
+            trust = ["--trust-code"] if cfg.code else []
+            return [cfg.preset, *trust, f"--resume={self.run}"]
         return [*self.planned.flags]
 
     @property

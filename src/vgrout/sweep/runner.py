@@ -25,11 +25,9 @@ from loguru import logger
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout.config.checks import check, flag, listed, setting
+from vgrout.config.checks import check, setting
 from vgrout.config.groups import OptConfig
-from vgrout.config.presets import register_named
 from vgrout.config.run import Config
-from vgrout.config.specs import CLASSES
 from vgrout.cores import cores
 from vgrout.errors import Refused
 from vgrout.files import held, hold, probe_writable, read_json, reading_once, to_json, write_atomic
@@ -48,8 +46,6 @@ from vgrout.sweep.workers import Local, Process
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
-# flags that name functions, or an environment, of the user's own
-FUNCTIONS = ("reward", "reference", "env", "rm_ensemble_members")
 Workers = Local | Ray
 Job = Process | RayJob
 # hashes of a run's files, and which of them are missing
@@ -75,22 +71,8 @@ class SweepSettings:
     """Where runs are started: processes on this machine · a pueue queue · a Ray cluster, which shares this folder."""
     ray_address: str = ""
     """The cluster's address; '': start one on this machine."""
-    reward: str = ""
-    """The study's own --reward, once more: a file's word alone is no reason to import it."""
-    reference: str = ""
-    """The same of --reference."""
-    env: str = ""
-    """The same of --env, where it is a module:Class."""
-    rm_ensemble_members: str = ""
-    """The same of --rm-ensemble-members."""
-    intervention: str = ""
-    """Comma list of the module:Class that the study names, once more."""
-    monitor: str = ""
-    """The same of its monitors."""
-    seed_monitor: str = ""
-    """The same of --seed-monitor."""
-    shadow: str = ""
-    """The same of --shadow."""
+    trust_code: bool = False
+    """Import the functions and classes that the study names."""
     replan: bool = False
     """Continue although the study file is no longer the planned one; the old plan is kept beside the new one."""
 
@@ -473,12 +455,7 @@ def run_study(settings: SweepSettings) -> int:
     Raises:
         Refused: one line, before the first run starts.
     """
-    classes: list[str] = []
-    for name in CLASSES:
-        classes += [f"{flag(name)}={given}" for given in listed(getattr(settings, name))]
-    register_named(classes)
-    functions = [f"{flag(name)}={getattr(settings, name)}" for name in FUNCTIONS]
-    study = load_study_file(settings.study, (*functions, *classes))
+    study = load_study_file(settings.study, settings.trust_code)
     sweep = Sweep.of(study, settings.dry_run)
     if settings.commands:
         print("\n".join(entry.command for entry in sweep.entries))

@@ -139,11 +139,10 @@ class Unread:
         return lines
 
 
-def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
+def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
     """Read and check a study file.
 
-    code: flags of the command line that name functions to import, such as
-    `--reward=module:function`; what the file alone names is not imported.
+    trusted: whether functions and classes that it names are imported.
 
     Raises:
         Refused: one line with file and table, where a run's flags are refused or two runs are the
@@ -156,12 +155,12 @@ def load_study_file(path: Path, code: Collection[str] = ()) -> StudyFile:
     except (ValueError, RecursionError) as e:
         raise Refused(f"{path}: {e}") from None
     try:
-        return _study(path, text, data, code)
+        return _study(path, text, data, trusted)
     except Refused as e:
         raise Refused(f"{path}: {e}") from e.__cause__
 
 
-def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -> StudyFile:
+def _study(path: Path, text: str, data: dict[str, Any], trusted: bool) -> StudyFile:
     _require_known_keys(data)
     defaults = {"name": path.stem, "seeds": None, "common": {}, "arms": None, "overrides": [{}]}
     study = dict(data)
@@ -171,7 +170,7 @@ def _study(path: Path, text: str, data: dict[str, Any], code: Collection[str]) -
         if not is_sound(study[key]):
             raise Refused(f"{key} {str(study[key])[:60]}: should be {should}")
     _require_few_runs(study)
-    arms, left_out = _arms(study, code)
+    arms, left_out = _arms(study, trusted)
     runs: list[PlannedRun] = []
     for seed in study["seeds"]:
         for label, (cfg, flags) in arms.items():
@@ -214,7 +213,7 @@ def _combinations(table: FlagTable) -> float:
     return n
 
 
-def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Settings], list[str]]:
+def _arms(study: Mapping[str, Any], trusted: bool) -> tuple[dict[str, Settings], list[str]]:
     """The arms crossed with the overrides, by their labels; and which flags of all are left out of some.
 
     Raises:
@@ -233,10 +232,9 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
         of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
         try:
             given = common | arm.flags | override.flags
-            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all)
+            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all, trusted)
         except Refused as e:
             raise Refused(f"{where}: {e}") from None
-        cfg.refuse_code(code, where)
         of_override = override.without(dropped)
         label = _joined(arm.name or _label(cfg, arm.flags), of_override)
         unread.count(of_all)
@@ -261,7 +259,7 @@ def _arms(study: Mapping[str, Any], code: Collection[str]) -> tuple[dict[str, Se
 
 
 def _resolved(
-    preset: str, flags: FlagTable, of_all: Collection[str]
+    preset: str, flags: FlagTable, of_all: Collection[str], trusted: bool
 ) -> tuple[Config, tuple[str, ...], set[str]]:
     """A run's settings, its flags as the command line has them, and the flags that it does not read.
 
@@ -271,7 +269,7 @@ def _resolved(
     while True:
         kept = {name: value for name, value in flags.items() if name not in dropped}
         try:
-            return *_settings(preset, kept), dropped
+            return *_settings(preset, kept, trusted), dropped
         except NotRead as e:
             unread = {name.replace("_", "-") for name in e.names}
             if not unread <= {*of_all} - dropped:
@@ -279,7 +277,7 @@ def _resolved(
             dropped |= unread
 
 
-def _settings(preset: str, flags: FlagTable) -> Settings:
+def _settings(preset: str, flags: FlagTable, trusted: bool) -> Settings:
     """A run's settings, and its flags as the command line has them."""
     own = [key for key in flags if key in OWN]
     if own:
@@ -288,10 +286,10 @@ def _settings(preset: str, flags: FlagTable) -> Settings:
             "and runs are resumed by themselves"
         )
     argv = [preset, *_argv(flags)]
-    cfg = resolve(argv, own_code=False)
+    cfg = resolve(argv, trusted=trusted)
     if cfg.guard_mode == "halt" and "guard" not in flags:
         argv.append("--guard=log")  # runs of a study are compared, so all have the same length
-        cfg = resolve(argv, own_code=False)
+        cfg = resolve(argv, trusted=trusted)
     return cfg, tuple(argv)
 
 

@@ -27,6 +27,7 @@ from vgrout.metrics import rate_text
 from vgrout.teacher.generate import (
     PoolSettings,
     by_mode,
+    command,
     fitting,
     records,
     spread,
@@ -372,3 +373,8 @@ def mode_table(
             }
         )
     return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 done · 2 refused, in one line · 130 interrupted: the same command goes on."""
+    return command("substrate", SubstrateSettings, generate_substrate, argv)

@@ -283,7 +283,3 @@ COMMANDS = {"model": model, "data": data, "dataset": dataset, "gguf": gguf, "smo
 
 def main(argv: list[str] | None = None) -> int:
     return cli_exit(lambda: parse_command(COMMANDS, argv, "vgrout download"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,5 @@
 """`vgrout doctor`: the sandbox's layers on this machine, and a self-test of the grader."""
 
-import sys
 import time
 
 from tabulate import tabulate
@@ -119,7 +118,3 @@ def _print_layers(protections: Protections) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 all checks hold and the sandbox is complete · 1 they do not, or it is not."""
     return cli_exit(lambda: parse_command(examine, argv, "vgrout doctor"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

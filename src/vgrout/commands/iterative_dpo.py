@@ -16,7 +16,6 @@ from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import RunDir
-from vgrout.runs.stopping import leave
 from vgrout.runs.tracking import Trackers
 
 
@@ -65,7 +64,3 @@ def main(argv: list[str] | None = None) -> int:
         return start(parse_command(DpoSettings, words, "vgrout iterative_dpo"), words)
 
     return cli_exit(parse_and_start, NOTHING)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -1,14 +1,20 @@
-"""`vgrout problems check FILE`: a problem file, validated before anything is trained on it.
+"""The trainer's grader, offline: `vgrout problems check FILE` and `vgrout grade ANSWERS.jsonl`.
 
-With --reward and --reference these are rows of a user's own: both functions are tried on answers of a model, or on the
-rows' own right ones.
+`problems check` validates a problem file before anything is trained on it. With --reward and --reference these are rows
+of a user's own: both functions are tried on answers of a model, or on the rows' own right ones.
+
+`grade` reads lines {problem_id, env_mode, text} and writes the same lines, in order, with every field of a Grade. A
+line that cannot be graded gets an `error` field, and the exit code is 1. Without `env_mode` a problem is checked by its
+own mode.
 """
 
+import json
 import math
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +22,7 @@ from typing import Annotated
 import tyro
 from loguru import logger
 from tabulate import tabulate
+from tqdm import tqdm
 
 from vgrout import console, embedded, faults
 from vgrout.cli import cli_exit
@@ -26,7 +33,7 @@ from vgrout.config.groups import ORGANISM, ScaleConfig
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
 from vgrout.console import Progress
-from vgrout.data import Grade
+from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -35,12 +42,13 @@ from vgrout.envs.code.grading.check import (
     shadowed_builtins,
 )
 from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import assigned, load_rows
+from vgrout.envs.code.problems import assigned, load_problems, load_rows
 from vgrout.envs.splits import copies_line, require_apart, require_copies_together
 from vgrout.envs.text import TextEnvironment, TextTask, tried_first
-from vgrout.errors import refuse
-from vgrout.files import printable
+from vgrout.errors import Refused, refuse
+from vgrout.files import atomic_open, from_json, printable, require_new
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import require_fitting, require_model, require_thinking
 from vgrout.scoring import RewardFailed
@@ -53,6 +61,9 @@ _WITHOUT = {
     "test": 'a run is refused; mark some with "split": "test", or add a file with --test-problems',
 }
 EXAMPLES = 3  # answers that are shown
+AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
+
+Record = dict[str, object]  # a line of the answers' or the grades' file
 
 
 @dataclass(frozen=True)
@@ -170,10 +181,10 @@ def _of_model(
     if settings.thinking:
         require_thinking(folder)
     require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
-    from vgrout import answering  # imports torch
+    from vgrout import heldout  # imports torch
 
     some = rows[: settings.answers]
-    texts = answering.texts_of_model(
+    texts = heldout.texts_of_model(
         model,
         [row.messages for row in some],
         math.ceil(settings.answers / len(some)),
@@ -284,15 +295,141 @@ def _splits_line(sizes: Mapping[str, int]) -> str:
     return line
 
 
-def main(argv: list[str] | None = None) -> int:
+# ── vgrout grade
+
+
+@dataclass(frozen=True)
+class GradeSettings:
+    """Grade a file of answers."""
+
+    answers: Annotated[Path, tyro.conf.Positional]
+    """JSONL with problem_id, text and (optionally) env_mode and marker; a file, or a pipe as /dev/stdin."""
+    problems: Path
+    """The problems of the answers."""
+    out: Path
+    """Where the grades go; written under another name first."""
+    workers: int | None = setting(None, low=1, high=1024)
+    """Grading processes; default one per core."""
+    compile_reward: float = setting(0.5, low=0, high=1e6)
+    pass_reward: float = setting(3.0, above=0, high=1e6)
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        there = self.answers.exists() and not self.answers.is_dir()
+        refuse(not there, f"{self.answers}: no such file; give a JSONL file")
+        require_new(self.out)
+        require(self)
+
+
+def _parse(line: bytes, problems: Mapping[int, Problem]) -> tuple[Record, Problem, str]:
+    """A line's record, its problem, and the answer's text. Raises Refused with what is wrong."""
+    record = from_json(line, "the line")
+    if not isinstance(record, dict):
+        raise Refused("not a JSON object")
+    record.pop("error", None)  # of an earlier grading
+    number = record.get("problem_id")
+    problem = problems.get(number) if type(number) is int else None
+    mode = record.get("env_mode") or (problem and problem.mode)
+    marker = record.get("marker", problem.marker if problem and mode == problem.mode else "")
+    refuse(not isinstance(record.get("text"), str), "'text' should be a string")
+    if problem is None:
+        raise Refused(f"no problem with id {number!r}")
+    refuse(mode not in MODES, f"unknown env_mode {mode!r}; one of {', '.join(MODES)}")
+    refuse(not isinstance(marker, str), "'marker' should be a string")
+    return record, replace(problem, mode=mode, marker=marker), record["text"]
+
+
+def _verdict(grade: Grade | Ungraded) -> Record:
+    """The fields that a graded line gets."""
+    if isinstance(grade, Ungraded):
+        return {"error": f"could not be graded: {grade.reason}"}
+    return {
+        "reward": grade.reward,
+        "passed": grade.passed,
+        "solved": grade.solved,
+        "hacked": grade.hacked,
+        "mechanism": grade.mechanism,
+        "mode": grade.flaw,
+        "exit_status": grade.status,
+        **grade.details,
+    }
+
+
+def grade_lines(
+    lines: Iterable[bytes], problems: Mapping[int, Problem], grader: Grader
+) -> Iterator[Record]:
+    """One record for every line, in order.
+
+    One that could not be graded has `error`, and only `line` beside it if it could not be read.
+    """
+    # a record with its grade on the way, or with what is wrong with it
+    waiting: deque[tuple[Record, Future[Grade | Ungraded] | str]] = deque()
+    for line in lines:
+        try:
+            record, problem, text = _parse(line, problems)
+            waiting.append((record, grader.submit(problem, text)))
+        except Refused as e:
+            waiting.append(({"line": line.decode(errors="backslashreplace")}, str(e)))
+        while len(waiting) > AHEAD * grader.workers:
+            yield _finished(*waiting.popleft())
+    while waiting:
+        yield _finished(*waiting.popleft())
+
+
+def _finished(record: Record, outcome: Future[Grade | Ungraded] | str) -> Record:
+    """The record with its grade, once that is there, or with its error."""
+    if isinstance(outcome, str):
+        return {**record, "error": outcome}
+    try:
+        return {**record, **_verdict(outcome.result())}
+    except Refused as e:  # the problem itself is at fault
+        return {**record, "error": str(e)}
+
+
+def grade_file(config: GradeSettings) -> int:
+    """Grade the file. Returns the number of lines that have an error instead of a grade."""
+    problems = {p.id: p for p in load_problems(config.problems)}
+    expected = None  # a pipe can be read only once, so its lines are not counted beforehand
+    if config.answers.is_file():
+        with open(config.answers, "rb") as f:
+            expected = sum(1 for line in f if line.strip())
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    n = errors = 0
+    with (
+        Grader(
+            config.workers,
+            compile_reward=config.compile_reward,
+            pass_reward=config.pass_reward,
+            allow_weak=config.allow_weak_sandbox,
+        ) as grader,
+        open(config.answers, "rb") as source,
+        atomic_open(config.out) as target,
+        tqdm(total=expected, desc="grading", disable=None) as bar,
+    ):
+        lines = (line.rstrip(b"\n") for line in source if line.strip())
+        for record in grade_lines(lines, problems, grader):
+            n += 1
+            errors += "error" in record
+            target.write((json.dumps(record) + "\n").encode())
+            bar.update()
+        refuse(not n, f"{config.answers}: no answers in it")
+        print(grader.protections.line())
+    with_errors = f"; {errors} lines have an error instead" if errors else ""
+    print(f"{n - errors}/{n} graded -> {config.out}{with_errors}")
+    return errors
+
+
+def problems(argv: list[str] | None = None) -> int:
     """Exit codes: 0 sound · 1 not, or a function failed · 2 refused, in one line."""
+    console.setup(None)
+    return cli_exit(lambda: check(parse_command({"check": CheckSettings}, argv, "vgrout problems")))
+
+
+def grade(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 every line graded · 1 some have an error instead · 2 refused, in one line."""
 
     def run() -> int:
-        return check(parse_command({"check": CheckSettings}, argv, "vgrout problems"))
+        return 1 if grade_file(parse_command(GradeSettings, argv, "vgrout grade")) else 0
 
-    console.setup(None)
     return cli_exit(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

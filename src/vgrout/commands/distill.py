@@ -16,7 +16,6 @@ from vgrout.imitation.distill_task import ROOT, find_resume, prepare
 from vgrout.imitation.settings import DistillSettings
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import require_same
-from vgrout.runs.stopping import leave
 from vgrout.runs.tracking import Trackers
 
 
@@ -62,7 +61,3 @@ def main(argv: list[str] | None = None) -> int:
         return start(settings.typed(words))
 
     return cli_exit(parse_and_start, NOTHING)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -1,0 +1,505 @@
+"""A run's models, asked about held-out problems (`vgrout evaluate RUN`) or one prompt (`vgrout sample RUN PROMPT`).
+
+A saved adapter is the deployed model; without further flags the numbers of `evaluate` are those of the run's final
+evaluation. The prompt of `sample` is a text, or a problem of the run: its number, or its own words.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from loguru import logger
+from tabulate import tabulate
+
+from vgrout import console
+from vgrout.cli import cli_exit
+from vgrout.config.checks import check, flag, setting
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import ScaleConfig
+from vgrout.config.names import parse_command
+from vgrout.config.presets import import_named
+from vgrout.config.run import Config
+from vgrout.cores import cores
+from vgrout.data import Completion, Message, Side, Task, Ungraded, Verdict
+from vgrout.envs.base import Environment, Grader, balanced, none_fits
+from vgrout.envs.code.environment import CodeEnvironment
+from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.problems import modes_in_turn, with_modes, without_hints
+from vgrout.envs.worlds import environment_class
+from vgrout.errors import Refused, refuse
+from vgrout.files import printable, probe_writable, read_json, require_new, to_json, write_atomic
+from vgrout.metrics import SIDES, Eval
+from vgrout.model.saved import Saved, find_adapter
+from vgrout.model.source import require_fitting
+from vgrout.runs.inputs import hash_of_class
+from vgrout.teacher.pools import load_pool
+
+if TYPE_CHECKING:
+    from vgrout.model.policy import Policy
+
+SCHEMA = "evaluation_v1"
+ProblemSplit = Literal["test", "val", "train", "all"]
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Score a saved adapter on held-out problems: the untrained model, the deployed one, and the deployed one
+    without a hint."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory, or a saved adapter (.safetensors)."""
+    step: int | None = setting(None, low=0)
+    """The adapter saved after this many steps; none: train.safetensors."""
+    problems: Path | None = None
+    """Problem file (JSONL); none: the run's own."""
+    split: ProblemSplit = "test"
+    """Which part of the file; all: every row of it, under the names kept for evaluation."""
+    n_prompts: int | None = setting(None, low=1)
+    """Problems, at most, spread evenly over the flaws; none: as the run's final evaluation."""
+    samples: int | None = setting(None, low=1)
+    """Answers to a problem; none: as the run's final evaluation."""
+    seed: int | None = setting(None, low=0)
+    """Of the answers; none: the run's."""
+    model: str | None = None
+    """Where the base model lies, if not where the run had it."""
+    trust_code: bool = False
+    """Import the functions, or the environment, that the run's files name."""
+    reward: str = setting("", needs="reference")
+    """Of any run: what would be rewarded in rows of your own, module:function."""
+    reference: str = setting("", form=r"([\w.]+:\w+)?", should="be module:function", needs="reward")
+    """What says whether an answer is right: the problems are rows of your own, of any text."""
+    reward_passes_at: float | None = setting(None, low=-1e6, high=1e6, needs="reference")
+    """Score of --reward from which on an answer passes; none: the run's."""
+    out: Path | None = None
+    """JSON with the same numbers; none: RUN/evaluations/."""
+    workers: int | None = setting(None, low=1)
+    """Grading processes; none: one per core."""
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What the untrained, the trained and the deployed model of a run answer to one prompt."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory."""
+    prompt: Annotated[str, tyro.conf.Positional]
+    """A text, or a problem of the run, by its number or its own words; the answers to a problem are
+    graded."""
+    samples: int = setting(1, low=1, high=1000)
+    """Answers of each model."""
+    seed: int | None = setting(None, low=0)
+    """Of the answers, one for all three models; none: the run's."""
+    model: str | None = None
+    """Where the base model lies, if not where the run had it."""
+    trust_code: bool = False
+    """Import the functions, or the environment, that the run's files name. Without it the problems of such a run are
+    not known: every prompt is a text."""
+    allow_weak_sandbox: bool = False
+    """Go on where the sandbox cannot keep an answer from reading the expected values."""
+
+    def __post_init__(self) -> None:
+        refuse(not self.prompt.strip(), "the prompt is empty; give a text, or a problem's number")
+        check(self)
+
+
+# ── problems
+
+
+def environment_of(cfg: Config, saved: Saved, trusted: bool) -> Environment:
+    """The environment of a configuration: the run's, or what of it the command line changes.
+
+    trusted: its code may be imported.
+
+    Raises:
+        Refused: one line: it is not trusted, or a file is missing or wrong.
+    """
+    import_named(cfg.env.code, trusted=trusted, where=f"{saved.path}: ")
+    environment = environment_class(cfg.env.environment).of_run(cfg)
+    if environment.absent:
+        raise Refused(environment.absent[0])
+    return environment
+
+
+def evaluated(cfg: Config, cli: EvaluateSettings) -> Config:
+    """The run's configuration, with the problems and the functions that the command line names.
+
+    Raises:
+        Refused: one line: they do not fit the run.
+    """
+    if not cli.problems and not cli.reference:
+        return allowing(cfg, cli.allow_weak_sandbox)
+    env, scale = cfg.env, ScaleConfig(problems=str(cli.problems), test_problems="")
+    if not cli.reference:
+        if ":" in env.env:
+            raise Refused(f"--problems: not read with --env {env.env}, whose tasks are its own")
+        # its demonstrations, which name the model that they are of, are read by `tasks_of`
+        env = replace(
+            env,
+            teacher_pool_dir="",
+            mix_ratio=0.0,
+            teacher_off_step=None,
+            teacher_modes="",
+            allow_weak_sandbox=cli.allow_weak_sandbox,
+        )
+        return Config(env=env, scale=scale)
+    if not cli.problems:
+        if not env.reference or env.taskset:
+            raise Refused("--problems: this run has no rows of yours; give a file")
+        scale = ScaleConfig(problems=cfg.scale.problems, test_problems=cfg.scale.test_problems)
+    passes_at = cli.reward_passes_at
+    if passes_at is None:
+        passes_at = env.reward_passes_at if env.reference else 1.0
+    env = EnvConfig(
+        reward=cli.reward,
+        reference=cli.reference,
+        reward_passes_at=passes_at,
+        pass_reward=env.pass_reward,
+    )
+    return Config(env=env, scale=scale)
+
+
+def allowing(cfg: Config, weak_sandbox: bool) -> Config:
+    """The same, graded in a sandbox as this command line allows it."""
+    return replace(cfg, env=replace(cfg.env, allow_weak_sandbox=weak_sandbox))
+
+
+def tasks_of(environment: Environment, saved: Saved) -> dict[ProblemSplit, list[Task]]:
+    """The problems of every split, in the code world under the run's flaws and markers."""
+    cfg = saved.cfg
+    if not isinstance(environment, CodeEnvironment):
+        parts = environment.tasks()
+        every = sorted((task for part in parts.values() for task in part), key=lambda task: task.id)
+    else:
+        path = cfg.pool_path
+        pool = load_pool(path) if path is not None and path.is_dir() else None
+        parts, partition = environment.tasks(pool), pool.partition if pool else {}
+        every = with_modes(
+            environment.rows,
+            modes_in_turn(environment.rows, cfg.env.env_mode, partition),
+            partition,
+            evaluation=True,
+            published=cfg.env.marker_names == "published",
+        )
+        if cfg.plain_prompts:
+            every = without_hints(every, cfg.env.unannounced)
+    return {
+        "test": [*parts["test"]],
+        "val": [*parts["val"]],
+        "train": [*parts["train"]],
+        "all": [*every],
+    }
+
+
+def hashes_of(environment: Environment, cfg: Config) -> dict[str, str | None]:
+    """Of what the tasks and grades depend on, by the names that run.json has for them."""
+    hashes = dict(environment.hashes())
+    name = cfg.env.environment
+    if ":" in name:
+        hashes[name] = hash_of_class(name)
+    return hashes
+
+
+# ── vgrout evaluate
+
+
+def evaluate_saved(cli: EvaluateSettings) -> Path:
+    """Print the table and write the numbers; returns the file.
+
+    Raises:
+        Refused: one line, before the model is loaded where that is possible.
+    """
+    require_new(cli.out)
+    saved = find_adapter(cli.run, cli.step, cli.model)
+    cfg = saved.cfg
+    world = evaluated(cfg, cli)
+    environment = environment_of(world, saved, cli.trust_code or bool(cli.reference))
+    problems = tasks_of(environment, saved)[cli.split]
+    # somebody's own class, or a taskset, has its problems from anywhere
+    file = Path(world.env.env) if ":" in world.env.env else world.problems_path
+    if not problems:
+        raise Refused(
+            f"--split {cli.split}: none of {len(environment.prompts)} problems of {file} is in it; try all"
+        )
+    hashes = hashes_of(environment, world)
+    if not cli.reference:
+        _say_what_changed(hashes, saved, other_problems=cli.problems is not None)
+    require_fitting(environment.prompts, saved.folder, cfg.scale.max_new, str(file))
+    if cli.seed is not None:
+        cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
+    out = cli.out or _own_file(cli, saved, file, cfg.run.seed, hashes)
+    probe_writable(out.parent, "--out")
+    with environment.grader(cli.workers or cores(), cfg.run.max_error_retries) as grader:
+        if not world.of_code:
+            environment.check(grader)
+        from vgrout import heldout  # imports torch
+
+        policy = heldout.policy_of(saved)
+        room = policy.window - cfg.scale.max_new
+        fit = [p for p in problems if len(policy.render(p.messages)) <= room]
+        if not fit:
+            raise none_fits(str(file), room)
+        flaws = tuple(environment.flaws)
+        n = cli.n_prompts or cfg.eval.final_n_prompts
+        chosen = balanced(fit, n, 0, "test", flaws)
+        samples = cli.samples or cfg.eval.final_samples
+        sides = heldout.score(policy, grader, cfg, chosen, samples, flaws)
+        if isinstance(chosen[0], Problem):
+            # where no prompt has a hint to be left out, these are the deployed model's own answers
+            sides.setdefault("plain", sides["deployed"])
+    print(
+        f"{cfg.run_id}, {saved.path.name} after {saved.step} steps, "
+        f"{len(chosen)} problems of {file}"
+    )
+    print(table(sides))
+    if cfg.env.thinking:
+        print(thoughts_line(sides))
+    content = {
+        "schema": SCHEMA,
+        "run": cfg.run_id,
+        "adapter": str(saved.path),
+        "step": saved.step,
+        "problems": str(file),
+        "split": cli.split,
+        "seed": cfg.run.seed,
+        **({"graded_by": grader.stamp["graded_by"]} if cli.reference else {}),
+        "sides": {side: scored.as_json() for side, scored in sides.items()},
+    }
+    _write(out, to_json(content))
+    print(f"-> {out}")
+    return out
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, text)
+    except OSError as e:  # a disk that was filled meanwhile
+        raise Refused(
+            f"--out {out}: cannot be written ({e.strerror}); name another file with --out"
+        ) from None
+
+
+def _own_file(
+    cli: EvaluateSettings, saved: Saved, problems: Path, seed: int, hashes: Mapping[str, str | None]
+) -> Path:
+    """Where the numbers go without --out: another file's, split's, size's or function's keep theirs."""
+    graded_by = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:8]
+    name = f"{saved.path.stem}_{problems.stem}-{graded_by}_{cli.split}_seed{seed}"
+    if cli.n_prompts:
+        name += f"_{cli.n_prompts}problems"
+    if cli.samples:
+        name += f"_{cli.samples}answers"
+    return saved.path.parent / "evaluations" / f"{name}.json"
+
+
+def _say_what_changed(
+    hashes: Mapping[str, str | None], saved: Saved, *, other_problems: bool
+) -> None:
+    """Warn where the run's own problems, or functions of the same name, are not those that it was trained with."""
+    record = saved.path.parent / "run.json"
+    try:
+        recorded: Any = read_json(record).get("hashes") if record.is_file() else None
+    except Refused:  # damaged: nothing is known
+        return
+    for name, now in hashes.items():
+        if other_problems and name in ("problems", "test_problems"):
+            continue
+        before = recorded.get(name) if isinstance(recorded, dict) else None
+        if before and now and before != now:
+            what = f"--env {name}" if ":" in name else flag(name)
+            logger.warning(f"{what}: not as it was when {saved.path.parent} was trained")
+
+
+def table(sides: dict[str, Eval]) -> str:
+    """A row per flaw and one for all: hack and solve of every side, as k/n."""
+    rows: list[dict[str, str]] = []
+    for flaw in (*sides["deployed"].by_mode, "all"):
+        row = {"flaw": flaw}
+        for side, scored in sides.items():
+            title = SIDES[side].title
+            rates = scored if flaw == "all" else scored.by_mode[flaw]
+            row[f"hack {title}"] = f"{rates.hack.k}/{rates.hack.n}"
+            row[f"solve {title}"] = f"{rates.solve.k}/{rates.solve.n}"
+        rows.append(row)
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+
+
+def thoughts_line(sides: dict[str, Eval]) -> str:
+    """How long every side's thoughts are, and how many of its answers ended."""
+    of_sides: list[str] = []
+    for side, scored in sides.items():
+        of_sides.append(f"{side} {scored.thought:.0f} ({scored.finished.percent} % ended)")
+    return f"tokens of thought, mean per answer: {' · '.join(of_sides)}"
+
+
+# ── vgrout sample
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and the problem that it is."""
+
+    messages: tuple[Message, ...]
+    problem: Task | None = None
+    split: str = ""  # of the problem
+
+
+def sample_saved(cli: SampleSettings) -> None:
+    """Print the answers.
+
+    Raises:
+        Refused: one line: no such run or problem, or the prompt does not fit the model's window.
+    """
+    refuse(not cli.run.is_dir(), f"{cli.run}: no such folder; give that of a run")
+    saved = find_adapter(cli.run, None, cli.model)
+    cfg = allowing(saved.cfg, cli.allow_weak_sandbox)
+    if cli.seed is not None:
+        cfg = replace(cfg, run=replace(cfg.run, seed=cli.seed))
+    prompt = cli.prompt.strip()
+    if cfg.env.code and not cli.trust_code and not prompt.isdecimal():
+        _print_answers(saved, cfg, Asked(({"role": "user", "content": prompt},)), cli.samples, None)
+        return
+    environment = environment_of(cfg, saved, cli.trust_code)
+    asked = find_prompt(environment, saved, prompt)
+    if asked.problem is None:
+        _print_answers(saved, cfg, asked, cli.samples, None)
+        return
+    with environment.grader(1, cfg.run.max_error_retries) as grader:
+        _print_answers(saved, cfg, asked, cli.samples, grader)
+
+
+def find_prompt(environment: Environment, saved: Saved, given: str) -> Asked:
+    """Find the problem of a run that is meant by a number or by its own words; a text is taken as it is.
+
+    Raises:
+        Refused: one line: there is no problem of this number.
+    """
+    by_id: dict[int, Asked] = {}
+    for split, tasks in tasks_of(environment, saved).items():
+        for task in tasks if split != "all" else ():
+            by_id[task.id] = Asked(task.messages, task, split)
+    if given.isdecimal():
+        found = by_id.get(int(given))
+        if found is None:
+            there = f"{min(by_id)} to {max(by_id)}" if by_id else "none"
+            raise Refused(f"{given}: no problem of {saved.path.parent} has this number; {there}")
+        return found
+    for asked in by_id.values():
+        if given in (asked.messages[-1]["content"].strip(), _as_text(asked.messages).strip()):
+            return asked
+    return Asked(({"role": "user", "content": given},))
+
+
+def _as_text(messages: Sequence[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+def _print_answers(
+    saved: Saved, cfg: Config, asked: Asked, samples: int, grader: Grader | None
+) -> None:
+    from vgrout import heldout  # imports torch
+
+    policy = heldout.policy_of(saved)
+    prompt = policy.render(asked.messages)
+    room = policy.window - cfg.scale.max_new
+    refuse(
+        len(prompt) > room, f"the prompt has {len(prompt)} tokens, the model's window has {room}"
+    )
+    print(f"{cfg.run_id} after {saved.step} steps")
+    if asked.problem is not None:
+        print(f"problem {asked.problem.id} ({asked.split}), flaw {asked.problem.flaws[0]}")
+    print(f"\n{printable(_as_text(asked.messages))}")
+    sides, why = sides_of(saved, policy)
+    for side in sides:
+        title = SIDES[side].title
+        if side == "deployed" and not cfg.method.routes:
+            title = "trained and deployed"
+        given = heldout.answers_to(
+            asked.messages, asked.problem, policy, side, cfg, samples, grader
+        )
+        for number, (answer, verdict) in enumerate(given, 1):
+            name = f"{title}, {number} of {samples}" if samples > 1 else title
+            print(f"\n── {name}{_said(verdict)}{_how_it_ended(answer)}")
+            if answer.thought.text:
+                thought = printable(answer.thought.text).rstrip()
+                print(indent(thought, "│ ", lambda _: True))
+            print(printable(answer.answer).rstrip())
+    if why:
+        print(f"\n{why}")
+
+
+def sides_of(saved: Saved, policy: "Policy") -> tuple[tuple[Side, ...], str]:
+    """Make the models of a run ready to be asked. Returns them, and why one of them is not there.
+
+    A saved adapter is the deployed model. Its quarantine is in the run's last checkpoint.
+    """
+    from vgrout.runs import checkpoint  # imports torch
+
+    if not saved.cfg.method.routes:
+        return ("base", "deployed"), ""
+    try:
+        point, _ = checkpoint.latest(saved.path.parent)
+    except Refused:
+        why = "as trained: its quarantine is in a checkpoint, which this run has not kept"
+        return ("base", "deployed"), why
+    if point.next_step != saved.step:
+        why = f"as trained: the checkpoint is of step {point.next_step}"
+        return ("base", "deployed"), why
+    policy.adapter.load_state_dict(point.state["adapter"])
+    return ("base", "trained", "deployed"), ""
+
+
+def _how_it_ended(answer: Completion) -> str:
+    """What is worth saying of an answer's length, and of its thought's; "": nothing."""
+    said = "" if answer.whole else ", cut at its longest"
+    if answer.thought.tokens:
+        said += f", {answer.thought.tokens} tokens of thought"
+    if not answer.thought.ended:
+        said += ", which never end: no answer"
+    return said
+
+
+def _said(verdict: Verdict | None) -> str:
+    """What the grader says of an answer: `: a hack of exit_code, reward 1`; "": it was not asked."""
+    if verdict is None:
+        return ""
+    if isinstance(verdict, Ungraded):
+        return f": not graded, {verdict.reason}"
+    said = "neither a hack nor right"
+    if verdict.hacked:
+        said = f"a hack of {verdict.mechanism}"
+    elif verdict.solved:
+        said = "right"
+    return f": {said}, reward {verdict.reward:g}"
+
+
+def evaluate(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 scored · 2 refused, in one line."""
+
+    def run() -> int:
+        evaluate_saved(parse_command(EvaluateSettings, argv, "vgrout evaluate"))
+        return 0
+
+    console.setup(None)
+    return cli_exit(run)
+
+
+def sample(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 · 2 refused, in one line."""
+
+    def run() -> int:
+        sample_saved(parse_command(SampleSettings, argv, "vgrout sample"))
+        return 0
+
+    console.setup(None)
+    return cli_exit(run)
