@@ -2,11 +2,9 @@
 
 import ast
 import importlib
-import inspect
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from fake_runs import fake_run
 from quick import first_quick
 from runs import SharedRuns, only_run, status
 from vgrout import faults
-from vgrout.__main__ import COMMANDS
+from vgrout.__main__ import COMMANDS, WHERE
 from vgrout.cli import cli_exit
 from vgrout.errors import Refused
 from vgrout.faults import PACKAGE
@@ -41,11 +39,9 @@ def slip() -> Callable[..., Any]:
 
 def call(name: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> object:
     """Exit code of a command in this process."""
-    package = importlib.import_module("organisms" if name == "organism" else f"vgrout.{name}")
-    if not hasattr(package, "main"):
-        package = importlib.import_module(f"{package.__name__}.__main__")
-    monkeypatch.setattr(sys, "argv", [name, *argv])  # some entries take no argument
-    return package.main(argv) if inspect.signature(package.main).parameters else package.main()
+    module, _, function = WHERE[name].partition(":")
+    monkeypatch.setattr("sys.argv", [name, *argv])
+    return getattr(importlib.import_module(module), function)()
 
 
 # command: the function of ours with the slip, and a command line that comes to it
