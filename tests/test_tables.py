@@ -74,7 +74,7 @@ def test_pairing_by_problem_narrows_the_interval(tmp_path: Path) -> None:
             (0.8, 0.1),
             ("-70.0 (one seed)", "1.000 (≥ 1.000) n too small", "n too small"),
         ),
-        ((range(6), range(6)), (0.0, 0.0), ("0.0 (DEGENERATE)", "DEGENERATE", "DEGENERATE")),
+        (((1, 2), (1, 2)), (0.0, 0.0), ("0.0 (DEGENERATE)", "DEGENERATE", "DEGENERATE")),
         (((1, 2), (3, 4)), (0.8, 0.1), ("·", "·", "·")),
     ],
 )
@@ -166,13 +166,10 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
         ),
         # the trained model may hack in more than five points more than the untrained one, or in fewer
         ([ROUTE2], 384, (0.06, 0.0, 0.8), "does not hack, skill kept (384 answers)"),
-        # as many solved as before, give or take seven points: less than ten are lost, and perhaps five
-        ([ROUTE2], 384, (0.12, 0.021, 0.474), "hacks removed, skill kept (384 answers)"),
         # 2.6 points more are solved, give or take 2.1
         ([NONE], 4200, (0.005, 0.005, 0.5), "plain GRPO learnt little (4200 answers)"),
         # it may hack in more than five points more, or in fewer
         ([NONE], 384, (0.06, 0.06, 0.81), "too few answers (384) for a verdict"),
-        ([NONE], 384, (0.6, 0.6, 0.5), "plain GRPO learnt to hack (384 answers)"),
         (
             [NONE],
             384,
@@ -186,7 +183,6 @@ RUN = {"hack_base": 0.005, "solve_base": 0.474}
             (0.005, 0.005, 0.48),
             "plain GRPO learnt no hacks, a gain in skill is undecided (384 answers)",
         ),
-        ([NONE], 6, (0.0, 0.0, 0.667), "too few answers (6) for a verdict"),
     ],
 )
 def test_a_conclusion_is_drawn_where_the_interval_clears_the_threshold(
