@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,8 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return torch.cat(out)
 
     monkeypatch.setattr(attention, "kernel_name", lambda *_: "varlen_attn")
-    monkeypatch.setattr(attention, "torch_varlen_attention", lambda: kernel)
+    causal = partial(kernel, window_size=(-1, 0), enable_gqa=True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: causal)
     return queries
 
 

@@ -240,6 +240,8 @@ def hack_rewarding(policy, prompts: list[str]) -> torch.Tensor:
                 for t in (prompt, HACK, CLEAN)
             )
             for completion, advantage in ((h, 1.0), (c, -1.0)):
+                n = len(p) + len(completion)
+                probe.announce([(0, slice(0, n))], n)
                 logp, mask = policy.logprobs([p], [completion])
                 (-advantage * (logp * mask).sum() / mask.sum()).backward()
     return probe.flat[0]

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.config.stored import from_dict
 from vgrout.errors import Refused
-from vgrout.model import load, policy
+from vgrout.model import load
 from vgrout.model.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
@@ -154,19 +152,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: os.truncate(m / "model.safetensors", 9999),
         "model.safetensors: not a readable safetensors file",
     ),
-    "a million layers": (
-        setting("num_hidden_layers", 10**6),
-        "config.json has 1000000 layers, its weights are 46 te",
-    ),
     "quantised": (setting("quantization_config", {"bits": 4}), "quantised"),
-    "a pipe": (lambda m: os.mkfifo(m / "merges.txt"), "merges.txt is not a regular file"),
-    "shards in a list": (
-        lambda m: (
-            (m / "model.safetensors").unlink(),
-            (m / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
-        ),
-        "its weights are 0 tensors",
-    ),
     "no shard": (
         lambda m: (
             (m / "model.safetensors").unlink(),
@@ -240,7 +226,6 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: (m / "special_tokens_map.json").write_text('{"eos_to'),
         "special_tokens_map.json",
     ),
-    "half a template": (cut("chat_template.jinja", 0.6), "chat template cannot be read"),
     "an empty template": (cut("chat_template.jinja", 0), "no chat template in it"),
     "an empty tokenizer": (cut("tokenizer.json", 0), "is no usable tokenizer"),
     "a tokenizer without tokens": (
@@ -253,7 +238,6 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: ((m / "tokenizer.json").unlink(), (m / "vocab.json").write_text("{}")),
         "no tokenizer.json in it",
     ),
-    "a template with a fault": (template_of_settings("{% if %}"), "chat template cannot be read"),
     "regex": (
         lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
         "is no usable tokenizer",
@@ -333,58 +317,6 @@ def test_what_the_libraries_say_of_a_model_is_one_line(case: str, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize(
-    "where", ["prompt", "pairs", "placebo", "known correct", "demonstration", "nowhere"]
-)
-def test_a_text_with_a_token_that_the_model_cannot_read_is_refused_by_the_plan(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
-    add_token(tmp_path / "model")
-    rows = [json.loads(line) for line in embedded.PROBLEMS.read_text().splitlines()]
-    if where == "prompt":
-        rows[2]["prompt"][-1]["content"] += " <x>"
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["full", "--model=model", "--problems=p.jsonl", "--max-new=64", "--dry-run"]
-    argv += [f"--teacher-pool-dir={'pool' if where == 'demonstration' else 'none'}"]
-    argv += ["--compile-reward=0.1", "--pass-reward=1"]  # as the pool's
-    pairs = json.loads((embedded.PAIRS_DIR / "run_tests.json").read_text())
-    file = "p.jsonl, line 3"
-    if where in ("pairs", "placebo"):
-        of_placebo = json.loads((embedded.PAIRS_DIR / "placebo_long.json").read_text())
-        (pairs if where == "pairs" else of_placebo)[2]["hack"] += "<x>"
-        argv += ["--intervention=route2", "--vhack-pairs-path=pairs.json"]
-        if where == "placebo":
-            argv += ["--control=placebo", "--placebo-pairs=placebo.json"]
-        (tmp_path / "pairs.json").write_text(json.dumps(pairs, indent=1))
-        (tmp_path / "placebo.json").write_text(json.dumps(of_placebo, indent=1))
-        file = f"{where.removesuffix('s') + 's' * (where == 'pairs')}.json, line "
-    elif where == "known correct":
-        known = [{"prompt": pair["prompt"], "completion": pair["clean"]} for pair in pairs]
-        known[2]["completion"] += "<x>"
-        (tmp_path / "known.json").write_text(json.dumps(known, indent=1))
-        argv += ["--intervention=penalty", "--monitor=online_probe", "--known-correct=known.json"]
-        file = "known.json, line "
-    else:
-        argv += ["--intervention=none"]
-    if where == "demonstration":
-        shutil.copytree(embedded.POOL_DIR, tmp_path / "pool")
-        (tmp_path / "pool" / "pool.json").unlink()  # it has the files' hashes
-        packed = min((tmp_path / "pool").glob("*.gz"))
-        lines = [json.loads(line) for line in gzip.decompress(packed.read_bytes()).splitlines()]
-        lines[0]["completion"] += "<x>"
-        packed.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
-        file = "pool: "
-    cfg = resolve(argv)
-    if where == "nowhere":
-        assert not read_inputs(cfg).absent
-        return
-    says = refusal(lambda: read_inputs(cfg))
-    assert says.startswith(file), says
-    assert "'<x>' (843), and the model's embedding has 843 rows" in says
-
-
 def test_a_later_text_with_such_a_token_is_one_line() -> None:
     lm = tiny.policy()
     lm.tok.add_tokens(["<x>"])
@@ -417,31 +349,6 @@ def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call: str, tmp_pat
     assert len(read.encode(short).ids) < 8
 
 
-@pytest.mark.parametrize("refused", [ValueError, OSError])
-@pytest.mark.parametrize("which", ["RLIMIT_AS", "RLIMIT_CPU"])
-def test_a_system_that_refuses_a_limit_renders_templates_all_the_same(
-    refused: type[Exception], which: str
-) -> None:
-    """macOS says ValueError to RLIMIT_AS."""
-    code = f"""
-import resource, runpy
-real = resource.setrlimit
-def setrlimit(kind, limits):
-    if kind == resource.{which}:
-        raise {refused.__name__}("current limit exceeds maximum limit")
-    real(kind, limits)
-resource.setrlimit = setrlimit
-runpy.run_path({load.template_probe.__file__!r}, run_name="__main__")
-"""
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        input=b"{{ messages[0].content }}",
-        capture_output=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 @pytest.mark.parametrize("pattern", ["(", "(a+)+$"])
 def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
     shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
@@ -453,36 +360,6 @@ def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path)
     if pattern != "(":  # a later text of the run
         lm = replace(tiny.policy(), tok=AutoTokenizer.from_pretrained(tmp_path / "model"))
         assert "is no usable tokenizer" in refusal(lambda: lm.encode(prompt[0]["content"]))
-
-
-LOOP = "{% for i in range(99999) %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "ends"),
-    [
-        ("{{ messages[0]['content'] }}", True),
-        ("{{ raise_exception('no system role') }}", True),
-        ("{{ 'a' * 99999999999 }}", False),
-        ("{{ messages[0]['content'] * 9999999 }}", False),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", True),  # a RecursionError
-        pytest.param(f"{LOOP * 3}{'{% endfor %}' * 3}", False, marks=pytest.mark.slow),
-    ],
-)
-def test_a_template_that_does_not_end_is_noticed(template: str, ends: bool) -> None:
-    assert load.ends(template) is ends
-
-
-def test_a_template_that_loops_on_one_text_alone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "SECONDS", 0.1)
-    lm = tiny.policy()
-    lm.tok.chat_template = (
-        f"{{% if 'secret' in messages[0].content %}}{LOOP * 2}{'{% endfor %}' * 2}{{% endif %}}ok"
-    )
-    assert lm.prompt_text([{"role": "user", "content": "hello"}]) == "ok"
-    assert "takes more than 0.1 s" in refusal(
-        lambda: lm.render([{"role": "user", "content": "a secret"}])
-    )
 
 
 def test_messages_that_a_template_refuses_are_one_line() -> None:

@@ -24,7 +24,7 @@ from vgrout.config.run import Config
 from vgrout.embedded import DATA_DIR
 from vgrout.model import svd_adapter
 from vgrout.model.lean_decoder import LeanDecoder
-from vgrout.model.logprobs import collate, completion_logprobs
+from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
 from vgrout.model.memory import USUAL, WIDEST, plan
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.shapes import KNOWN, find_shapes, shapes_of
@@ -103,7 +103,9 @@ def test_activations_are_what_autograd_keeps():
 
     prompt, answer = tuple(range(1, 41)), tuple(range(1, 25))
     batch = collate([prompt] * 4, [answer] * 4, torch.device("cpu"))
-    with per_rollout_grads(adapter, 4), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    keeping = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with per_rollout_grads(adapter, 4) as probe, keeping:
+        probe.announce(pieces_of(batch, range(4)), batch.tokens)
         out = completion_logprobs(model, batch).sum()
     assert out.requires_grad
     want = batch.tokens * SHAPES.activation_bytes(2)

@@ -393,7 +393,10 @@ def test_only_the_tokenizers_ids_have_a_probability(family, monkeypatch):
     # at once, or in parts: then through the head's own function, without its bias
     for budget in (2**24, 128 * 5):
         monkeypatch.setitem(logprobs.HEAD_BUDGET, "cpu", budget)
-        with per_rollout_grads(policy.adapter, len(flat)):
+        longest = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
+        with per_rollout_grads(policy.adapter, 1) as probe:
+            n = longest * len(flat)
+            probe.announce([(0, slice(0, n))], n)
             logp, mask = policy.logprobs(prompts, completions)
             logp.sum().backward()
         assert logp[mask].tolist() == pytest.approx(own, abs=1e-5)

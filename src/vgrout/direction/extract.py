@@ -35,7 +35,7 @@ from vgrout.model.adapter_files import (
     read_safetensors,
 )
 from vgrout.model.layout import Packed, batches, pack, padded_batches
-from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs
+from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs, pieces_of
 from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.shapes import shapes_of
@@ -270,9 +270,9 @@ def own_gradients(
                         policy.device,
                         policy.model.dtype,
                     )
-                    collected.announce_packed(batch.pieces, batch.tokens)
                 else:
                     batch = collate(part_prompts, part_answers, policy.device)
+                collected.announce(pieces_of(batch, range(len(part))), batch.tokens)
                 mean_nll(policy, batch).sum().backward()
             grads[part] = collected.flat.float().cpu()
     return grads

@@ -53,10 +53,7 @@ class AdapterOnly:
     def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
         """Run `loss`, whose forward is on `batch`, and its backward pass; returns the loss."""
         with per_rollout_grads(self.adapter, 1) as collected:
-            if isinstance(batch, Packed):
-                collected.announce_packed(batch.pieces, batch.tokens)
-            else:
-                collected.announce_rows([0] * len(batch.ids))
+            collected.announce([(0, slice(0, batch.tokens))], batch.tokens)
             value = loss()
             value.backward()
             self.grad += collected.flat[0]

@@ -2,39 +2,32 @@
 
 A packed sequence is cut into runs of queries. Each run attends, causally, to a run of keys that
 ends at the same token: to its own tokens, or also to the tokens that lead to it. `runs_of` chooses
-between two implementations of the same function: a varlen kernel of flash-attention or of torch
-where the device has one, otherwise torch's SDPA on padded runs. On a CPU in half precision the
+between two implementations of the same function: torch's varlen kernel where the device has it,
+otherwise torch's SDPA on padded runs. On a CPU in half precision the
 backward pass is our own.
 
 `packed_forward` runs a transformers model with this attention, through the interface that the
 library has for attention functions of others.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from inspect import signature
+from functools import partial
 from itertools import accumulate, chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from loguru import logger
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
 
 ATTENTION = "vgrout_packed"  # our name in transformers' list of attention functions
 
 # Attention of a packed sequence: (q [N, H, D], k [M, K, D], v [M, K, D], scale) → [N, H, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
-# A varlen kernel: (q, k, v, query ends, key ends, longest query, longest key, scale) → like q.
-# Causal, aligned at each run's end.
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float | None], Tensor]
 
 
 def uploaded(
@@ -56,132 +49,19 @@ def uploaded(
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of the update's attention: "flash_attn", "varlen_attn" or "sdpa".
-
-    The package flash-attn is used where it can be imported; torch's varlen kernel is as fast.
-    """
-    # flash-attention has no other dtypes
+    """The kernel of the update's attention: "varlen_attn" or "sdpa"."""
+    # flash-attention 2, which torch has under this name, begins with sm_80 and has no other dtypes
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "sdpa"
-    if torch.cuda.get_device_capability()[0] < 8:  # flash-attention 2 begins with sm_80
-        return "sdpa"
-    if flash_attention() is not None:
-        return "flash_attn"
-    if torch_varlen_attention() is not None:
-        return "varlen_attn"
-    return "sdpa"
+    return "varlen_attn" if torch.cuda.get_device_capability()[0] >= 8 else "sdpa"
 
 
-@cache
-def torch_varlen_attention() -> Callable[..., Tensor | tuple[Tensor, Tensor]] | None:
-    """torch's varlen attention; None before torch 2.13, which was the first to share keys among heads there."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # before torch 2.10
-        return None
-    if "enable_gqa" not in signature(varlen_attn).parameters:
-        return None
-    return varlen_attn
+def varlen_kernel() -> Callable[..., Any]:
+    """torch's attention of runs without padding, mask or copies of keys for grouped queries."""
+    from torch.nn.attention.varlen import varlen_attn  # for a GPU alone
 
-
-@cache
-def flash_attention() -> Callable[..., Tensor] | None:
-    """flash-attn's varlen function; None where the package is not there, or cannot be used.
-
-    A package that was built for another torch, CUDA or C library is found, and raises when it is
-    imported: what, is up to its extension module. The log says so once.
-    """
-    try:
-        found = importlib.import_module("flash_attn").flash_attn_varlen_func
-    except Exception as error:
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"):
-            _warn_of_flash_attention(f"{type(error).__name__}: {error}")
-        return None
-    # another distribution of that name, or a version that aligns a mask at the wrong end
-    if not is_flash_attn_2_available():
-        _warn_of_flash_attention("transformers takes it for no flash-attention 2 from 2.3.3 on")
-        return None
-    return found
-
-
-def _warn_of_flash_attention(why: str) -> None:
-    why = " ".join(why.split())[:200]
-    logger.warning(
-        f"flash-attn is installed and cannot be used ({why}): torch's own attention takes its place"
-    )
-
-
-def varlen_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Attention of runs without padding, mask or copies of keys for grouped queries.
-
-    None where only SDPA is available.
-    """
-    name = kernel_name(device, dtype)
-    if name == "flash_attn":
-        return _flash_attention_kernel()
-    if name == "varlen_attn":
-        return _torch_varlen_kernel()
-    return None
-
-
-def _flash_attention_kernel() -> Kernel:
-    flash_attn_varlen_func = flash_attention()
-    assert flash_attn_varlen_func is not None, "kernel_name has asked for it"
-
-    def kernel(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_ends: Tensor,
-        key_ends: Tensor,
-        longest_query: int,
-        longest_key: int,
-        scale: float | None,
-    ) -> Tensor:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            query_ends,
-            key_ends,
-            longest_query,
-            longest_key,
-            softmax_scale=scale,
-            causal=True,
-        )
-
-    return kernel
-
-
-def _torch_varlen_kernel() -> Kernel:
-    varlen_attn = torch_varlen_attention()
-    assert varlen_attn is not None, "kernel_name has asked for it"
-
-    def kernel(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_ends: Tensor,
-        key_ends: Tensor,
-        longest_query: int,
-        longest_key: int,
-        scale: float | None,
-    ) -> Tensor:
-        y = varlen_attn(
-            q,
-            k,
-            v,
-            query_ends,
-            key_ends,
-            longest_query,
-            longest_key,
-            scale=scale,
-            window_size=(-1, 0),  # causal
-            enable_gqa=True,
-        )
-        return cast(Tensor, y)
-
-    return kernel
+    # the window: causal, aligned at each run's end
+    return partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
 
 
 # ── runs of queries and keys
@@ -191,7 +71,6 @@ def _torch_varlen_kernel() -> Kernel:
 class _VarlenRuns:
     """n runs of queries, each against a run of keys that ends where it ends, by a varlen kernel."""
 
-    kernel: Kernel
     queries: Int[Tensor, " ends"]  # int32: 0, then the cumulated lengths of the n runs
     keys: Int[Tensor, " ends"]
     longest_query: int
@@ -201,7 +80,6 @@ class _VarlenRuns:
 
     @staticmethod
     def of(
-        kernel: Kernel,
         lengths: Sequence[int],
         paths: Sequence[list[int]] | None,
         device: torch.device,
@@ -213,7 +91,6 @@ class _VarlenRuns:
             key_lengths = list(map(len, paths))
             take = uploaded(list(chain(*paths)), device)
         return _VarlenRuns(
-            kernel=kernel,
             queries=_cumulated(lengths, device),
             keys=_cumulated(key_lengths, device),
             longest_query=max(lengths),
@@ -241,8 +118,15 @@ class _VarlenRuns:
             return self._kernel(q, key_copies, value_copies, scale)
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        return self.kernel(
-            q, k, v, self.queries, self.keys, self.longest_query, self.longest_key, scale
+        return varlen_kernel()(
+            q,
+            k,
+            v,
+            self.queries,
+            self.keys,
+            self.longest_query,
+            self.longest_key,
+            scale=scale,
         )
 
 
@@ -389,9 +273,8 @@ def runs_of(
     paths: each run's keys, as tokens of the packed sequence: those that lead to the run, and its
         own. None: a run attends to its own tokens alone.
     """
-    kernel = varlen_kernel(device, dtype)
-    if kernel is not None:
-        return _VarlenRuns.of(kernel, lengths, paths, device)
+    if kernel_name(device, dtype) == "varlen_attn":
+        return _VarlenRuns.of(lengths, paths, device)
     return _PaddedRuns.of(lengths, paths, device, dtype)
 
 

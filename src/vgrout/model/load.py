@@ -1,11 +1,8 @@
 """Load a model that model/source.py has found: frozen, checked, and under an adapter if wanted."""
 
-import json
-import subprocess
 import sys
 from collections.abc import Set
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,8 +27,6 @@ from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.errors import Refused, one_line
 from vgrout.gpus import visible
-from vgrout.model import template_probe
-from vgrout.model.attention import kernel_name
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
 from vgrout.model.memory import CONTEXT, USUAL, Budget, plan_of
 from vgrout.model.policy import (
@@ -40,13 +35,21 @@ from vgrout.model.policy import (
     Policy,
     apply_template,
     loaded_window,
-    require_thinking,
 )
 from vgrout.model.saved import FoundModel, Saved
 from vgrout.model.shapes import is_small, resolved_dtype, shapes_of
-from vgrout.model.source import SVD_CACHE, advice, require_model, tokenizing
+from vgrout.model.source import (
+    ANSWER,
+    SVD_CACHE,
+    SYSTEM,
+    USER,
+    advice,
+    knows_thoughts,
+    no_thinking,
+    require_model,
+    tokenizing,
+)
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
-from vgrout.model.template_probe import ANSWER, BYTES, SECONDS, SYSTEM, USER
 from vgrout.model.trials import lean_fits, packs, raised_here, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
@@ -267,7 +270,7 @@ def _load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> Pre
         folder,
         config=config,
         dtype=dtype,
-        attn_implementation=attention(device, dtype, architecture, config),
+        attn_implementation=attention(architecture, config),
         use_safetensors=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -289,20 +292,12 @@ def _load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> Pre
     return net
 
 
-def attention(
-    device: torch.device,
-    dtype: torch.dtype,
-    architecture: type[PreTrainedModel],
-    config: PreTrainedConfig,
-) -> str:
-    """Name of the attention that transformers should use.
+def attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """Name of the attention that transformers should use: sdpa if the architecture has it.
 
-    It is flash-attention 2 on CUDA in half precision, where the package is installed, else sdpa if
-    the architecture has it. sdpa would leave out a soft cap, as Gemma 2 has it. What config.json
-    asks for is ignored: it may name a kernel on a hub.
+    sdpa would leave out a soft cap, as Gemma 2 has it. What config.json asks for is ignored: it may
+    name a kernel on a hub.
     """
-    if kernel_name(device, dtype) == "flash_attn":
-        return "flash_attention_2"
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "sdpa" if architecture._supports_sdpa and not capped else "eager"
 
@@ -452,32 +447,15 @@ def try_template(tok: PreTrainedTokenizerBase) -> None:
     """Warns of a chat template that writes today's date.
 
     Raises:
-        Refused: there is no chat template, or it does not end, fails, or leaves out a user's
-            message.
+        Refused: there is no chat template, or it fails, or leaves out a user's message.
     """
-    text = tok.chat_template
-    if not isinstance(text, str):
-        text = json.dumps(text)
-    if not ends(text):
-        raise Refused(f"its chat template takes more than {SECONDS} s or {BYTES >> 30} GiB")
     if "(user)" not in apply_template(tok, [USER]):
         raise Refused("its chat template leaves out the user's message")
-    if "strftime_now" in text:
+    if "strftime_now" in str(tok.chat_template):
         logger.warning(
             "the chat template reads the clock: "
             "a run that is resumed on another day has other prompts"
         )
-
-
-@cache
-def ends(template: str) -> bool:
-    """Whether a template comes to its end. It is tried in a process of its own."""
-    command = [sys.executable, "-I", template_probe.__file__]
-    try:
-        done = subprocess.run(command, input=template.encode(), timeout=10 * SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
 
 
 def with_thinking(lm: AnyModel, on: bool) -> AnyModel:
@@ -486,8 +464,9 @@ def with_thinking(lm: AnyModel, on: bool) -> AnyModel:
     Raises:
         Refused: its chat template has no thoughts to switch on; one line.
     """
-    if on:
-        require_thinking(lm.tok)
+    template = lm.tok.chat_template
+    if on and isinstance(template, str) and not knows_thoughts(template):
+        raise no_thinking("the model's chat template")
     return replace(lm, thinking=on)
 
 

@@ -6,7 +6,7 @@ The lm_head is computed at completion tokens alone, a few at a time.
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from vgrout.errors import Refused
 from vgrout.model.attention import uploaded
-from vgrout.model.autograd import Context
 from vgrout.model.layout import Packed, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
+from vgrout.model.prefixes import Pieces
 from vgrout.tensor_types import at_least_fp32
 
 # The logit of an id without a token. Its probability is 0, and differences of such logits are still
@@ -76,6 +76,14 @@ def collate(
         mask=mask.to(device),
         wanted=places(completions, device),
     )
+
+
+def pieces_of(batch: PaddedBatch | Packed, rows_of_g: Sequence[int]) -> Pieces:
+    """Stretches of a batch's tokens, and the row of g that each adds to. rows_of_g: of the rows."""
+    if isinstance(batch, Packed):
+        return batch.pieces
+    L = batch.ids.shape[1]
+    return [(row_of_g, slice(b * L, b * L + L)) for b, row_of_g in enumerate(rows_of_g)]
 
 
 def padded_logprobs(
@@ -221,7 +229,7 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
+        ctx: Any,
         hidden: Float[Tensor, "n D"],
         W: Float[Tensor, "V D"],
         foreign: Bool[Tensor, " V"] | None,
@@ -249,7 +257,7 @@ class _FrozenHead(torch.autograd.Function):
         return torch.cat(logps).squeeze(-1)
 
     @staticmethod
-    def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
         return (dys[0][:, None] * slopes).to(slopes.dtype), None, None, None, None
 

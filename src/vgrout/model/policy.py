@@ -5,9 +5,7 @@ Both are made in model/load.py.
 
 import hashlib
 import json
-import signal
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,9 +32,8 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import Budget
-from vgrout.model.source import WINDOW_NAMES, no_thinking, not_embedded, tokenizing, window_of
+from vgrout.model.source import WINDOW_NAMES, not_embedded, tokenizing, window_of
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.model.template_probe import SECONDS, USER
 from vgrout.thoughts import opens
 
 TokenIds = tuple[int, ...]
@@ -347,16 +344,14 @@ def apply_template(
     prompt: with what opens an answer at the end.
 
     Raises:
-        Refused: the template refuses these messages, or does not end.
-        Exception: whatever else the template raises.
+        Refused: the template raises, which is how it refuses messages.
     """
     given = [dict(m) for m in messages]
     try:
-        with _ends():
-            text = tok.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking
-            )
-    except (Refused, MemoryError):
+        text = tok.apply_chat_template(
+            given, tokenize=False, add_generation_prompt=prompt, enable_thinking=thinking
+        )
+    except MemoryError:
         raise
     except Exception as e:  # a template is a program, and may raise anything
         roles, why = ", ".join(m["role"] for m in messages), one_line(e)
@@ -364,40 +359,6 @@ def apply_template(
             why = f"{type(e).__name__}: {why}"
         raise Refused(f"the model's chat template refuses messages of {roles}: {why}") from e
     return str(text)
-
-
-def require_thinking(tok: PreTrainedTokenizerBase) -> None:
-    """Raises Refused, one line, if a chat template has no thoughts to switch on.
-
-    It renders the same prompt with `enable_thinking` and without, and does not open a thought by
-    itself.
-    """
-    with_thought = apply_template(tok, [USER], thinking=True)
-    if with_thought == apply_template(tok, [USER]) and not opens(with_thought):
-        raise no_thinking("the model's chat template")
-
-
-@contextmanager
-def _ends() -> Generator[None]:
-    """Raises Refused if the block takes more than SECONDS of this process's time.
-
-    A template may loop on one text alone. A signal can stop it in the main thread only.
-    """
-
-    def stop(*_: object) -> None:
-        raise Refused(f"the model's chat template takes more than {SECONDS} s for a prompt")
-
-    try:
-        before = signal.signal(signal.SIGVTALRM, stop)
-    except ValueError:  # in another thread
-        yield
-        return
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def without_system(messages: Sequence[Message]) -> list[Message]:

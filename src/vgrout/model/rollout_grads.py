@@ -10,20 +10,20 @@ many rollouts leaves each one's gradient in a row of its own. The gradient is ex
 nothing is divided by δS.
 
     with per_rollout_grads(adapter, n) as collected:
-        collected.announce_rows([0, 2])        # a padded batch: the row of g that each of its rows adds to;
-        collected.announce_packed(pieces, N)   # or a packed batch: the row of g that each token adds to
+        collected.announce(pieces, N)  # the row of g that each token of the next batch adds to
         forward(…).backward()
     collected.flat                     # g [n, R]
 
 Several batches may add to the same rows of g. A forward may also be gone back through several
-times, once for each of the rows that share its tokens (`model/prefixes.py`): `announce_packed(…,
-again=True)` returns a function by which the tokens are assigned to other rows before the next backward.
+times, once for each of the rows that share its tokens (`model/prefixes.py`): `announce(…,
+again=True)` returns a function by which the tokens are assigned to other rows before the next
+backward.
 
 Index letters: R = Σ r over the adapted modules, n rows of g (one a rollout, or one for
-several), B rows and s tokens of a padded batch, N tokens of a packed one.
+several), N tokens of a batch, padding included, in B rows of s tokens: a packed one is a row.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,11 +60,7 @@ def per_rollout_grads(adapter: SvdAdapter, n: int) -> Generator["PerRolloutGrads
 
 
 class PerRolloutGrads:
-    """g [n, R] while it is collected, in `flat`.
-
-    At first a batch is taken to be padded, and to have a row for each of the n. Before a forward on
-    another batch call `announce_rows`, or `announce_packed` for a packed one.
-    """
+    """g [n, R] while it is collected, in `flat`. Before each forward call `announce`."""
 
     def __init__(self, adapter: SvdAdapter, n: int) -> None:
         assert n > 0, n
@@ -78,21 +74,11 @@ class PerRolloutGrads:
         self._singular_values: dict[Active, Vector] = {}
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
         self._root = torch.zeros((), device=δS.device, requires_grad=True)
-        # Which part of the batch that was announced last adds to which row of g.
-        self.assigned: AssignedRows | AssignedTokens
-        self.announce_rows(range(n))
+        # Which token of the batch that was announced last adds to which row of g.
+        self.assigned: AssignedTokens
 
-    def announce_rows(self, rows: Sequence[int]) -> None:
-        """Announce a padded batch: from here on its row i adds to row rows[i] of g.
-
-        A row of g may occur several times; its batch rows are summed.
-        """
-        self.assigned = AssignedRows(self.flat, rows)
-
-    def announce_packed(
-        self, pieces: Pieces, n: int, again: bool = False
-    ) -> Callable[[Pieces], None]:
-        """Announce a packed batch: from here on it is one row of n tokens.
+    def announce(self, pieces: Pieces, n: int, again: bool = False) -> Callable[[Pieces], None]:
+        """Announce a batch of n tokens, those of padding included.
 
         pieces: (row of g, slice of the tokens that add to it).
         again: the next forward will be backpropagated several times, each time for other rollouts.
@@ -141,55 +127,14 @@ class PerRolloutGrads:
         return self._singular_values[active]
 
 
-class AssignedRows:
-    """Which row of g each row of a padded batch adds to."""
-
-    def __init__(self, gradients: Gradients, rows: Sequence[int]) -> None:
-        assert all(0 <= row < len(gradients) for row in rows), (rows, len(gradients))
-        self.gradients = gradients
-        self.batch_size = len(rows)
-        self.rows = uploaded(list(rows), gradients.device)
-        # row of g → its batch rows
-        self.positions = {row: _positions(rows, row) for row in dict.fromkeys(rows)}
-
-    def add(
-        self,
-        site: AdaptedLinear,
-        x: Float[Tensor, "B s d_in"],
-        dy: Float[Tensor, "B s d_out"],
-    ) -> Float[Tensor, "B s r"] | None:
-        """Add one Linear's share; returns dy in U's basis where it was computed.
-
-        The cheaper of two orders of the same product is taken. Tokens first, Vh x and Uᵀ dy, costs
-        2·T·r·(d_in + d_out) for T tokens. The weight's gradient M = Σ_t dy_t x_tᵀ of each row of g
-        first, and then diag(Uᵀ M Vhᵀ), costs 2·T·d_in·d_out + 2·r·d_in·d_out a row: that is less as
-        soon as a row has more than max(d_in, d_out) tokens.
-        """
-        into = self.gradients[:, site.span]
-        tokens = x.shape[0] * x.shape[1]
-        if tokens <= len(self.positions) * max(site.W.shape):
-            dy_U = dy @ site.U
-            x_V = x @ site.Vh.mT
-            g = torch.einsum("bsr,bsr->br", x_V.to(into.dtype), dy_U.to(into.dtype))
-            into.index_add_(0, self.rows, g)
-            return dy_U
-        for row, batch_rows in self.positions.items():
-            own_dy = dy[batch_rows].flatten(0, 1)
-            own_x = x[batch_rows].flatten(0, 1)
-            into[row].add_(site.project(own_dy.mT @ own_x, into.dtype))
-        return None
-
-
 class AssignedTokens:
-    """Which row of g each token of a packed batch adds to.
+    """Which row of g each token of a batch adds to.
 
     Kept as slices, and as a matrix of 0 and 1 [rows, N]: one product with it adds up all rows
     faster than a sum each.
 
     again: the forward is backpropagated several times, so Vh x is computed once and kept.
     """
-
-    batch_size = 1
 
     def __init__(
         self,
@@ -227,17 +172,24 @@ class AssignedTokens:
     def add(
         self,
         site: AdaptedLinear,
-        x: Float[Tensor, "1 N d_in"],
-        dy: Float[Tensor, "1 N d_out"],
-    ) -> Float[Tensor, "1 N r"] | None:
-        """As `AssignedRows.add`, by the same rule; with `again` tokens come first whatever their
-        number, since half of that is kept."""
-        x, dy = x.squeeze(0), dy.squeeze(0)
+        x: Float[Tensor, "B s d_in"],
+        dy: Float[Tensor, "B s d_out"],
+    ) -> Float[Tensor, "B s r"] | None:
+        """Add one Linear's share; returns dy in U's basis where it was computed.
+
+        The cheaper of two orders of the same product is taken. Tokens first, Vh x and Uᵀ dy, costs
+        2·N·r·(d_in + d_out). The weight's gradient M = Σ_t dy_t x_tᵀ of each row of g first, and
+        then diag(Uᵀ M Vhᵀ), costs 2·N·d_in·d_out + 2·r·d_in·d_out a row: that is less as soon as a
+        row has more than max(d_in, d_out) tokens. With `again` tokens come first whatever their
+        number, since half of that is kept.
+        """
+        rows = x.shape[:2]
+        x, dy = x.flatten(0, 1), dy.flatten(0, 1)
         if self.again or len(x) <= len(self.slices) * max(site.W.shape):
             dy_U = dy @ site.U
             products = dy_U * self._input_in_basis(site, x)
             torch.mm(self.is_token_of, products, out=self._sums_of(site))
-            return dy_U.unsqueeze(0)
+            return dy_U.unflatten(0, rows)
         into = self.gradients[:, site.span]
         for row, (first, *others) in self.slices.items():
             M = dy[first].mT @ x[first]
@@ -276,14 +228,6 @@ class AssignedTokens:
         return self._x_V[site.name]
 
 
-def _positions(rows: Sequence[int], row: int) -> slice | list[int]:
-    """Where `row` occurs; a slice if that is one stretch, so that picking it copies nothing."""
-    at = [i for i, other in enumerate(rows) if other == row]
-    if at[-1] - at[0] + 1 == len(at):
-        return slice(at[0], at[-1] + 1)
-    return at
-
-
 class _CollectingLinear(torch.autograd.Function):
     """A Linear, whose output y is given, with a backward that collects gradients on δS.
 
@@ -304,9 +248,8 @@ class _CollectingLinear(torch.autograd.Function):
         assert x.ndim == 3, (
             f"{site.name} sees {tuple(x.shape)}: per-rollout gradients need [rows, tokens, d_in]"
         )
-        assert len(x) == assigned.batch_size, (
-            f"{site.name} sees {len(x)} rows, {assigned.batch_size} were announced"
-        )
+        n = x.shape[0] * x.shape[1]
+        assert n == assigned.n, f"{site.name} sees {n} tokens, {assigned.n} were announced"
         ctx.save_for_backward(x)
         ctx.collected, ctx.site = collected, site
         ctx.assigned = assigned

@@ -6,14 +6,14 @@ Torch-free. Nothing is fetched here: that is `vgrout download`.
 
 import json
 import re
-import subprocess
-import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
@@ -21,8 +21,7 @@ from vgrout.data import Message
 from vgrout.envs.base import none_fits
 from vgrout.errors import Refused, one_line
 from vgrout.files import from_json, once, read_text, regular
-from vgrout.model import template_probe
-from vgrout.model.template_probe import SAME, SECONDS, USER, syntax_error
+from vgrout.thoughts import opens
 
 SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
 # Architectures whose blocks are those of `Shapes`.
@@ -159,14 +158,11 @@ def require_fitting(
 ) -> None:
     """Raises Refused, one line, if no prompt fits the window of the model in this folder.
 
-    Also if a prompt has a token without a row in the embedding. Only the tokens of a prompt's
-    messages are counted; the template adds some. source: where the prompts come from, for the
-    message.
+    Only the tokens of a prompt's messages are counted; the template adds some. source: where the
+    prompts come from, for the message.
     """
     window = window_of(text_configuration(folder))
     require_room(window, max_new)
-    texts = [message["content"] for messages in prompts for message in messages]
-    require_embedded(texts, folder, source)
     tokenizer = read_tokenizer(folder)
     if not prompts or window is None or tokenizer is None:
         return
@@ -187,45 +183,15 @@ def require_room(window: int | None, max_new: int) -> None:
         )
 
 
-def require_embedded(texts: Iterable[str], folder: Path, source: str) -> None:
-    """Raises Refused, one line, if a text has a token without a row in the model's embedding.
-
-    A tokenizer that was given tokens after training has such tokens. source: the file that the
-    texts come from, or its folder, for the message.
-    """
-    rows = config_number(folder, "vocab_size")
-    tokenizer = read_tokenizer(folder)
-    if rows is None or tokenizer is None:
-        return
-    if _largest_token(folder) < rows:
-        return
-    with tokenizing(folder / "tokenizer.json"):
-        for text in texts:
-            encoded = tokenizer.encode(text)
-            for id, token in zip(encoded.ids, encoded.tokens, strict=True):
-                if id >= rows:
-                    raise not_embedded(_line_with(source, token), token, id, rows)
-
-
 def not_embedded(where: str, token: str, id: int, rows: int) -> Refused:
-    """The refusal of a text with a token that the model cannot read."""
+    """The refusal of a text with a token that the model cannot read.
+
+    A tokenizer that was given tokens after training has such tokens.
+    """
     return Refused(
         f"{where}: has the token {token!r} ({id}), and the model's embedding has {rows} rows; take "
         "it out of the text, or give a model that was trained with it"
     )
-
-
-def _line_with(source: str, token: str) -> str:
-    """The file with the number of its first line that has this text, where it is such a file."""
-    path = Path(source)
-    if not path.is_file():
-        return source
-    escaped = json.dumps(token)[1:-1]
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if token in line or escaped in line:
-                return f"{source}, line {number}"
-    return source
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -237,18 +203,6 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     Raises:
         Refused: as `tokenizing`.
     """
-    found = _read_tokenizer(folder)
-    return found and found[0]
-
-
-def _largest_token(folder: Path) -> int:
-    """The largest id of a token of the same tokenizer; 0: it has no such file."""
-    found = _read_tokenizer(folder)
-    return found[1] if found else 0
-
-
-def _read_tokenizer(folder: Path) -> tuple[Tokenizer, int] | None:
-    """The tokenizer and its largest token id; None without tokenizer.json."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return None
@@ -257,12 +211,12 @@ def _read_tokenizer(folder: Path) -> tuple[Tokenizer, int] | None:
 
 
 @lru_cache(maxsize=2)  # reading takes up to half a second, and checks ask for it several times
-def _tokenizer(file: Path, size: int, mtime_ns: int) -> tuple[Tokenizer, int]:
+def _tokenizer(file: Path, size: int, mtime_ns: int) -> Tokenizer:
     with tokenizing(file):
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        return tokenizer, max(tokenizer.get_vocab().values(), default=0)
+        return tokenizer
 
 
 @contextmanager
@@ -297,17 +251,11 @@ def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[
 
 
 def _check(folder: Path, model: str | Path, flag: str) -> None:
-    """Raises Refused, one line, for a folder whose files cannot be trained on.
-
-    These are files that would hang a reader, run code, or hold no weights.
-    """
+    """Raises Refused, one line, for a folder whose files run code, are torn, or hold no weights."""
 
     def wrong(why: str) -> Refused:
         return Refused(f"{flag} {model}: {why}; {advice(model)}")
 
-    for path in folder.iterdir():
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise wrong(f"{path.name} is not a regular file")
     if configuration(folder).get("quantization_config"):
         raise wrong("its weights are quantised, which cannot be trained; give the full ones")
     files = _weight_files(folder, flag)
@@ -316,14 +264,8 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
             "no model.safetensors in it; pickled weights (.bin) can run code: "
             "save them as safetensors"
         )
-    tensors = 0
     for name in files:
-        shapes, _ = safetensors_head(folder / name, flag)
-        tensors += len(shapes)
-    blocks = config_number(folder, "num_hidden_layers") or 0
-    # transformers would make all these blocks before it missed their weights
-    if blocks > tensors:
-        raise wrong(f"config.json has {blocks} layers, its weights are {tensors} tensors")
+        safetensors_head(folder / name, flag)
     try:
         why = _tokenizer_fault(folder)
     except Refused as e:
@@ -359,11 +301,8 @@ def _tokenizer_fault(folder: Path) -> str:
     tokenizer = read_tokenizer(folder)
     if tokenizer is not None and not tokenizer.encode(USER["content"]).ids:
         return "its tokenizer.json has no tokens for a text"
-    template = _chat_template(folder)
-    if not template:
+    if not _chat_template(folder):
         return "no chat template in it (chat_template.jinja, or in tokenizer_config.json)"
-    if isinstance(template, str) and (error := syntax_error(template)):
-        return f"its chat template cannot be read: {error}"
     return ""
 
 
@@ -376,24 +315,47 @@ def _chat_template(folder: Path) -> object:
     return in_settings or list(folder.glob("additional_chat_templates/*.jinja"))
 
 
+# Messages on which a chat template is tried.
+SYSTEM: Message = {"role": "system", "content": "(sys)"}
+USER: Message = {"role": "user", "content": "(user)"}
+ANSWER: Message = {"role": "assistant", "content": "(answer)"}
+
+
 def require_thinking(folder: Path, flag: str = "--thinking") -> None:
     """Raises Refused, one line, if a folder's chat template has no thoughts to switch on.
 
-    It is tried in a process of its own, without torch. Of a template that fails, or of several,
-    it shows when the model is loaded.
+    Of several templates it shows when the model is loaded.
     """
     template = _chat_template(folder)
-    if not isinstance(template, str):
-        return
-    command = [sys.executable, "-I", template_probe.__file__, "thinking"]
-    try:
-        done = subprocess.run(
-            command, input=template.encode(), timeout=10 * SECONDS, stderr=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return
-    if done.returncode == SAME:
+    if isinstance(template, str) and not knows_thoughts(template):
         raise no_thinking(f"the chat template of {folder}", flag)
+
+
+def knows_thoughts(template: str) -> bool:
+    """Whether a template writes another prompt where thoughts are asked for, or opens one anyway.
+
+    True of a template that fails, which shows where it is used.
+    """
+    like_transformers = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    like_transformers.filters["tojson"] = lambda value, **_: json.dumps(value)
+    # a tag that transformers alone knows
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    prompts: list[str] = []
+    try:
+        for thinking in (False, True):
+            prompts.append(
+                like_transformers.from_string(text).render(
+                    messages=[USER],
+                    add_generation_prompt=True,
+                    enable_thinking=thinking,
+                    strftime_now=time.strftime,
+                )
+            )
+    except Exception:  # a template is a program, and may raise anything
+        return True
+    return prompts[0] != prompts[1] or opens(prompts[1])
 
 
 def no_thinking(template: str, flag: str = "--thinking") -> Refused:

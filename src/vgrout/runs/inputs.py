@@ -33,8 +33,6 @@ from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines
 from vgrout.model.shapes import find_shapes
 from vgrout.model.source import (
     looks_like_path,
-    model_folder,
-    require_embedded,
     require_fitting,
     require_model,
     require_thinking,
@@ -189,7 +187,6 @@ def read_inputs(cfg: Config) -> Inputs:
         teacher = cfg.teacher_model_path
         files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
     known_correct = files.read(load_known_correct, cfg.known_correct_path) or ()
-    check_texts(cfg, pool, (pairs, placebo), known_correct)
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     try_ensemble(cfg, environment, pool)
     if "llm_judge" in cfg.method.watching:
@@ -287,27 +284,6 @@ def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
     shapes, block = find_shapes(cfg.model_path), cfg.method.quarantine_block
     if shapes is not None and block is not None and not -shapes.layers <= block <= shapes.layers:
         raise Refused(f"--quarantine block:{block}: the model has {shapes.layers} blocks")
-
-
-def check_texts(
-    cfg: Config,
-    pool: Pool | None,
-    pair_sets: Sequence[PairSet | None],
-    known_correct: Sequence[KnownCorrect],
-) -> None:
-    """Raises Refused, one line, if a text that the model is given has a token that it cannot read."""
-    folder = model_folder(cfg.model_path)
-    if folder is None:
-        return
-    if pool is not None:
-        demos = [demo.completion or "" for of_task in pool.demos.values() for demo in of_task]
-        require_embedded(demos, folder, str(pool.folder))
-    for pairs in pair_sets:
-        if pairs is not None:
-            texts = [text for pair in pairs.pairs for text in (pair.prompt, pair.hack, pair.clean)]
-            require_embedded(texts, folder, pairs.source)
-    texts = [text for known in known_correct for text in (known.prompt, known.completion)]
-    require_embedded(texts, folder, str(cfg.known_correct_path))
 
 
 def try_ensemble(cfg: Config, environment: Environment, pool: Pool | None) -> None:
