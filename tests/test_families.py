@@ -28,10 +28,8 @@ from vgrout.envs.code.problem import Problem
 from vgrout.errors import Refused
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.grpo import policy_gradients
-from vgrout.model import load, trials
-from vgrout.model.decoder import HfDecoder
 from vgrout.model.load import as_language_model, attention, load_language_model, load_policy
-from vgrout.model.policy import DTYPES, Policy
+from vgrout.model.policy import Policy
 from vgrout.model.sampler import sample
 from vgrout.model.sampling import Sampling
 from vgrout.model.source import model_folder, require_fitting, window_of
@@ -68,12 +66,10 @@ NO_SYSTEM = (
 
 # family → (template, pad token, EOS ids of the configuration)
 CASES: dict[str, tuple[str, str | None, list[int]]] = {
-    "qwen3": (THINKS, "<pad>", [1]),
     "qwen3-tied": (THINKS, "<pad>", [1]),
     "qwen2-bias": (PLAIN, "<pad>", [1]),
     "llama": (PLAIN, None, [1]),
-    "gemma": (NO_SYSTEM, "<pad>", [1, 5]),  # turns end with token 5, texts with token 1
-    "gemma2": (NO_SYSTEM, "<pad>", [1, 5]),
+    "gemma2": (NO_SYSTEM, "<pad>", [1, 5]),  # turns end with token 5, texts with token 1
 }
 
 
@@ -128,7 +124,7 @@ def test_the_family_has_its_peculiarities(family: str, policy: Policy) -> None:
     biased = policy.model.get_submodule("model.layers.0.self_attn.q_proj").bias is not None
     tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
     assert biased == (family == "qwen2-bias")
-    assert tied == (family in ("qwen3-tied", "gemma", "gemma2"))
+    assert tied == (family in ("qwen3-tied", "gemma2"))
     assert (policy.pad_id in policy.eos_ids) == (family == "llama")
     assert policy.model.config._attn_implementation == ("eager" if family == "gemma2" else "sdpa")
     assert policy.model.config.num_key_value_heads < policy.model.config.num_attention_heads
@@ -158,11 +154,9 @@ MIXERS: dict[str, dict[str, Any] | None] = {
         "layer_types": ["linear_attention", "full_attention"],
         **LINEAR,
     },
-    "Bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], **MAMBA},
     "FalconH1": {"num_hidden_layers": 1, "mamba_d_ssm": 128, **MAMBA},
     "DeepseekV3": {"first_k_dense_replace": 2, **LATENT},
     "Mamba": None,
-    "Rwkv": None,
 }
 
 
@@ -220,37 +214,6 @@ def test_a_configuration_without_an_end_of_text_is_read(
             as_language_model(model, tok)
         return
     assert as_language_model(model, tok).eos_ids == {1}
-
-
-def raising(where: Path) -> Any:
-    """A function that fails, as if its code were in this file."""
-    made: dict[str, Any] = {}
-    exec(compile("def fails(*_, **__): raise KeyError('k')", str(where), "exec"), made)
-    return made["fails"]
-
-
-OURS, OF_A_LIBRARY = Path(trials.__file__).with_name("new.py"), Path(transformers.__file__)
-
-
-def test_only_what_a_library_raises_is_said_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    policy = tiny.policy("llama")
-    monkeypatch.setattr(HfDecoder, "step", raising(OF_A_LIBRARY))
-    with pytest.raises(Refused, match="cannot branch; not supported"):
-        trials.require_branching(policy.model)
-    monkeypatch.setattr(HfDecoder, "step", raising(OURS))
-    with pytest.raises(KeyError):
-        trials.require_branching(policy.model)
-
-    policy.model.save_pretrained(tmp_path)
-    policy.tok.save_pretrained(tmp_path)
-    for module, name in ((load, "try_template"), (load, "_load_weights")):
-        for where, kind in ((OF_A_LIBRARY, Refused), (OURS, KeyError)):
-            with monkeypatch.context() as patch:
-                patch.setattr(module, name, raising(where))
-                with pytest.raises(kind):
-                    load_language_model(tmp_path, device="cpu", dtype=torch.float32)
 
 
 def test_the_turns_end_counts_though_no_list_names_it() -> None:
@@ -376,7 +339,6 @@ def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
     ("config", "window"),
     [
         ({"max_position_embeddings": 9}, 9),
-        ({"max_position_embeddings": 9.5}, None),
         ({}, None),
         ({"original_max_position_embeddings": 5, "max_position_embeddings": 9}, 9),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 5}}, 9),
@@ -396,8 +358,6 @@ def test_no_row_of_a_longrope_model_changes_the_rotation_of_another(
             },
             5,
         ),
-        ({"rope_parameters": [1]}, 9),
-        ({"rope_parameters": {"rope_type": ["longrope"]}}, 9),
     ],
 )
 def test_windows(config: dict[str, Any], window: int | None) -> None:
@@ -452,26 +412,21 @@ def test_the_deployed_policy_samples_without_the_quarantine(policy: Policy) -> N
     ]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_exported_folder_is_the_deployed_model(
-    policy: Policy, tmp_path: Path, dtype: str
-) -> None:
+def test_the_exported_folder_is_the_deployed_model(policy: Policy, tmp_path: Path) -> None:
     tiny.shake(policy.adapter, 0.05)
     with policy.adapter.deployed():
         deployed = logits(policy)
     trained = logits(policy)
-    write(policy, tmp_path / "m", DTYPES[dtype])
+    write(policy, tmp_path / "m", torch.float32)
     assert torch.equal(logits(policy), trained), "the policy is left as it was"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
-    assert loaded.dtype == DTYPES[dtype]
     tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
     with torch.no_grad():
         got = loaded.eval()(input_ids=torch.arange(2, 30)[None], use_cache=False).logits[0]
-    if dtype == "fp32":
-        assert torch.equal(got, deployed)
+    assert torch.equal(got, deployed)
     texts = ["hello there", "1 + 2 = 3"]
-    result = parity(policy, load_beside(policy, tmp_path / "m"), texts, exact=dtype == "fp32")
+    result = parity(policy, load_beside(policy, tmp_path / "m"), texts, exact=True)
     assert result.holds, result
     assert not parity_with_base(policy, tmp_path / "m", texts).holds, "the comparison can fail"
     assert AutoTokenizer.from_pretrained(tmp_path / "m").get_vocab() == policy.tok.get_vocab()
@@ -496,7 +451,9 @@ def test_bf16_runs_every_path(tmp_path: Path) -> None:
     g_b = policy_gradients(policy, tiny.step_of([group(policy)]), CONFIG).g
     assert g_b.dtype == torch.float32
     write(policy, tmp_path / "m", torch.bfloat16)
-    assert parity(policy, load_beside(policy, tmp_path / "m"), ["hello"], exact=True).holds
+    beside = load_beside(policy, tmp_path / "m")
+    assert beside.dtype == torch.bfloat16
+    assert parity(policy, beside, ["hello"], exact=True).holds
 
 
 def test_which_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 import tiny
 from fake_runs import fake_run
@@ -262,7 +260,7 @@ def test_a_folder_with_a_part_of_its_files_is_refused_by_the_plan(
     shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
     damage(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(load, "_load_weights", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(load, "_read", lambda *_: pytest.fail("loaded"))
     argv = ["full", "--model=model", f"--problems={embedded.PROBLEMS}", "--max-new=64", "--dry-run"]
     assert why in refusal(lambda: require_model(tmp_path / "model"))
     try:
@@ -298,7 +296,7 @@ LOADED: dict[str, tuple[Callable[[Path], object], str]] = {
     "shapes": (setting("hidden_size", 256), "no usable model"),
     "heads": (setting("num_attention_heads", "4"), "no usable model"),
     "vocabulary": (setting("vocab_size", 100), "no usable model"),
-    "tokens": (a_token_of_its_own, "given token 843, its embedding has 843 rows"),
+    "tokens": (a_token_of_its_own, "'<x>' (843), and the model's embedding has 843 rows"),
 }
 
 
@@ -357,9 +355,6 @@ def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path)
     assert "is no usable tokenizer" in refusal(
         lambda: require_fitting([prompt], tmp_path / "model", 1, "p.jsonl")
     )
-    if pattern != "(":  # a later text of the run
-        lm = replace(tiny.policy(), tok=AutoTokenizer.from_pretrained(tmp_path / "model"))
-        assert "is no usable tokenizer" in refusal(lambda: lm.encode(prompt[0]["content"]))
 
 
 def test_messages_that_a_template_refuses_are_one_line() -> None:

@@ -175,7 +175,7 @@ def test_the_model_is_merged_again_and_the_applied_change_measured():
         for m, span in adapter.spans.items()
     }
     update = optim.step(Routed(drawn(adapter, 1), directions=V))
-    assert adapter.unmerged() is None
+    assert adapter.is_merged()
     assert not torch.equal(adapter.model(IDS).logits, logits)
     assert update.realised == pytest.approx(1, abs=1e-3)
     moved = before - adapter.δS.detach()

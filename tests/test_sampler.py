@@ -4,7 +4,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +34,10 @@ from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampler import draw, placed, sample
 from vgrout.model.sampling import candidates
 from vgrout.model.trials import lean_fits, packs, require_branching, trial_tokens
-from vgrout.teacher.__main__ import main as teacher
-from vgrout.teacher.substrate import main as substrate
 from vgrout.train import main as train
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
-FAMILIES = ["qwen3", "llama", "qwen2-bias", "gemma2"]
+FAMILIES = ["qwen3", "gemma2"]  # the lean decoder, and transformers' own cache
 
 
 def stream(seed: int = 0) -> torch.Generator:
@@ -116,9 +113,17 @@ def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch)
     assert sum(shared) < 0.9 * sum(widths), "they do begin alike, or nothing was tested"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", ["small", "large", "large, no oneDNN", "large, static"])
+SIZES = ["small", "large", "large, no oneDNN", "large, static"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "size"),
+    [
+        *(("qwen3", dtype, size) for dtype in (torch.float32, torch.bfloat16) for size in SIZES),
+        ("llama", torch.float32, "large"),
+        *(("qwen2-bias", torch.float32, size) for size in SIZES),
+    ],
+)
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
     monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 2**26 if size == "small" else 0)
@@ -142,14 +147,12 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
             logits = [d.step(noise[t, : len(moves.get(t, want))]) for d in decoders]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-bias"])
-@pytest.mark.parametrize(
-    ("large", "graphs"), [(False, False), (True, False), (False, True), (True, True)]
-)
-def test_lean_policy_samples_the_same_tokens(family, large, graphs, monkeypatch):
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_lean_policy_samples_the_same_tokens(large, graphs, monkeypatch):
     """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
     monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0 if large else 2**26)
-    policy = replace(tiny.policy(family), graphs=graphs)
+    policy = replace(tiny.policy(), graphs=graphs)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
 
@@ -244,15 +247,14 @@ def test_lean_decoder_is_used_only_where_it_is_right(warnings):
     assert "disagrees" in warnings[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rounding_over_many_blocks_is_no_disagreement(dtype):
-    model = LlamaForCausalLM(LlamaConfig(**tiny.SHAPE | {"num_hidden_layers": 30})).to(dtype).eval()
-    made = as_language_model(model, tiny.tokenizer())
+def test_rounding_over_many_blocks_is_no_disagreement():
+    config = LlamaConfig(**tiny.SHAPE | {"num_hidden_layers": 30})
+    made = as_language_model(LlamaForCausalLM(config).bfloat16().eval(), tiny.tokenizer())
     assert made.lean
     assert made.packs
 
 
-@pytest.mark.parametrize("noisy", [0, 1, 2, 3])
+@pytest.mark.parametrize("noisy", [2, 3])
 def test_rounding_that_a_model_amplifies_on_some_tokens_is_no_disagreement(noisy, warnings):
     """noisy: of the three trials those whose tokens are never computed alike twice."""
     model = tiny.tiny("qwen3")
@@ -285,16 +287,6 @@ def test_the_head_is_one_product_of_two_dimensions(family):
     )
     run(policy, 8)
     assert {*shapes} == {2}
-
-
-def test_a_prompt_is_prefilled_once(monkeypatch):
-    policy = tiny.policy()
-    batches: list[tuple[int, ...]] = []
-    backbone(policy.model).register_forward_pre_hook(
-        lambda _m, _a, kw: batches.append(tuple(kw["input_ids"].shape)), with_kwargs=True
-    )
-    run(policy, 8)
-    assert batches == [(3, 10)], "one forward of the three prompts; the lean decoder does the rest"
 
 
 # ── distribution
@@ -496,51 +488,19 @@ def test_children_stay_where_their_parent_was(parents):
 
 
 def test_settings_out_of_range_or_not_read_are_refused():
-    for bad in (
-        {"temperature": -1.0},
-        {"top_p": 0.0},
-        {"top_k": -1},
-        {"top_p": 0.5, "temperature": 0.0},
-    ):
+    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 0.5, "temperature": 0.0}):
         with pytest.raises(ValueError, match=next(iter(bad)).replace("_", "-")):
             Sampling(**bad)
 
 
 @pytest.mark.parametrize("greedy", ["--temperature 0", "--top-k 1"])
-@pytest.mark.parametrize(
-    ("main", "argv"),
-    [
-        (train, "smoke"),
-        (teacher, "--model organism"),
-        (substrate, "--model organism"),
-        (iterative_dpo, "--base-model organism --output-dir out"),
-    ],
-)
-def test_equal_answers_are_refused(main, argv, greedy, tmp_path, monkeypatch, capsys):
+def test_equal_answers_are_refused(greedy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main([*argv.split(), *greedy.split()]) == 2
+    assert train(["smoke", *greedy.split()]) == 2
     error = capsys.readouterr().err
     assert greedy in error
     assert "all answers to a prompt would be the same" in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nobody_samples_by_settings_of_his_own():
-    """Whoever samples is given the run's settings. MiniLLM's expectations are over the whole distribution; the
-    organism's shipped files have the usual settings."""
-    source = Path(sampling.__file__).parents[1]
-    made = {
-        str(f.relative_to(source))
-        for f in source.rglob("*.py")
-        if "Sampling(" in f.read_text(encoding="utf-8")
-    }
-    assert made == {
-        "imitation/distill_methods.py",
-        "imitation/distill_task.py",
-        "organism/build.py",
-        "organism/sums.py",
-        "answering.py",  # the check, which samples without a run
-    }
 
 
 # ── policy

@@ -136,7 +136,7 @@ def pack(
         dtype: the model's.
         prefixes: what rows with different rows of g begin with; every row's prompt is among them.
     """
-    _check_rows(rows_of_g, prompts, completions)
+    check_rows(prompts, completions)
     rows = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
     families = family(rows_of_g, prompts)
     for members in families:
@@ -167,13 +167,9 @@ def pack(
     )
 
 
-def _check_rows(
-    rows_of_g: Sequence[int],
-    prompts: Sequence[Ids],
-    completions: Sequence[Ids],
-) -> None:
-    counts = (len(rows_of_g), len(prompts), len(completions))
-    assert len(rows_of_g) == len(prompts) == len(completions) > 0, counts
+def check_rows(prompts: Sequence[Ids], completions: Sequence[Ids]) -> None:
+    """Assert that there are rows, and that each has a prompt and a completion."""
+    assert len(prompts) == len(completions) > 0, (len(prompts), len(completions))
     assert all(prompts), "an empty prompt: nothing predicts the first token"
     assert all(completions), "an empty completion: nothing to predict"
 
@@ -295,32 +291,6 @@ def family(rows_of_g: Sequence[int], prompts: Sequence[Ids]) -> list[list[int]]:
 # ── rows → batches, a forward each
 
 
-@dataclass(frozen=True, slots=True)
-class _Branches:
-    """The branches of a batch, as attention has them.
-
-    Keys are not shared there: each branch has a copy of what leads to it, padded to the longest.
-    """
-
-    count: int = 0
-    longest_query: int = 0
-    longest_key: int = 0
-
-    def with_one_more(self, queries: int, keys: int) -> "_Branches":
-        return _Branches(
-            self.count + 1, max(self.longest_query, queries), max(self.longest_key, keys)
-        )
-
-    def exceed(self, budget: int) -> bool:
-        """Whether attention needs too much memory for a batch of `budget` tokens.
-
-        The copies may be 16 · budget tokens, and their pairs with the queries, which are padded
-        too, 4 · budget².
-        """
-        queries = max(self.longest_query, budget // 4)
-        return self.count * self.longest_key * queries > 4 * budget**2
-
-
 def batches(
     rows_of_g: Sequence[int],
     prompts: Sequence[Ids],
@@ -339,7 +309,9 @@ def batches(
     families.sort(key=lambda members: max(lengths[i] for i in members), reverse=True)
     out: list[list[int]] = []
     left = 0  # of the open batch's budget
-    branches = _Branches()  # of the open batch
+    # Branches of the open batch. Keys are not shared in attention: each branch has a copy of what
+    # leads to it, and both are padded to the longest.
+    branches = longest_query = longest_key = 0
     for members in families:
         prefix = None if prefixes is None else prefixes.prefixes[prompts[members[0]]]
         # What the next row shares most with. Sorted, that is the row before it in the open batch.
@@ -350,11 +322,14 @@ def batches(
             if before is not None:
                 new -= common_prefix_len(before, row)
                 if new > 0:
-                    branches = branches.with_one_more(queries=new, keys=len(row))
-            if not out or new > left or branches.exceed(budget):
+                    branches += 1
+                    longest_query, longest_key = max(longest_query, new), max(longest_key, len(row))
+            # the copies may be 16 · budget tokens, their pairs with the padded queries 4 · budget²
+            pairs = branches * longest_key * max(longest_query, budget // 4)
+            if not out or new > left or pairs > 4 * budget**2:
                 out.append([])
                 left = budget
-                branches = _Branches()
+                branches = longest_query = longest_key = 0
                 new = len(row) if prefix is None else len(row) - len(prefix)
             out[-1].append(i)
             left -= new

@@ -4,11 +4,10 @@ import sys
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from loguru import logger
-from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -43,14 +42,12 @@ from vgrout.model.source import (
     SVD_CACHE,
     SYSTEM,
     USER,
-    advice,
     knows_thoughts,
     no_thinking,
     require_model,
-    tokenizing,
 )
 from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
-from vgrout.model.trials import lean_fits, packs, raised_here, require_branching
+from vgrout.model.trials import lean_fits, packs, require_branching
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
@@ -238,44 +235,38 @@ def load_language_model(
     if not sys.stderr.isatty():
         disable_progress_bar()
     try:
-        tok: Any = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        tok, net = _read(folder, dtype)
         try_template(tok)
-        net = _load_weights(folder, device, dtype)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # The libraries raise all sorts of things on damaged files; a panic is no Exception.
-    except BaseException as error:
-        is_ours = raised_here(error) and not isinstance(error, Refused)
-        if is_ours or out_of_memory(error):
-            raise
-        why = one_line(error, 160) or type(error).__name__
-        if "trust_remote_code" in why or "custom code" in why:
-            why = "it needs code of its own, which is never run"
-        raise Refused(
-            f"{flag} {model}: no usable model in {folder} ({why}); {advice(model)}"
-        ) from error
-    try:
-        return as_language_model(net, tok)
-    except Refused as error:  # its files are whole, and no download would help
+        return as_language_model(net.to(device), tok)
+    except Refused as error:
         raise Refused(
             f"{flag} {model}: no usable model in {folder} ({str(error)[:160]})"
         ) from error
 
 
-def _load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Read a model's weights. Raises Refused if some are missing or not finite."""
-    config = AutoConfig.from_pretrained(folder, **LOCAL)
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=attention(architecture, config),
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are refused below, by name
-        **LOCAL,
-    )
+def _read(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and weights. Raises Refused if the libraries cannot read them, or some are missing."""
+    try:
+        tok: Any = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
+        architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention(architecture, config),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **LOCAL,
+        )
+    except Exception as error:  # the libraries raise all sorts of things on damaged files
+        if out_of_memory(error):
+            raise
+        why = one_line(error, 160) or type(error).__name__
+        if "trust_remote_code" in why or "custom code" in why:
+            why = "it needs code of its own, which is never run"
+        raise Refused(why) from error
     net, info = loaded
     # transformers would go on with random numbers in their place
     for name, in_file, in_config in sorted(info["mismatched_keys"]):
@@ -285,11 +276,7 @@ def _load_weights(folder: Path, device: torch.device, dtype: torch.dtype) -> Pre
     missing = sorted(info["missing_keys"])
     if missing:
         raise Refused(f"{len(missing)} weights are missing, first {missing[0]}")
-    net = net.to(device)
-    for name, parameter in net.named_parameters():
-        if not parameter.isfinite().all():
-            raise Refused(f"{name} holds a NaN or an infinity")
-    return net
+    return tok, net
 
 
 def attention(architecture: type[PreTrainedModel], config: PreTrainedConfig) -> str:
@@ -332,7 +319,7 @@ def outline(folder: Path) -> tuple[list[tuple[int, int]], list[str]]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as e:  # whatever the libraries raise
-        if raised_here(e) or out_of_memory(e):
+        if out_of_memory(e):
             raise
         raise Refused(one_line(e)) from e
     linears = targets(model)
@@ -361,7 +348,6 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
             "to which longrope has the same factors for every row"
         )
     pad_id = tok.pad_token_id if tok.pad_token_id is not None else min(eos)
-    _require_embedded(model, tok, eos, pad_id)
     end_id = turn_end(tok, eos)
     if end_id is not None:
         eos.add(end_id)
@@ -374,7 +360,7 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         require_branching(model)
     packed = packs(model, backbone(model))
     mark_foreign(model, tok.get_vocab().values())  # after the trials, which compare logits
-    return LanguageModel(
+    lm = LanguageModel(
         model=model,
         tok=tok,
         eos_ids=frozenset(eos),
@@ -388,6 +374,9 @@ def as_language_model(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> L
         graphs=model.device.type == "cuda",
         budget=usual_budget(model.device),
     )
+    if not lm.render([USER]):
+        raise Refused(f"{type(model).__name__}: its tokenizer makes no tokens of a prompt")
+    return lm
 
 
 def _end_of_text(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> set[int]:
@@ -403,28 +392,7 @@ def _end_of_text(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> set[in
             eos.update(ids)
         elif ids is not None:
             eos.add(ids)
-    if any(type(token) is not int for token in eos):
-        raise Refused(f"{type(model).__name__}: its end-of-text tokens are no numbers: {eos}")
     return eos
-
-
-def _require_embedded(
-    model: PreTrainedModel, tok: PreTrainedTokenizerBase, eos: Set[int], pad_id: int
-) -> None:
-    """Raises Refused if one of these tokens, or one of a prompt, has no row in the embedding."""
-    rows = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
-    text = apply_template(tok, [USER])
-    with tokenizing("its tokenizer"):
-        prompt = tok(text, add_special_tokens=False)["input_ids"]
-    if not prompt:
-        raise Refused(f"{type(model).__name__}: its tokenizer makes no tokens of a prompt")
-    given = sorted([*eos, *prompt, pad_id])
-    for token in (given[0], given[-1]):
-        if not 0 <= token < rows:
-            raise Refused(
-                f"{type(model).__name__}: it would be given token {token}, its embedding has "
-                f"{rows} rows"
-            )
 
 
 def usual_budget(device: torch.device) -> Budget:

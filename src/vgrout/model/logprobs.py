@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from vgrout.errors import Refused
 from vgrout.model.attention import uploaded
-from vgrout.model.layout import Packed, packed_hidden, padded, places
+from vgrout.model.layout import Packed, check_rows, packed_hidden, padded, places
 from vgrout.model.memory import HEAD_BUDGET
 from vgrout.model.prefixes import Pieces
 from vgrout.tensor_types import at_least_fp32
@@ -55,9 +55,7 @@ def collate(
 
     An empty prompt or completion is an error.
     """
-    assert len(prompts) == len(completions) > 0, (len(prompts), len(completions))
-    assert all(prompts), "an empty prompt: nothing predicts the first token"
-    assert all(completions), "an empty completion: nothing to predict"
+    check_rows(prompts, completions)
     L = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
     T = max(map(len, completions))
     padded_rows: list[list[int]] = []

@@ -32,7 +32,7 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.memory import Budget
-from vgrout.model.source import WINDOW_NAMES, not_embedded, tokenizing, window_of
+from vgrout.model.source import WINDOW_NAMES, not_embedded, window_of
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.thoughts import opens
 
@@ -116,10 +116,9 @@ class LanguageModel:
         """Tokens of rendered text, with no special token added.
 
         Raises:
-            Refused: as `tokenizing`; or a token has no row in the embedding.
+            Refused: a token has no row in the embedding.
         """
-        with tokenizing(self.tok.name_or_path):
-            ids = tuple(self.tok(text, add_special_tokens=False)["input_ids"])
+        ids = tuple(self.tok(text, add_special_tokens=False)["input_ids"])
         rows = len(cast(Tensor, self.model.get_input_embeddings().weight))
         last = max(ids, default=0)
         if last >= rows:

@@ -43,9 +43,7 @@ Gradients = Float[Tensor, "n R"]  # row i: Σ ∂L/∂δS over the rollouts that
 def per_rollout_grads(adapter: SvdAdapter, n: int) -> Generator["PerRolloutGrads"]:
     """Collect n rows of gradients on δS in the backward of every forward in this context.
 
-    Forward and backward both belong inside, under one set of weights. The forward is that of δS and
-    δS_hack as they are: a merge that was missed is added to it, so that it shows as a mismatch with
-    the sampler, and is not learnt.
+    Forward and backward both belong inside, under one set of weights.
     """
     collected = PerRolloutGrads(adapter, n)
     handles = []
@@ -64,12 +62,10 @@ class PerRolloutGrads:
 
     def __init__(self, adapter: SvdAdapter, n: int) -> None:
         assert n > 0, n
+        assert adapter.is_merged(), "δS or δS_hack was changed, and not merged into the weights"
         self.adapter = adapter
         δS = adapter.δS
         self.flat: Gradients = δS.new_zeros(n, len(adapter))
-        # The change by a missed merge, of the vectors that are active now; None as a rule.
-        self._unmerged = adapter.unmerged()
-        self._unmerged_active = adapter.active
         # S + δ of all modules, for each choice of active vectors that was needed so far.
         self._singular_values: dict[Active, Vector] = {}
         # The graph starts here and not at the embedding: layer 0's q/k/v then need no ∂L/∂x.
@@ -96,9 +92,6 @@ class PerRolloutGrads:
     ) -> Tensor:
         """Forward hook of one Linear: returns its output with a backward of our own."""
         x = args[0]
-        if self._unmerged is not None and self.adapter.active == self._unmerged_active:
-            δ = self._unmerged[site.span].to(y.dtype)
-            y = y + (x @ site.Vh.mT * δ) @ site.U.mT
         # Reentrant checkpointing runs the first forward without a graph; its second one counts.
         if not torch.is_grad_enabled():
             return y
@@ -111,10 +104,8 @@ class PerRolloutGrads:
             work than W'ᵀ if d_out > d_in.
         """
         d_out, d_in = site.W.shape
-        if self._unmerged is None and (dy_U is None or d_out <= d_in):
+        if dy_U is None or d_out <= d_in:
             return dy @ site.linear.weight
-        if dy_U is None:
-            dy_U = dy @ site.U
         return (dy_U * self._singular_values_now(dy.dtype)[site.span]) @ site.Vh
 
     def _singular_values_now(self, dtype: torch.dtype) -> Vector:

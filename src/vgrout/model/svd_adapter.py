@@ -357,18 +357,11 @@ class SvdAdapter:
         return float(got / wanted) if wanted else None
 
     @torch.no_grad()
-    def unmerged(self) -> Vector | None:
-        """The active vectors' change since the last merge; None where neither vector changed."""
+    def is_merged(self) -> bool:
+        """Whether the vectors are those of the last merge."""
         merge = self._merge
-        moved = (self.δS != merge.δS).any() | (self.δS_hack != merge.δS_hack).any()
-        if not moved:
-            return None
-        change = torch.zeros_like(merge.δS)
-        if self.active.δS:
-            change += self.δS - merge.δS
-        if self.active.δS_hack:
-            change += self.δS_hack - merge.δS_hack
-        return change
+        moved = (self.δS != merge.δS) | (self.δS_hack != merge.δS_hack)
+        return not bool(moved.any())
 
     # ── files, resume
 

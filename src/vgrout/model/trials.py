@@ -6,7 +6,6 @@ tokens before they are used.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import foreign
 from vgrout.model.prefixes import Ids, SharedPrefixes
 from vgrout.model.source import LLAMAS
-
-PACKAGE = Path(__file__).parents[1]
 
 # (prompts, tokens of two further steps) → logits of a trial
 Trial = Callable[[Sequence[Ids], Tensor], Float[Tensor, "8 V"]]
@@ -159,7 +156,7 @@ def require_branching(model: PreTrainedModel) -> None:
             bf16=1e-1,
         )
     except Exception as error:  # whatever a model's own code raises
-        if out_of_memory(error) or raised_here(error):
+        if out_of_memory(error):
             raise
         fits = False
         why = f" ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
@@ -167,20 +164,6 @@ def require_branching(model: PreTrainedModel) -> None:
         raise Refused(
             f"{type(model).__name__}: keeps a state that sampling cannot branch; not supported{why}"
         )
-
-
-def raised_here(error: BaseException) -> bool:
-    """Whether this package's own code raised it, and not a library that it called.
-
-    What a library raises on a model's files is about these files. What our code raises is a fault
-    of ours, whichever files it was given.
-    """
-    last = error.__traceback__
-    if last is None:
-        return False
-    while last.tb_next is not None:
-        last = last.tb_next
-    return Path(last.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
 def _agree(model: PreTrainedModel, got: Trial, want: Trial, fp32: float, bf16: float) -> bool:
