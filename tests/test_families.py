@@ -39,13 +39,6 @@ from vgrout.tensor_types import Routed
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "pad_token_id": 0,
-}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "v_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 CONFIG = Config(scale=ScaleConfig(max_new=12, prompts_per_step=1))
@@ -154,7 +147,6 @@ MIXERS: dict[str, dict[str, Any] | None] = {
         "layer_types": ["linear_attention", "full_attention"],
         **LINEAR,
     },
-    "FalconH1": {"num_hidden_layers": 1, "mamba_d_ssm": 128, **MAMBA},
     "DeepseekV3": {"first_k_dense_replace": 2, **LATENT},
     "Mamba": None,
 }

@@ -3,7 +3,6 @@
 import importlib
 import re
 from dataclasses import replace
-from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,8 +20,6 @@ from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
-from vgrout.embedded import DATA_DIR
-from vgrout.model import svd_adapter
 from vgrout.model.lean_decoder import LeanDecoder
 from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
 from vgrout.model.memory import USUAL, WIDEST, plan
@@ -65,15 +62,6 @@ def test_weights_adapter_and_cache_are_counted_right(tmp_path):
     content = sum(f.stat().st_size for f in tmp_path.iterdir())
     header = 400 * len(adapter.sites)
     assert SHAPES.svd_cache_bytes(2) <= content <= SHAPES.svd_cache_bytes(2) + header
-
-
-def test_a_long_decomposition_says_how_far_it_is(monkeypatch):
-    """After 5 s, and each minute then: here a weight takes 20 s."""
-    clock, lines = count(0, 20), list[str]()
-    monkeypatch.setattr(svd_adapter.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(svd_adapter.logger, "info", lines.append)
-    SvdAdapter(small(), None)
-    assert lines[:3] == [f"SVD: {i} of 21 weights after {20 * (i + 1)} s" for i in (0, 4, 8)]
 
 
 def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(tmp_path, monkeypatch):
@@ -274,32 +262,7 @@ SAID = "out of memory on the GPU: 2.50 GiB more were needed"
                 ON_THE_HOST,
                 "the host: 64 bytes more .* a lower --max-new",
             ),
-            (
-                "iterative_dpo --base-model organism --output-dir o",
-                MemoryError(),
-                "on the host; .* a lower --max-new",
-            ),
             ("evaluate teacher.safetensors", ON_A_GPU, f"{SAID}; take a smaller model"),
-            (
-                "export.__main__ teacher.safetensors --out x",
-                ON_A_GPU,
-                f"{SAID}; take a smaller model",
-            ),
-            (
-                "direction.__main__ --model organism",
-                ON_THE_HOST,
-                "the host: 64 bytes more .* a smaller model",
-            ),
-            (
-                "teacher.__main__ --model organism --out x",
-                ON_A_GPU,
-                f"{SAID}; take a smaller model",
-            ),
-            (
-                f"organism.__main__ tune --model {DATA_DIR / 'model'} --out x --steps 1",
-                MemoryError(),
-                "a smaller model",
-            ),
         ],
         2,
     ),

@@ -286,11 +286,6 @@ def plan(
     return replace(made, activations=activations, kv=rows * step.sampled_row(), rows=rows)
 
 
-def needs_every_gradient(cfg: Config) -> bool:
-    """Whether the method needs each rollout's own gradient, in place of sums."""
-    return cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients"
-
-
 def plan_of(
     cfg: Config,
     shapes: Shapes,
@@ -321,7 +316,8 @@ def plan_of(
         prompts=cfg.scale.prompts_per_step,
         max_new=cfg.scale.max_new,
         routes=cfg.method.routes,
-        by_rollout=needs_every_gradient(cfg),
+        # each rollout's own gradient, in place of sums
+        by_rollout=cfg.method.spec.by_rollout or cfg.method.monitor_spec.reads == "gradients",
         prompt_tokens=prompt_tokens,
         room=room,
         beside=beside,

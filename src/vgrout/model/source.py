@@ -11,7 +11,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
@@ -109,15 +108,6 @@ def text_configuration(folder: Path) -> dict[str, object]:
     return inner if isinstance(inner, dict) else config
 
 
-def config_number(folder: Path, name: Literal["vocab_size", "num_hidden_layers"]) -> int | None:
-    """A number of a model's configuration: rows of its embedding, or how many blocks it has.
-
-    None: it is not there under the usual name. Raises as `configuration`.
-    """
-    value = text_configuration(folder).get(name)
-    return value if type(value) is int else None
-
-
 # Names of a configuration on which a window depends.
 WINDOW_NAMES = (
     "max_position_embeddings",
@@ -162,7 +152,10 @@ def require_fitting(
     prompts come from, for the message.
     """
     window = window_of(text_configuration(folder))
-    require_room(window, max_new)
+    if window is not None and window <= max_new:
+        raise Refused(
+            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
+        )
     tokenizer = read_tokenizer(folder)
     if not prompts or window is None or tokenizer is None:
         return
@@ -173,14 +166,6 @@ def require_fitting(
             if sum(lengths) <= room:
                 return
     raise none_fits(source, room)
-
-
-def require_room(window: int | None, max_new: int) -> None:
-    """Raises Refused, one line, if answers leave no room for a prompt in the model's window."""
-    if window is not None and window <= max_new:
-        raise Refused(
-            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
-        )
 
 
 def not_embedded(where: str, token: str, id: int, rows: int) -> Refused:
