@@ -82,35 +82,38 @@ def test_prompts_that_are_read_at_once_fit_what_may_be(monkeypatch):
     assert tokens(run(policy, [4, 0, 5])) == want
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_dropping_finished_rows_changes_no_token(family):
-    policy = tiny.policy(family)
-    dropped = run(policy, 7)
-    assert len({len(a.ids) for of_prompt in dropped for a in of_prompt}) > 2, (
-        "or nothing was dropped"
-    )
-    assert same(dropped, run(policy, 7, drop_finished=False), abs=1e-4)
+def one_at_a_time(policy: Policy, monkeypatch: pytest.MonkeyPatch, *args: Any, **kw: Any) -> Any:
+    """Answers that share nothing with each other, and leave no batch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "rows_at_once", lambda *_: 1)
+        return run(policy, *args, **kw)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_with_the_same_tokens_so_far_are_computed_once(family, monkeypatch):
-    """The answers' tree, node by node: as many slots a step as there are prefixes; the answers are those without it."""
+@pytest.mark.parametrize("begin_alike", [False, True])
+def test_rows_that_leave_and_tokens_that_are_shared_change_no_answer(
+    family, begin_alike, monkeypatch
+):
+    """The answers' tree, node by node: as many slots a step as there are prefixes."""
     policy, widths = tiny.policy(family), []
     kind = HfDecoder if family == "gemma2" else LeanDecoder
     step = kind.step
+    s = Sampling(temperature=0.2, top_k=2) if begin_alike else Sampling()
+    alone = one_at_a_time(policy, monkeypatch, 7, s)
     monkeypatch.setattr(
         kind, "step", lambda self, tokens: widths.append(len(tokens)) or step(self, tokens)
     )
-    few = Sampling(temperature=0.2, top_k=2)
-    together = run(policy, 9, few, max_new=20)
-    shared, widths[:] = list(widths), []
-    assert same(together, run(policy, 9, few, max_new=20, share_prefixes=False), abs=1e-5)
+    together = run(policy, 7, s)
+    assert same(together, alone, abs=1e-4)
+    answers = [(p, a.ids) for p, of_prompt in enumerate(together) for a in of_prompt]
     # transformers' cache is copied whole when a slot leaves: a few stay that nobody reads
     if policy.lean:
-        answers = [(p, a.ids) for p, of_prompt in enumerate(together) for a in of_prompt]
-        for t, width in enumerate(shared):
+        for t, width in enumerate(widths):
             assert width == len({(p, ids[: t + 1]) for p, ids in answers if len(ids) > t + 1})
-    assert sum(shared) < 0.9 * sum(widths), "they do begin alike, or nothing was tested"
+    if begin_alike:
+        assert sum(widths) < 0.9 * sum(len(ids) - 1 for _, ids in answers)
+    else:
+        assert len({len(ids) for _, ids in answers}) > 2, "or nothing was dropped"
 
 
 SIZES = ["small", "large", "large, no oneDNN", "large, static"]
@@ -157,12 +160,11 @@ def test_lean_policy_samples_the_same_tokens(large, graphs, monkeypatch):
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("how", [{}, {"share_prefixes": False}, {"drop_finished": False}])
-def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, how, monkeypatch):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, monkeypatch):
     """The device goes on with every row's token before the host has read it, once no rows share a slot."""
     policy = tiny.policy(family)
-    want = run(policy, 5, **how)
+    want = one_at_a_time(policy, monkeypatch, 5)
     ahead: list[int] = []
     step_ahead = sampler._Run._step_ahead
     monkeypatch.setattr(sampler, "overlaps", lambda _: True)
@@ -171,9 +173,9 @@ def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, how, 
         "_step_ahead",
         lambda self, drawn: ahead.append(len(drawn.tokens)) or step_ahead(self, drawn),
     )
-    assert same(run(policy, 5, **how), want, abs=1e-5)
+    assert same(run(policy, 5), want, abs=1e-4)
     assert len(ahead) > 5
-    assert (len(set(ahead)) > 1) == ("drop_finished" not in how), "rows leave on the way"
+    assert len(set(ahead)) > 1, "rows leave on the way"
 
 
 @pytest.mark.parametrize("answers", [1, 2])

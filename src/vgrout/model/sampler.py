@@ -68,8 +68,6 @@ def sample(
     on_finish: OnFinish | None = None,
     *,
     whole_prompts: bool = False,
-    drop_finished: bool = True,
-    share_prefixes: bool = True,
 ) -> list[list[Completion]]:
     """n completions (or n[i]) of each prompt, at most max_new tokens each: one list a prompt.
 
@@ -79,9 +77,6 @@ def sample(
     rank that has sampled it, so that grading runs beside sampling.
 
     whole_prompts: all completions of a prompt are sampled on one rank.
-
-    For tests and benchmarks: without drop_finished, finished rows stay in the batch; without
-    share_prefixes, every row is computed by itself.
 
     Raises:
         Diverged: the model's logits are not finite.
@@ -107,7 +102,7 @@ def sample(
             turn = slice(start, min(start + at_once, own.stop))
             prompt_of = [prompt for prompt, _ in rows[turn]]
             run = _Run(policy, prompts, prompt_of, sampling, noise[turn].to(policy.device))
-            for i, answer in run.finish_all(drop_finished, share_prefixes):
+            for i, answer in run.finish_all():
                 prompt, index = rows[start + i]
                 answers[prompt, index] = answer
                 if on_finish is not None:
@@ -153,19 +148,12 @@ class _Run:
         self.drawn: list[list[Drawn]] = [[] for _ in range(n)]
         self.overlaps = overlaps(policy.device)
 
-    def finish_all(
-        self,
-        drop_finished: bool,
-        share_prefixes: bool,
-    ) -> Iterator[tuple[int, Completion]]:
+    def finish_all(self) -> Iterator[tuple[int, Completion]]:
         """Yields (row, completion) as rows end."""
         max_new, n = self.noise.shape
         # the rows in the batch, and the slot that each continues
         rows, slots = list(range(n)), self.first_slots
         at = self._index(rows)
-        # More slots cost a GPU less than waiting does to see which rows have drawn the same token.
-        share_prefixes = share_prefixes and not self.overlaps
-        ended: set[int] = set()
         for t in range(max_new):
             is_last = t + 1 == max_new
             drawn = self._draw(at, self._index(slots), t)
@@ -177,39 +165,31 @@ class _Run:
             if is_ahead:
                 self._step_ahead(drawn)
             tokens = self._record(rows, drawn)
-            for row, token in zip(rows, tokens, strict=True):
+            stay: list[int] = []
+            for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
                 is_eos = token in self.policy.eos_ids
-                if (is_eos or is_last) and row not in ended:
-                    ended.add(row)
+                if is_eos or is_last:
                     yield row, self._answer(row, finished=is_eos)
-            if len(ended) == n:
+                else:
+                    stay.append(i)
+            if not stay:
                 return
-            if drop_finished:
-                stay = [i for i, row in enumerate(rows) if row not in ended]
-                if len(stay) < len(rows):
-                    rows = [rows[i] for i in stay]
-                    slots = [slots[i] for i in stay]
-                    tokens = [tokens[i] for i in stay]
-                    at = self._index(rows)
-            if is_ahead:
-                slots = self._drop_unread(slots)
-                continue
-            slots = self._advance(rows, slots, tokens, share_prefixes)
+            if len(stay) < len(rows):
+                rows = [rows[i] for i in stay]
+                slots = [slots[i] for i in stay]
+                tokens = [tokens[i] for i in stay]
+                at = self._index(rows)
+            slots = self._drop_unread(slots) if is_ahead else self._advance(rows, slots, tokens)
 
-    def _advance(
-        self,
-        rows: list[int],
-        slots: list[int],
-        tokens: list[int],
-        share_prefixes: bool,
-    ) -> list[int]:
+    def _advance(self, rows: list[int], slots: list[int], tokens: list[int]) -> list[int]:
         """Append every row's token; returns each row's new slot.
 
-        Rows of one slot that have drawn the same token go on as one.
+        Rows of one slot that have drawn the same token go on as one. Not on a GPU: more slots cost
+        it less than waiting does to see which rows have drawn the same token.
         """
         children: dict[tuple[int, int], int] = {}  # (slot, token), or (slot, row) → child
         child_of: list[int] = []
-        for slot, branch in zip(slots, tokens if share_prefixes else rows, strict=True):
+        for slot, branch in zip(slots, rows if self.overlaps else tokens, strict=True):
             child_of.append(children.setdefault((slot, branch), len(children)))
         parents = [slot for slot, _ in children]
         slot_of_child, sources = self._make_room(parents)
