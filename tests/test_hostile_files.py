@@ -203,10 +203,6 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (without("config.json"), "without config.json"),
     "no weights": (without("model.safetensors"), "no model.safetensors"),
     "no tokenizer": (without("tokenizer.json"), "no tokenizer.json in it"),
-    "no tokenizer at all": (
-        without("tokenizer.json", "tokenizer_config.json"),
-        "no tokenizer.json in it",
-    ),
     "no settings of the tokenizer": (
         without("tokenizer_config.json"),
         "no tokenizer_config.json in it",
@@ -215,26 +211,16 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a config": (cut("config.json"), "config.json"),
     "half the weights": (cut("model.safetensors"), "not a readable safetensors file"),
     "half a tokenizer": (cut("tokenizer.json"), "is no usable tokenizer"),
-    "half the settings of the tokenizer": (cut("tokenizer_config.json"), "tokenizer_config.json"),
     "half the generation settings": (
         lambda m: (m / "generation_config.json").write_text('{"eos_token_id": [1, 5'),
         "generation_config.json",
     ),
-    "half a list of special tokens": (
-        lambda m: (m / "special_tokens_map.json").write_text('{"eos_to'),
-        "special_tokens_map.json",
-    ),
     "an empty template": (cut("chat_template.jinja", 0), "no chat template in it"),
-    "an empty tokenizer": (cut("tokenizer.json", 0), "is no usable tokenizer"),
     "a tokenizer without tokens": (
         lambda m: edit(
             m / "tokenizer.json", "model", value={"type": "BPE", "vocab": {}, "merges": []}
         ),
         "has no tokens for a text",
-    ),
-    "a vocabulary without its merges": (
-        lambda m: ((m / "tokenizer.json").unlink(), (m / "vocab.json").write_text("{}")),
-        "no tokenizer.json in it",
     ),
     "regex": (
         lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
@@ -243,12 +229,8 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 WHOLE: dict[str, Callable[[Path], object]] = {
     "all": lambda m: None,
-    "no generation settings": lambda m: (m / "generation_config.json").unlink(missing_ok=True),
     "a template in the settings": template_of_settings("{{ messages[0]['content'] }}"),
     "several templates": template_of_settings([{"name": "default", "template": "{{ messages }}"}]),
-    "a tag of transformers alone": lambda m: (m / "chat_template.jinja").write_text(
-        "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}{% break %}"
-    ),
 }
 
 
