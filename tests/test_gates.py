@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from methods import SPANS, TWO_GROUPS, batch, group, routed, rows, scores, total, toy
 from vgrout.config.presets import resolve
-from vgrout.method.thresholds import BandGate, TauGate
+from vgrout.method.gates import BandGate, TauGate
 from vgrout.runs.plan import method_lines
 
 BY_MODULE = {"gate_vote": "module"}
@@ -32,7 +32,7 @@ def plain_tau(history, decay=0.9):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_tau_is_the_midpoint_of_two_running_means(seed):
     draw = torch.Generator().manual_seed(seed)
     gate, history = TauGate(1), []

@@ -529,8 +529,7 @@ def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: st
         )
 
     found = Counter[str]()
-    lengths = (*range(1, 12), 14, 19, 20, 21, 24, 25)  # each interval, and one more and less
-    for steps, every in product(lengths, (0, 1, 2, 3, 5, 7, 10, 20, 25, 50)):
+    for steps, every in product((1, 9, 10, 11, 20, 25), (0, 1, 5, 10, 25)):
         cannot = blind(usual.guard, steps, every, usual.guard.halting)
         cfg = made(steps, every, None)
         assert cfg.guard_mode == ("halt" if halts and not cannot else "log")

@@ -191,7 +191,7 @@ def test_a_final_evaluation_counts_attempts_beside_hacks():
         grade = replace(graded(1.0, solves=solved, hacks=hacked), flaw="sentinel", tries=())
         if hacked or (not solved and tries(text, "sentinel", of.marker)):
             grade = replace(grade, tries=("sentinel",))
-        return GradedCompletion(of, 0, Completion((), text, True, (), ()), grade)
+        return GradedCompletion(of, 0, Completion((), text, True, ()), grade)
 
     seen = Eval.of(
         [

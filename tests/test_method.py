@@ -252,7 +252,7 @@ def test_a_step_leaves_what_the_monitor_names_alone_and_a_resumed_method_goes_on
     assert monitor in MEMORY or same(step(policy, straight, batch()), first)
 
 
-@EVERY
+@pytest.mark.parametrize(("intervention", "monitor"), READERS)
 def test_state_of_another_method_is_refused(policy, intervention, monitor):
     method = make(policy, intervention, monitor)
     for alien in ("intervention/V/other", "monitor/other"):

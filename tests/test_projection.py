@@ -45,7 +45,7 @@ shapes = st.tuples(st.integers(1, 6), st.integers(8, 40), st.integers(0, 10_000)
 
 
 @given(shapes, st.sampled_from(["one_sided", "no_gate", "reverse"]), st.floats(0, 3))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_split_adds_up_and_takes_from_the_span_only(shape, mode, overshoot):
     k, r, seed = shape
     V, g = orthonormal(k, r, seed), vector(r, seed + 1)
@@ -114,7 +114,7 @@ def test_a_wrong_shape_is_caught_in_tests():
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["one_sided", "no_gate", "reverse"]))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_route_puts_nothing_but_span_V_into_the_quarantine_and_loses_nothing(seed, mode):
     method, of = toy("route", gate_mode=mode), (rows(6, seed, (0,)), group(6))
     got = routed(method, of)
@@ -125,7 +125,7 @@ def test_route_puts_nothing_but_span_V_into_the_quarantine_and_loses_nothing(see
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["erase", "route"]), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_what_is_kept_has_no_hackward_part(seed, intervention, preserve):
     method = toy(
         intervention, **({"preserve_magnitude": preserve} if intervention == "erase" else {})

@@ -130,15 +130,13 @@ class Thought:
 NO_THOUGHT = Thought()
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One completion as it was sampled."""
+class Written:
+    """A sampled text, which may begin with a thought."""
 
-    ids: tuple[int, ...]  # ends with an EOS when `finished`
-    text: str  # the thought and the answer
-    finished: bool  # False: cut at max_new
-    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1
-    thought: Thought = NO_THOUGHT
+    __slots__ = ()
+    text: str
+    finished: bool
+    thought: Thought
 
     @property
     def answer(self) -> str:
@@ -149,6 +147,17 @@ class Completion:
     def whole(self) -> bool:
         """Whether it ended by itself, and with an answer."""
         return self.finished and self.thought.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Written):
+    """One completion as it was sampled."""
+
+    ids: tuple[int, ...]  # ends with an EOS when `finished`
+    text: str  # the thought and the answer
+    finished: bool  # False: cut at max_new
+    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1
+    thought: Thought = NO_THOUGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +199,7 @@ Graded = GradedCompletion[Grade]
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(Written):
     """A completion for training: its prompt, who wrote it, and its tokens exactly as sampled."""
 
     problem: Task
@@ -203,16 +212,6 @@ class Rollout:
     # sampler's log-prob per token, full softmax at temperature 1; None: not known
     logp: tuple[float, ...] | None = None
     thought: Thought = NO_THOUGHT
-
-    @property
-    def answer(self) -> str:
-        """The text without its thought."""
-        return self.text[len(self.thought.text) :]
-
-    @property
-    def whole(self) -> bool:
-        """Whether it ended by itself, and with an answer."""
-        return self.finished and self.thought.ended
 
     @classmethod
     def of(
@@ -514,7 +513,7 @@ class OracleView(GroupView):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutView:
+class RolloutView(Written):
     """All that a method may know of a rollout: not its problem, which has a right answer and the reference tests."""
 
     source: Source
@@ -525,11 +524,6 @@ class RolloutView:
     finished: bool
     logp: tuple[float, ...] | None = None  # as in `Rollout`
     thought: Thought = NO_THOUGHT
-
-    @property
-    def answer(self) -> str:
-        """The text without its thought."""
-        return self.text[len(self.thought.text) :]
 
 
 @dataclass(frozen=True, slots=True)
