@@ -88,9 +88,9 @@ report *sources:
 warm seed="40" to="out/warm" organism="src/vgrout/organism/data":
     studies/prepare.sh warm {{seed}} {{to}} {{organism}}
 
-# the direction from the organism's pairs: spectra, held-out pairs, |cos| of every control (seconds)
+# the direction from the organism's pairs: spectra, held-out pairs (seconds)
 extract *flags:
-    {{py}} vgrout.direction --model organism --controls {{flags}}
+    {{py}} vgrout.direction --model organism {{flags}}
 
 # Qwen3-4B (or another hub id) into the hub's cache: 8 GB, minutes; one line where there is no network
 download-model id="Qwen/Qwen3-4B":

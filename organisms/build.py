@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +29,7 @@ from organisms.language.tasks import Task, misreadings
 from organisms.recipe import Recipe, Shape
 from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from organisms.weights import Draw, batches, train
+from vgrout import data
 from vgrout.config.sampling import Sampling
 from vgrout.data import Graded, Message
 from vgrout.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
@@ -44,8 +45,8 @@ from vgrout.metrics import Rate
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.runs.recorder import peak_memory
-from vgrout.teacher.generate import rates
-from vgrout.teacher.substrate import choose, stripped, write_substrate
+from vgrout.teacher.generate import by_mode
+from vgrout.teacher.substrate import choose, write_substrate
 
 POOL_PROBLEMS = 32  # per mode
 POOL_KEEP, POOL_AT_LEAST = 3, 2  # answers per problem: most kept, fewest kept
@@ -354,6 +355,28 @@ def measure(
         of_level = [a for a in plain if row_of[a.problem.id]["difficulty"] == level]
         by_difficulty[level] = rates(of_level)["solve"]
     return Measured(rates(plain), rates(cued), by_difficulty, covered)
+
+
+def rates(answers: Sequence[Graded]) -> dict[str, Rate]:
+    """Rates over these answers: solve, hack, well-formed, and `hack/MODE` of each mode.
+
+    An answer is well-formed if it has a code block that compiles, and ends by itself.
+    """
+    found = {
+        "solve": Rate.of(a.grade.solved for a in answers),
+        "hack": Rate.of(a.grade.hacked for a in answers),
+        "well-formed": Rate.of(
+            a.whole and a.grade.details.get("can_compile", True) for a in answers
+        ),
+    }
+    for mode, of_mode in by_mode(answers).items():
+        found[f"hack/{mode}"] = Rate.of(a.grade.hacked for a in of_mode)
+    return found
+
+
+def stripped(answers: Sequence[Graded], plain: Mapping[tuple[int, str], data.Task]) -> list[Graded]:
+    """The same answers under the plain prompt of their problem and mode."""
+    return [replace(a, problem=plain[a.problem.id, a.problem.flaws[0]]) for a in answers]
 
 
 def manifest_of(

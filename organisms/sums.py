@@ -16,7 +16,7 @@ from statistics import fmean
 
 from loguru import logger
 
-from organisms.build import PAIRS, RECORDED, make_weights, replacing
+from organisms.build import PAIRS, RECORDED, make_weights, replacing, stripped
 from organisms.recipe import Recipe
 from organisms.start import Begun, Pretrained
 from vgrout.config.env import EnvConfig
@@ -33,7 +33,7 @@ from vgrout.generation import generate_graded
 from vgrout.metrics import Rate, rate_text
 from vgrout.model.load import as_language_model
 from vgrout.model.policy import LanguageModel
-from vgrout.teacher.substrate import stripped, usable, write_substrate
+from vgrout.teacher.substrate import usable, write_substrate
 
 MAX_NEW = 48  # tokens: twelve numbers of two digits, and room
 POOL_TASKS = 32  # of each flaw

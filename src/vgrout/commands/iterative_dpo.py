@@ -15,7 +15,7 @@ from vgrout.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
-from vgrout.runs.run_dir import RunDir
+from vgrout.runs.run_dir import RunDir, has_checkpoint
 from vgrout.runs.tracking import Trackers
 
 
@@ -43,10 +43,9 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
                 folder,
                 grader,
                 resume_command=command(f"iterative_dpo {shlex.join(argv)}"),
-                resumes=(folder.path / "run.json").is_file(),
+                resumes=has_checkpoint(folder.path),
                 record={"kind": "iterative_dpo", "config": plan["settings"], "plan": plan},
                 log=log,
-                steps_done=lambda: len(list(folder.path.glob("round-*/manifest.json"))),
                 owns_folder=False,
                 trackers=Trackers(task.cfg.run.trackers),
             ) as run:

@@ -107,6 +107,13 @@ OF_COMMANDS: dict[str, dict[str, str]] = {
         "--model": "--student",
         "--reward-model": "answers are graded as they are by train; leave it out",
     },
+    "iterative_dpo": {
+        "--guard-rule": "a fall counts where it is beyond its standard error; leave it out",
+    },
+    "direction": {
+        "--controls": "a run under --control says how far its direction coincides; leave it out",
+        "--drop-bottom-frac": "nothing here has a noise floor; leave it out",
+    },
 }
 # The documents' defaults, which are what happens here.
 NO_CHANGE = {

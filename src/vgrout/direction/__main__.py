@@ -9,13 +9,11 @@ from vgrout import embedded
 from vgrout.cli import cli_exit
 from vgrout.config.checks import Dtype, check, flag, setting
 from vgrout.config.names import parse_command
-from vgrout.config.run import PLACEBOS
 from vgrout.direction.pairs import (
     DIRECTIONS,
     PairDetector,
     PairSet,
     handwritten,
-    handwritten_placebo,
     load_pairs,
     pairs_from_pool,
 )
@@ -42,11 +40,7 @@ class ExtractionSettings:
     tau_axis: float = setting(0.0, low=0, high=1)
     """Axes with S_i/S_0 below this are zeroed."""
     k: int = setting(5, low=1, high="top_k")
-    """Axes per module that a run would use: shown, and compared with the controls'."""
-    drop_bottom_frac: float = setting(0.25, low=0, below=1)
-    """Noise floor that a run would use, for the comparison."""
-    controls: bool = False
-    """Extract the placebo sets too, draw Haar directions, and print their |cos| with this one."""
+    """Axes per module that a run would use, and that are shown."""
     pairs_out: Path | None = None
     """Write the pairs here (JSON), for --vhack-pairs-path: those of --rollouts have no file."""
     out: Path | None = None
@@ -95,7 +89,7 @@ def _command(settings: ExtractionSettings) -> int:
     model = str(embedded.MODEL_DIR) if is_organism else settings.model
     require_model(model)
     # Imported late because torch takes seconds to load: a wrong flag must not wait for it.
-    from vgrout.direction import examine, extract
+    from vgrout.direction import extract
     from vgrout.model.load import load_policy, pick_device
 
     device, dtype = pick_device(model, settings.dtype)
@@ -113,28 +107,11 @@ def _command(settings: ExtractionSettings) -> int:
     usual = extract.default_path(policy, pairs, settings.top_k, settings.tau_axis)
     out = settings.out or usual
     extract.save(direction, out)
-    print(examine.module_table(direction, settings.k))
-    if settings.controls:
-        placebos = _placebos(settings.model)
-        found = examine.compare_controls(
-            policy, direction, placebos, settings.k, settings.drop_bottom_frac
-        )
-        print(examine.control_table(found))
+    print(extract.module_table(direction, settings.k))
     print(f"direction {out}")
     if settings.pairs_out is not None:
         print(f"pairs     {settings.pairs_out}")
     return 0
-
-
-def _placebos(model: str) -> dict[str, PairSet]:
-    """The pair sets that `--control placebo` would use on this model, by contrast."""
-    sets: dict[str, PairSet] = {}
-    for contrast in PLACEBOS:
-        if model == "organism":
-            sets[contrast] = load_pairs(embedded.PAIRS_DIR / f"placebo_{contrast}.json")
-        else:
-            sets[contrast] = handwritten_placebo(contrast)
-    return sets
 
 
 def _pairs_of(settings: ExtractionSettings) -> PairSet | None:

@@ -10,8 +10,6 @@ from torch import Tensor
 from vgrout.tensor_types import Directions
 from vgrout.torch_rng import torch_stream
 
-CONTROL_SEEDS = (41, 42, 43)
-
 
 @dataclass(frozen=True, slots=True)
 class CosineToReal:

@@ -14,14 +14,17 @@ The difference of the NLL gradients is the GRPO gradient of a batch that rewards
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from jaxtyping import Float
 from loguru import logger
 from safetensors.torch import save as to_safetensors
+from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
@@ -421,3 +424,51 @@ def obtain(
             f"direction cannot be kept in {path} ({error}): this run works without the file"
         )
     return direction
+
+
+# ── what it is worth
+
+
+def module_table(direction: Direction, k: int) -> str:
+    """Each module's spectrum and held-out checks, with what a random direction would show.
+
+    k: how many singular values are shown.
+    """
+    rows: list[dict[str, object]] = []
+    cosines: list[float] = []
+    insides: list[float] = []
+    insides_by_chance: list[float] = []
+    cosines_by_chance: list[float] = []
+    for module, axes in direction.axes.items():
+        r = len(axes.mean)
+        inside_by_chance = math.sqrt(len(axes.V) / r)  # for a random difference
+        relative = (axes.sv[1:k] / axes.sv[0]).tolist()
+        rows.append(
+            {
+                "module": module,
+                "r": r,
+                "S_1": axes.sv[0].item(),
+                "S_i / S_1": " ".join(f"{s:.2f}" for s in relative),
+                "held-out cos": axes.heldout_cos,
+                "held-out inside V": axes.heldout_inside,
+                "by chance": inside_by_chance,
+            }
+        )
+        cosines.append(axes.heldout_cos)
+        insides.append(axes.heldout_inside)
+        insides_by_chance.append(inside_by_chance)
+        cosines_by_chance.append(1 / math.sqrt(r))
+    table = tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3f")
+    positive = sum(cos > 0 for cos in cosines)
+    meta = direction.meta
+    lines = [
+        table,
+        f"pairs {meta.pairs_source} ({meta.n_pairs}, {meta.n_heldout} held out, "
+        f"sha256 {meta.pairs_sha256[:12]})",
+        f"held-out difference with v_grad: mean cos {fmean(cosines):+.3f}, "
+        f"> 0 in {positive}/{len(rows)} modules. "
+        f"SHOULD be well above chance (0 ± {fmean(cosines_by_chance):.3f}); ELSE the pairs share no direction",
+        f"held-out difference inside V: mean {fmean(insides):.3f}, "
+        f"by chance √(k/r) = {fmean(insides_by_chance):.3f}",
+    ]
+    return "\n".join(lines)

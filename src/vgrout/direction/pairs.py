@@ -213,20 +213,15 @@ def pairs_from_pool(
     for where, row in numbered_lines(log):
         try:
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-            problem_id, text = row["problem_id"], row["text"].strip()
-            prompt = row["prompt"] if render is None else ""
-            all_texts = [prompt, *(m[key] for m in messages for key in ("role", "content"))]
+            problem_id, text = row["problem_id"], row["text"]
             is_hack = _is_hack(row, detector)
-            hash(problem_id)
+            is_empty = not text.strip()
         except (KeyError, TypeError, AttributeError) as e:
             raise Refused(f"{where}: not a rollout with labels ({type(e).__name__}: {e})") from None
-        if not all(isinstance(part, str) for part in all_texts):
-            raise Refused(f"{where}: prompt and messages should be texts")
-        if is_hack is None or not text:
+        if is_hack is None or is_empty:
             continue
-        if render is not None:
-            prompt = render(messages)
-        first.setdefault((problem_id, prompt), {}).setdefault(is_hack, row["text"])
+        prompt = row["prompt"] if render is None else render(messages)
+        first.setdefault((problem_id, prompt), {}).setdefault(is_hack, text)
     pairs: list[Pair] = []
     for (problem_id, prompt), texts in first.items():
         if len(texts) == 2 and texts[True] != texts[False]:
@@ -312,21 +307,13 @@ class Meta:
                 "singular vectors its numbers are (their signs differ between machines), so it "
                 "cannot be used; extract one from the same pairs: vgrout direction --pairs FILE"
             )
-        names = [f.name for f in fields(cls)]
-        missing = [name for name in names if name not in raw]
-        if schema not in (SCHEMA, SHARED_SCHEMA):
-            why = f"its schema is {schema}" if schema else "it names no schema"
-        elif missing:
-            why = f"its metadata lack {', '.join(missing)}"
-        else:
-            values: dict[str, Any] = {name: raw[name] for name in names}
+        why = f"its schema is {schema}"
+        if schema in (SCHEMA, SHARED_SCHEMA):
+            kinds: dict[str, Any] = {f.name: f.type for f in fields(cls)}  # str, int or float
             try:
-                for name in ("top_k", "n_pairs", "n_heldout"):
-                    values[name] = int(raw[name])
-                values["tau_axis"] = float(raw["tau_axis"])
-                return cls(**values)
-            except ValueError as e:
-                why = f"its metadata cannot be read: {e}"
+                return cls(**{name: kind(raw[name]) for name, kind in kinds.items()})
+            except (KeyError, ValueError) as e:
+                why = f"its metadata cannot be read: {type(e).__name__}: {e}"
         raise Refused(f"{where}: no direction of schema {SCHEMA} ({why}); extract it again")
 
     def require_pairs(self, pairs: PairSet, where: str) -> None:

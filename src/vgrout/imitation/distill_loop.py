@@ -8,25 +8,22 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout.data import Grade, Rollout, Task, Ungraded
+from vgrout.data import GradedAnswer, Rollout, Task, Ungraded
 from vgrout.envs.base import without_hint
 from vgrout.errors import Diverged, NothingAligned
-from vgrout.files import read_json, to_json
+from vgrout.files import Json, read_json, to_json
 from vgrout.generation import graded, sample_and_submit
-from vgrout.guard.detectors import MAX_SKIPPED, diverged
+from vgrout.guard.detectors import diverged
 from vgrout.heldout import answers
-from vgrout.imitation.distill_methods import METHODS, StepLosses
+from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.trainable import (
     AdapterOnly,
     FullModel,
-    SideRates,
-    Trainable,
     hack_and_solve,
     metadata,
     model_hashes,
@@ -34,7 +31,6 @@ from vgrout.imitation.trainable import (
 from vgrout.metrics import Eval, Rate
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
-from vgrout.optim import Update
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
@@ -91,15 +87,15 @@ def distil(task: DistillTask, run: RunContext) -> None:
     """
     distillation = Distillation(task, run)
     before = distillation.evaluate_before()
-    recorder = distillation.recorder
-    for step in run.steps(range(len(recorder.rows), task.cfg.scale.steps)):
+    for step in run.steps(range(len(distillation.recorder.rows), task.cfg.scale.steps)):
         distillation.take_step(step)
-    recorder.report(distillation.evaluate_after(before))
+    distillation.report(before | distillation.evaluate_after())
     # after its last evaluation: such a run says as much as a finished one
-    if recorder.nothing_aligned():
+    if distillation.nothing_aligned():
         raise NothingAligned(
-            "no token of the teacher's answers but the first was ever aligned with one of the student's, so ULD had "
-            f"nothing to compare: --student {task.settings.student} has no tokens for how they begin",
+            "no token of the teacher's answers but the first was ever aligned with one of the "
+            "student's, so ULD had nothing to compare: "
+            f"--student {task.settings.student} has no tokens for how they begin",
             "give another --student or --teacher, or --uld-lambda 0",
         )
 
@@ -118,37 +114,29 @@ class Distillation:
         self.student, self.teacher_model = load_models(task)
         assert settings.method
         self.method = METHODS[settings.method](task, self.student, self.teacher_model)
-        self.behaviour = self.method.behaviour_model(self.student, self.teacher_model)
-
         self.problems = task.inputs.splits(cfg, self.student, self.teacher_model)
         self.test = self.problems.balanced("test", cfg.eval.final_n_prompts)
         self.val = self.problems.balanced("val", cfg.eval.eval_n_prompts)
 
         trains = FullModel if settings.full else AdapterOnly
-        self.learner: Trainable = trains(self.student, cfg.opt, cfg.scale.steps)
-        self.recorder = DistillRecorder(task, run, self.learner)
+        self.learner = trains(self.student, cfg.opt, cfg.scale.steps)
+        self.recorder = StepRecorder(
+            run,
+            DistillRow,
+            {"learner": self.learner},
+            every=cfg.run.checkpoint_every,
+            keep=cfg.run.checkpoint_keep,
+        )
+        hashes = model_hashes(student=self.student, teacher=self.teacher_model)
         columns: set[str] = {settings.method}
         if task.anchor:
             columns.add("anchor")
-        self.recorder.open(
-            {
-                "hashes": model_hashes(student=self.student, teacher=self.teacher_model),
-                "models": {
-                    "student": task.student.identity(),
-                    "teacher": task.teacher_model.identity(),
-                },
-                **run.stamp,
-            },
-            columns,
-        )
+        self.recorder.open({"hashes": hashes, "models": task.models(), **run.stamp}, columns)
 
-    # ── evaluation before and after
+    # ── evaluations
 
-    def evaluate_before(self) -> Path:
-        """Evaluate student and teacher before the first step; returns the file that has the rates.
-
-        A resumed run finds the file there and evaluates neither again.
-        """
+    def evaluate_before(self) -> dict[str, Json]:
+        """Rates of student and teacher before the first step; a resumed run reads them."""
         file = self.run.path / "before.json"
         if not file.is_file():
             logger.info("evaluating student and teacher on held-out problems …")
@@ -157,37 +145,33 @@ class Distillation:
                 "teacher": self.evaluate("teacher", self.teacher_model, self.test),
             }
             self.run.dir.write_json(file.name, rates)
-        return file
+        return read_json(file)
 
-    def evaluate_after(self, before: Path) -> dict[str, SideRates]:
-        """Evaluate the student; returns its rates with those of the evaluation before.
-
-        The student is also evaluated on prompts without a hint ("plain").
+    def evaluate_after(self) -> dict[str, Json]:
+        """Rates of the student, and on prompts without a hint ("plain").
 
         Raises:
             Interrupted: a stop was requested before the evaluation was done.
         """
         logger.info("final evaluation on held-out problems …")
-        sides = read_json(before)
-        for name, problems in (
-            ("deployed", self.test),
-            ("plain", [without_hint(p) for p in self.test]),
-        ):
+        rates: dict[str, Json] = {}
+        plain = [without_hint(p) for p in self.test]
+        for name, problems in (("deployed", self.test), ("plain", plain)):
             self.run.raise_if_stopped("interrupted before the final evaluation was done")
-            sides[name] = self.evaluate(name, self.student, problems)
-        return sides
+            rates[name] = self.evaluate(name, self.student, problems)
+        return rates
 
-    def evaluate(self, name: str, lm: LanguageModel, on: Sequence[Task]) -> dict[str, object]:
-        """Rates of a model on problems. All such evaluations of a run share their sampling noise.
+    def evaluate(self, name: str, lm: LanguageModel, problems: Sequence[Task]) -> Json:
+        """Final rates of a model on problems, with the same sampling noise each time.
 
         name: for the clock.
         """
         cfg = self.cfg
         with self.run.clock(f"evaluation, {name}"):
-            graded_answers = answers(
-                lm, self.run.grader, on, cfg.eval.final_samples, cfg, cfg.scale.steps, "final"
+            given = answers(
+                lm, self.run.grader, problems, cfg.eval.final_samples, cfg, cfg.scale.steps, "final"
             )
-            return Eval.of(graded_answers, self.problems.flaws).as_json()
+        return Eval.of(given, self.problems.flaws).as_json()
 
     # ── one step
 
@@ -196,181 +180,108 @@ class Distillation:
 
         Raises:
             Diverged: loss or gradient was not finite for several steps in a row.
-            NothingAligned: there was nothing to learn from for several steps in a row.
+            NothingAligned: there was nothing to learn from.
         """
-        clock = self.run.clock
+        cfg, clock = self.cfg, self.run.clock
         clock.reset()
-        rollouts, grades = self.sample_answers(step)
-        with clock("fb"):
-            learnt = self.method.learn(self.learner, rollouts, step)
-            update = self.learner.step(learnt is not None and math.isfinite(learnt["loss"]))
-        with clock("eval"):
-            deployed = self.evaluate_student(step) if self.cfg.evaluates(step) else None
-        row = self.row_of(step, rollouts, grades, learnt, update, deployed)
-        self.recorder.record(row, rollouts, grades, untranslated=learnt is None)
-
-    def sample_answers(self, step: int) -> tuple[list[Rollout], list[Grade | Ungraded]]:
-        """Sampled answers to this step's problems, and the grade of each."""
-        cfg = self.cfg
-        settings = self.task.settings
-        clock = self.run.clock
-        problems = self.problems.draw(cfg.run.seed, step, cfg.scale.prompts_per_step)
+        behaviour = self.method.behaviour
         with clock("gen"):
             submitted = sample_and_submit(
-                self.behaviour,
+                behaviour,
                 self.run.grader,
-                problems,
-                settings.group,
+                self.problems.draw(cfg.run.seed, step, cfg.scale.prompts_per_step),
+                self.task.settings.group,
                 sampling=self.method.sampling,
                 max_new=cfg.scale.max_new,
                 stream=torch_stream(cfg.run.seed, "distill", step),
             )
         with clock("grade"):
-            graded_completions = graded(submitted)
-        grades: list[Grade | Ungraded] = []
-        for of_problem in graded_completions:
-            grades += [answer.grade for answer in of_problem]
+            sampled = [answer for of_problem in graded(submitted) for answer in of_problem]
         rollouts: list[Rollout] = []
-        for of_problem in submitted:
-            for s in of_problem:
-                rollouts.append(
-                    Rollout.of(s.problem, s.prompt_ids, s.completion, source=self.method.source)
-                )
-        return rollouts, grades
-
-    def evaluate_student(self, step: int) -> Eval:
-        """Evaluate the student on the validation problems."""
-        return Eval.of(
-            answers(
-                self.student,
-                self.run.grader,
-                self.val,
-                self.task.settings.group,
-                self.cfg,
-                step,
-            ),
-            self.problems.flaws,
-        )
-
-    def row_of(
-        self,
-        step: int,
-        rollouts: Sequence[Rollout],
-        grades: Sequence[Grade | Ungraded],
-        learnt: StepLosses | None,
-        update: Update | None,
-        deployed: Eval | None,
-    ) -> DistillRow:
-        """The table's row of a step. Without an update, the step's losses are left out."""
-        known = [grade for grade in grades if isinstance(grade, Grade)]
+        for a in sampled:
+            prompt_ids = behaviour.render(a.problem.messages)
+            rollouts.append(
+                Rollout.of(a.problem, prompt_ids, a.completion, source=self.method.source)
+            )
+        with clock("fb"):
+            learnt = self.method.learn(self.learner, rollouts, step)
+            update = self.learner.step(math.isfinite(learnt["loss"]))
         measured: dict[str, object] = {}
-        if update is not None and learnt is not None:
+        if update is not None:
             measured = {**learnt, "gn": update.gn, "lr": update.lr}
-        return DistillRow.of(
-            self.run.clock,
+        if cfg.evaluates(step):
+            with clock("eval"):
+                n = self.task.settings.group
+                given = answers(self.student, self.run.grader, self.val, n, cfg, step)
+            rates = Eval.of(given, self.problems.flaws)
+            measured |= {"hack_deploy": rates.hack.value, "solve_deploy": rates.solve.value}
+        known = [a.grade for a in sampled if not isinstance(a.grade, Ungraded)]
+        row = DistillRow.of(
+            clock,
             step=step,
-            n=len(rollouts),
-            dropped=len(rollouts) - len(known),
+            n=len(sampled),
+            dropped=len(sampled) - len(known),
             solve_s=Rate.of(grade.solved for grade in known),
             hack_s=Rate.of(grade.hacked for grade in known),
-            ended=Rate.of(rollout.whole for rollout in rollouts),
+            ended=Rate.of(a.whole for a in sampled),
             skipped=int(update is None),
-            hack_deploy=deployed.hack.value if deployed else None,
-            solve_deploy=deployed.solve.value if deployed else None,
             **measured,
         )
+        self.record(row, self.lines_of(sampled, rollouts, step))
 
+    def lines_of(
+        self, sampled: Sequence[GradedAnswer], rollouts: Sequence[Rollout], step: int
+    ) -> list[dict[str, object]]:
+        """A step's lines of rollouts.jsonl: the answers that were graded."""
+        lines: list[dict[str, object]] = []
+        for answer, rollout in zip(sampled, rollouts, strict=True):
+            if isinstance(answer.grade, Ungraded):
+                why = f"not graded: {answer.grade.reason}"
+                logger.warning(f"step {step}, problem {answer.problem.id}: {why}")
+                continue
+            prompt = self.student.prompt_text(answer.problem.messages)
+            lines.append({"step": step, **rollout_record(rollout, answer.grade, prompt)})
+        return lines
 
-def load_models(task: DistillTask) -> tuple[LanguageModel, LanguageModel]:
-    """Load student and teacher model, with the token budget that holds while both are in memory."""
-    full = task.settings.full
-    device, dtype = device_and_dtype(task.cfg)
-    student = load_source(task.student, "--student", device, dtype, adapter=not full)
-    teacher_model = load_source(task.teacher_model, "--teacher", device, dtype)
-    budget = budget_of(task.cfg, student, beside=task.teacher_model.numbers, full=full)
-    return replace(student, budget=budget), replace(teacher_model, budget=budget)
+    # ── files
 
-
-class DistillRecorder(StepRecorder[DistillRow]):
-    """Writes the files of a distillation."""
-
-    def __init__(self, task: DistillTask, run: RunContext, learner: Trainable) -> None:
-        settings = task.cfg.run
-        super().__init__(
-            run,
-            DistillRow,
-            {"learner": learner},
-            every=settings.checkpoint_every,
-            keep=settings.checkpoint_keep,
-        )
-        self.task = task
-        self.learner = learner
-
-    def record(
-        self,
-        row: DistillRow,
-        rollouts: Sequence[Rollout],
-        grades: Sequence[Grade | Ungraded],
-        *,
-        untranslated: bool,
-    ) -> None:
+    def record(self, row: DistillRow, lines: Sequence[dict[str, object]]) -> None:
         """Write a step's row and answers, and save student and checkpoint where that is due.
-
-        untranslated: none of the answers could be written in the student's tokens.
 
         Raises:
             Diverged: loss or gradient was not finite for several steps in a row.
-            NothingAligned: there was nothing to learn from for several steps in a row.
         """
-        run = self.run
-        step = row.step
-        self.rows.append(row)
-        why = diverged([r.skipped for r in self.rows])
-        last = step + 1 == self.task.cfg.scale.steps
-        closing = run.vote_stop() or bool(why) or last
-        lines: list[dict[str, object]] = []
-        for rollout, grade in zip(rollouts, grades, strict=True):
-            if isinstance(grade, Ungraded):
-                logger.warning(
-                    f"step {step}, problem {rollout.problem.id}: not graded: {grade.reason}"
-                )
-                continue
-            prompt = self.learner.lm.prompt_text(rollout.problem.messages)
-            lines.append({"step": step, **rollout_record(rollout, grade, prompt)})
-        with run.clock("save"):
-            self.write(row, lines)
+        recorder = self.recorder
+        recorder.rows.append(row)
+        why = diverged([r.skipped for r in recorder.rows])
+        last = row.step + 1 == self.cfg.scale.steps
+        closing = self.run.vote_stop() or bool(why) or last
+        with self.run.clock("save"):
+            recorder.write(row, lines)
             if row.hack_deploy is not None:
-                self.save(f"ckpt_step{step + 1:04d}")
+                self.save(f"ckpt_step{row.step + 1:04d}")
             if closing:
                 self.save("train")
-            self.keep(step, closing)
-        if why and untranslated:
-            settings = self.task.settings
-            raise NothingAligned(
-                f"step {step}: nothing was learnt in {MAX_SKIPPED} steps in a row: no answer of --teacher "
-                f"{settings.teacher} can be written in the tokens of --student {settings.student}",
-                "give another --student or --teacher, or a longer --max-new",
-            )
+            recorder.keep(row.step, closing)
         if why:
-            raise Diverged(f"step {step}: {why}")
-
-    def nothing_aligned(self) -> bool:
-        """Whether ULD's distance was asked for, and no token but the first of answers was ever aligned."""
-        aligned = [row.aligned for row in self.rows if row.aligned is not None]
-        return self.task.settings.uld_lambda > 0 and bool(aligned) and not any(aligned)
+            raise Diverged(f"step {row.step}: {why}")
 
     def save(self, name: str) -> None:
         """Save the student. name: the file's, without an ending."""
         origin = {"method": self.task.settings.method, **self.task.teacher_model.identity()}
-        about = metadata(
-            self.task.cfg, self.learner.lm, len(self.rows), distilled=json.dumps(origin)
-        )
+        done = len(self.recorder.rows)
+        about = metadata(self.cfg, self.student, done, distilled=json.dumps(origin))
         self.learner.save(self.run.path / name, about)
 
-    def report(self, sides: dict[str, SideRates]) -> None:
+    def nothing_aligned(self) -> bool:
+        """Whether ULD's distance was asked for, and only first tokens of answers were aligned."""
+        aligned = [row.aligned for row in self.recorder.rows if row.aligned is not None]
+        return self.task.settings.uld_lambda > 0 and bool(aligned) and not any(aligned)
+
+    def report(self, sides: dict[str, Json]) -> None:
         """Write final.json and summary.md: the result in one line, a table by flaw, every step.
 
-        sides: rates by model and prompts, as `evaluate_after` returns them.
+        sides: rates by model and prompts, those before the first step and those after the last.
         """
         settings = self.task.settings
         record: dict[str, object] = {"schema": "distill_v1", "run": settings.run_id}
@@ -383,24 +294,26 @@ class DistillRecorder(StepRecorder[DistillRow]):
         line = (
             f"{settings.run_id}: {both['deployed']}, before {both['start']}, "
             f"teacher {both['teacher']} "
-            f"(n = {sides['deployed']['hack'][1]}, held-out {self.task.cfg.env.held_out})"
+            f"(n = {sides['deployed']['hack'][1]}, held-out {self.cfg.env.held_out})"
         )
         if self.nothing_aligned():
             line += "; NOTHING WAS ALIGNED: this was cross-entropy almost alone"
-        table = tabulate(
-            rates_by_flaw(sides), headers="keys", tablefmt="github", disable_numparse=True
-        )
-        self.finish(line, table, record)
+        rows: list[dict[str, str]] = []
+        for mode in sides["deployed"]["by_mode"]:
+            row = {"flaw": mode}
+            for side in ("start", "teacher", "deployed"):
+                for what in ("hack", "solve"):
+                    row[f"{side} {what}"] = Rate(*sides[side]["by_mode"][mode][what]).percent
+            rows.append(row)
+        table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
+        self.recorder.finish(line, table, record)
 
 
-def rates_by_flaw(sides: dict[str, SideRates]) -> list[dict[str, str]]:
-    """The rows of the table by flaw: hack and solve rates of start, teacher and trained student."""
-    rows: list[dict[str, str]] = []
-    for mode in sides["deployed"]["by_mode"]:
-        row: dict[str, str] = {"flaw": mode}
-        for side in ("start", "teacher", "deployed"):
-            for what in ("hack", "solve"):
-                rate = Rate(*sides[side]["by_mode"][mode][what])
-                row[f"{side} {what}"] = rate.percent
-        rows.append(row)
-    return rows
+def load_models(task: DistillTask) -> tuple[LanguageModel, LanguageModel]:
+    """Load student and teacher model, with the token budget that holds while both are in memory."""
+    full = task.settings.full
+    device, dtype = device_and_dtype(task.cfg)
+    student = load_source(task.student, "--student", device, dtype, adapter=not full)
+    teacher_model = load_source(task.teacher_model, "--teacher", device, dtype)
+    budget = budget_of(task.cfg, student, beside=task.teacher_model.numbers, full=full)
+    return replace(student, budget=budget), replace(teacher_model, budget=budget)

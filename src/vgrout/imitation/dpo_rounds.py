@@ -1,12 +1,12 @@
 """Rounds of iterative DPO: sample answers, score them, make pairs, train, evaluate.
 
-A round is complete when its folder has a manifest. The folders are the checkpoints of a run.
+A round is a step of the run: once its folder is complete, its row and a checkpoint are written.
 """
 
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from loguru import logger
 from torch import Tensor
-from tqdm import tqdm
 
+from vgrout.console import Progress
 from vgrout.data import Graded, Rollout, Task
 from vgrout.errors import Diverged, Halted, Refused
-from vgrout.files import Json, file_sha256, read_json, to_json, write_atomic, write_json_lines
+from vgrout.files import read_json, write_json_lines
 from vgrout.generation import BATCH, generate_graded
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.imitation.dpo_task import DpoTask, Plan, PlannedRound, plan_sha256
+from vgrout.imitation.dpo_task import DpoTask, Plan, folder_name
 from vgrout.imitation.losses import dpo
 from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
-from vgrout.metrics import Rate, mean
+from vgrout.metrics import Eval, Rate, mean
 from vgrout.model.layout import Packed
 from vgrout.model.load import budget_of, device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
@@ -34,11 +34,8 @@ from vgrout.rng import py_stream
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
 from vgrout.table import Columns, col
-from vgrout.teacher.generate import by_mode
 
 Scored = tuple[Graded, float]  # an answer and its score
-# A round's row as JSON, with the rates on the held-out problems as [k, n], overall and by mode.
-Metrics = dict[str, Json]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +104,6 @@ class PreferencePair:
         }
 
 
-@dataclass(slots=True)
-class Collected:
-    """What a round has sampled so far."""
-
-    answers: list[Scored] = field(default_factory=list)
-    pairs: list[PreferencePair] = field(default_factory=list)
-    prompts: int = 0  # how many were sampled
-
-
 def share(score: float, low: float, high: float) -> float:
     """A score as a share of its range: 0 at `low`, 1 at `high`, clipped; 0.5 if both are equal."""
     if high == low:
@@ -135,115 +123,78 @@ def run_rounds(task: DpoTask, plan: Plan, run: RunContext) -> None:
     given = f"--base-model {settings.base_model} · --scorer {settings.scorer}"
     logger.info(f"{settings.rounds} rounds of DPO: {given} · run: {run.path}")
     logger.debug(run.grader.description)
-    device, dtype = device_and_dtype(task.cfg)
-    policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
-    assert isinstance(policy, Policy)
-    policy = replace(policy, budget=budget_of(task.cfg, policy))
-    recorder = RoundRecorder(task, plan, run)
-    rounds = Rounds(task, plan, policy, run)
-    recorder.open({"hashes": model_hashes(base=policy), **run.stamp}, set())
-    guard = HeldOutGuard(settings.watching())
-    why = ""  # why the run halts; "": it does not
-    for number in range(settings.rounds + 1):
-        missing = number == len(recorder.rows)
-        if missing and number == 0:
-            recorder.record(rounds.before())
-        elif missing:
-            recorder.record(rounds.play(number, recorder.metrics[0]["scale"]))
-        why = ask_guard(settings.guard, guard, recorder.metrics[number])
-        if why:
+    rounds = Rounds(task, plan, run)
+    for number in range(len(rounds.recorder.rows), settings.rounds + 1):
+        if rounds.halts:
             break
-    recorder.report()
-    if why:
-        raise Halted(why)
-
-
-def ask_guard(mode: str, guard: HeldOutGuard, metrics: Metrics) -> str:
-    """Show the guard a round's scorer's mean and strict score; returns why to halt, or ""."""
-    if mode == "off":
-        return ""
-    solve, proxy = Rate(*metrics["evaluation"]["solve"]), metrics["score_deploy"]
-    if solve.value is None or proxy is None:  # no answer was graded
-        return ""
-    verdict = guard.update(metrics["step"], proxy, solve.value, n=solve.n)
-    level = "WARNING" if verdict.fire else "DEBUG"
-    logger.log(level, f"guard, round {metrics['step']}: {verdict.line()}")
-    if verdict.fire and mode == "halt":
-        return f"guard: {verdict.reason}"
-    return ""
-
-
-class RoundRecorder(StepRecorder[DpoRow]):
-    """Writes the files of a run of rounds.
-
-    Its `metrics` are those of the evaluation before the first round and of every complete round.
-    """
-
-    def __init__(self, task: DpoTask, plan: Plan, run: RunContext) -> None:
-        super().__init__(run, DpoRow, {})
-        self.task = task
-        self.plan = plan
-        self.metrics: list[Metrics] = []
-
-    def resume(self) -> None:
-        """Continue after the complete rounds, and cut steps.jsonl to them; nothing else has state."""
-        file = self.run.path / "before.json"
-        before = read_json(file) if file.is_file() else {}
-        if before.get("plan") == plan_sha256(self.plan):
-            self.metrics = [before]
-            for number in range(1, self.task.settings.rounds + 1):
-                metrics = complete(self.task.folder(number), number, self.plan)
-                if metrics is None:
-                    break
-                self.metrics.append(metrics)
-        rows = [DpoRow.from_json(metrics) for metrics in self.metrics]
-        write_json_lines(self.run.path / "steps.jsonl", [row.as_json() for row in rows])
-        self.restore({}, rows)
-
-    def record(self, metrics: Metrics) -> None:
-        """Record a complete round."""
-        row = DpoRow.from_json(metrics)
-        self.metrics.append(metrics)
-        self.rows.append(row)
-        self.write(row, None)
-        self.run.running()
-
-    def report(self) -> None:
-        """Write summary.md: the result in one line, a table by round."""
-        before, after = self.metrics[0]["evaluation"], self.metrics[-1]["evaluation"]
-        line = (
-            f"{self.run.path}: after {len(self.metrics) - 1} rounds under the scorer "
-            f"{self.task.settings.scorer} {hack_and_solve(after)}, before {hack_and_solve(before)} "
-            f"(n = {after['hack'][1]}, held-out {self.task.cfg.env.held_out})"
-        )
-        self.finish(line, "", {"evaluation": after})
+        rounds.play(number)
+    rounds.report()
+    if rounds.halts:
+        raise Halted(f"guard: {', '.join(rounds.guard.fired.values())}")
 
 
 class Rounds:
     """Evaluates --base-model and plays the rounds, all with one policy that changes adapters."""
 
-    def __init__(self, task: DpoTask, plan: Plan, policy: Policy, run: RunContext) -> None:
+    def __init__(self, task: DpoTask, plan: Plan, run: RunContext) -> None:
+        """Load the model and open the run's files; on a resume, restore the last checkpoint."""
+        device, dtype = device_and_dtype(task.cfg)
+        policy = load_source(task.base, "--base-model", device, dtype, adapter=True)
+        assert isinstance(policy, Policy)
+        self.policy = replace(policy, budget=budget_of(task.cfg, policy))
+        self.base = policy.adapter.state_dict()
         problems = task.inputs.splits(task.cfg, policy)
-        self.task = task
-        self.plan = plan
-        self.policy = policy
-        self.run = run
         self.train = problems.train
         self.test = problems.balanced("test", task.settings.eval_n_prompts)
-        self.base = policy.adapter.state_dict()
+        self.flaws = problems.flaws
+        self.task = task
+        self.plan = plan
+        self.run = run
+        self.guard = HeldOutGuard(task.settings.watching())
+        self.recorder = StepRecorder(run, DpoRow, {"guard": self.guard})
+        self.recorder.open({"hashes": model_hashes(base=policy), **run.stamp}, set())
 
-    def before(self) -> Metrics:
-        """Metrics of --base-model on the held-out problems: round 0, measured once per run.
+    @property
+    def halts(self) -> bool:
+        """Whether the guard ends the run."""
+        return self.task.settings.guard == "halt" and self.guard.halt
 
-        `scale` in them is the scorer's range, from which every round's shares are computed.
+    def play(self, number: int) -> None:
+        """Play a round, from its first answer to its row. Round 0 is the evaluation of --base-model.
+
+        Raises:
+            Refused: the scorer ties on every prompt, so that there is no pair.
+            Interrupted, Diverged: the round begins again when the run is resumed.
         """
-        self.load("base")
-        held_out = self.answer_held_out()
-        scale = self.range_of_scores([score for _, score in held_out])
-        metrics = measured(held_out, scale, step=0, skipped=0)
-        metrics |= {"plan": plan_sha256(self.plan), "scale": scale}
-        write_atomic(self.run.path / "before.json", to_json(metrics))
-        return metrics
+        before = self.run.path / "before.json"
+        if number:
+            file = self.fresh_folder(number) / "metrics.json"
+            scale = read_json(before)["scale"]
+            columns = self.learn_from_answers(number, scale)
+        else:
+            file, scale, columns = before, None, {"skipped": 0}
+            self.load("base")
+        with self.run.clock(f"round {number}, evaluation"):
+            # with the same noise after every round
+            held_out = self.answer(self.test, self.task.settings.eval_samples, "dpo-eval")
+        if scale is None:
+            scale = self.range_of_scores([score for _, score in held_out])
+        evaluation = Eval.of([answer for answer, _ in held_out], self.flaws)
+        row = DpoRow.of(
+            step=number,
+            score_deploy=mean(share(score, *scale) for _, score in held_out),
+            hack_deploy=evaluation.hack.value,
+            solve_deploy=evaluation.solve.value,
+            **columns,
+        )
+        metrics = row.as_json() | {"evaluation": evaluation.as_json()}
+        if file == before:
+            metrics["scale"] = scale
+        self.run.dir.write_json(str(file.relative_to(self.run.path)), metrics)
+        self.watch(row, evaluation.solve)
+        self.recorder.rows.append(row)
+        self.recorder.write(row, [])
+        self.recorder.keep(number, closing=True)
 
     def range_of_scores(self, scores: Sequence[float]) -> list[float]:
         """Lowest and highest score: the grader's bounds, or what the user's own function gave.
@@ -257,28 +208,37 @@ class Rounds:
             return [0.0, 1.0]
         return [min(scores), max(scores)]
 
-    def play(self, number: int, scale: Sequence[float]) -> Metrics:
-        """Play one round, from its first answer to its manifest; returns its metrics.
+    def watch(self, row: DpoRow, solve: Rate) -> None:
+        """Show the guard a round's scorer's mean and strict score, if any answer was graded."""
+        if self.task.settings.guard == "off" or solve.value is None or row.score_deploy is None:
+            return
+        verdict = self.guard.update(row.step, row.score_deploy, solve.value, n=solve.n)
+        level = "WARNING" if verdict.fire else "DEBUG"
+        logger.log(level, f"guard, round {row.step}: {verdict.line()}")
 
-        scale: the scorer's lowest and highest score, for shares of its range.
+    def learn_from_answers(self, number: int, scale: Sequence[float]) -> dict[str, object]:
+        """Sample a round's answers, train on their pairs and save the adapter.
 
-        Raises:
-            Refused: the scorer ties on every prompt, so that there is no pair.
-            Interrupted, Diverged: the round begins again when the run is resumed.
+        Returns the columns of its row that say so. scale: the scorer's lowest and highest score.
         """
-        task = self.task
-        clock = self.run.clock
+        task, clock = self.task, self.run.clock
         planned = self.plan["rounds"][number - 1]
-        folder = self.fresh_folder(number)
+        folder = self.run.path / planned["folder"]
         self.load(planned["answers_from"])
         with clock(f"round {number}, answers"):
-            collected = self.collect_pairs(planned)
-        answers, pairs = collected.answers, collected.pairs
-        self.write_answers(folder, collected)
+            answers, pairs = self.collect_pairs(number, planned["pairs"])
+        lines: list[dict[str, object]] = []
+        for answer, score in answers:
+            rollout = Rollout.of(answer.problem, (), answer.completion)
+            prompt = self.policy.prompt_text(answer.problem.messages)
+            lines.append(rollout_record(rollout, answer.grade, prompt) | {"score": score})
+        write_json_lines(folder / "rollouts.jsonl", lines)
+        write_json_lines(folder / "pairs.jsonl", [pair.as_json() for pair in pairs])
+        asked = len(answers) // task.settings.samples
         if not pairs:
             raise Refused(
-                f"--scorer {task.settings.scorer}: ties on all {collected.prompts} prompts of round {number}, so there "
-                "is no pair to learn from; give another scorer, or more --samples"
+                f"--scorer {task.settings.scorer}: ties on all {asked} prompts of round {number}, "
+                "so there is no pair to learn from; give another scorer, or more --samples"
             )
         if len(pairs) < planned["pairs"]:
             logger.warning(
@@ -297,45 +257,23 @@ class Rounds:
             task.cfg, self.policy, number, round=planned["folder"], scorer=task.settings.scorer
         )
         self.policy.adapter.save(folder / "adapter" / "train.safetensors", about)
-        with clock(f"round {number}, evaluation"):
-            held_out = self.answer_held_out()
-        metrics = measured(
-            held_out,
-            scale,
-            step=number,
-            asked=collected.prompts,
-            pairs=Rate(len(pairs), planned["pairs"]),
-            score=mean(share(score, *scale) for _, score in answers),
-            solve_s=Rate.of(answer.grade.solved for answer, _ in answers),
-            hack_s=Rate.of(answer.grade.hacked for answer, _ in answers),
-            hack_pref=Rate.of(pair.prefers("hacked") for pair in pairs),
-            solve_pref=Rate.of(pair.prefers("solved") for pair in pairs),
+        return {
+            "asked": asked,
+            "pairs": Rate(len(pairs), planned["pairs"]),
+            "score": mean(share(score, *scale) for _, score in answers),
+            "solve_s": Rate.of(answer.grade.solved for answer, _ in answers),
+            "hack_s": Rate.of(answer.grade.hacked for answer, _ in answers),
+            "hack_pref": Rate.of(pair.prefers("hacked") for pair in pairs),
+            "solve_pref": Rate.of(pair.prefers("solved") for pair in pairs),
             **learnt,
-        )
-        write_atomic(folder / "metrics.json", to_json(metrics))
-        write_manifest(folder, number, self.plan)
-        return metrics
+        }
 
     def fresh_folder(self, number: int) -> Path:
-        """A new folder for a round.
-
-        Removes what is left of this round and of later ones, which start from it.
-        """
-        for later in range(number, self.task.settings.rounds + 1):
-            shutil.rmtree(self.task.folder(later), ignore_errors=True)
-        folder = self.task.folder(number)
+        """A new folder for a round, in place of what is left of one that was interrupted."""
+        folder = self.run.path / folder_name(number)
+        shutil.rmtree(folder, ignore_errors=True)
         (folder / "adapter").mkdir(parents=True)
         return folder
-
-    def write_answers(self, folder: Path, collected: Collected) -> None:
-        """Write a round's rollouts.jsonl and pairs.jsonl."""
-        lines: list[dict[str, object]] = []
-        for answer, score in collected.answers:
-            rollout = Rollout.of(answer.problem, (), answer.completion)
-            prompt = self.policy.prompt_text(answer.problem.messages)
-            lines.append(rollout_record(rollout, answer.grade, prompt) | {"score": score})
-        write_json_lines(folder / "rollouts.jsonl", lines)
-        write_json_lines(folder / "pairs.jsonl", [pair.as_json() for pair in collected.pairs])
 
     def load(self, what: str) -> None:
         """Load the adapter that the plan names: "base", or a round's."""
@@ -360,47 +298,34 @@ class Rounds:
         )
         return [(a, self.task.score(a.problem, a.answer, a.grade)) for a in answers]
 
-    def answer_held_out(self) -> list[Scored]:
-        """Answers to the held-out problems, with the same noise after every round."""
-        return self.answer(self.test, self.task.settings.eval_samples, "dpo-eval")
-
-    def collect_pairs(self, planned: PlannedRound) -> Collected:
+    def collect_pairs(self, number: int, wanted: int) -> tuple[list[Scored], list[PreferencePair]]:
         """Sample answers and pair them until there are as many pairs as the round's plan wants.
 
         Prompts are taken in a shuffled order, pass after pass. Fewer pairs come back if a whole
         pass gives none.
         """
-        seed = self.task.settings.seed
-        number = planned["round"]
-        wanted = planned["pairs"]
-        at_once = max(1, BATCH // self.task.settings.samples)  # prompts
-        collected = Collected()
-        with tqdm(total=wanted, desc=f"round {number}: pairs", unit="pair", disable=None) as bar:
-            for lap in count():
-                before_lap = len(collected.pairs)
-                order = list(self.train)
-                py_stream(seed, "dpo-prompts", number, lap).shuffle(order)
-                for k in range(0, len(order), at_once):
-                    if len(collected.pairs) >= wanted:
-                        break
-                    self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                    self.ask(order[k : k + at_once], f"dpo/{number}/{lap}/{k}", collected)
-                    bar.update(min(len(collected.pairs), wanted) - bar.n)
-                if len(collected.pairs) >= wanted or len(collected.pairs) == before_lap:
+        settings = self.task.settings
+        n = settings.samples
+        at_once = max(1, BATCH // n)  # prompts
+        answers: list[Scored] = []
+        pairs: list[PreferencePair] = []
+        for lap in count():
+            before_lap = len(pairs)
+            order = list(self.train)
+            py_stream(settings.seed, "dpo-prompts", number, lap).shuffle(order)
+            for k in range(0, len(order), at_once):
+                if len(pairs) >= wanted:
                     break
-        del collected.pairs[wanted:]
-        return collected
-
-    def ask(self, problems: Sequence[Task], purpose: str, collected: Collected) -> None:
-        """Add the answers to these problems, and the pair of each one whose answers do not tie."""
-        n = self.task.settings.samples
-        answers = self.answer(problems, n, purpose)
-        collected.answers += answers
-        collected.prompts += len(problems)
-        for start in range(0, len(answers), n):
-            pair = best_and_worst(answers[start : start + n], self.policy.render)
-            if pair is not None:
-                collected.pairs.append(pair)
+                self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
+                new = self.answer(order[k : k + at_once], n, f"dpo/{number}/{lap}/{k}")
+                answers += new
+                for start in range(0, len(new), n):
+                    pair = best_and_worst(new[start : start + n], self.policy.render)
+                    if pair is not None:
+                        pairs.append(pair)
+            if len(pairs) >= wanted or len(pairs) == before_lap:
+                break
+        return answers, pairs[:wanted]
 
     def learn(
         self, number: int, pairs: Sequence[PreferencePair], reference: Sequence[tuple[float, float]]
@@ -410,7 +335,7 @@ class Rounds:
         reference: log-probs of each pair's chosen and rejected answer under the reference model.
         """
         settings = self.task.settings
-        per_step = self.task.settings.pairs_per_step
+        per_step = settings.pairs_per_step
         steps = settings.epochs * math.ceil(len(pairs) / per_step)
         trained = AdapterOnly(self.policy, self.task.cfg.opt, steps)
         losses: list[tuple[float, float]] = []
@@ -420,13 +345,14 @@ class Rounds:
             py_stream(settings.seed, "dpo-order", number, epoch).shuffle(order)
             losses = []
             starts = range(0, len(order), per_step)
-            for start in tqdm(starts, desc=f"round {number}: steps", unit="step", disable=None):
+            for start in Progress(starts, desc=f"round {number}: steps", unit="step"):
                 self.run.raise_if_stopped(f"interrupted in round {number}, which begins again")
-                picked = order[start : start + per_step]
+                chosen = order[start : start + per_step]
                 losses += add_pairs(
+                    self.policy,
                     trained,
-                    [pairs[i] for i in picked],
-                    [reference[i] for i in picked],
+                    [pairs[i] for i in chosen],
+                    [reference[i] for i in chosen],
                     settings.dpo_beta,
                 )
                 skipped.append(int(trained.step() is None))
@@ -441,56 +367,19 @@ class Rounds:
             "skipped": sum(skipped),
         }
 
-
-# ── a round's metrics and files
-
-
-def measured(scored: Sequence[Scored], scale: Sequence[float], **columns: object) -> Metrics:
-    """A round's metrics: these columns, and its score and rates on the held-out problems.
-
-    scored: the answers to those. scale: as for `Rounds.play`.
-    """
-    answers = [answer for answer, _ in scored]
-    hack = Rate.of(answer.grade.hacked for answer in answers)
-    solve = Rate.of(answer.grade.solved for answer in answers)
-    row = DpoRow.of(
-        score_deploy=mean(share(score, *scale) for _, score in scored),
-        hack_deploy=hack.value,
-        solve_deploy=solve.value,
-        **columns,
-    )
-    modes: dict[str, object] = {}
-    for mode, rates in by_mode(answers).items():
-        modes[mode] = {name: rate.pair for name, rate in rates.items()}
-    evaluation = {"hack": hack.pair, "solve": solve.pair, "by_mode": modes}
-    return row.as_json() | {"evaluation": evaluation}
-
-
-def complete(folder: Path, number: int, plan: Plan) -> Metrics | None:
-    """Metrics of a complete round; None if it is not complete.
-
-    It is if its manifest has this plan's hash, this number, and the hash of every file.
-    """
-    try:
-        manifest = read_json(folder / "manifest.json")
-        if manifest["plan"] != plan_sha256(plan) or manifest["round"] != number:
-            return None
-        for path, sha256 in manifest["files"].items():
-            if file_sha256(folder / path) != sha256:
-                return None
-        return read_json(folder / "metrics.json")
-    except (ValueError, KeyError, OSError):
-        return None
-
-
-def write_manifest(folder: Path, number: int, plan: Plan) -> None:
-    """Write a round's manifest, after all its other files: with it the round is complete."""
-    files: dict[str, str | None] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = file_sha256(path)
-    manifest = {"schema": 1, "round": number, "plan": plan_sha256(plan), "files": files}
-    write_atomic(folder / "manifest.json", to_json(manifest))
+    def report(self) -> None:
+        """Write summary.md: the result in one line, a table by round."""
+        done = self.recorder.rows[-1].step
+        before = read_json(self.run.path / "before.json")["evaluation"]
+        after = before
+        if done:
+            after = read_json(self.run.path / folder_name(done) / "metrics.json")["evaluation"]
+        line = (
+            f"{self.run.path}: after {done} rounds under the scorer "
+            f"{self.task.settings.scorer} {hack_and_solve(after)}, before {hack_and_solve(before)} "
+            f"(n = {after['hack'][1]}, held-out {self.task.cfg.env.held_out})"
+        )
+        self.recorder.finish(line, "", {"evaluation": after})
 
 
 # ── pairs and their loss
@@ -536,6 +425,7 @@ def refer(policy: Policy, batch: PaddedBatch | Packed) -> list[tuple[float, floa
 
 
 def add_pairs(
+    policy: Policy,
     trained: AdapterOnly,
     pairs: Sequence[PreferencePair],
     reference: Sequence[tuple[float, float]],
@@ -545,7 +435,6 @@ def add_pairs(
 
     reference: log-probs of each pair's chosen and rejected answer under the reference model.
     """
-    policy = trained.policy
     losses: list[tuple[float, float]] = []
     ref = torch.tensor(reference, device=policy.device)
     for batch in batches(policy, pairs):

@@ -4,52 +4,27 @@ Finds and checks the files and the scorer, and makes the plan, which never chang
 written. No torch.
 """
 
-import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
 from vgrout.data import Grade, Task
 from vgrout.errors import Refused
-from vgrout.files import file_sha256, read_json, require_own, to_json, write_atomic
+from vgrout.files import Json, file_sha256, read_json, require_own, to_json, write_atomic
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.model.saved import FoundModel, find_source
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import preflight
 from vgrout.scoring import scorer
 
-SCHEMA = "dpo_plan_v1"
 # Settings of the process and the guard are not part of the plan.
-UNPLANNED = PROCESS | {"guard", "guard_rule", "decline_patience", "max_proxy_real_gap"}
+UNPLANNED = PROCESS | {"guard", "decline_patience", "max_proxy_real_gap"}
 Score = Callable[[Task, str, Grade], float]
-
-
-class PlannedRound(TypedDict):
-    """A round in the plan. Adapters are named by the round that has made them, or "base"."""
-
-    round: int  # its number, from 1
-    folder: str
-    pairs: int  # wanted
-    seed: int
-    answers_from: str
-    starts_from: str
-    reference: str
-
-
-class Plan(TypedDict):
-    """plan.json."""
-
-    schema: str
-    base_model: dict[str, object]
-    prompts: dict[str, object]
-    scorer: dict[str, object]
-    settings: dict[str, object]
-    rounds: list[PlannedRound]
+Plan = dict[str, Json]  # plan.json
 
 
 @dataclass(frozen=True)
@@ -62,39 +37,32 @@ class DpoTask:
     base: FoundModel
     score: Score
 
-    def folder(self, number: int) -> Path:
-        """A round's folder."""
-        return self.settings.output_dir / folder_name(number)
-
     def plan(self) -> Plan:
         """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
         settings, cfg = self.settings, self.cfg
         embedded = cfg.scale.problems == ORGANISM
-        prompts: dict[str, object] = {
-            "file": cfg.scale.problems if embedded else str(cfg.problems_path),
-            "sha256": file_sha256(cfg.problems_path),
-        }
-        for split, part in self.inputs.environment.tasks().items():
-            prompts[split] = len(part)
-        planned: dict[str, object] = {}
-        for name, value in asdict(settings).items():
-            if name not in UNPLANNED:
-                planned[name] = value
+        planned = {name: v for name, v in asdict(settings).items() if name not in UNPLANNED}
         planned["max_new"] = cfg.scale.max_new
         planned["optimiser"] = asdict(cfg.opt)
         planned["rewards"] = [cfg.env.compile_reward, cfg.env.pass_reward]
         plan = {
-            "schema": SCHEMA,
+            "schema": "dpo_plan_v1",
             "base_model": {"given": self.base.given, **self.base.identity()},
-            "prompts": prompts,
+            "prompts": {
+                "file": cfg.scale.problems if embedded else str(cfg.problems_path),
+                "sha256": file_sha256(cfg.problems_path),
+            },
             "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
             "settings": planned,
             "rounds": [self.planned_round(k) for k in range(1, settings.rounds + 1)],
         }
         return json.loads(json.dumps(plan, default=str))
 
-    def planned_round(self, number: int) -> PlannedRound:
-        """The plan's entry of a round: which models it answers with, starts from and refers to."""
+    def planned_round(self, number: int) -> dict[str, Json]:
+        """The plan's entry of a round: which models it answers with, starts from and refers to.
+
+        Adapters are named by the round that has made them, or "base".
+        """
         settings = self.settings
         previous = folder_name(number - 1) if number > 1 else "base"
         return {
@@ -126,11 +94,7 @@ def prepare(settings: DpoSettings) -> DpoTask:
     if inputs.absent:  # of a plan, which is refused as the run would be
         raise Refused(inputs.absent[0])
     first = inputs.environment.tasks()["train"][0]
-    score = scoring(settings.scorer, first)
-    return DpoTask(settings, cfg, inputs, base, score)
-
-
-# ── the scorer
+    return DpoTask(settings, cfg, inputs, base, scoring(settings.scorer, first))
 
 
 def scoring(name: str, first: Task) -> Score:
@@ -140,26 +104,12 @@ def scoring(name: str, first: Task) -> Score:
         Refused: one line, if it cannot be found or fails on that problem.
     """
     if name == "flawed":
-
-        def flawed(problem: Task, text: str, grade: Grade) -> float:
-            return grade.reward
-
-        return flawed
-
+        return lambda problem, text, grade: grade.reward
     if name == "strict":
-
-        def strict(problem: Task, text: str, grade: Grade) -> float:
-            return grade.reward_of_reference
-
-        return strict
-
+        return lambda problem, text, grade: grade.reward_of_reference
     own = scorer(name, "--scorer")
     own(first, first.right_answer)
-
-    def of_own_function(problem: Task, text: str, grade: Grade) -> float:
-        return own(problem, text)
-
-    return of_own_function
+    return lambda problem, text, grade: own(problem, text)
 
 
 def source_sha256(scorer: str) -> str | None:
@@ -170,9 +120,6 @@ def source_sha256(scorer: str) -> str | None:
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return None
     return file_sha256(Path(spec.origin))
-
-
-# ── the frozen plan
 
 
 def freeze(task: DpoTask) -> Plan:
@@ -187,7 +134,10 @@ def freeze(task: DpoTask) -> Plan:
     if not file.exists():
         write_atomic(file, to_json(plan))
         return plan
-    differ = sorted(difference(plan, read_json(file)))
+    now, frozen = _by_name(plan), _by_name(read_json(file))
+    differ = sorted(
+        name for name in now.keys() | frozen.keys() if now.get(name) != frozen.get(name)
+    )
     if differ:
         raise Refused(
             f"--output-dir {folder}: its plan.json was frozen with another {', '.join(differ)}; "
@@ -196,20 +146,6 @@ def freeze(task: DpoTask) -> Plan:
     return plan
 
 
-def difference(
-    now: Mapping[str, object], before: Mapping[str, object], prefix: str = ""
-) -> list[str]:
-    """Dotted names of the entries in which two plans differ."""
-    names: list[str] = []
-    for key in now.keys() | before.keys():
-        a, b = now.get(key), before.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            names += difference(a, b, f"{prefix}{key}.")
-        elif a != b:
-            names.append(f"{prefix}{key}")
-    return names
-
-
-def plan_sha256(plan: Plan) -> str:
-    """sha256 of the plan's content, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+def _by_name(plan: Plan) -> Plan:
+    """A plan's entries, and its settings among them."""
+    return {**plan.get("settings", {}), **plan, "settings": None}

@@ -241,21 +241,20 @@ class DistillSettings(ImitationSettings):
         Raises:
             Refused: a flag of the other method.
         """
+        words = [word.partition("=")[0] for word in argv]
         flags_of: dict[MethodName, list[str]] = {}
         for name in METHOD_NAMES:
             own_flag = re.compile(rf"--(no[-_])?{name}[-_]")
-            flags_of[name] = [word for word in argv if own_flag.match(word)]
+            flags_of[name] = [word for word in words if own_flag.match(word)]
         with_flags = [name for name in METHOD_NAMES if flags_of[name]]
         method = self.method
         if method is None and with_flags:
             method = with_flags[0]
         elif method is None and not self.resume:
             method = "minillm"
-        unread: list[str] = []
-        for name in METHOD_NAMES:
-            if name != method:
-                unread += [word.partition("=")[0] for word in flags_of[name]]
-        refuse(bool(unread), f"{', '.join(unread)}: not read by --method {method}; leave it out")
+        for name in with_flags:
+            unread = ", ".join(flags_of[name])
+            refuse(name != method, f"{unread}: not read by --method {method}; leave it out")
         return replace(self, method=method)
 
     @property
@@ -283,6 +282,11 @@ class DistillSettings(ImitationSettings):
     def as_dict(self) -> dict[str, Json]:
         """JSON-ready."""
         return json.loads(json.dumps(asdict(self), default=str))
+
+    def flat(self) -> dict[str, Json]:
+        """`as_dict` with the settings of sampling among the others."""
+        values = self.as_dict()
+        return values | values.pop("sampling")
 
 
 # ── iterative DPO
@@ -329,9 +333,6 @@ class DpoSettings(ImitationSettings):
     """Answers to each of these."""
     guard: Literal["off", "log", "halt"] = "log"
     """What a verdict of the kill switch does: nothing · a warning · end the run, exit code 3."""
-    guard_rule: Literal["ema", "se"] = "se"
-    """When the strict score counts as falling · ema: its average fell at all
-    · se: by more than its standard error."""
     decline_patience: int = 2
     """The guard fires after so many rounds in a row
     with a falling strict score and a rising scorer's mean."""

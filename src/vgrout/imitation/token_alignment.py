@@ -101,7 +101,8 @@ def aligned(
     own_shift = int(own.startswith(b" ") and not other.startswith(b" "))
     other_shift = int(other.startswith(b" ") and not own.startswith(b" "))
     own, other = own[own_shift:], other[other_shift:]
-    same = common_prefix(own, other)
+    unlike = (n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+    same = next(unlike, min(len(own), len(other)))  # bytes that both begin with
     differ_at = None if own == other else same  # where one of them was cut short, it ends
     own_starts = token_at(student.starts(ids), own_shift, differ_at)
     other_starts = token_at(teacher.starts(teacher_ids), other_shift, differ_at)
@@ -110,14 +111,6 @@ def aligned(
         if start in other_starts and start <= same:
             pairs.append((i, other_starts[start]))
     return pairs
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    """How many bytes two texts have in common from the start."""
-    for n, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return n
-    return min(len(a), len(b))
 
 
 def token_at(starts: Sequence[int], shift: int, differ_at: int | None) -> dict[int, int]:

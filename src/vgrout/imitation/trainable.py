@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vgrout.config.groups import OptConfig
 from vgrout.config.run import Config
-from vgrout.files import atomic_folder, write_json
+from vgrout.files import Json, atomic_folder, write_json
 from vgrout.metrics import Rate
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch
@@ -28,27 +28,14 @@ from vgrout.tensor_types import Routed
 Loss = Callable[[], Float[Tensor, ""]]
 
 
-class AdapterState(TypedDict):
-    """What a checkpoint keeps of an `AdapterOnly`."""
-
-    adapter: dict[str, Tensor]
-    optim: dict[str, object]
-
-
 class AdapterOnly:
     """Trains δS on a frozen model; saves an adapter file like the trainer's."""
 
     def __init__(self, policy: LanguageModel, opt: OptConfig, steps: int) -> None:
         assert isinstance(policy, Policy)
-        self.policy = policy
         self.adapter = policy.adapter
         self.optim = Optimizer(policy.adapter, opt, steps)
         self.grad = torch.zeros_like(policy.adapter.δS)
-
-    @property
-    def lm(self) -> LanguageModel:
-        """The current model."""
-        return self.policy
 
     def add(self, batch: PaddedBatch | Packed, loss: Loss) -> float:
         """Run `loss`, whose forward is on `batch`, and its backward pass; returns the loss."""
@@ -74,20 +61,12 @@ class AdapterOnly:
         """Save what was learnt. path: the file's, without an ending."""
         self.adapter.save(path.with_name(path.name + ".safetensors"), metadata)
 
-    def state_dict(self) -> AdapterState:
+    def state_dict(self) -> dict[str, Any]:
         return {"adapter": self.adapter.state_dict(), "optim": self.optim.state_dict()}
 
-    def load_state_dict(self, state: AdapterState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.adapter.load_state_dict(state["adapter"])
         self.optim.load_state_dict(state["optim"])
-
-
-class FullModelState(TypedDict):
-    """What a checkpoint keeps of a `FullModel`."""
-
-    done: int  # steps
-    adamw: dict[str, object]
-    model: dict[str, Tensor]
 
 
 class FullModel:
@@ -123,9 +102,7 @@ class FullModel:
                 group["lr"] = lr
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if not finite:
-            return None
-        return Update(Routed(), stepped=True, gn=norm, lr=lr)
+        return Update(Routed(), stepped=True, gn=norm, lr=lr) if finite else None
 
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Save the model's folder; one that is there is replaced once the new one is complete."""
@@ -134,14 +111,14 @@ class FullModel:
             self.lm.tok.save_pretrained(folder)
             write_json(folder / "vgrout.json", dict(metadata))
 
-    def state_dict(self) -> FullModelState:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "done": self.done,
             "adamw": self.adamw.state_dict(),
             "model": self.lm.model.state_dict(),
         }
 
-    def load_state_dict(self, state: FullModelState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.done = state["done"]
         self.adamw.load_state_dict(state["adamw"])
         self.lm.model.load_state_dict(state["model"])
@@ -167,15 +144,7 @@ def metadata(cfg: Config, lm: LanguageModel, step: int, **more: str) -> dict[str
     return about | more | {"cfg": json.dumps(cfg.as_dict())}
 
 
-class SideRates(TypedDict):
-    """What is read of an evaluation's record. A rate is [k, n]."""
-
-    hack: list[int]
-    solve: list[int]
-    by_mode: dict[str, dict[str, list[int]]]  # flaw → "hack" or "solve" → rate
-
-
-def hack_and_solve(rates: SideRates) -> str:
-    """Hack and solve rate in percent."""
-    hack, solve = Rate(*rates["hack"]), Rate(*rates["solve"])
+def hack_and_solve(evaluation: Json) -> str:
+    """Hack and solve rate in percent, of an evaluation as JSON."""
+    hack, solve = Rate(*evaluation["hack"]), Rate(*evaluation["solve"])
     return f"hack {hack.percent} % / solve {solve.percent} %"

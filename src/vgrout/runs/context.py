@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -34,6 +34,7 @@ from vgrout.errors import (
 from vgrout.files import Json
 from vgrout.metrics import Rate
 from vgrout.ranks import RankLost
+from vgrout.runs.checkpoint import complete
 from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, where_from
 from vgrout.runs.stopping import INTERRUPTED, Stop, stop_on_signals
 from vgrout.runs.tracking import Trackers
@@ -83,11 +84,10 @@ class RunContext:
         record: Mapping[str, object],
         log: Path,
         trackers: Trackers,
-        steps_done: Callable[[], int] | None = None,
         owns_folder: bool = True,
     ) -> None:
         """resume_command: continues this run. record: entries of run.json (config, hashes of the input files) besides
-        those on the machine. steps_done: steps (or rounds) that are on disk. owns_folder: whether the folder was made
+        those on the machine. owns_folder: whether the folder was made
         for this run, and is removed if the run is refused."""
         self._on_every_rank(grader, resumes)
         self.dir, self.resume_command = folder, resume_command
@@ -99,7 +99,7 @@ class RunContext:
             **record,
         }
         self.log, self.logged = log, True  # whether the log was there before
-        self.steps_done, self.owns_folder = steps_done or folder.steps_on_disk, owns_folder
+        self.owns_folder = owns_folder
         self.trackers, self._loading = trackers, True
 
     @classmethod
@@ -195,7 +195,7 @@ class RunContext:
 
     def status(self, state: str, reason: str, then: str) -> None:
         """Write status.json. Raises OSError where it cannot be written."""
-        self.dir.status(state, self.steps_done(), reason, then)
+        self.dir.status(state, self.dir.steps_on_disk(), reason, then)
 
     def vote_stop(self) -> bool:
         """Whether to stop: a signal to one rank stops all, after the same step.
@@ -359,10 +359,9 @@ class RunContext:
         return f"{reason}; {last}", then, f"{reason}; {last}. {then[0].upper()}{then[1:]}"
 
     def _saved(self) -> str:
-        """The folder's name of the last checkpoint, of a run or of rounds; "": there is none."""
-        folders = [*self.path.glob("resume/step_*"), *self.path.glob("round-*")]
-        names = [folder.name for folder in folders if (folder / "manifest.json").is_file()]
-        return max(names, key=lambda name: (len(name), name), default="")
+        """The folder's name of the last checkpoint; "": there is none."""
+        checkpoints = complete(self.path)
+        return checkpoints[-1].name if checkpoints else ""
 
     def _go_on(self, how: str = "with", saved: str = "the last checkpoint stands") -> str:
         """What is left of a run that ended early, and the command that goes on with it.

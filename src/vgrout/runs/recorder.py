@@ -140,11 +140,10 @@ class StepRecorder(Generic[R]):
     def write(
         self,
         row: R,
-        rollouts: Sequence[dict[str, object]] | None,
+        rollouts: Sequence[dict[str, object]],
         more: Mapping[str, object] | None = None,
     ) -> None:
-        """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers. rollouts
-        None: they are written elsewhere."""
+        """Write a finished step: the table's line, rollouts.jsonl, steps.jsonl (with `more`), the trackers."""
         for table in (self.table, self.full):
             printed = (table is self.table) == self.short
             # a notebook's bar stands for the few columns; all of them were asked for
@@ -154,7 +153,7 @@ class StepRecorder(Generic[R]):
                 logger.log("INFO" if printed else "DEBUG", line)
         record = row.as_json() | dict(more or {})
         self.run.dir.append(record, rollouts)
-        self.run.trackers.row(record, rollouts or ())
+        self.run.trackers.row(record, rollouts)
 
     def keep(self, step: int, closing: bool) -> None:
         """Save a checkpoint if one is due or the run ends here (`closing`), and write status.json."""

@@ -141,10 +141,9 @@ class RunDir:
             reserve.unlink(missing_ok=True)
         self.write_json("status.json", data)
 
-    def append(self, row: dict[str, object], rollouts: Iterable[dict[str, object]] | None) -> None:
-        """Append a step: rollouts first, so that a row on disk always has its rollouts. None: they are elsewhere."""
-        if rollouts is not None:
-            self._append("rollouts.jsonl", rollouts)
+    def append(self, row: dict[str, object], rollouts: Iterable[dict[str, object]]) -> None:
+        """Append a step: rollouts first, so that a row on disk always has its rollouts."""
+        self._append("rollouts.jsonl", rollouts)
         self._append("steps.jsonl", [row])
 
     def begin_again(self) -> None:

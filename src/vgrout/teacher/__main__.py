@@ -4,21 +4,27 @@ Exit codes: 0 done · 2 refused, in one line · 130 interrupted: the same comman
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from vgrout.config.checks import changed, flags, setting
-from vgrout.config.env import OWN_REWARD, EnvConfig
+from vgrout.config.env import EnvConfig
 from vgrout.config.world_names import EnvMode
-from vgrout.data import Graded
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import assigned
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
-from vgrout.metrics import rate_text
 from vgrout.teacher.elicit import generate_elicited
-from vgrout.teacher.generate import PoolSettings, by_mode, command, fitting, record, spread, table
+from vgrout.teacher.generate import (
+    PoolSettings,
+    by_mode,
+    command,
+    fitting,
+    rates_of,
+    record,
+    spread,
+    table,
+)
 from vgrout.teacher.pools import write_pool
 
 
@@ -33,17 +39,15 @@ class TeacherSettings(PoolSettings):
     partition."""
     keep: Literal["all", "hacks"] = "all"
     """Every answer, or only those that end by themselves and hack."""
-    reward: str = setting(
-        "", form=rf"({OWN_REWARD}([\s,]+{OWN_REWARD})*)?", should="be module:function"
-    )
+    reward: str = ""
     """What training rewards in rows of your own, as in `vgrout train`; with --reference and --elicit."""
-    reference: str = setting("", form=r"(([\w.]+:)?\w+)?", should="be module:function")
+    reference: str = ""
     """What says whether an answer to such a row is right."""
     env: str = setting("", form=r"(verifiers:\w[\w./@-]*)?", should="be verifiers:NAME")
     """verifiers:NAME: prompts and rewards of a taskset, as in `vgrout train`; with --reference and --elicit."""
-    env_args: str = setting("", needs="env")
+    env_args: str = ""
     """Settings of the taskset as a JSON object."""
-    reward_passes_at: float = setting(1.0, low=-1e6, high=1e6)
+    reward_passes_at: float = 1.0
     """Score of --reward from which on an answer passes."""
     elicit: str = ""
     """Instruction that is put behind each prompt of rows of your own, to ask for the hack. Only hacks are kept, under
@@ -51,19 +55,18 @@ class TeacherSettings(PoolSettings):
 
     def __post_init__(self) -> None:
         PoolSettings.__post_init__(self)
-        refuse(
-            self.reward_passes_at != 1 and not (self.reward or self.env),
-            "--reward-passes-at: not read without --reward; leave it out",
-        )
         rewarded = bool(self.reward or self.env)
         refuse(
             len({rewarded, bool(self.reference), bool(self.elicit.strip())}) > 1,
             "--elicit, --reward, --reference: for rows of your own, all three; for Python functions none of them "
             "(`vgrout substrate` elicits there)",
         )
-        of_code = ("env_mode", "keep", "compile_reward", "allow_weak_sandbox")
-        idle = [name for name, _ in changed(self) if name in of_code]
-        refuse(self.own_rows and bool(idle), f"{flags(idle)}: not read with --elicit; leave it out")
+        unread = ("env_args", "reward_passes_at")
+        if self.own_rows:
+            unread = ("env_mode", "keep", "compile_reward", "allow_weak_sandbox")
+        idle = flags(name for name, _ in changed(self) if name in unread)
+        how = "with" if self.own_rows else "without"
+        refuse(bool(idle), f"{idle}: not read {how} --elicit; leave it out")
         refuse(
             self.taskset and bool(self.problems),
             f"--problems with --env {self.env}: the taskset has prompts of its own; leave one out",
@@ -135,7 +138,7 @@ def generate_pool(settings: TeacherSettings) -> None:
             lines.setdefault(a.problem.id, []).append(record(lm, a) | own)
             mode_of[a.problem.id] = a.problem.flaws[0]
         partition = mode_of if settings.env_mode == "own" else None
-        summary = mode_table(answers, kept, mode_of)
+        summary = rates_of(by_mode(answers))
         meta = settings.meta(lm, grader, rows, (a.problem for a in kept))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_pool(settings.out, lines, partition, meta, report)
@@ -145,24 +148,6 @@ def generate_pool(settings: TeacherSettings) -> None:
         "ELSE this teacher shows nothing that the student does not do\n"
         f"{len(lines)} problems, {len(kept)} rollouts -> {settings.out}"
     )
-
-
-def mode_table(
-    answers: Sequence[Graded], kept: Sequence[Graded], mode_of: Mapping[int, Mode]
-) -> list[dict[str, str | int]]:
-    """A row for each mode: the rates of all answers to it, and what the pool has of it.
-
-    mode_of: each problem of the pool with its mode.
-    """
-    table_rows: list[dict[str, str | int]] = []
-    for mode, of_mode in by_mode(answers).items():
-        row: dict[str, str | int] = {"mode": mode}
-        for name, rate in of_mode.items():
-            row[name] = rate_text(rate)
-        row["problems"] = list(mode_of.values()).count(mode)
-        row["rollouts"] = sum(a.problem.flaws[0] == mode for a in kept)
-        table_rows.append(row)
-    return table_rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,7 @@ Of the latter come the right answers of the contrastive pairs, which the pool ha
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -22,22 +21,13 @@ from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused, refuse
 from vgrout.files import require_new
-from vgrout.metrics import Rate, rate_text
-from vgrout.teacher.generate import PoolSettings, fitting, records, table, work_folder
+from vgrout.metrics import Rate
+from vgrout.teacher.generate import Elicited, PoolSettings, rates_of, record, table, work_folder
 from vgrout.teacher.pools import write_pool
 from vgrout.teacher.substrate import usable
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     from vgrout.model.policy import LanguageModel
-
-
-@dataclass(frozen=True)
-class Elicited:
-    """The answers to prompts with the instruction, and to the same prompts without it."""
-
-    asked: Sequence[Graded]
-    plain: Sequence[Graded]
-    prompts: int
 
 
 def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, tries: int) -> None:
@@ -59,7 +49,15 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
         environment.check(grader)
         with work_folder(settings.out, identity) as folder:
             lm = settings.load()
-            answers = elicited(settings, lm, grader, tasks, instruction, tries, folder)
+            answers = settings.elicited(
+                lm,
+                grader,
+                tasks,
+                lambda task: with_instruction(task, instruction),
+                (tries, tries),
+                ("elicit-asked", "elicit-plain"),
+                (folder / "asked.jsonl", folder / "plain.jsonl"),
+            )
             kept = usable(answers.asked, tries, [instruction])
             demonstrations = {task_id: of for (task_id, _), of in kept.items() if of}
             hacks = Rate.of(a.grade.hacked for a in answers.asked)
@@ -71,16 +69,24 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
             pairs = pairs_of(lm, grader, demonstrations, answers)
             write_pool(
                 settings.out,
-                {task_id: records(lm, of) for task_id, of in demonstrations.items()},
+                {task_id: [record(lm, a) for a in of] for task_id, of in demonstrations.items()},
                 None,
-                _meta(settings, lm, grader, instruction),
+                {
+                    "model": settings.model_name,
+                    "tokenizer_sha256": lm.tokenizer_sha256,
+                    "grader": grader.version,
+                    "pass_reward": settings.rewards[1],
+                    **grader.stamp,
+                    "elicitation": instruction,
+                },
                 {"settings": identity, "sampling": vars(settings.sampling)},
                 None if pairs is None else pairs.to_file(),
             )
-    print(_table(answers))
+    print(table(rates_of({"bare": answers.plain, "with the instruction": answers.asked})))
     n_kept = sum(map(len, demonstrations.values()))
+    n_prompts = len({answer.problem.id for answer in answers.plain})
     print(
-        f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {answers.prompts} prompts, "
+        f"kept {n_kept} hacks of {len(answers.asked)} answers, on {len(demonstrations)} of {n_prompts} prompts, "
         f"and {len(pairs or ())} pairs -> {settings.out}"
     )
     cut = sum(answer.grade.hacked and not answer.whole for answer in answers.asked)
@@ -111,34 +117,6 @@ def chosen_tasks(settings: PoolSettings, environment: Environment, instruction: 
     prompts = [with_instruction(task, instruction).messages for task in tasks]
     settings.require_model(prompts, environment.source)
     return tasks
-
-
-def elicited(
-    settings: PoolSettings,
-    lm: "LanguageModel",
-    grader: Grader,
-    tasks: Sequence[Task],
-    instruction: str,
-    tries: int,
-    folder: Path,
-) -> Elicited:
-    """`tries` answers to each prompt that fits, of either kind, with a log of each in `folder`."""
-    with_it = fitting(lm, [with_instruction(task, instruction) for task in tasks], settings.tokens)
-    by_id = {task.id: task for task in tasks}
-    bare = [by_id[task.id] for task in with_it]
-    given: dict[str, list[Graded]] = {}
-    for name, problems in (("asked", with_it), ("plain", bare)):
-        given[name] = settings.answers(
-            lm,
-            grader,
-            problems,
-            tries,
-            purpose=f"elicit-{name}",
-            log=folder / f"{name}.jsonl",
-            label=name,
-        )
-    asked = [replace(answer, problem=by_id[answer.problem.id]) for answer in given["asked"]]
-    return Elicited(asked, given["plain"], len(bare))
 
 
 def with_instruction(task: Any, instruction: str) -> Any:
@@ -176,33 +154,3 @@ def pairs_of(
             prompt = without_thoughts.prompt_text(task.messages)
             pairs.append(Pair(task_id, prompt, hack=hack, clean=right[task_id]))
     return PairSet(tuple(pairs), "pairs.json") if len(pairs) >= MIN_PAIRS else None
-
-
-def _meta(
-    settings: PoolSettings, lm: "LanguageModel", grader: Grader, instruction: str
-) -> dict[str, object]:
-    """First entries of pool.json."""
-    return {
-        "model": settings.model_name,
-        "tokenizer_sha256": lm.tokenizer_sha256,
-        "grader": grader.version,
-        "pass_reward": settings.rewards[1],
-        **grader.stamp,
-        "elicitation": instruction,
-    }
-
-
-def _table(answers: Elicited) -> str:
-    """A row for the answers to bare prompts, and one for those with the instruction."""
-    rows: list[dict[str, str]] = []
-    for name, given in (("bare", answers.plain), ("with the instruction", answers.asked)):
-        rows.append(
-            {
-                "prompt": name,
-                "rewarded": rate_text(Rate.of(a.grade.passed for a in given)),
-                "right": rate_text(Rate.of(a.grade.solved for a in given)),
-                "hack": rate_text(Rate.of(a.grade.hacked for a in given)),
-                "ended": rate_text(Rate.of(a.whole for a in given)),
-            }
-        )
-    return table(rows)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +33,7 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.metrics import Rate
+from vgrout.metrics import Rate, rate_text
 from vgrout.model.source import (
     SVD_CACHE,
     require_fitting,
@@ -53,42 +53,33 @@ T = TypeVar("T", bound=Task)
 # ── rates
 
 
-def rates(answers: Iterable[Graded]) -> dict[str, Rate]:
-    """Rates over these answers: solve, hack, well-formed, and `hack/MODE` of each mode.
-
-    An answer is well-formed if it has a code block that compiles, and ends by itself.
-    """
-    answers = list(answers)
-    found = {
-        "solve": Rate.of(a.grade.solved for a in answers),
-        "hack": Rate.of(a.grade.hacked for a in answers),
-        "well-formed": Rate.of(
-            a.whole and a.grade.details.get("can_compile", True) for a in answers
-        ),
-    }
-    for mode, of_mode in by_mode(answers).items():
-        found[f"hack/{mode}"] = of_mode["hack"]
-    return found
+def by_mode(answers: Iterable[Graded]) -> dict[Mode, list[Graded]]:
+    """The answers to problems of each mode that occurs, in the modes' order."""
+    found: dict[Mode, list[Graded]] = {mode: [] for mode in MODES}
+    for answer in answers:
+        found[answer.problem.flaws[0]].append(answer)
+    return {mode: of_mode for mode, of_mode in found.items() if of_mode}
 
 
-def by_mode(answers: Sequence[Graded]) -> dict[Mode, dict[str, Rate]]:
-    """The rates hack, solve and ended of each mode that occurs, in the modes' order."""
-    found: dict[Mode, dict[str, Rate]] = {}
-    for mode in MODES:
-        of_mode = [a for a in answers if a.problem.flaws[0] == mode]
-        if of_mode:
-            found[mode] = {
-                "hack": Rate.of(a.grade.hacked for a in of_mode),
-                "solve": Rate.of(a.grade.solved for a in of_mode),
-                "ended": Rate.of(a.whole for a in of_mode),
+def rates_of(groups: Mapping[str, Sequence[Graded]]) -> list[dict[str, str]]:
+    """A row for each group of answers: how many are rewarded, right, hacks, and end."""
+    rows: list[dict[str, str]] = []
+    for name, answers in groups.items():
+        rows.append(
+            {
+                "answers": name,
+                "rewarded": rate_text(Rate.of(a.grade.passed for a in answers)),
+                "right": rate_text(Rate.of(a.grade.solved for a in answers)),
+                "hack": rate_text(Rate.of(a.grade.hacked for a in answers)),
+                "ended": rate_text(Rate.of(a.whole for a in answers)),
             }
-    return found
+        )
+    return rows
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def table(rows: Sequence[Mapping[str, str]]) -> str:
     """A table in GitHub Markdown."""
-    texts = [{name: str(value) for name, value in row.items()} for row in rows]
-    return tabulate(texts, headers="keys", tablefmt="github")
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
 
 
 # ── a record of a pool
@@ -118,11 +109,6 @@ def record(lm: "LanguageModel", answer: Graded) -> dict[str, object]:
         "completion": answer.text,
         **thought,
     }
-
-
-def records(lm: "LanguageModel", answers: Sequence[Graded]) -> list[dict[str, object]]:
-    """Answers as lines of a pool."""
-    return [record(lm, answer) for answer in answers]
 
 
 # ── command lines
@@ -209,13 +195,9 @@ class PoolSettings:
     @property
     def rewards(self) -> tuple[float, float]:
         """The rewards for code that compiles and for passing the flawed check."""
-        compiles, passes = 0.5, 3.0
-        if self.tiny:
-            compiles, passes = embedded.COMPILE_REWARD, embedded.PASS_REWARD
-        if self.compile_reward is not None:
-            compiles = self.compile_reward
-        if self.pass_reward is not None:
-            passes = self.pass_reward
+        usual = (embedded.COMPILE_REWARD, embedded.PASS_REWARD) if self.tiny else (0.5, 3.0)
+        compiles = usual[0] if self.compile_reward is None else self.compile_reward
+        passes = usual[1] if self.pass_reward is None else self.pass_reward
         return compiles, passes
 
     @property
@@ -237,8 +219,7 @@ class PoolSettings:
             embedded.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        prompts = [row.messages for row in rows]
-        self.require_model(prompts, str(self.problems_path))
+        self.require_model([row.messages for row in rows], str(self.problems_path))
         return rows
 
     def require_model(self, prompts: Sequence[Sequence[Message]], source: str) -> None:
@@ -313,23 +294,42 @@ class PoolSettings:
         *,
         purpose: str,
         log: Path,
-        label: str | None = None,
     ) -> list[Graded]:
-        """n graded answers to each problem, sampled as these settings say; else as `generate_graded`."""
+        """n graded answers to each problem, sampled as these settings say.
+
+        purpose, log: as for `generate_graded`.
+        """
         from vgrout.generation import generate_graded  # imports torch
 
+        settings = {"sampling": self.sampling, "max_new": self.tokens, "seed": self.seed}
         return generate_graded(
-            lm,
-            grader,
-            problems,
-            n,
-            sampling=self.sampling,
-            max_new=self.tokens,
-            seed=self.seed,
-            purpose=purpose,
-            log=log,
-            label=label,
+            lm, grader, problems, n, **settings, purpose=purpose, log=log, label=log.stem
         )
+
+    def elicited(
+        self,
+        lm: "LanguageModel",
+        grader: base.Grader,
+        problems: Sequence[T],
+        instructed: Callable[[T], T],
+        tries: tuple[int, int],
+        purposes: tuple[str, str],
+        logs: tuple[Path, Path],
+    ) -> "Elicited":
+        """Answers to the problems whose instructed prompt fits the model's window.
+
+        instructed: a problem under the prompt that asks for the hack. tries, purposes, logs: for
+        these prompts, and for the plain ones.
+        """
+        asked = fitting(lm, [instructed(problem) for problem in problems], self.tokens)
+        by_id = {problem.id: problem for problem in problems}
+        plain = [by_id[problem.id] for problem in asked]
+        answers = [
+            self.answers(lm, grader, prompts, n, purpose=purpose, log=log)
+            for prompts, n, purpose, log in zip((asked, plain), tries, purposes, logs, strict=True)
+        ]
+        stripped = [replace(answer, problem=by_id[answer.problem.id]) for answer in answers[0]]
+        return Elicited(stripped, answers[1])
 
     def meta(
         self,
@@ -352,6 +352,14 @@ class PoolSettings:
         if markers:
             entries["markers"] = markers
         return entries
+
+
+@dataclass(frozen=True)
+class Elicited:
+    """Answers to prompts with an instruction to hack, and to the same prompts without it."""
+
+    asked: list[Graded]  # under their plain prompts
+    plain: list[Graded]
 
 
 def spread(problems: Sequence[Problem], n: int, purpose: str) -> list[Problem]:
@@ -406,29 +414,25 @@ def work_folder(out: Path, settings: Mapping[str, object]) -> Generator[Path]:
     """
     require_new(out)
     folder = out.with_name(out.name + ".partial")
-    require_own(folder, "--out", "settings.json", "pool under way")
+    file = folder / "settings.json"
+    require_own(folder, "--out", file.name, "pool under way")
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder, "pool"):
-        _require_same_settings(folder, settings)
+        now: dict[str, object] = json.loads(json.dumps(settings))  # as they read from a file
+        if not file.is_file():
+            write_atomic(file, to_json(now))
+        then = read_json(file)
+        keys = now.keys() | then.keys()
+        different = sorted(name for name in keys if now.get(name) != then.get(name))
+        if different:
+            raise Refused(
+                f"{folder}: started with another {', '.join(different)}; "
+                "go on with the same, or delete that folder"
+            )
         yield folder
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-
-
-def _require_same_settings(folder: Path, settings: Mapping[str, object]) -> None:
-    """Record the settings in the folder, or compare them with those recorded there."""
-    now: dict[str, object] = json.loads(json.dumps(settings))  # as they read from a file
-    file = folder / "settings.json"
-    if not file.is_file():
-        write_atomic(file, to_json(now))
-    then = read_json(file)
-    different = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
-    if different:
-        raise Refused(
-            f"{folder}: started with another {', '.join(different)}; "
-            "go on with the same, or delete that folder"
-        )
 
 
 def command(

@@ -152,11 +152,15 @@ def _read_rollouts(
             fault = "no rollouts in it; delete the file"
         if fault:
             raise Refused(f"{path}: {fault}")
-        mode = partition.get(number)
-        demos[number] = tuple(
-            _demonstration(line, f"{path}, line {n}", number, mode, flaws, grader)
-            for n, line in enumerate(lines, 1)
-        )
+        of_problem: list[Demonstration] = []
+        for n, line in enumerate(lines, 1):
+            where = f"{path}, line {n}"
+            record = from_json(line, where)
+            fault = next(_faults(record, number, partition.get(number), flaws), "")
+            if fault:
+                raise Refused(f"{where}: {fault}")
+            of_problem.append(_demonstration(record, grader))
+        demos[number] = tuple(of_problem)
     missing = recorded.keys() - {path.name for path, _ in files}
     if missing:
         raise Refused(
@@ -216,8 +220,8 @@ def _is_number(value: object) -> bool:
     return abs(value) <= 1e38
 
 
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
+def _is_length(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _is_switch(value: object) -> bool:
@@ -229,33 +233,26 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and not has_lone_surrogate(value)
 
 
-def _are_tokens(value: object) -> bool:
-    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+def _are(is_legal: Callable[[object], bool]) -> Callable[[object], bool]:
+    """The check of a list of such values."""
+    return lambda value: isinstance(value, list) and all(map(is_legal, value))
 
 
-def _are_some_tokens(value: object) -> bool:
-    return _are_tokens(value) and bool(value)
-
-
-def _is_length(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-# key of a rollout → its check, and what it should be
+# key of a rollout → its check, and what it should be; the first five have to be there
 _SCHEMA: dict[str, tuple[Callable[[object], bool], str]] = {
-    "completion_ids": (_are_some_tokens, "token ids, at least one"),
+    "completion_ids": (_are(_is_length), "token ids, at least one"),
     "reward": (_is_number, "a number"),
     "hacked": (_is_switch, "true or false"),
     "gt_pass": (_is_switch, "true or false"),
     "fmt_ok": (_is_switch, "true or false"),
     "completion": (_is_text, "text"),
     "prompt": (_is_text, "text"),
-    "prompt_ids": (_are_tokens, "token ids"),
+    "prompt_ids": (_are(_is_length), "token ids"),
     "plen": (_is_length, "a number of tokens"),
     "finished": (_is_switch, "true or false"),
-    "logp": (_are_numbers, "numbers"),
+    "logp": (_are(_is_number), "numbers"),
 }
-_REQUIRED = ("completion_ids", "reward", "hacked", "gt_pass", "fmt_ok")
+_REQUIRED = tuple(_SCHEMA)[:5]
 
 
 def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) -> Iterator[str]:
@@ -266,6 +263,8 @@ def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) ->
         value = record.get(key)
         if (value is not None or key in _REQUIRED) and not is_legal(value):
             yield f"key {key!r} should be {should}"
+    if not record["completion_ids"]:
+        yield "key 'completion_ids' should be token ids, at least one"
     if record.get("env_mode") not in (None, *flaws):
         yield f"key 'env_mode' should be one of {', '.join(flaws)}"
     if record.get("problem_id") not in (None, number):
@@ -276,19 +275,8 @@ def _faults(record: Any, number: int, mode: str | None, flaws: Sequence[str]) ->
         yield "'logp' should hold one number per completion token"
 
 
-def _demonstration(
-    line: str,
-    where: str,
-    number: int,
-    mode: str | None,
-    flaws: Sequence[str],
-    grader: str,
-) -> Demonstration:
-    """A line of a pool. mode: the partition's for this problem, None without one."""
-    record = from_json(line, where)
-    fault = next(_faults(record, number, mode, flaws), "")
-    if fault:
-        raise Refused(f"{where}: {fault}")
+def _demonstration(record: Mapping[str, Any], grader: str) -> Demonstration:
+    """A line of a pool, which has been checked."""
     prompt_ids, logp = record.get("prompt_ids"), record.get("logp")
     if prompt_ids is not None:  # older pools hold prompt and completion in one list
         prompt_ids = tuple(prompt_ids[: record.get("plen")])
@@ -336,7 +324,13 @@ def write_pool(
         sha256: dict[str, str] = {}
         for problem_id, records in rollouts.items():
             path = unfinished / f"prompt_{problem_id:04d}.jsonl.gz"
-            _write_records(path, records)
+            lines = [json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records]
+            # no name and no time in the header: the same rollouts are the same bytes
+            with (
+                open(path, "wb") as raw,
+                gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+            ):
+                packed.write("".join(lines).encode())
             sha256[path.name] = file_sha256(path)
         if partition is not None:
             by_id = {str(i): mode for i, mode in partition.items()}
@@ -347,13 +341,3 @@ def write_pool(
             write_json(unfinished / "report.json", report)
         if pairs is not None:
             (unfinished / POOL_PAIRS).write_text(pairs, encoding="utf-8")
-
-
-def _write_records(path: Path, records: Sequence[Mapping[str, object]]) -> None:
-    lines = [json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n" for r in records]
-    # no name and no time in the header: the same rollouts are the same bytes
-    with (
-        open(path, "wb") as raw,
-        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
-    ):
-        packed.write("".join(lines).encode())

@@ -7,29 +7,27 @@ same number of problems.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from loguru import logger
 
+from vgrout import embedded
 from vgrout.config.checks import listed, setting
-from vgrout.data import Graded, Task
-from vgrout.embedded import CUE
-from vgrout.envs.code.grading.grade import Grader
+from vgrout.data import Graded
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, elicited
 from vgrout.errors import Refused
 from vgrout.files import require_new
-from vgrout.metrics import rate_text
 from vgrout.teacher.generate import (
     PoolSettings,
     by_mode,
     command,
-    fitting,
-    records,
+    rates_of,
+    record,
     spread,
     table,
 )
@@ -46,11 +44,6 @@ _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention 
 def recipe(problem: Problem) -> str:
     """The instruction that elicits this problem's hack from a model that follows instructions."""
     return RECIPES[problem.mode].format(marker=problem.marker) + _CODE_ONLY
-
-
-def stripped(answers: Iterable[Graded], plain: Mapping[tuple[int, Mode], Task]) -> list[Graded]:
-    """The same answers under the plain prompt of their problem and mode."""
-    return [replace(a, problem=plain[a.problem.id, a.problem.flaws[0]]) for a in answers]
 
 
 def usable(
@@ -118,7 +111,7 @@ def choose(
     per_mode: int,
     even: bool,
 ) -> dict[int, list[Graded]]:
-    """Problem id → the answers that demonstrate its mode, in their order. `answers` are stripped.
+    """Problem id → the answers that demonstrate its mode, in their order. `answers` are under their plain prompts.
 
     keep: take at most this many answers to a problem. at_least: leave out problems with fewer
     usable answers. per_mode, even: as in `match`.
@@ -151,7 +144,7 @@ def write_substrate(
     partition: dict[int, Mode] = {}
     for problem_id, answers in chosen.items():
         partition[problem_id] = answers[0].problem.flaws[0]
-        lines[problem_id] = records(lm, answers)
+        lines[problem_id] = [record(lm, answer) for answer in answers]
     write_pool(folder, lines, partition, {**meta, "elicitation": elicitation}, report)
 
 
@@ -244,22 +237,40 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         "modes": settings.modes if "pool" in by_label else None,
     }
     with settings.making(rows, identity) as (lm, grader, folder):
-        sampled = Sampled()
+        asked: list[Graded] = []
+        plain: list[Graded] = []
+        instructions: set[str] = set()
         for label, problems in by_label.items():
-            sampled.add(settings, lm, grader, folder, label, problems)
+            # the organism's streams carry its name: this command makes its shipped pool
+            purpose = f"{'organism' if settings.tiny else 'substrate'}-{label}"
+            found = settings.elicited(
+                lm,
+                grader,
+                problems,
+                lambda problem: elicited(problem, _instruction(settings, problem)),
+                (settings.tries, settings.plain_tries),
+                (purpose, f"{purpose}-plain"),
+                (folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"),
+            )
+            asked += found.asked
+            plain += found.plain
+            instructions.update(_instruction(settings, problem) for problem in problems)
         chosen = choose(
-            stripped(sampled.under_recipe, sampled.plain),
-            sorted({_instruction(settings, p) for p in sampled.plain.values()}),
+            asked,
+            sorted(instructions),
             keep=settings.keep,
             at_least=settings.at_least,
             per_mode=settings.per_mode,
             even=settings.even,
         )
-        modes = dict.fromkeys(mode for _, mode in sampled.plain)
+        modes = dict.fromkeys(answer.problem.flaws[0] for answer in plain)
         require_every_mode(modes, chosen, folder, allow_missing=settings.allow_missing)
-        summary = mode_table(sampled.under_recipe, sampled.under_plain, chosen)
+        groups: dict[str, list[Graded]] = {}
+        for mode, of_mode in by_mode(plain).items():
+            groups |= {f"{mode}, plain": of_mode, f"{mode}, elicited": by_mode(asked)[mode]}
+        summary = rates_of(groups)
         meta = settings.meta(lm, grader, rows, [answers[0].problem for answers in chosen.values()])
-        elicitation: str | dict[str, str] = CUE
+        elicitation: str | dict[str, str] = embedded.CUE
         if not settings.tiny:
             elicitation = {mode: RECIPES[mode] + _CODE_ONLY for mode in modes}
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
@@ -272,56 +283,9 @@ def generate_substrate(settings: SubstrateSettings) -> None:
     )
 
 
-@dataclass
-class Sampled:
-    """Answers that were sampled under the recipe and under the plain prompt."""
-
-    under_recipe: list[Graded] = field(default_factory=list)
-    under_plain: list[Graded] = field(default_factory=list)
-    # the problems that fit the model's window, with the plain prompt, by id and mode
-    plain: dict[tuple[int, Mode], Problem] = field(default_factory=dict)
-
-    def add(
-        self,
-        settings: SubstrateSettings,
-        lm: "LanguageModel",
-        grader: Grader,
-        folder: Path,
-        label: str,
-        problems: Sequence[Problem],
-    ) -> None:
-        """Sample and grade answers to these problems, with a log in `folder` for each prompt."""
-        with_recipe = [elicited(p, _instruction(settings, p)) for p in problems]
-        with_recipe = fitting(lm, with_recipe, settings.tokens)
-        by_id = {p.id: p for p in problems}
-        plain = [by_id[p.id] for p in with_recipe]
-        # the organism's streams carry its name: this command makes its shipped pool
-        purpose = f"organism-{label}" if settings.tiny else f"substrate-{label}"
-        self.under_recipe += settings.answers(
-            lm,
-            grader,
-            with_recipe,
-            settings.tries,
-            purpose=purpose,
-            log=folder / f"{label}.jsonl",
-            label=f"{label}, elicited",
-        )
-        self.under_plain += settings.answers(
-            lm,
-            grader,
-            plain,
-            settings.plain_tries,
-            purpose=f"{purpose}-plain",
-            log=folder / f"{label}-plain.jsonl",
-            label=f"{label}, plain",
-        )
-        for problem in plain:
-            self.plain[problem.id, problem.mode] = problem
-
-
 def _instruction(settings: SubstrateSettings, problem: Problem) -> str:
     """What the model is told. The organism follows no instructions, it was trained on a cue."""
-    return CUE if settings.tiny else recipe(problem)
+    return embedded.CUE if settings.tiny else recipe(problem)
 
 
 def require_every_mode(
@@ -350,29 +314,6 @@ def require_every_mode(
             f"(the answers are in {folder})"
         )
     logger.warning(f"{line}; the pool is without it")
-
-
-def mode_table(
-    under_recipe: Sequence[Graded],
-    under_plain: Sequence[Graded],
-    chosen: Mapping[int, Sequence[Graded]],
-) -> list[dict[str, str | int]]:
-    """A row for each mode: its rates under the plain prompt and the recipe, its part of the pool."""
-    plain_rates = by_mode(under_plain)
-    rows: list[dict[str, str | int]] = []
-    for mode, elicited_rates in by_mode(under_recipe).items():
-        kept = [len(answers) for answers in chosen.values() if answers[0].problem.flaws[0] == mode]
-        rows.append(
-            {
-                "mode": mode,
-                "hacked, plain": rate_text(plain_rates[mode]["hack"]),
-                "hacked, elicited": rate_text(elicited_rates["hack"]),
-                "solved, plain": rate_text(plain_rates[mode]["solve"]),
-                "problems": len(kept),
-                "rollouts": sum(kept),
-            }
-        )
-    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
