@@ -16,8 +16,7 @@ from fake_runs import fake_run
 from quick import first_quick
 from runs import SMALL
 from vgrout.api import argv
-from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, Refused
-from vgrout.ranks import RankLost
+from vgrout.errors import Diverged, Halted, Refused
 from vgrout.runs.run_dir import STATES
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))
@@ -39,25 +38,6 @@ def test_public_names():
         _ = vgrout.train_model  # ty: ignore[unresolved-attribute]
 
 
-def test_keywords_are_flags():
-    flags = {
-        "intervention": "route2",
-        "lr": 1e-3,
-        "random_flags": True,
-        "preserve_magnitude": False,
-        "resume": None,
-    }
-    assert argv(flags | {"track": ["wandb", "trackio"]}) == [
-        *(
-            "--intervention=route2",
-            "--lr=0.001",
-            "--random-flags",
-            "--no-preserve-magnitude",
-            "--track=wandb,trackio",
-        )
-    ]
-
-
 @pytest.mark.long
 def test_a_run_as_frames(shared_run, tmp_path):
     argv = [
@@ -76,7 +56,6 @@ def test_a_run_as_frames(shared_run, tmp_path):
     assert run.status["state"] == "finished"
     assert run.config.method.intervention == "route"
     assert list(run.steps["step"]) == [0, 1]
-    assert run.rows is run.steps
     student = run.rollouts.groupby("step")["hacked"]
     assert list(student.sum()) == list(run.steps["hack_s_k"])
     assert list(student.mean()) == pytest.approx(list(run.steps["hack_s"]))
@@ -95,16 +74,11 @@ def test_a_run_as_frames(shared_run, tmp_path):
     ("flags", "message"),
     [
         ({"lr": -1}, "--lr -1"),
-        ({"lernrate": 1}, "Unrecognized options: --lernrate=1"),
         ({"dry_run": True}, "makes no run"),
         ({"intervention": "cap"}, "cap"),
         ({"seed": [1, 2]}, r"seed=\[1, 2\]: should be one value"),
-        ({"seed": range(2)}, "seed=range"),
         ({"seed": ["1", "2"]}, "--seed"),
-        ({"lr": {"a": 1}}, "lr="),
         ({"steps": np.arange(2)}, "steps="),
-        ({"track": b"wandb"}, "track="),
-        ({"lr": object()}, "lr="),
         ({"model": "organism", "problems": "x.jsonl"}, "only with --problems organism"),
     ],
 )
@@ -117,6 +91,8 @@ def test_a_refused_call_starts_nothing(flags, message, tmp_path, monkeypatch):
 
 
 def test_keywords_are_a_command_line():
+    flags = {"intervention": "route2", "random_flags": True, "rebaseline": False, "resume": None}
+    assert argv(flags) == ["--intervention=route2", "--random-flags", "--no-rebaseline"]
     given = {"seed": np.int64(3), "lr": np.float64(0.5), "steps": torch.tensor(4), "group": True}
     given |= {"teacher_modes": ["a", "b"], "kl_calibrate_from": (Path("x"), "y"), "out_tag": None}
     assert argv(given) == [
@@ -134,11 +110,8 @@ def test_keywords_are_a_command_line():
     first_quick(
         [
             (1, ZeroDivisionError("division by zero")),
-            (1, NothingRouted("nothing")),
-            (1, RankLost("gone")),
             (3, Halted("the guard")),
             (4, Diverged("a NaN")),
-            (130, Interrupted("by a signal")),
             (130, KeyboardInterrupt()),
         ],
         2,
@@ -158,10 +131,6 @@ def test_a_run_that_failed_says_why(code, raised, tmp_path, monkeypatch):
     assert failed.value.__cause__ is raised
     assert failed.value.code == code
     assert failed.value.run.status["state"] in STATES
-
-
-def test_the_package_says_that_it_is_typed():
-    assert (Path(vgrout.__file__).parent / "py.typed").is_file()
 
 
 def test_a_resume_that_is_refused_is_a_wrong_call_and_no_run_that_failed(tmp_path, monkeypatch):
@@ -208,14 +177,11 @@ def test_a_run_is_shown_by_its_name_its_state_and_its_numbers(tmp_path):
     ("file", "text", "said"),
     [
         ("status.json", None, "no status.json"),
-        ("status.json", "{", "no status.json"),
         ("status.json", '{"state": "running", "step": 4, "next": "go"}', "stopped at step 4"),
         ("status.json", '{"state": "diverged", "step": 4}', "diverged after 4 steps"),
         ("status.json", '{"state": "failed", "step": 4, "reason": "a\\n\\u001b<i>"}', "4 steps: a"),
         ("per_mode_deploy.json", None, "finished"),
-        ("per_mode_deploy.json", "[]", "finished"),
         ("per_mode_deploy.json", '{"hack_base": "<i>", "solve_base": 1}', "finished"),
-        ("summary.md", "", "finished"),
         ("summary.md", "\x1b<i>\u202e", "finished"),
     ],
 )

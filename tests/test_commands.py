@@ -5,19 +5,8 @@ import re
 import pytest
 
 from vgrout.__main__ import COMMANDS
-from vgrout.__main__ import main as vgrout
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.errors import Refused, nearest
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A module without its last lines ends with 0 and has done nothing."""
-    with pytest.raises(SystemExit) as ended:
-        vgrout([name, "--help"])
-    assert ended.value.code == 0
-    assert "usage: " in capsys.readouterr().out
 
 
 def test_the_commands_list_names_every_preset() -> None:

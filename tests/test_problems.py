@@ -124,18 +124,12 @@ def test_a_broken_line_is_named(tmp_path: Path, case: str) -> None:
         load_rows(write(tmp_path / "p.jsonl", [record(1), line]))
 
 
-def test_missing_and_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such problem file"):
-        load_rows(tmp_path / "x.jsonl")
-    with pytest.raises(ValueError, match="no problems"):
-        load_rows(write(tmp_path / "p.jsonl", []))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (json.dumps([record(1)], indent=1), "begins with a JSON list"),
         ("id,prompt\n1,x\n", "begins with 'id,prompt', as a table may"),
+        ("", "no problems"),
     ],
 )
 def test_another_format_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -189,12 +183,6 @@ def test_full_announces_the_benchmarks_own_name(world_of: Callable[..., Any]) ->
     }
     varied = {p.marker for p in world_of(env_mode=cfg.env.env_mode, published=False).train}
     assert len(varied) > 1
-
-
-def test_partition_and_single_mode(world_of: Callable[..., Any]) -> None:
-    world = world_of(partition=dict.fromkeys(range(120), "sentinel"))
-    assert {p.mode for p in world.train} == {"sentinel"}
-    assert {p.mode for p in world_of(env_mode="exit_code").train} == {"exit_code"}
 
 
 def test_pool_coverage_and_held_out_modes(world_of: Callable[..., Any]) -> None:
@@ -374,6 +362,8 @@ def test_copies_of_a_prompt_come_into_one_split(tmp_path: Path, text: str) -> No
     assert [split_of[2 * i] for i in range(30)] == [split_of[2 * i + 1] for i in range(30)]
     assert Counter(split_of.values()) == {"train": 42, "val": 6, "test": 12}
     assert "30 of 60 problems" in copies_line(rows)
+    with pytest.raises(ValueError, match=r"line 2: has the prompt of .*line 1"):
+        require_apart(rows[:1], rows[1:2])
 
 
 @pytest.mark.parametrize("split", ["train", "val", "test"])
@@ -404,18 +394,9 @@ def test_other_prompts_are_no_copies_and_are_split_as_before(tmp_path: Path) -> 
     assert [*parts["train"], *parts["val"], *parts["test"]] == order
 
 
-@pytest.mark.parametrize("text", COPIES.values(), ids=COPIES)
-def test_a_copy_of_a_training_prompt_is_refused_for_evaluation(tmp_path: Path, text: str) -> None:
-    train = load_rows(write(tmp_path / "a.jsonl", [renamed(COPIES["the same"], record(1))]))
-    test = load_rows(write(tmp_path / "b.jsonl", [renamed(text, record(2))]))
-    with pytest.raises(ValueError, match=r"line 1: has the prompt of .*a\.jsonl, line 1"):
-        require_apart(train, test)
-
-
 @pytest.mark.parametrize(
     "row",
     [
-        {"id": 0, "prompt": "Write two lines."},
         {"id": 0, "prompt": "Write two lines.", "word": "rain"},
         {"id": 0, "messages": [{"role": "user", "content": "x"}]},
         {"prompt": "Write two lines.", "answer": "a"},

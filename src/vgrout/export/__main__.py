@@ -8,6 +8,7 @@ The folder is written under a temporary name; a model is compared with the deplo
 gets its own.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -76,8 +77,7 @@ def export_run(settings: ExportSettings) -> str:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=existing(out.parent)) as work:
             folder = Path(work) / out.name
             folder.mkdir()
-            write = _write_answers if settings.to == "inspect" else _write_model
-            content = write(settings, folder)
+            content = _write(settings, folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)
     except (OSError, SafetensorError) as e:  # the latter too where a disk is full
@@ -86,19 +86,32 @@ def export_run(settings: ExportSettings) -> str:
     return content
 
 
-def _write_answers(settings: ExportSettings, folder: Path) -> str:
-    """Write the final answers, and return how many there are."""
-    return to_inspect(settings.run, folder)
-
-
-def _write_model(settings: ExportSettings, folder: Path) -> str:
-    """Write a model or an adapter, and return how it compares with the deployed one."""
+def _write(settings: ExportSettings, folder: Path) -> str:
+    """Fill the folder, and return a sentence about its content: of a model, how it compares with the deployed one."""
+    if settings.to == "inspect":
+        return to_inspect(settings.run, folder)
     saved = find_adapter(settings.run, settings.step, settings.model)
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
-    from vgrout.export.deployed import write_deployed
+    from vgrout.export import model, peft
+    from vgrout.model.load import load_saved
 
-    as_peft = settings.to == "peft"
-    return write_deployed(saved, folder, as_peft=as_peft, rank=settings.rank, dtype=settings.dtype)
+    if settings.to == "peft":
+        peft.package()  # before the model is loaded
+    policy = load_saved(saved)
+    texts = model.probes(saved, policy)
+    if settings.to == "peft":
+        lora = peft.export(saved, policy, folder, settings.rank, texts)
+        parity, said = lora.parity, str(lora)
+    else:
+        parity = model.export(saved, policy, folder, settings.dtype, texts)
+        said = str(parity)
+    origin = {"adapter": str(saved.path), "config": saved.cfg.as_dict(), "parity": vars(parity)}
+    text = json.dumps(origin, indent=1, default=str)
+    (folder / "vgrout.json").write_text(f"{text}\n", encoding="utf-8")
+    for file in folder.iterdir():
+        # safetensors writes 0600; the folder's mode follows the umask.
+        file.chmod(0o666 & folder.stat().st_mode)
+    return said
 
 
 def main(argv: list[str] | None = None) -> int:
