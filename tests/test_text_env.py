@@ -868,7 +868,7 @@ def test_what_is_read_of_a_run_on_rows_of_ones_own(
 
 EVALUATED = {  # flags → exit code, what is said
     "--trust-code": (0, ""),
-    "--reward {m}:proxy {m}:even --reference {m}:gold": (0, ""),
+    "--reward {m}:proxy,{m}:even --reference {m}:gold": (0, ""),
     "--reward {m}:proxy --reference {m}:even --problems {other} --split all": (0, "4 problems of"),
     "": (2, "add --trust-code"),
     "--reference {m}:gold": (2, "--reference: not read without --reward"),
