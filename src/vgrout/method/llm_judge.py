@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from loguru import logger
@@ -34,21 +34,6 @@ KEPT = 2000  # characters of a reply that are written
 ROWS = 8  # answers that a local judge reads at once
 
 Conversation = tuple[Message, ...]
-
-
-class Judge(Protocol):
-    """Answers conversations."""
-
-    @property
-    def identity(self) -> str:
-        """Another judge has another one."""
-        ...
-
-    def ask_all(
-        self, conversations: Sequence[Conversation], seconds: float
-    ) -> Sequence[Reply | NoReply]:
-        """The replies in order, after `seconds` at the latest."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +102,7 @@ class LLMJudge(Monitor):
 
     def __init__(
         self,
-        judge: Judge | None,
+        judge: "EndpointJudge | LocalJudge | None",
         template: str,
         *,
         seconds: float,
@@ -139,7 +124,7 @@ class LLMJudge(Monitor):
     @classmethod
     def make(cls, setup: Setup) -> "LLMJudge":
         method = setup.cfg.method
-        judge: Judge | None = None
+        judge: EndpointJudge | LocalJudge | None = None
         if ranks.first() and method.llm_judge_url:
             judge = EndpointJudge(judge_endpoint(method))
         elif ranks.first():
