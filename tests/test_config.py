@@ -22,6 +22,7 @@ from vgrout.config.presets import EVERYDAY, PRESETS, flag_names, resolve, resume
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.config.stored import from_dict
+from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.model import shapes
 from vgrout.runs.plan import first_lines, method_lines
 from vgrout.runs.preflight import preflight
@@ -396,14 +397,14 @@ def test_auto_is_bf16_where_it_is_faster(tmp_path: Path, monkeypatch: pytest.Mon
 def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> None:
     preset = ["mini", "--organism", str(tmp_path)]
     cfg = resolve([*preset, "--intervention", "route2", "--control", "placebo"])
-    reads = resolve([*preset, "--intervention", "screen", "--monitor", "syntax_edge"])
+    world = CodeEnvironment(cfg, [])
     files = [
         cfg.model_path,
         cfg.problems_path,
         cfg.pool_path,
-        cfg.pairs_path,
-        reads.known_correct_path,
-        cfg.placebo_path,
+        world.pairs_path,
+        world.known_correct_path,
+        world.placebo_path("flawed"),
     ]
     names = [
         "model",
@@ -414,9 +415,8 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
         "pairs/placebo_flawed.json",
     ]
     assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
-    assert (
-        resolve(["small", *preset[1:], "--intervention", "route2"]).pairs_path == tmp_path / "pairs"
-    ), "of each flaw"
+    small = resolve(["small", *preset[1:], "--intervention", "route2"])
+    assert CodeEnvironment(small, []).pairs_path == tmp_path / "pairs", "of each flaw"
     assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
     with pytest.raises(ValueError, match=f"--organism {tmp_path}/manifest.json: not there;"):
         preflight(cfg)

@@ -44,6 +44,7 @@ from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.embedded import COMPILE_REWARD, PASS_REWARD
+from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.errors import Diverged, Refused
 from vgrout.method import live_direction, make_method
 from vgrout.method.base import Refresh
@@ -356,7 +357,7 @@ def test_every_control_runs_on_every_intervention_that_takes_it(control, shared_
             here / "own.json",
             resolve(["smoke", "--control=placebo", "--placebo-pairs=long"]),
         )
-        own.write_text(load_pairs(usual.placebo_path).to_json())
+        own.write_text(load_pairs(usual.files.pairs / "placebo_long.json").to_json())
         more += ["--placebo-pairs", str(own)]
     for intervention in INTERVENTIONS:
         monitor = MONITORED.get(intervention, "usual")
@@ -407,13 +408,14 @@ def test_each_shipped_placebo_is_found_for_the_organism_and_for_other_models():
     for name in PLACEBOS:
         flags = ["--intervention", "erase", "--control", "placebo", "--placebo-pairs", name]
         shipped = resolve(["smoke", *flags])
-        assert len(load_pairs(shipped.placebo_path)) == 24
-        assert resolve(["full", *flags]).placebo_path is None  # hand-written
+        assert len(load_pairs(CodeEnvironment(shipped, []).placebo_path(name))) == 24
+        full = CodeEnvironment(resolve(["full", *flags]), [])
+        assert full.placebo_path(name) is None  # hand-written
         assert shipped.method.control_name == f"placebo_{name}"
 
 
 def test_the_placebo_file_must_be_another_contrast(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    same = resolve(["smoke"]).pairs_path
+    same = CodeEnvironment(resolve(["smoke"]), []).pairs_path
     assert main(["smoke", "--control", "placebo", "--placebo-pairs", str(same)]) == 2
     assert "these are the true pairs" in capsys.readouterr().err

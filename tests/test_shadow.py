@@ -99,7 +99,7 @@ def test_flags_give_a_shadow_its_settings_and_the_run_keeps_its_name():
     assert watched.run_id == plain.run_id
     assert watched.method.watching == ("none", "online_probe", "labels")
     assert (watched.method.modes_known, watched.method.modes_acted_on) == (("exit_code",), ())
-    assert watched.known_correct_path is not None
+    assert watched.method.needs_known_correct
     by_labels = MethodConfig(
         intervention="penalty", monitor="labels", shadow="detector", known_modes="exit_code"
     )

@@ -39,6 +39,14 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
+def none_fits(source: str, room: int) -> Refused:
+    """The refusal of tasks none of whose prompts fits."""
+    return Refused(
+        f"{source}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; "
+        "shorten them, lower --max-new, or choose a model with a longer window"
+    )
+
+
 class Interrupted(Exception):
     """SIGINT, SIGTERM or SIGHUP: the current step was finished and saved."""
 

@@ -26,12 +26,12 @@ from vgrout.config.presets import import_named
 from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.data import Completion, Message, Side, Task, Ungraded, Verdict
-from vgrout.envs.base import Environment, Grader, balanced, none_fits
+from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import modes_in_turn, with_modes, without_hints
 from vgrout.envs.worlds import environment_class
-from vgrout.errors import Refused, refuse
+from vgrout.errors import Refused, none_fits, refuse
 from vgrout.files import printable, probe_writable, read_json, require_new, to_json, write_atomic
 from vgrout.metrics import SIDES, Eval
 from vgrout.model.saved import Saved, find_adapter

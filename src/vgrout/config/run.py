@@ -155,10 +155,9 @@ class Config:
                 world not in ("", self.env.environment),
                 f"--monitor {name}: it reads answers of the {world} world alone; name another",
             )
+        at_hand = bool(self.method.known_correct) or self.scale.model == ORGANISM
         refuse(
-            self.of_code
-            and bool(self.method.needs_known_correct)
-            and self.known_correct_path is None,
+            self.of_code and bool(self.method.needs_known_correct) and not at_hand,
             f"{self.method.needs_known_correct}: it reads correct answers; give --known-correct FILE",
         )
         if "llm_judge" in self.method.watching:
@@ -287,43 +286,6 @@ class Config:
         if not self.env.pool:
             return None
         return self.files.pool if self.env.pool == ORGANISM else Path(self.env.pool)
-
-    @property
-    def pairs_path(self) -> Path | None:
-        """Contrastive pairs, or a folder with a file for each flaw. None: in the code world the hand-written pairs; in
-        others a pool's own, and no pairs without a pool."""
-        if self.method.vhack_pairs_path is not None:
-            return self.method.vhack_pairs_path
-        if self.scale.model == ORGANISM and self.of_organism:
-            by_each_flaw = self.preset == "small" or not self.of_code
-            return self.files.pairs / ("" if by_each_flaw else "run_tests.json")
-        if not self.of_code:
-            return self.pool_path / POOL_PAIRS if self.pool_path else None
-        return Path("out/pairsets/prog_wide.json") if self.preset == "fast" else None
-
-    @property
-    def known_correct_path(self) -> Path | None:
-        """Correct answers for monitors of text; None: they are not read, or, outside the code world, those of the
-        base's own answers that the reference accepts."""
-        if not self.method.needs_known_correct:
-            return None
-        return self.method.known_correct or (
-            self.files.known_correct if self.scale.model == ORGANISM and self.of_organism else None
-        )
-
-    @property
-    def placebo_path(self) -> Path | None:
-        """Pairs of a placebo control; None without one, or where the hand-written ones serve."""
-        chosen = self.method.placebo_pairs
-        if self.method.direction_is != "placebo pairs":
-            return None
-        if chosen not in PLACEBOS:
-            return Path(chosen)
-        refuse(
-            not self.of_organism,
-            f"--placebo-pairs {chosen}: of another world; give a file of pairs about another contrast",
-        )
-        return self.files.pairs / f"placebo_{chosen}.json" if self.scale.model == ORGANISM else None
 
     @property
     def run_id(self) -> str:

@@ -8,10 +8,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from vgrout.config.groups import ORGANISM
+from vgrout.config.run import POOL_PAIRS, Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.errors import Refused
+from vgrout.envs.splits import copies_line
+from vgrout.errors import Refused, none_fits
+from vgrout.files import hash_of_file
 from vgrout.rng import py_stream
 
 OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
@@ -139,70 +144,128 @@ class Demonstrations(Protocol):
         ...
 
 
-@runtime_checkable
-class Environment(Protocol):
-    """A world of tasks whose grading has flaws."""
+class Environment:
+    """A world of tasks whose grading has flaws. One of your own derives from it, or from
+    `vgrout.envs.text.TextEnvironment`; its method `of_run(cfg)` makes the environment of a run."""
 
-    @property
-    def name(self) -> str:
-        """As on the command line."""
-        ...
+    name: str  # as on the command line
+    flaws: Mapping[str, Flaw]  # every flaw that a check here can have, by name, in the usual order
+    # weak detectors, by the letters of `Grade.detectors`, each with its field in `Grade.details`
+    detectors: Mapping[str, str] = {}
+    # whether an organism's folder can have its problems, demonstrations and pairs
+    of_organisms = False
+    handwritten_pairs = False  # whether the package's own pairs are about it
+    how_pairs_are_made = "give a file of pairs of your own"
 
-    @property
-    def flaws(self) -> Mapping[str, Flaw]:
-        """Every flaw that a check here can have, by name, in the usual order."""
-        ...
+    def __init__(
+        self,
+        cfg: Config,
+        rows: Sequence[Any],
+        test_rows: Sequence[Any] = (),
+        absent: Sequence[str] = (),
+    ) -> None:
+        """rows: of the problem file, each with an id, `messages` and a split. test_rows: of the file for evaluation
+        alone. absent: its files that are missing, each with how to get it, in a line."""
+        self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
+        self.absent = tuple(absent)
 
-    @property
-    def detectors(self) -> Mapping[str, str]:
-        """Weak detectors, by the letters of `Grade.detectors`, each with its field in `Grade.details`."""
-        ...
+    # ── files
 
     @property
     def source(self) -> str:
         """Where its tasks come from, for messages."""
-        ...
+        return str(self.cfg.test_problems_path if self.test_rows else self.cfg.problems_path)
 
     @property
-    def absent(self) -> Sequence[str]:
-        """Its files that are missing, each with how to get it, in a line."""
-        ...
-
-    @property
-    def prompts(self) -> Sequence[tuple[Message, ...]]:
+    def prompts(self) -> list[tuple[Message, ...]]:
         """All prompts, as the files have them; empty where a file is missing."""
-        ...
+        return [row.messages for row in (*self.rows, *self.test_rows)]
 
     @property
     def marked(self) -> Mapping[int, str]:
         """Task id → its flaw, where the files name it."""
-        ...
+        raise NotImplementedError
 
-    def hashes(self) -> Mapping[str, str | None]:
+    @property
+    def from_organism(self) -> bool:
+        """Whether the files that no flag names are those of the organism's folder."""
+        return self.of_organisms and self.cfg.scale.model == ORGANISM
+
+    @property
+    def pairs_path(self) -> Path | None:
+        """Contrastive pairs where no flag names them, or a folder with a file for each flaw; None: there are none, but
+        for hand-written ones."""
+        return self.cfg.pool_path / POOL_PAIRS if self.cfg.pool_path else None
+
+    @property
+    def known_correct_path(self) -> Path | None:
+        """Right answers for monitors of text where no flag names them; None: those of the base's own answers that the
+        reference accepts."""
+        return self.cfg.files.known_correct if self.from_organism else None
+
+    def placebo_path(self, contrast: str) -> Path | None:
+        """Pairs about another contrast; None: the hand-written ones. Raises Refused, one line, where there are none."""
+        if self.from_organism:
+            return self.cfg.files.pairs / f"placebo_{contrast}.json"
+        raise Refused(
+            f"--placebo-pairs {contrast}: of another world; give a file of pairs about another contrast"
+        )
+
+    def hashes(self) -> dict[str, str | None]:
         """sha256 of every file and function that its tasks and grades depend on; None: not read by this run."""
-        ...
+        paths = {"problems": self.cfg.problems_path, "test_problems": self.cfg.test_problems_path}
+        hashes: dict[str, str | None] = {}
+        for name, path in paths.items():
+            there = path is not None and path.exists()
+            hashes[name] = hash_of_file(path) if path is not None and there else None
+        return hashes
+
+    # ── tasks and grades
 
     def tasks(self, pool: Demonstrations | None = None) -> Mapping[str, Sequence[Task]]:
         """Every task by its split, as the policy will read it."""
-        ...
+        raise NotImplementedError
 
     def grader(self, workers: int, retries: int | None) -> Grader:
         """Start what grades. retries: how often an answer is graded again when the grader itself failed; None:
         without end."""
-        ...
+        raise NotImplementedError
 
-    def check(self, grader: object) -> None:
+    def check(self, grader: Any) -> None:
         """Try, before a model is loaded, that the tasks can be graded. Raises Refused, one line, for the first that
         cannot."""
-        ...
+
+    def gives(self, reward: float, passed: bool) -> bool:
+        """Whether this run gives such a reward to an answer that passed, or that did not."""
+        least = self.cfg.env.pass_reward * self.cfg.env.reward_passes_at
+        return passed == (reward >= least - 1e-6)
+
+    # ── what is said of it
 
     def plan(self) -> list[tuple[str, str]]:
         """What it reads and how it grades, for the plan and the log: a word, and the line that it heads."""
-        ...
+        lines: list[tuple[str, str]] = []
+        if self.rows:
+            lines.append(("problems", self.rows_line()))
+        if self.test_rows and self.cfg.test_problems_path:
+            name = self.cfg.test_problems_path.name
+            lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
+        for rows in (self.rows, self.test_rows):
+            if copies := copies_line(rows):
+                lines.append(("copies", copies))
+        return lines
+
+    def rows_line(self) -> str:
+        """What the rows are, for the plan."""
+        names = [*self.marked.values()]
+        count = [f"{flaw} {names.count(flaw)}" for flaw in self.flaws if flaw in names]
+        if unmarked := len(self.rows) - len(names):
+            count.append(f"{unmarked} without a flaw of their own")
+        return f"{len(self.rows)} in {self.cfg.problems_path.name}: {', '.join(count)}"
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
         """What was given and changes nothing, in lines for the log."""
-        ...
+        return []
 
 
 def split_tasks(
@@ -277,11 +340,3 @@ def messages_of(row: Mapping[str, object]) -> tuple[Message, ...]:
 def without_hint(task: Any) -> Any:
     """The same task under a prompt without a hint of how the answer is checked; the check is what it was."""
     return replace(task, messages=task.plain)
-
-
-def none_fits(source: str, room: int) -> Refused:
-    """The refusal of tasks none of whose prompts fits."""
-    return Refused(
-        f"{source}: none of its prompts fits the {room} tokens that the model's window leaves beside --max-new; "
-        "shorten them, lower --max-new, or choose a model with a longer window"
-    )

@@ -24,17 +24,16 @@ from loguru import logger
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.envs.base import Demonstrations, messages_of
+from vgrout.envs.base import Demonstrations, Environment, messages_of
 from vgrout.envs.splits import (
     SPLITS,
-    copies_line,
     in_splits,
     marked_apart,
     require_apart,
     require_copies_together,
 )
 from vgrout.errors import Refused, refuse
-from vgrout.files import has_lone_surrogate, hash_of_file, numbered_lines, once
+from vgrout.files import has_lone_surrogate, numbered_lines, once
 from vgrout.scoring import (
     Failures,
     RewardFailed,
@@ -366,11 +365,11 @@ def require_columns(function: ScoringFunction, rows: Sequence[TextTask]) -> None
                 )
 
 
-class TextEnvironment:
+class TextEnvironment(Environment):
     """Rows of a user's own, and two functions."""
 
     name = "text"
-    detectors: Mapping[str, str] = {}
+    how_pairs_are_made = "`vgrout teacher --elicit` makes them beside its pool"
 
     def __init__(
         self,
@@ -383,11 +382,9 @@ class TextEnvironment:
         reference: str = "",
         functions: tuple[Proxy, Reference] | None = None,
     ) -> None:
-        """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing.
-        proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
-        both as they are, of an environment that has a grader of its own for them."""
-        self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
-        self.absent = tuple(absent)
+        """proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
+        both as they are."""
+        super().__init__(cfg, rows, test_rows, absent)
         both = (*self.rows, *self.test_rows)
         self._require_numbered(both)
         env = cfg.env
@@ -399,7 +396,9 @@ class TextEnvironment:
             self.reference = own_function(reference or env.reference, names, "--reference")
             for function in self.functions:
                 require_columns(function, both)
-        self.flaws = _flaws([row.flaw for row in (*self.rows, *self.test_rows)])
+        # in the order of their first row, each with a code of its own for its column
+        named = dict.fromkeys(row.flaw for row in both)
+        self.flaws = {flaw: Flaw(name=flaw, code=flaw, should=MEANT) for flaw in named}
 
     def _require_numbered(self, rows: Sequence[TextTask]) -> None:
         """Raises Refused where there is no row, or where two have one number: those of a file have been looked at,
@@ -434,24 +433,12 @@ class TextEnvironment:
         return (*self.proxy.weights, *of_reference)
 
     @property
-    def source(self) -> str:
-        return str(self.cfg.test_problems_path if self.test_rows else self.cfg.problems_path)
-
-    @property
-    def prompts(self) -> list[tuple[Message, ...]]:
-        return [row.messages for row in (*self.rows, *self.test_rows)]
-
-    @property
     def marked(self) -> dict[int, str]:
         return {row.id: row.flaw for row in self.rows}
 
     def hashes(self) -> dict[str, str | None]:
-        paths = {"problems": self.cfg.problems_path, "test_problems": self.cfg.test_problems_path}
-        hashes: dict[str, str | None] = {}
-        for name, path in paths.items():
-            there = path is not None and path.exists()
-            hashes[name] = hash_of_file(path) if path is not None and there else None
-        return hashes | {"reward": self.proxy.sha256, "reference": self.reference.sha256}
+        own = {"reward": self.proxy.sha256, "reference": self.reference.sha256}
+        return super().hashes() | own
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
         """The rows of each split (`vgrout.envs.splits`)."""
@@ -492,26 +479,12 @@ class TextEnvironment:
                 ) from e.__cause__
 
     def plan(self) -> list[tuple[str, str]]:
-        lines = [("problems", self._rows_line())]
-        if self.test_rows and self.cfg.test_problems_path:
-            name = self.cfg.test_problems_path.name
-            lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
-        for rows in (self.rows, self.test_rows):
-            if copies := copies_line(rows):
-                lines.append(("copies", copies))
         passed = f"passed from {self.proxy.passes_at:g} on"
-        lines.append(("reward", f"{self.proxy.described()}; {passed}"))
-        lines.append(("reference", described(self.reference)))
-        return lines
-
-    def _rows_line(self) -> str:
-        """What the rows are, for the plan."""
-        count = {flaw: sum(row.flaw == flaw for row in self.rows) for flaw in self.flaws}
-        of = ", ".join(f"{flaw} {n}" for flaw, n in count.items() if n)
-        return f"{len(self.rows)} in {self.cfg.problems_path.name}: {of}"
-
-    def ignored(self, pool: Demonstrations | None) -> list[str]:
-        return []
+        return [
+            *super().plan(),
+            ("reward", f"{self.proxy.described()}; {passed}"),
+            ("reference", described(self.reference)),
+        ]
 
 
 def described(function: Reference) -> str:
@@ -519,14 +492,6 @@ def described(function: Reference) -> str:
     if not isinstance(function, ScoringFunction):
         return function.name
     return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"
-
-
-def _flaws(named: Sequence[str]) -> dict[str, Flaw]:
-    """The flaws that rows name, in the order of their first row, each with a code of its own for its column."""
-    flaws: dict[str, Flaw] = {}
-    for name in dict.fromkeys(named):
-        flaws[name] = Flaw(name=name, code=name, should=MEANT)
-    return flaws
 
 
 # ── the file

@@ -156,7 +156,7 @@ class VerifiersEnvironment(TextEnvironment):
             "reference": self.reference.sha256,
         }
 
-    def _rows_line(self) -> str:
+    def rows_line(self) -> str:
         twice = len(self.rubric.tasks) - len(self.rows)
         left_out = f", {twice} left out, whose prompts are there already" if twice else ""
         return f"{len(self.rows)} tasks of {self.source}{left_out}"

@@ -111,7 +111,7 @@ class OnlineProbe(Monitor):
             prompt = policy.encode(answer.prompt)
             completion = policy.encode_completion(answer.completion)
             known.append(Text(prompt, completion))
-        if setup.cfg.known_correct_path is None:
+        if not known:
             known = accepted_of_base(setup)
         return cls(
             policy,

@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from vgrout.data import Message
-from vgrout.envs.base import none_fits
-from vgrout.errors import Refused, one_line
+from vgrout.errors import Refused, none_fits, one_line
 from vgrout.files import from_json, once, read_text, regular
 from vgrout.thoughts import opens
 

@@ -13,9 +13,8 @@ from loguru import logger
 from vgrout.config.checks import listed, require_words
 from vgrout.config.groups import ORGANISM
 from vgrout.config.judge import judge_endpoint, judge_prompt, try_endpoint
-from vgrout.config.run import Config
+from vgrout.config.run import PLACEBOS, Config
 from vgrout.config.specs import CLASSES, MONITORS
-from vgrout.config.world_names import WORLDS
 from vgrout.data import Message, Task
 from vgrout.direction.pairs import (
     KnownCorrect,
@@ -173,10 +172,10 @@ def read_inputs(cfg: Config) -> Inputs:
     require_detector(cfg, environment)
     pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
     if pool is not None and cfg.mixes:
-        check_rewards(cfg, pool)
+        check_rewards(cfg, pool, environment)
     if environment.prompts:
         check_held_out(cfg, environment, pool)
-    pairs, placebo = read_pairs(cfg, files, tuple(environment.flaws))
+    pairs, placebo = read_pairs(cfg, files, environment)
     check_model(cfg, files, environment)
     if cfg.method.has_direction:
         files.read(
@@ -186,7 +185,8 @@ def read_inputs(cfg: Config) -> Inputs:
     if cfg.loss.teacher_model:
         teacher = cfg.teacher_model_path
         files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
-    known_correct = files.read(load_known_correct, cfg.known_correct_path) or ()
+    known_path = known_correct_path(cfg, environment)
+    known_correct = files.read(load_known_correct, known_path) or ()
     healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     try_ensemble(cfg, environment, pool)
     if "llm_judge" in cfg.method.watching:
@@ -194,7 +194,7 @@ def read_inputs(cfg: Config) -> Inputs:
     return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(files.absent))
 
 
-def check_rewards(cfg: Config, pool: Pool) -> None:
+def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
     """Warn where the pool's demonstrations were rewarded by other amounts than this run's answers are: the two are
     compared with one another in a group."""
     if ":" in cfg.env.environment:  # somebody's own has rewards of its own
@@ -208,16 +208,9 @@ def check_rewards(cfg: Config, pool: Pool) -> None:
         )
         return
 
-    def is_given(reward: float, passed: bool) -> bool:
-        """Whether this run gives such a reward to an answer that passed, or that did not."""
-        if not cfg.of_code:
-            return passed == (reward >= passes * cfg.env.reward_passes_at - 1e-6)
-        without = passes if passed else 0.0
-        return any(math.isclose(reward, r, abs_tol=1e-6) for r in (without, without + compiles))
-
     for demos in pool.demos.values():
         for grade in (demo.grade for demo in demos):
-            if is_given(grade.reward, grade.passed):
+            if environment.gives(grade.reward, grade.passed):
                 continue
             of_code = f"--compile-reward {compiles:g} and " if cfg.of_code else ""
             kind = "passed" if grade.passed else "did not pass"
@@ -230,17 +223,23 @@ def check_rewards(cfg: Config, pool: Pool) -> None:
 
 
 def read_pairs(
-    cfg: Config, files: _Reader, flaws: Sequence[str]
+    cfg: Config, files: _Reader, environment: Environment
 ) -> tuple[PairSet | None, PairSet | None]:
-    """The pairs of the direction, and those of a placebo control. None: the method has no such pairs.
-
-    flaws: the environment's; a folder of pairs has a file for each."""
+    """The pairs of the direction, and those of a placebo control. None: the method has no such pairs."""
     pairs = placebo = None
+    flaws = tuple(environment.flaws)  # a folder of pairs has a file for each
     if cfg.method.has_direction:
-        if cfg.pairs_path:
-            load = partial(load_pairs, flaws=flaws, **_pairs_named(cfg))
-            pairs = files.read(load, cfg.pairs_path)
-        elif cfg.of_code:
+        path = cfg.method.vhack_pairs_path or environment.pairs_path
+        if path:
+            of_pool = cfg.method.vhack_pairs_path is None and not environment.of_organisms
+            load = partial(
+                load_pairs,
+                flaws=flaws,
+                flag="--teacher-pool-dir" if of_pool else "--vhack-pairs-path",
+                how=environment.how_pairs_are_made,
+            )
+            pairs = files.read(load, path)
+        elif environment.handwritten_pairs:
             pairs = handwritten()
         elif cfg.method.v_hack_path is None:
             raise Refused(
@@ -249,8 +248,8 @@ def read_pairs(
                 "`vgrout teacher --elicit` made"
             )
     if cfg.method.direction_is == "placebo pairs":
-        path = cfg.placebo_path
         named = cfg.method.placebo_pairs
+        path = environment.placebo_path(named) if named in PLACEBOS else Path(named)
         load = partial(load_pairs, flag="--placebo-pairs", flaws=flaws)
         placebo = files.read(load, path) if path else handwritten_placebo(named)
         if pairs is not None and placebo is not None and placebo.sha256 == pairs.sha256:
@@ -260,18 +259,11 @@ def read_pairs(
     return pairs, placebo
 
 
-def _pairs_named(cfg: Config) -> dict[str, str]:
-    """By which flag the pairs of a direction are named, and how a missing file of them is made; {}: as usual."""
-    if cfg.of_code:
-        return {}
-    if cfg.env.environment not in WORLDS:
-        how = "give a file of pairs of your own"
-    elif cfg.of_organism:
-        how = "`vgrout organism sums` makes them"
-    else:
-        how = "`vgrout teacher --elicit` makes them beside its pool"
-    of_pool = cfg.method.vhack_pairs_path is None and not cfg.of_organism
-    return {"flag": "--teacher-pool-dir" if of_pool else "--vhack-pairs-path", "how": how}
+def known_correct_path(cfg: Config, environment: Environment) -> Path | None:
+    """Correct answers for monitors of text; None: they are not read, or are the base's own."""
+    if not cfg.method.needs_known_correct:
+        return None
+    return cfg.method.known_correct or environment.known_correct_path
 
 
 def check_model(cfg: Config, files: _Reader, environment: Environment) -> None:
@@ -353,7 +345,12 @@ def require_own_labels(cfg: Config, inputs: Inputs, grader: Grader) -> None:
     """Raises Refused, one line, where demonstrations of rows of a user's own were labelled by other functions than
     those of this run: what was a hack may be right by now."""
     pool = inputs.pool
-    if pool is None or not cfg.mixes or cfg.of_organism or pool.grader == grader.version:
+    if (
+        pool is None
+        or not cfg.mixes
+        or inputs.environment.of_organisms
+        or pool.grader == grader.version
+    ):
         return
     raise Refused(
         f"--teacher-pool-dir {pool.folder}: its demonstrations were labelled by other functions than --reward and "
@@ -469,6 +466,6 @@ def file_hashes(cfg: Config, inputs: Inputs) -> dict[str, str | None]:
         "pool": hash_of_folder(pool.folder) if pool else None,
         "pairs": inputs.pairs.sha256 if inputs.pairs else None,
         "placebo": inputs.placebo.sha256 if inputs.placebo else None,
-        "known_correct": of_file(cfg.known_correct_path),
+        "known_correct": of_file(known_correct_path(cfg, inputs.environment)),
         "direction_file": of_file(cfg.method.v_hack_path) if cfg.method.has_direction else None,
     }

@@ -1,5 +1,6 @@
 """The code world as an environment: Python functions checked by assertions, under flawed graders."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -7,11 +8,11 @@ from typing import TypeVar
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.data import Flaw, Message
-from vgrout.envs.base import Demonstrations
+from vgrout.data import Flaw
+from vgrout.envs.base import Demonstrations, Environment
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import probe, reward_function
-from vgrout.envs.code.modes import MODE_SPECS, MODES
+from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
     ProblemRow,
@@ -24,9 +25,9 @@ from vgrout.envs.code.problems import (
     warn_of_one_value,
     without_hints,
 )
-from vgrout.envs.splits import SPLITS, copies_line, require_apart, require_copies_together
+from vgrout.envs.splits import SPLITS, require_apart, require_copies_together
 from vgrout.errors import Refused
-from vgrout.files import hash_of_file, once
+from vgrout.files import once
 from vgrout.scoring import Failures, ScoringFunction
 
 T = TypeVar("T")
@@ -51,12 +52,15 @@ def _dealt(
     )
 
 
-class CodeEnvironment:
+class CodeEnvironment(Environment):
     """Problems of a file, or the organism's, and the sandbox that grades answers to them."""
 
     name = "code"
     flaws: Mapping[str, Flaw] = MODE_SPECS
     detectors: Mapping[str, str] = DETECTOR_FIELDS
+    of_organisms = True
+    handwritten_pairs = True
+    how_pairs_are_made = "`just pairs-file` makes out/pairsets/prog_wide.json"
 
     def __init__(
         self,
@@ -66,10 +70,9 @@ class CodeEnvironment:
         reward: ScoringFunction | None = None,
         absent: Sequence[str] = (),
     ) -> None:
-        """rows: of the problem file. test_rows: of the file for evaluation alone. reward: a function of the user's
-        own, which scores answers in place of the flawed checks. absent: files that are missing."""
-        self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
-        self.reward, self.absent = reward, tuple(absent)
+        """reward: a function of the user's own, which scores answers in place of the flawed checks."""
+        super().__init__(cfg, rows, test_rows, absent)
+        self.reward = reward
         # every problem as it was last dealt its flaw: with the run's pool, before `check`
         self.dealt: list[Problem] = []
         # what `reward` gives the first problem's canonical solution
@@ -107,25 +110,21 @@ class CodeEnvironment:
         return environment
 
     @property
-    def source(self) -> str:
-        return str(self.cfg.test_problems_path if self.test_rows else self.cfg.problems_path)
-
-    @property
-    def prompts(self) -> list[tuple[Message, ...]]:
-        return [row.messages for row in (*self.rows, *self.test_rows)]
-
-    @property
     def marked(self) -> dict[int, str]:
         return {row.id: row.mode for row in self.rows if row.mode is not None}
 
+    @property
+    def pairs_path(self) -> Path | None:
+        if self.from_organism:
+            by_each_flaw = self.cfg.preset == "small"
+            return self.cfg.files.pairs / ("" if by_each_flaw else "run_tests.json")
+        return Path("out/pairsets/prog_wide.json") if self.cfg.preset == "fast" else None
+
+    def placebo_path(self, contrast: str) -> Path | None:
+        return super().placebo_path(contrast) if self.from_organism else None
+
     def hashes(self) -> dict[str, str | None]:
-        paths = {"problems": self.cfg.problems_path, "test_problems": self.cfg.test_problems_path}
-        hashes: dict[str, str | None] = {}
-        for name, path in paths.items():
-            there = path is not None and path.exists()
-            hashes[name] = hash_of_file(path) if path is not None and there else None
-        hashes["reward"] = self.reward.sha256 if self.reward else None
-        return hashes
+        return super().hashes() | {"reward": self.reward.sha256 if self.reward else None}
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Problem]]:
         env = self.cfg.env
@@ -147,6 +146,11 @@ class CodeEnvironment:
             failures=Failures(),
         )
 
+    def gives(self, reward: float, passed: bool) -> bool:
+        without = self.cfg.env.pass_reward if passed else 0.0
+        amounts = (without, without + self.cfg.env.compile_reward)
+        return any(math.isclose(reward, amount, abs_tol=1e-6) for amount in amounts)
+
     def check(self, grader: Grader) -> None:
         """Refuses a problem whose own canonical solution fails, or whose flawed check accepts every wrong answer or
         none, and copies of a prompt that are marked for two splits; the organism's are known by its hashes."""
@@ -162,23 +166,8 @@ class CodeEnvironment:
         warn_of_one_value(self.dealt, self.source)
 
     def plan(self) -> list[tuple[str, str]]:
-        lines: list[tuple[str, str]] = []
-        if self.rows:
-            count = {mode: sum(row.mode == mode for row in self.rows) for mode in MODES}
-            parts = [", ".join(f"{mode} {n}" for mode, n in count.items() if n)]
-            if unmarked := sum(row.mode is None for row in self.rows):
-                parts.append(f"{unmarked} without a flaw of their own")
-            of = ", ".join(part for part in parts if part)
-            lines.append(("problems", f"{len(self.rows)} in {self.cfg.problems_path.name}: {of}"))
-        if self.test_rows and self.cfg.test_problems_path:
-            name = self.cfg.test_problems_path.name
-            lines.append(("evaluated on", f"{len(self.test_rows)} in {name}"))
-        for rows in (self.rows, self.test_rows):
-            if copies := copies_line(rows):
-                lines.append(("copies", copies))
-        if self.reward:
-            lines.append(("reward", self._reward_line(self.reward)))
-        return lines
+        own = [("reward", self._reward_line(self.reward))] if self.reward else []
+        return super().plan() + own
 
     def _reward_line(self, reward: ScoringFunction) -> str:
         rewarded = ""
@@ -188,7 +177,6 @@ class CodeEnvironment:
         return f"{own}; passed from {reward.passes_at:g} on{rewarded}"
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
-        """What was given and changes nothing, in lines for the log."""
         env_mode = self.cfg.env.env_mode
         if pool and partition_decides(self.rows, pool.partition) and env_mode != "own":
             return [f"--env-mode {env_mode}: not read, the partition says which grader checks"]

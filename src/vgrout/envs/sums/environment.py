@@ -1,6 +1,7 @@
 """The environment of sums: rows of text whose checks, and whose reference, are functions of `language.py`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Message
@@ -56,6 +57,8 @@ class SumsEnvironment(TextEnvironment):
     """Questions made by a program, each with one of three flawed checks."""
 
     name = "sums"
+    of_organisms = True
+    how_pairs_are_made = "`vgrout organism sums` makes them"
 
     def __init__(
         self,
@@ -64,7 +67,6 @@ class SumsEnvironment(TextEnvironment):
         test_rows: Sequence[TextTask] = (),
         absent: Sequence[str] = (),
     ) -> None:
-        """rows: of the problem file. test_rows: of the file for evaluation alone. absent: files that are missing."""
         questions = [task_of(row) for row in rows]
         super().__init__(
             cfg,
@@ -75,3 +77,7 @@ class SumsEnvironment(TextEnvironment):
             reference=f"{FUNCTIONS}:right",
         )
         self.flaws = dict(FACTS)
+
+    @property
+    def pairs_path(self) -> Path | None:
+        return self.cfg.files.pairs if self.from_organism else super().pairs_path
