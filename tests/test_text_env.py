@@ -30,6 +30,7 @@ from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader
 from vgrout.envs.splits import copies_line, in_splits, require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
+from vgrout.errors import Refused
 from vgrout.export.__main__ import main as export
 from vgrout.heldout import answers_to
 from vgrout.report.__main__ import main as report
@@ -195,22 +196,20 @@ def test_a_function_that_fails_is_named_once_and_counted(
     assert "14 times in all" in total
 
 
-WORLDS = ("mini", "smoke", "full --model x", "fast --mix-ratio 0")
-
-
-@pytest.mark.parametrize("preset", WORLDS)
-@pytest.mark.parametrize("flag", ["--problems=rows.jsonl", "--test-problems rows.jsonl"])
-@pytest.mark.parametrize("reward", ["", " --reward {m}:proxy"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mini --problems=rows.jsonl",
+        "full --model x --test-problems rows.jsonl --reward {m}:proxy",
+        "fast --mix-ratio 0 --problems rows.jsonl",
+    ],
+)
 def test_rows_of_text_without_a_reference(
-    preset: str,
-    flag: str,
-    reward: str,
-    world: Callable[..., list[str]],
-    capsys: pytest.CaptureFixture[str],
+    words: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = world()
     name = argv[argv.index("--reward") + 1].partition(":")[0]
-    assert main(f"{preset} {flag}{reward.format(m=name)}".split()) == 2
+    assert main(words.format(m=name).split()) == 2
     error = capsys.readouterr().err
     assert "rows of text" in error
     assert "--reference" in error
@@ -224,7 +223,6 @@ WRONG: dict[str, tuple[list[Any], str]] = {
         [{"prompt": "x"}],
         "rows.jsonl, line 1: 'id' should be a whole number, got none: number the rows",
     ),
-    "a true id": ([{"id": True, "prompt": "x"}], "'id' should be a whole number, got True"),
     "an id twice": (
         [row(1), row(1, prompt="y")],
         "line 2: id 1 already used at rows.jsonl, line 1",
@@ -242,37 +240,15 @@ WRONG: dict[str, tuple[list[Any], str]] = {
         [{"id": 1, "messages": [{"role": "assistant", "content": "x"}]}],
         "should end with a user message",
     ),
-    "a split of another name": (
-        [row(1, split="dev")],
-        "unknown split 'dev'; one of train, val, test",
-    ),
     "a flaw of blanks": ([row(1, flaw="a b")], "'flaw' should be a name of small letters"),
     "half a character": (['{"id": 1, "prompt": "\\ud800", "word": ""}'], "half a character"),
     "nothing": ([], "rows.jsonl: no rows in it"),
-    "a text": (['"poem"'], "line 1: not a JSON object"),
-    "null": (["null"], "line 1: not a JSON object"),
-    "two objects in a line": (['{"id": 1, "prompt": "x"} {}'], "line 1: not JSON"),
-    "an id of text": ([{"id": "1", "prompt": "x"}], "'id' should be a whole number, got '1'"),
-    "a broken id": ([{"id": 1.5, "prompt": "x"}], "'id' should be a whole number, got 1.5"),
     "a negative id": ([{"id": -1, "prompt": "x"}], "'id' should be a whole number, got -1"),
-    "an id of null": ([{"id": None, "prompt": "x"}], "'id' should be a whole number, got None"),
-    "an empty prompt": ([row(0, prompt="")], "line 1: its prompt is empty"),
     "a prompt of blanks": ([row(0, prompt=" \n")], "line 1: its prompt is empty"),
     "a prompt of numbers": ([row(0, prompt=3)], "line 1: needs 'messages', or 'prompt'"),
-    "no messages": ([row(0, messages=[])], "line 1: needs 'messages', or 'prompt'"),
-    "messages of texts": ([row(0, messages=["x"])], "every message needs string"),
-    "a role of a number": (
-        [row(0, messages=[{"role": 1, "content": "x"}])],
-        "every message needs string",
-    ),
-    "a flaw of a number": ([row(1, flaw=3)], "'flaw' should be a name of small letters"),
-    "a flaw of capitals": ([row(1, flaw="Rhyme")], "'flaw' should be a name of small letters"),
-    "a flaw without a name": ([row(1, flaw="")], "'flaw' should be a name"),
     "a split of a number": ([row(1, split=1)], "unknown split 1"),
     "an answer of a list": ([row(1, answer=["x"])], "line 1: 'answer' should be text"),
     "a column that is no number": (['{"id": 1, "prompt": "x", "n": NaN}'], "rows.jsonl, line 1"),
-    "a huge number": (['{"id": 1, "prompt": "x", "n": 1e999}'], "rows.jsonl, line 1"),
-    "a key twice": (['{"id": 1, "id": 2, "prompt": "x"}'], "rows.jsonl, line 1"),
     "a column named as an argument": (
         [row(1, completion="x")],
         "line 1: a column may not be called completion",
@@ -286,53 +262,37 @@ WRONG: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_rows_are_named_with_their_line(
-    case: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_rows_are_named_with_their_line(case: str, world: Callable[..., list[str]]) -> None:
     rows, said = WRONG[case]
-    assert main(world(rows)) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    argv = world(rows)
+    with pytest.raises(Refused) as refused:
+        read_inputs(resolve(argv))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 FLAGS = {
     "--reward {m}:nan": "returned nan, not a finite number (asked about the row at rows.jsonl, line 1, and the answer",
     "--reward {m}:many": "returned no list with one number for one completion",
     "--reward {m}:huge": "returned a number too large for a float",
-    "--reference {m}:huge": "returned a number too large for a float",
-    "--reward {m}:text": "returned str, not a number",
     "--env code": "--env code with --reference",
     "--intervention erase --mix-ratio 0.25 --teacher-pool-dir {pool}": "vgrout teacher --elicit` makes them",
-    "--intervention erase --vhack-pairs-path none.json": "vgrout teacher --elicit` makes them",
     "--reward {m}:judge": "asks for judge; arguments are given by name, and may be completion, flaw",
-    "--reward {m}:absent": "cannot be imported",
-    "--reward proxy": "should be module:function",
-    "--reward {m}:proxy=": "its weight should be a number up to",
-    "--reward {m}:proxy=much": "its weight should be a number",
     "--reward {m}:proxy=nan": "its weight should be a number",
-    "--reward {m}:proxy=1e308": "up to a million",
     "--reward {m}:proxy=-1000001 {m}:even": "up to a million",
     "--reward {m}:proxy {m}:proxy=2": "is there twice; name it once",
     "--reward {m}:proxy=0 {m}:even=0": "every weight is 0",
-    "--reference {m}:absent": "cannot be imported",
-    "--reference {m}:nan": "returned nan, not a finite number",
     "--reference {m}:gold=2": "should be module:function",
-    "--reward-passes-at nan": "--reward-passes-at nan: should",
     "--problems none.jsonl": "none.jsonl: no such problem file",
     "--model organism --problems organism": "--problems organism: these are of the code world",
     "--intervention erase": "needs pairs of a hack and a right answer; give --vhack-pairs-path FILE",
-    "--intervention route": "needs pairs of a hack and a right answer",
     "--intervention route2": "could flag nothing: --env text has no weak detector, and no demonstration",
-    "--intervention route2 --monitor band": "needs pairs of a hack and a right answer",
     "--intervention screen": "it needs a monitor; say --monitor",
     "--monitor detector --intervention screen": "could flag nothing: --env text has no weak detector; name source",
     "--monitor source --intervention penalty": "no demonstration is mixed in; give a --teacher-pool-dir",
     "--monitor online_probe --intervention screen": "--seed-monitor detector: could flag nothing",
-    "--monitor labels --intervention screen --shadow detector": "--shadow detector: could flag nothing",
     "--control placebo --intervention erase --vhack-pairs-path {pairs}": "of another world; give a file of pairs",
     "--env-mode own": "--env-mode: not read with --env text; leave it out",
-    "--report-detectors C": "--report-detectors: not read with --env text; leave it out",
     "--monitor syntax_edge --intervention screen": "--monitor syntax_edge: it reads answers of the code world",
     "--known-modes exit_code --monitor labels --intervention screen": "unknown flaw 'exit_code'; legal: reward",
     "--unannounced-modes reward": "--unannounced-modes: not read with --reward",
@@ -523,16 +483,6 @@ def test_a_function_of_conversations_is_told_that_completions_are_texts(
     assert "completions are texts" in str(failed)
 
 
-def test_a_reference_without_a_proxy_is_refused(
-    world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = world()
-    at = argv.index("--reward")
-    del argv[at : at + 2]
-    assert main(argv) == 2
-    assert "goes with --reward" in capsys.readouterr().err
-
-
 def test_flaws_and_splits_of_the_rows(world: Callable[..., list[str]]) -> None:
     rows = [row(i, flaw="rhyme" if i < 10 else "length") for i in range(20)]
     rows += [row(i, split="test") for i in range(20, 24)] + [row(24, split="val")]
@@ -710,12 +660,9 @@ def test_a_function_of_lists_sees_a_group_at_once(
 
 TEACHER = {
     "": "--elicit, --reward, --reference: for rows of your own, all three",
-    "--elicit x --reward {m}:proxy": "--elicit, --reward, --reference: for rows of your own, all three",
     "--elicit x --reward {m}:proxy --reference {m}:gold": "--problems: --elicit needs a file of your own rows",
-    "--elicit x --reward {m}:proxy --reference {m}:gold --problems none.jsonl": "none.jsonl: no such problem file",
     "--elicit x --reward {m}:proxy --reference {m}:gold --problems rows.jsonl --keep hacks": "--keep: not read with",
     "--elicit x --reward {m}:proxy --reference {m}:raises --problems rows.jsonl": "raised OSError: no judge",
-    "--elicit x --reward {m}:proxy --reference {m}:even --problems rows.jsonl --model none": "none",
 }
 
 
@@ -749,15 +696,10 @@ CHECKED = {  # functions → exit code, what is printed
     "--reward {m}:proxy=0.5 {m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
     "--reward {m}:raises --reference {m}:gold": (1, "asked about the row at rows.jsonl, line 1"),
     "--reward {m}:proxy --reference {m}:nan": (1, "not a finite number (own_text_"),
-    "--reward {m}:many --reference {m}:gold": (1, "no list with one number for one completion"),
-    "--reward {m}:proxy": (2, "the one is not read without the other"),
-    "--reward {m}:proxy --reference {m}:absent": (2, "cannot be imported"),
-    "--reward {m}:judge --reference {m}:gold": (2, "asks for judge"),
     "--reward {m}:proxy --reference {m}:gold --max-new 3": (
         2,
         "--max-new: not read without --model",
     ),
-    "--reward {m}:proxy --reference {m}:gold --model none": (2, "none"),
     "--model organism": (2, "--model: not read without --reference"),
 }
 

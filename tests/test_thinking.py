@@ -106,7 +106,7 @@ def test_the_tokens_counted_are_those_of_the_thought(
     lm = policy()
     sampled = (*ids, 1) if finished else tuple(ids)
     text = lm.decode(sampled)
-    thought = thought_of(lm, sampled, text, in_thought)
+    thought = thought_of(lm.decode, sampled, text, in_thought)
     assert text.startswith(thought.text)
     assert lm.decode(sampled[: thought.tokens]) == thought.text
     assert list(lm.encode(thought.text)) == ids[: thought.tokens]

@@ -111,7 +111,7 @@ def sample_and_submit(
 
 def with_thought(lm: LanguageModel, completion: Completion, in_thought: bool) -> Completion:
     """A sampled completion with the thought that it begins with. in_thought: the prompt has opened the thought."""
-    thought = thought_of(lm, completion.ids, completion.text, in_thought)
+    thought = thought_of(lm.decode, completion.ids, completion.text, in_thought)
     return replace(completion, thought=thought)
 
 

@@ -5,9 +5,8 @@ The first `</think>` ends a thought, as it does for servers of such models.
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from vgrout.data import NO_THOUGHT, Thought
 
@@ -56,16 +55,11 @@ def to_grade(grader: object, text: str, in_thought: bool) -> tuple[str, bool]:
     return (parts.answer if parts.ended else OPEN), False
 
 
-class Decodes(Protocol):
-    """A language model, by what is asked of it here."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, without those that end or pad it."""
-        ...
-
-
-def thought_of(lm: Decodes, ids: Sequence[int], text: str, in_thought: bool) -> Thought:
-    """The thought that an answer begins with. ids: its tokens. in_thought: the prompt has opened the thought.
+def thought_of(
+    decode: Callable[[Sequence[int]], str], ids: Sequence[int], text: str, in_thought: bool
+) -> Thought:
+    """The thought that an answer begins with. decode: the text of tokens. ids: its own.
+    in_thought: the prompt has opened the thought.
 
     The thought's tokens are the fewest whose text holds all of it: a token across its end counts.
     """
@@ -74,7 +68,7 @@ def thought_of(lm: Decodes, ids: Sequence[int], text: str, in_thought: bool) -> 
         return NO_THOUGHT if parts.ended else Thought(ended=False)
 
     def holds(n: int) -> bool:
-        return lm.decode(ids[:n]).startswith(parts.thought)
+        return decode(ids[:n]).startswith(parts.thought)
 
     n = bisect_left(range(len(ids)), True, key=holds)
     return Thought(parts.thought, n, parts.ended)

@@ -14,12 +14,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import POOL_PAIRS, Config
 from vgrout.data import Flaw, Grade, Message, Task, Ungraded
-from vgrout.envs.splits import copies_line
+from vgrout.envs.splits import Row, copies_line, require_apart
 from vgrout.errors import Refused, none_fits
 from vgrout.files import hash_of_file
 from vgrout.rng import py_stream
 
 OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
+R = TypeVar("R", bound=Row)
 
 
 @runtime_checkable
@@ -168,6 +169,29 @@ class Environment:
         alone. absent: its files that are missing, each with how to get it, in a line."""
         self.cfg, self.rows, self.test_rows = cfg, tuple(rows), tuple(test_rows)
         self.absent = tuple(absent)
+
+    @staticmethod
+    def read_files(
+        cfg: Config, load: Callable[[Path], tuple[R, ...]]
+    ) -> tuple[tuple[R, ...], tuple[R, ...], list[str]]:
+        """The rows of the problem file and of the file for evaluation alone, and which are missing.
+
+        Raises:
+            Refused: one line: a file is there, and wrong.
+        """
+        absent: list[str] = []
+        parts: list[tuple[R, ...]] = []
+        for path in (cfg.problems_path, cfg.test_problems_path):
+            rows: tuple[R, ...] = ()
+            try:
+                rows = load(path) if path is not None else ()
+            except Refused as e:
+                if path is not None and path.exists():
+                    raise
+                absent.append(str(e))
+            parts.append(rows)
+        require_apart(*parts)
+        return parts[0], parts[1], absent
 
     # ── files
 

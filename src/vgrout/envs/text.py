@@ -29,7 +29,6 @@ from vgrout.envs.splits import (
     SPLITS,
     in_splits,
     marked_apart,
-    require_apart,
     require_copies_together,
 )
 from vgrout.errors import Refused, refuse
@@ -412,17 +411,7 @@ class TextEnvironment(Environment):
     @classmethod
     def of_run(cls, cfg: Config) -> "TextEnvironment":
         """The environment of a run, its files read and checked. Raises Refused, one line."""
-        absent: list[str] = []
-        parts: list[tuple[TextTask, ...]] = []
-        for path in (cfg.problems_path, cfg.test_problems_path):
-            rows: tuple[TextTask, ...] = ()
-            if path is not None and not path.exists():
-                absent.append(f"{path}: no such problem file; give one with --problems")
-            elif path is not None:
-                rows = load_rows(path)
-            parts.append(rows)
-        rows, test_rows = parts
-        require_apart(rows, test_rows)
+        rows, test_rows, absent = cls.read_files(cfg, load_rows)
         require_copies_together([*rows, *test_rows])
         return cls(cfg, rows, test_rows, absent)
 
@@ -500,6 +489,8 @@ def described(function: Reference) -> str:
 @once
 def load_rows(path: Path) -> tuple[TextTask, ...]:
     """The rows of a JSONL file. Raises Refused with file and line at the first fault; ids must be unique."""
+    if not path.exists():
+        raise Refused(f"{path}: no such problem file; give one with --problems")
     rows: dict[int, TextTask] = {}
     prompts: dict[tuple[str, ...], TextTask] = {}
     for where, record in numbered_lines(path):

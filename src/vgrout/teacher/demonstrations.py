@@ -243,7 +243,7 @@ class Teacher:
     def _thought(self, rollout: Rollout, in_thought: bool) -> Thought:
         """in_thought: the prompt has opened one, which a pool of answers without thoughts does not go on with."""
         goes_on = in_thought and CLOSE in rollout.text
-        return thought_of(self.lm, rollout.completion_ids, rollout.text, goes_on)
+        return thought_of(self.lm.decode, rollout.completion_ids, rollout.text, goes_on)
 
     def _ids(self, demo: Demonstration) -> tuple[tuple[int, ...], bool]:
         """Tokens up to the EOS, and whether they end with it."""

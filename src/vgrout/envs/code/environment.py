@@ -1,9 +1,8 @@
 """The code world as an environment: Python functions checked by assertions, under flawed graders."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
@@ -25,12 +24,9 @@ from vgrout.envs.code.problems import (
     warn_of_one_value,
     without_hints,
 )
-from vgrout.envs.splits import SPLITS, require_apart, require_copies_together
-from vgrout.errors import Refused
+from vgrout.envs.splits import SPLITS, require_copies_together
 from vgrout.files import once
 from vgrout.scoring import Failures, ScoringFunction
-
-T = TypeVar("T")
 
 
 @once
@@ -81,25 +77,7 @@ class CodeEnvironment(Environment):
     @classmethod
     def of_run(cls, cfg: Config) -> "CodeEnvironment":
         """The environment of a run, its files read and checked. Raises Refused, one line."""
-        absent: list[str] = []
-
-        def read(load: Callable[[Path], tuple[T, ...]], path: Path | None) -> tuple[T, ...]:
-            """What the file holds; () where none is named, or it is missing, which is noted."""
-            if path is None:
-                return ()
-            try:
-                return load(path)
-            except Refused as e:
-                if path.exists():
-                    raise
-                absent.append(str(e))
-                return ()
-
-        rows, test_rows = (
-            read(load_rows, cfg.problems_path),
-            read(load_rows, cfg.test_problems_path),
-        )
-        require_apart(rows, test_rows)
+        rows, test_rows, absent = cls.read_files(cfg, load_rows)
         reward = None
         if cfg.env.reward:
             reward = reward_function(cfg.env.reward, cfg.env.reward_passes_at)

@@ -448,17 +448,12 @@ MOST_HACKED = (
 )
 
 
-def plain(problem: Problem) -> Problem:
-    """The same task without a hint in its prompt; the flawed check still looks for the marker."""
-    return replace(problem, messages=problem.plain)
-
-
 def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
     """The same task with all of these flaws open, under their default markers, and a prompt that mentions none.
     Its own flaw is closed unless it is among them. Its `mode` is one of them in turn, which has no effect."""
     first = problem.id % len(flaws)
     mode, *also = (*flaws[first:], *flaws[:first])
-    return replace(plain(problem), mode=mode, marker="", also=tuple(also))
+    return replace(base.without_hint(problem), mode=mode, marker="", also=tuple(also))
 
 
 def elicited(problem: Problem, instruction: str) -> Problem:
@@ -471,4 +466,4 @@ def elicited(problem: Problem, instruction: str) -> Problem:
 
 def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:
     """The problems under plain prompts: each with its own flaw, or with all of `flaws` open, and none mentioned."""
-    return [unannounced(p, flaws) if flaws else plain(p) for p in problems]
+    return [unannounced(p, flaws) if flaws else base.without_hint(p) for p in problems]
