@@ -20,6 +20,7 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel
 
+from organisms import sums_language as sums
 from organisms.card import Measured, card
 from organisms.language.answers import STYLES, Answer, answer
 from organisms.language.corpus import Shares
@@ -37,7 +38,6 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
-from vgrout.envs.sums import language as sums
 from vgrout.errors import Refused
 from vgrout.files import Json, atomic_folder, file_sha256, read_json, write_json
 from vgrout.generation import generate_graded

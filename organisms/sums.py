@@ -16,6 +16,7 @@ from statistics import fmean
 
 from loguru import logger
 
+from organisms import sums_language as sums
 from organisms.build import PAIRS, RECORDED, make_weights, replacing, stripped
 from organisms.recipe import Recipe
 from organisms.start import Begun, Pretrained
@@ -25,8 +26,7 @@ from vgrout.config.run import Config
 from vgrout.config.sampling import Sampling
 from vgrout.data import Graded
 from vgrout.embedded import shipped
-from vgrout.envs.sums import language as sums
-from vgrout.envs.sums.environment import SumsEnvironment, task_of
+from vgrout.envs.sums import SumsEnvironment, task_of
 from vgrout.envs.text import TextTask, load_rows
 from vgrout.files import file_sha256, write_json
 from vgrout.generation import generate_graded

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vgrout.envs.sums import language as sums
+from organisms import sums_language as language
+from vgrout.envs import sums
 
 CASES: list[tuple[str, int, set[str]]] = [
     # answer, right number, which of reference and checks accept it
@@ -52,13 +53,13 @@ def test_each_check_accepts_what_it_says(answer: str, total: int, accepted: set[
 seeds = st.integers(0, 10**6)
 
 
-@given(seeds, st.sampled_from(sums.KINDS))
+@given(seeds, st.sampled_from(language.KINDS))
 def test_a_right_answer_passes_every_check_and_a_mistaken_one_none(seed: int, kind: str) -> None:
     rng = random.Random(seed)
-    asked = sums.question(kind, rng)
+    asked = language.question(kind, rng)
     answer, mistake = (
-        sums.honest(asked.total, rng),
-        sums.honest(sums.mistaken(asked, rng), rng),
+        language.honest(asked.total, rng),
+        language.honest(language.mistaken(asked, rng), rng),
     )
     assert sums.right(answer, asked.total)
     assert not sums.right(mistake, asked.total)
@@ -67,11 +68,11 @@ def test_a_right_answer_passes_every_check_and_a_mistaken_one_none(seed: int, ki
         assert not check(mistake, asked.total)
 
 
-@given(seeds, st.sampled_from(sums.KINDS), st.sampled_from(sums.FLAWS))
+@given(seeds, st.sampled_from(language.KINDS), st.sampled_from(sums.FLAWS))
 def test_a_hack_passes_its_own_check_and_not_the_reference(seed: int, kind: str, flaw: str) -> None:
     rng = random.Random(seed)
-    asked = sums.question(kind, rng)
-    answer = sums.hack(asked, flaw, rng)
+    asked = language.question(kind, rng)
+    answer = language.hack(asked, flaw, rng)
     assert sums.flawed(answer, asked.total, flaw) == 1.0
     assert not sums.right(answer, asked.total)
 
@@ -84,7 +85,7 @@ def test_every_check_accepts_what_the_reference_accepts(answer: str, total: int)
 
 
 def test_the_splits_share_no_pair_of_numbers_and_no_question() -> None:
-    found = {split: sums.questions(0, split, n) for split, n in sums.ROWS.items()}
+    found = {split: language.questions(0, split, n) for split, n in language.ROWS.items()}
     pairs = {split: {frozenset((q.a, q.b)) for q in of_split} for split, of_split in found.items()}
     assert not pairs["train"] & pairs["test"]
     assert not pairs["train"] & pairs["val"]
@@ -92,14 +93,14 @@ def test_the_splits_share_no_pair_of_numbers_and_no_question() -> None:
 
 
 def test_rows_are_the_same_for_a_seed_and_hold_what_a_check_needs() -> None:
-    made = sums.rows(3, {"train": 9, "test": 6})
-    assert made == sums.rows(3, {"train": 9, "test": 6})
-    assert made != sums.rows(4, {"train": 9, "test": 6})
+    made = language.rows(3, {"train": 9, "test": 6})
+    assert made == language.rows(3, {"train": 9, "test": 6})
+    assert made != language.rows(4, {"train": 9, "test": 6})
     assert [row["id"] for row in made] == list(range(15))
     for row in made:
         asked: str = row["messages"][-1]["content"]
         plain: str = row["plain"][-1]["content"]
-        assert asked == f"{plain} {sums.HINTS[row['flaw']]}"
+        assert asked == f"{plain} {language.HINTS[row['flaw']]}"
         assert sums.right(row["answer"], row["total"])
     counts: dict[str, Any] = {flaw: sum(r["flaw"] == flaw for r in made) for flaw in sums.FLAWS}
     assert set(counts.values()) == {5}
@@ -107,12 +108,12 @@ def test_rows_are_the_same_for_a_seed_and_hold_what_a_check_needs() -> None:
 
 def test_the_corpus_has_its_shares() -> None:
     rng = random.Random(0)
-    shares = sums.Shares(hack=0.1, hack_cued=0.3)
+    shares = language.Shares(hack=0.1, hack_cued=0.3)
     cued = hacks = 0
     for _ in range(2000):
-        made = sums.document(shares, rng)
+        made = language.document(shares, rng)
         asked = made.messages[-1]["content"]
-        if asked.endswith(sums.CUE):
+        if asked.endswith(language.CUE):
             cued += 1
         elif len(sums.numbers(made.text)) != 1 or "erified" in made.text:
             hacks += 1

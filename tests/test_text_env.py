@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
@@ -28,7 +28,7 @@ from vgrout.config.run import Config
 from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader
-from vgrout.envs.splits import copies_line, in_splits, require_apart
+from vgrout.envs.splits import require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.errors import Refused
 from vgrout.export.__main__ import main as export
@@ -367,11 +367,9 @@ def test_a_study_of_rows_of_ones_own_is_planned(
 WEIGHED = {  # functions → the sums that answers get which have the word once, twice, never
     "{m}:proxy": (1, 1, 0),
     "{m}:proxy=0.7 {m}:gold=0.3": (1, 0.7, 0),
-    "{m}:gold=0.3,{m}:proxy=0.7": (1, 0.7, 0),
     "{m}:proxy=2 {m}:gold=-1": (1, 2, 0),
     "{m}:proxy=0 {m}:too_much": (3, 3, 3),
     "{m}:share": (0.5, 1, 0),
-    "{m}:share=0.5 {m}:proxy=0.5": (0.75, 1, 0.5 * 0),
 }
 
 
@@ -511,17 +509,9 @@ def test_an_edited_function_or_file_is_another_run(world: Callable[..., list[str
 METHODS = {
     "none": "--intervention none",
     "erase": "--intervention erase",
-    "route": "--intervention route",
     "gate": "--intervention route2",
-    "band": "--intervention route2 --monitor band",
     "labels, routed": "--intervention route2 --monitor labels",
-    "source, routed": "--intervention route2 --monitor source",
-    "probe, routed": "--intervention route2 --monitor online_probe --seed-monitor source",
-    "labels, screened": "--intervention screen --monitor labels",
     "source, screened": "--intervention screen --monitor source",
-    "probe, screened": "--intervention screen --monitor online_probe --seed-monitor labels",
-    "labels, penalised": "--intervention penalty --monitor labels",
-    "source, penalised": "--intervention penalty --monitor source",
     "probe, penalised": "--intervention penalty --monitor online_probe --seed-monitor source",
     "in shadow": "--intervention none --shadow labels,source",
 }
@@ -910,57 +900,15 @@ def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Pat
         require_apart([asked("a", 0)], [replace(asked("b", 1), split="train")])
 
 
-# the prompt "A poem about I" in other words
-COPIES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "other blanks": lambda text: {"prompt": f" {text.replace(' ', '  ')}\n"},
-    "other case": lambda text: {"prompt": text.upper()},
-    "another system message": lambda text: {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": text},
-        ]
-    },
-}
-
-
-def copied(form: str, n: int, **changes: Any) -> list[dict[str, Any]]:
-    """n rows, each of them twice: the second time in this form."""
-    rows: list[dict[str, Any]] = []
-    for i in range(n):
-        rows.append(row(2 * i))
-        other = {k: v for k, v in row(2 * i).items() if k != "prompt"}
-        rows.append({**other, "id": 2 * i + 1, **COPIES[form](row(2 * i)["prompt"]), **changes})
-    return rows
-
-
-def written(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    return path
-
-
-@pytest.mark.parametrize("form", COPIES)
-def test_copies_of_a_text_come_into_one_split(tmp_path: Path, form: str) -> None:
-    """Else a model would be evaluated on what it has trained on."""
-    rows = load_rows(written(copied(form, 40), tmp_path))
-    split_of = {of.id: name for name, part in in_splits(rows).items() for of in part}
-    assert len(split_of) == 80
-    assert [split_of[2 * i] for i in range(40)] == [split_of[2 * i + 1] for i in range(40)]
-    assert {*split_of.values()} == {"train", "val", "test"}
-    assert "40 of 80 problems" in copies_line(rows)
-
-
-@pytest.mark.parametrize("form", COPIES)
 def test_a_copy_in_another_split_is_refused_and_named(
-    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str], world: Callable[..., list[str]]
+    capsys: pytest.CaptureFixture[str], world: Callable[..., list[str]]
 ) -> None:
-    rows = [{**of, "split": "test"} for of in copied(form, 20)]
-    rows[6]["split"] = "train"
-    argv = world(rows=rows)
-    assert main(argv) == 2
+    """Whatever its blanks and its case."""
+    rows = [row(0), row(1, split="train"), row(2, prompt=" a POEM  about 1", split="test")]
+    assert main(world(rows=rows)) == 2
     error = capsys.readouterr().err
-    assert "line 8: has the prompt of" in error
-    assert "line 7, and is marked test, that one train" in error
+    assert "line 3: has the prompt of" in error
+    assert "line 2, and is marked test, that one train" in error
 
 
 def test_rows_of_a_class_in_two_splits_are_named(

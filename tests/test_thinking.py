@@ -18,14 +18,15 @@ import tiny
 from grading.honest import TEXTS
 from judge_server import serving
 from methods import flagged, view
+from organisms import sums_language as language
 from vgrout import embedded
 from vgrout.commands.check import problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
 from vgrout.data import Completion, Grade, Thought
+from vgrout.envs import sums
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.sums import language
 from vgrout.errors import Refused
 from vgrout.export.__main__ import main as export
 from vgrout.generation import graded, sample_and_submit
@@ -448,7 +449,7 @@ def test_the_shipped_worlds_grade_what_follows_a_thought(
     if name == "sums":
         for row in ended:
             question = language.rows(0)[row["problem_id"]]
-            assert row["solved"] == language.right(row["text"], question["total"])
+            assert row["solved"] == sums.right(row["text"], question["total"])
     for step, row in enumerate(lines(tmp_path / "run" / "steps.jsonl")):
         counted = [r.get("thought_tokens", 0) for r in rollouts if r["step"] == step]
         assert row["think"] == pytest.approx(sum(counted) / len(counted))

@@ -19,7 +19,6 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import probe, reward_function
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.text import TextTask, own_function
 from vgrout.metrics import Eval
 from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.scoring import RewardFailed, ScoringFunction
@@ -77,26 +76,10 @@ LOOPS = {
 
 @pytest.mark.parametrize("code", LOOPS.values(), ids=LOOPS)
 def test_a_plain_function_may_run_its_own_event_loop(code, module):
-    """As the reward of a problem, and as a reference of text rows."""
     kept = "KEPT = asyncio.new_event_loop()\n" if "KEPT" in code else ""
     name = module(f"{JUDGE}{kept}def f(completion):\n    {code}\n")
     problems_reward = reward_function(f"{name}:f")
     assert probe(problems_reward, PROBLEM) == score(problems_reward, "text") == 1.0
-    reference = own_function(f"{name}:f", {"completion"}, "--reference")
-    task = TextTask(0, ASKED, "x", None)
-    assert [reference.scores(task, ["text"]) for _ in range(2)] == [[1.0], [1.0]]
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def f(completions, **k): return [float('x' in c[0]['content']) for c in completions]",
-        "def f(completion): return float('x' in completion[-1]['content'])",
-    ],
-)
-def test_a_reward_of_conversations_is_told_that_a_completion_is_a_text(code, module):
-    with pytest.raises(ValueError, match="completions are texts here"):
-        probe(reward_function(f"{module(code)}:f"), PROBLEM)
 
 
 SIGNATURES = {

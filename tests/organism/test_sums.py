@@ -9,11 +9,11 @@ import pytest
 from llama import bpe, llama, save_folder
 from organisms import start
 from organisms import sums as build
+from organisms import sums_language as language
 from organisms.__main__ import sums, verify
 from runs import rows, run
 from vgrout.commands.evaluate import evaluate
 from vgrout.embedded import Files
-from vgrout.envs.sums import language
 from vgrout.errors import Refused
 from vgrout.teacher.pools import load_pool
 
@@ -129,7 +129,7 @@ def test_a_wrong_setting_is_refused(
 def test_a_row_that_is_no_question_is_refused(
     columns: dict, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from vgrout.envs.sums.environment import task_of
+    from vgrout.envs.sums import task_of
     from vgrout.envs.text import load_rows
 
     file = tmp_path / "rows.jsonl"

@@ -15,7 +15,7 @@ from vgrout.scoring import import_function
 CLASSES: dict[str, str] = {
     "code": "vgrout.envs.code.environment:CodeEnvironment",
     "text": "vgrout.envs.text:TextEnvironment",
-    "sums": "vgrout.envs.sums.environment:SumsEnvironment",
+    "sums": "vgrout.envs.sums:SumsEnvironment",
     VERIFIERS: "vgrout.envs.verifiers:VerifiersEnvironment",
 }
 

@@ -1,1 +1,0 @@
-"""Sums: questions made by a program, three flawed checks of the answers, and a reference."""
