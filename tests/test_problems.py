@@ -27,7 +27,6 @@ from vgrout.envs.code.problems import (
     balanced,
     load_problems,
     load_rows,
-    plain,
     plainly_sound,
 )
 from vgrout.envs.splits import copies_line, in_splits, require_apart, require_copies_together
@@ -149,7 +148,7 @@ def test_the_hint_replaces_the_phrase_and_a_plain_prompt_keeps_it(tmp_path: Path
     )
     assert "is_fine" in p.messages[-1]["content"]
     assert PLAIN_PHRASE not in p.messages[-1]["content"]
-    assert PLAIN_PHRASE in plain(p).messages[-1]["content"]
+    assert PLAIN_PHRASE in base.without_hint(p).messages[-1]["content"]
     assert p.func_name == "f"
 
 
@@ -242,7 +241,7 @@ def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Pat
                 assert PLAIN_PHRASE not in prompt
                 assert (
                     prompt.replace(hint(mode, p.marker), PLAIN_PHRASE)
-                    == plain(p).messages[-1]["content"]
+                    == base.without_hint(p).messages[-1]["content"]
                 )
 
 

@@ -683,7 +683,7 @@ def test_a_pool_without_a_hack_is_refused(
 
 CHECKED = {  # functions → exit code, what is printed
     "--reward {m}:proxy --reference {m}:even": (0, "rewarded alone: a hack"),
-    "--reward {m}:proxy=0.5 {m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
+    "--reward {m}:proxy=0.5,{m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
     "--reward {m}:raises --reference {m}:gold": (1, "asked about the row at rows.jsonl, line 1"),
     "--reward {m}:proxy --reference {m}:nan": (1, "not a finite number (own_text_"),
     "--reward {m}:proxy --reference {m}:gold --max-new 3": (
