@@ -23,7 +23,6 @@ from vgrout import embedded
 from vgrout.commands.check import problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
-from vgrout.config.specs import MONITORS
 from vgrout.data import Completion, Grade, Thought
 from vgrout.envs import sums
 from vgrout.envs.code.grading.grade import Grader
@@ -197,11 +196,6 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [a.thought.tokens for a in answers] == [3, 2, 0]
 
 
-def test_monitors_read_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = {name for name, spec in MONITORS.items() if spec.thoughts}
-    assert read == {"gate", "band"}, "those of gradients, which all tokens have"
-
-
 SEEN = replace(
     view(2, texts=("one", "two"), messages=USER),
     thoughts=(Thought("<think>exit</think>", 6), Thought()),
@@ -242,39 +236,11 @@ def worse(completion):
 def unhappy(completion):
     return float(completion[0] == "a")
 """
-FLAGS = [
-    *(
-        "--reward",
-        "own_thoughts:short",
-        "--reference",
-        "own_thoughts:even",
-        "--intervention",
-        "none",
-    ),
-    *(
-        "--problems",
-        "rows.jsonl",
-        "--guard",
-        "log",
-        "--steps",
-        "2",
-        "--group",
-        "6",
-        "--threads",
-        "1",
-    ),
-    *(
-        "--prompts-per-step",
-        "2",
-        "--max-new",
-        "60",
-        "--eval-ablate-every",
-        "1",
-        "--eval-n-prompts",
-        "2",
-    ),
-    *("--final-n-prompts", "3", "--final-samples", "4"),
-]
+FLAGS = (
+    "--reward own_thoughts:short --reference own_thoughts:even --intervention none --problems rows.jsonl --guard log "
+    "--steps 2 --group 6 --threads 1 --prompts-per-step 2 --max-new 60 --eval-ablate-every 1 --eval-n-prompts 2 "
+    "--final-n-prompts 3 --final-samples 4"
+)
 
 
 @pytest.fixture
@@ -292,7 +258,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
         lm.tok.chat_template = template
         lm.model.save_pretrained("model")
         lm.tok.save_pretrained("model")
-        return ["full", "--model", "model", *FLAGS]
+        return ["full", "--model", "model", *FLAGS.split()]
 
     return make
 

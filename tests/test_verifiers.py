@@ -144,8 +144,6 @@ REFUSED = {
     def toolsets(cls, config):
         return [Tools(vf.ToolsetConfig())]
 """ + TAIL, "tools"),
-    "tools of all": (TAIL.replace("    def load", "    @classmethod\n    def toolsets(cls, config):\n"
-                     "        return [object()]\n    def load"), "tools"),
     "turns": ("""
     @vf.stop
     async def enough(self, trace: vf.Trace) -> bool:
@@ -165,15 +163,11 @@ class Two(vf.SingleAgentEnv):
         return 1.0
 """ + TAIL, "sandbox.*runs"),
     "an image": (TAIL.replace('prompt=f"p{i}"', 'prompt=f"p{i}", image="debian"'), "container"),
-    "no prompt": (TAIL.replace('prompt=f"p{i}"', ""), "needs 'messages'"),
-    "an assistant last": (TAIL.replace('f"p{i}"', '[vf.UserMessage(content="a"), vf.AssistantMessage(content="b")]'),
-                          "user message"),
     "pictures": (TAIL.replace('f"p{i}"', '[vf.UserMessage(content=[vf.ImageUrlContentPart('
                  'image_url=vf.ImageUrlSource(url="x"))])]'), "string"),
     "no tasks": (TAIL.replace("range(30)", "range(0)"), "no tasks"),
     "load fails": (TAIL.replace("        return [", "        raise OSError('no data')\n        return ["), "OSError"),
     "no taskset": ("", "cannot be loaded"),
-    "SystemExit": (TAIL + "raise SystemExit(3)", "cannot be loaded"),
 }  # fmt: skip
 
 
@@ -191,8 +185,6 @@ def test_what_a_single_answer_is_not_enough_for_is_refused(here: Path, name: str
     [
         (["--env", "verifiers:own_taskset"], "--reference NAME.*names_it, once"),
         ([*NAMED, "--env-args", '{"m": 3}'], r"m\s+Extra inputs"),
-        ([*NAMED, "--env-args", '{"n": "x"}'], r"n\s+Input should be a valid integer"),
-        ([*NAMED, "--env-args", "[3]"], "JSON object"),
         ([*NAMED, "--env-args", "{"], "JSON object"),
         ([*NAMED, "--reward", "own_taskset:Words"], "own rewards are the proxy"),
         (["--env", "verifiers:nowhere", "--reference", "once"], "nowhere"),

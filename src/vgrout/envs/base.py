@@ -250,6 +250,11 @@ class Environment:
         """Every task by its split, as the policy will read it."""
         raise NotImplementedError
 
+    def every_task(self, pool: Demonstrations | None = None) -> list[Task]:
+        """All tasks as evaluations ask them, whatever their split, by their ids."""
+        tasks = [task for part in self.tasks(pool).values() for task in part]
+        return sorted(tasks, key=lambda task: task.id)
+
     def grader(self, workers: int, retries: int | None) -> Grader:
         """Start what grades. retries: how often an answer is graded again when the grader itself failed; None:
         without end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.data import Flaw
+from vgrout.data import Flaw, Task
 from vgrout.envs.base import Demonstrations, Environment
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import probe, reward_function
@@ -18,10 +18,12 @@ from vgrout.envs.code.problems import (
     as_marked,
     assigned,
     load_rows,
+    modes_in_turn,
     partition_decides,
     require_hackable,
     require_solvable,
     warn_of_one_value,
+    with_modes,
     without_hints,
 )
 from vgrout.envs.splits import SPLITS, require_copies_together
@@ -107,10 +109,25 @@ class CodeEnvironment(Environment):
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Problem]]:
         env = self.cfg.env
         parts = _dealt(self.rows, self.test_rows, pool, env.env_mode, env.marker_names)
-        if self.cfg.plain_prompts:
-            parts = {name: without_hints(part, env.unannounced) for name, part in parts.items()}
+        parts = {name: self._asked(part) for name, part in parts.items()}
         self.dealt = [problem for name in SPLITS for problem in parts[name]]
         return parts
+
+    def every_task(self, pool: Demonstrations | None = None) -> list[Task]:
+        env, partition = self.cfg.env, pool.partition if pool else {}
+        problems = with_modes(
+            self.rows,
+            modes_in_turn(self.rows, env.env_mode, partition),
+            partition,
+            evaluation=True,
+            published=env.marker_names == "published",
+        )
+        return [*self._asked(problems)]
+
+    def _asked(self, problems: list[Problem]) -> list[Problem]:
+        """The problems under the prompts of this run."""
+        plain = self.cfg.plain_prompts
+        return without_hints(problems, self.cfg.env.unannounced) if plain else problems
 
     def grader(self, workers: int, retries: int | None) -> Grader:
         env = self.cfg.env
