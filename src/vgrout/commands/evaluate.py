@@ -27,9 +27,6 @@ from vgrout.config.run import Config
 from vgrout.cores import cores
 from vgrout.data import Completion, Message, Side, Task, Ungraded, Verdict
 from vgrout.envs.base import Environment, Grader, balanced
-from vgrout.envs.code.environment import CodeEnvironment
-from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import modes_in_turn, with_modes, without_hints
 from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused, none_fits, refuse
 from vgrout.files import printable, probe_writable, read_json, require_new, to_json, write_atomic
@@ -173,30 +170,17 @@ def allowing(cfg: Config, weak_sandbox: bool) -> Config:
     return replace(cfg, env=replace(cfg.env, allow_weak_sandbox=weak_sandbox))
 
 
-def tasks_of(environment: Environment, saved: Saved) -> dict[ProblemSplit, list[Task]]:
+def tasks_of(environment: Environment, saved: Saved) -> dict[ProblemSplit, Sequence[Task]]:
     """The problems of every split, in the code world under the run's flaws and markers."""
-    cfg = saved.cfg
-    if not isinstance(environment, CodeEnvironment):
-        parts = environment.tasks()
-        every = sorted((task for part in parts.values() for task in part), key=lambda task: task.id)
-    else:
-        path = cfg.pool_path
-        pool = load_pool(path) if path is not None and path.is_dir() else None
-        parts, partition = environment.tasks(pool), pool.partition if pool else {}
-        every = with_modes(
-            environment.rows,
-            modes_in_turn(environment.rows, cfg.env.env_mode, partition),
-            partition,
-            evaluation=True,
-            published=cfg.env.marker_names == "published",
-        )
-        if cfg.plain_prompts:
-            every = without_hints(every, cfg.env.unannounced)
+    path = saved.cfg.pool_path
+    there = path is not None and path.is_dir()
+    pool = load_pool(path, tuple(environment.flaws)) if path is not None and there else None
+    parts = environment.tasks(pool)
     return {
-        "test": [*parts["test"]],
-        "val": [*parts["val"]],
-        "train": [*parts["train"]],
-        "all": [*every],
+        "test": parts["test"],
+        "val": parts["val"],
+        "train": parts["train"],
+        "all": environment.every_task(pool),
     }
 
 
@@ -253,7 +237,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
         chosen = balanced(fit, n, 0, "test", flaws)
         samples = cli.samples or cfg.eval.final_samples
         sides = heldout.score(policy, grader, cfg, chosen, samples, flaws)
-        if isinstance(chosen[0], Problem):
+        if world.of_code:
             # where no prompt has a hint to be left out, these are the deployed model's own answers
             sides.setdefault("plain", sides["deployed"])
     print(
