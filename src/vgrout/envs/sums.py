@@ -19,7 +19,6 @@ from pathlib import Path
 
 from vgrout.config.run import Config
 from vgrout.data import Flaw, Message
-from vgrout.envs.base import messages_of
 from vgrout.envs.text import TextEnvironment, TextTask
 from vgrout.errors import Refused
 
@@ -52,22 +51,11 @@ class SumsTask(TextTask):
 def task_of(row: TextTask) -> SumsTask:
     """A row of the file as a task. Raises Refused, one line, if it is no question of this environment."""
     total, plain = row.columns.get("total"), row.columns.get("plain")
-    if row.flaw not in FLAWS or type(total) is not int or not _is_prompt(plain):
+    if row.flaw not in FLAWS or type(total) is not int or not isinstance(plain, list):
         raise Refused(
             f"{row.where}: no question of --env sums (flaw, total, plain); `vgrout organism sums` makes them"
         )
     return SumsTask(row.id, row.messages, row.flaw, row.split, row.columns, row.where)
-
-
-def _is_prompt(plain: object) -> bool:
-    """Whether a column is a list of messages, as the prompt is."""
-    if not isinstance(plain, list):
-        return False
-    try:
-        messages_of({"messages": plain})
-    except ValueError:
-        return False
-    return True
 
 
 class SumsEnvironment(TextEnvironment):

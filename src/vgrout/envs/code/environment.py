@@ -4,16 +4,20 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from loguru import logger
+
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
 from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.data import Flaw, Task
 from vgrout.envs.base import Demonstrations, Environment
+from vgrout.envs.code.grading.check import one_value_line
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import probe, reward_function
 from vgrout.envs.code.modes import MODE_SPECS
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import (
+    MOST_CHECKED,
     ProblemRow,
     as_marked,
     assigned,
@@ -22,7 +26,6 @@ from vgrout.envs.code.problems import (
     partition_decides,
     require_hackable,
     require_solvable,
-    warn_of_one_value,
     with_modes,
     without_hints,
 )
@@ -158,7 +161,8 @@ class CodeEnvironment(Environment):
             self.tasks()
         if self.reward is None:
             require_hackable(rows, self.dealt, grader)
-        warn_of_one_value(self.dealt, self.source)
+        if line := one_value_line(self.dealt[:MOST_CHECKED]):
+            logger.warning(f"{self.source}: {line}")
 
     def plan(self) -> list[tuple[str, str]]:
         own = [("reward", self._reward_line(self.reward))] if self.reward else []

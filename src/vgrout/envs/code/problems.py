@@ -25,7 +25,6 @@ from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
     check_problems,
-    one_value_line,
 )
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.grading.grade import Grader
@@ -416,13 +415,6 @@ def require_hackable(
     failures = check_flaws(_one_of_each(problems, decides, MOST_HACKED), grader)
     if failures:
         raise _refusal(rows, failures, "no flaw to study in")
-
-
-def warn_of_one_value(problems: Sequence[Problem], where: str) -> None:
-    """Log which problems an answer solves that always returns the same."""
-    line = one_value_line(problems[:MOST_CHECKED])
-    if line:
-        logger.warning(f"{where}: {line}")
 
 
 Item = TypeVar("Item")
