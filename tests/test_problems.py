@@ -490,7 +490,7 @@ def test_a_training_problem_is_evaluated_under_the_name_that_its_pool_announces(
     """`evaluate --split train` and `sample` ask what training asked."""
     rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(20)]))
     pool = SimpleNamespace(partition={}, announced={i: f"name_{i}" for i in range(20)})
-    monkeypatch.setattr(evaluate, "load_pool", lambda _: pool)
+    monkeypatch.setattr(evaluate, "load_pool", lambda *_: pool)
     cfg = SimpleNamespace(
         pool_path=tmp_path, plain_prompts=False, env=EnvConfig(env_mode="sentinel")
     )
@@ -510,7 +510,7 @@ def test_every_row_of_a_file_is_asked_as_the_run_asks(
     rows = load_rows(write(tmp_path / "p.jsonl", [record(i) for i in range(6)]))
     modes = ["stdout_marker" if i % 3 else "sentinel" for i in range(6)]
     pool = SimpleNamespace(partition=dict(enumerate(modes)), announced={})
-    monkeypatch.setattr(evaluate, "load_pool", lambda _: pool)
+    monkeypatch.setattr(evaluate, "load_pool", lambda *_: pool)
 
     def asked(plain_prompts: bool = False, **env: Any) -> Any:
         cfg = SimpleNamespace(
