@@ -289,7 +289,11 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
             "vgrout.imitation.distill_loop.without_hint",
             "ckpt_step0004.safetensors",
         ),
-        ("dpo", "vgrout.imitation.dpo_rounds.Eval.of", "round-*/adapter/train.safetensors"),
+        (
+            "dpo",
+            "vgrout.imitation.dpo_rounds.PreferencePair.prefers",
+            "round-*/adapter/train.safetensors",
+        ),
     ],
 )
 def test_what_is_learnt_is_written_before_an_evaluation_fails(
