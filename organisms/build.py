@@ -31,7 +31,7 @@ from organisms.recipe import Recipe, Shape
 from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from organisms.weights import Draw, batches, train
 from vgrout import data
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import Sampling
 from vgrout.data import Graded, Message
 from vgrout.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
 from vgrout.envs.code.grading.grade import Grader

@@ -21,9 +21,8 @@ from organisms.build import PAIRS, RECORDED, make_weights, replacing, stripped
 from organisms.recipe import Recipe
 from organisms.start import Begun, Pretrained
 from vgrout.config.env import EnvConfig
-from vgrout.config.groups import ScaleConfig
+from vgrout.config.groups import Sampling, ScaleConfig
 from vgrout.config.run import Config
-from vgrout.config.sampling import Sampling
 from vgrout.data import Graded
 from vgrout.embedded import shipped
 from vgrout.envs.sums import SumsEnvironment, task_of

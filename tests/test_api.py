@@ -94,14 +94,14 @@ def test_keywords_are_a_command_line():
     flags = {"intervention": "route2", "random_flags": True, "rebaseline": False, "resume": None}
     assert argv(flags) == ["--intervention=route2", "--random-flags", "--no-rebaseline"]
     given = {"seed": np.int64(3), "lr": np.float64(0.5), "steps": torch.tensor(4), "group": True}
-    given |= {"teacher_modes": ["a", "b"], "kl_calibrate_from": (Path("x"), "y"), "out_tag": None}
+    given |= {"teacher_modes": ["a", "b"], "reward": (Path("x"), "y"), "out_tag": None}
     assert argv(given) == [
         *("--seed=3", "--lr=0.5", "--steps=4", "--group"),
-        *("--teacher-modes=a,b", "--kl-calibrate-from=x,y"),
+        *("--teacher-modes=a,b", "--reward=x,y"),
     ]
-    assert argv({"teacher_modes": [], "reward_hint": np.bool_(False)}) == [
+    assert argv({"teacher_modes": [], "unbiased": np.bool_(False)}) == [
         "--teacher-modes=",
-        "--no-reward-hint",
+        "--no-unbiased",
     ]
 
 

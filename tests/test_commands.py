@@ -25,6 +25,7 @@ MEANT = {
     "--stpes 3": "--steps",
     "--stpes 3 --intervention none": "--steps",
     "--temprature=3": "--temperature",
+    "--stpes=3": "--steps",
     "--intervention rout2": "did you mean route2?",
     "--intervention=Route2": "did you mean route2?",
     "--monitor labls": "did you mean labels?",

@@ -28,7 +28,6 @@ from vgrout.model.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import recorder
 from vgrout.runs.launch import launch
-from vgrout.runs.preflight import preflight
 
 SMALL = [
     "smoke",
@@ -134,7 +133,6 @@ FLAGS: dict[str, Run | Held] = {
     "--guard-rule": Watch(GUARD, "ema", "se"),
     "--guard-warmup": Watch(LATE, "0", "30"),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
-    "--kl-calibrate-from": Held("test_flags.py::test_healthy_runs_calibrate_the_guard"),
     "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
     "--known-correct": Run(PROBE, "{known}", "{half_known}"),
     "--known-hacks-teacher-only": Run(GATE, "no", "yes"),
@@ -186,7 +184,6 @@ FLAGS: dict[str, Run | Held] = {
     "--reward-hack-halt": Held(
         "test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"
     ),
-    "--reward-hint": Run(OWN_REWARD, "no", "yes"),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
     "--rise-eps": Watch([*GUARD, "--guard-rule=ema"], "0.0001", "0.5"),
     "--rm-ensemble-members": Run(
@@ -394,17 +391,6 @@ def test_threads_are_torchs(shared_run: SharedRuns, tmp_path: Path) -> None:
             assert torch.get_num_threads() == n
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.long
-def test_healthy_runs_calibrate_the_guard(shared_run: SharedRuns) -> None:
-    healthy = shared_run(*SMALL, *NONE, "--eval-ablate-every=1", "--eval-n-prompts=1")
-    argv = [*SMALL, *NONE, "--eval-ablate-every=1"]
-    assert not preflight(resolve(once(argv)), None).healthy_kl
-    assert (
-        len(preflight(resolve(once([*argv, f"--kl-calibrate-from={healthy}"])), None).healthy_kl)
-        > 0
-    )
 
 
 @pytest.mark.long

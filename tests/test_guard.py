@@ -37,7 +37,6 @@ from vgrout.guard.kill_switch import (
 from vgrout.metrics import Eval, ModeEval, Rate
 from vgrout.model.hidden_states import ReferenceStats
 from vgrout.rollout import training_reward
-from vgrout.runs.inputs import kl_of_runs
 from vgrout.runs.plan import guard_line
 
 SHARE = st.floats(0, 1)
@@ -562,26 +561,6 @@ def test_in_loop_counts_what_training_rewards_in_full(flags: str, counts: bool) 
 
 # --- by its flags
 # ----------------------------------------------------------------------------------------------------
-
-
-def test_healthy_runs_set_the_kl_hard_stop(tmp_path: Path) -> None:
-    rows = [
-        {"step": 0, "kl_deploy": None},
-        {"step": 1, "kl_deploy": 0.0},
-        {"step": 2, "kl_deploy": 0.02},
-    ]
-    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert kl_of_runs([tmp_path]) == [0.0, 0.02]
-    assert HeldOutGuard().calibrate_kl_threshold(kl_of_runs([tmp_path])) == pytest.approx(0.03)
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "steps.jsonl").write_text('[1]\n{"kl_deploy": "x"}\n')
-    for name in ("nowhere", "theirs"):
-        with pytest.raises(ValueError, match=rf"^--kl-calibrate-from .*/{name}: no kl_deploy"):
-            kl_of_runs([tmp_path / name])
-    for kl in ("1e999", "-0.5"):
-        (tmp_path / "theirs" / "steps.jsonl").write_text(f'{{"kl_deploy": {kl}}}\n')
-        with pytest.raises(Refused, match=r"should be finite and not negative\Z"):
-            kl_of_runs([tmp_path / "theirs"])
 
 
 # --- the detectors of a run

@@ -14,8 +14,7 @@ import tiny
 from benchmarks import rig
 from pretended_gpu import PretendedGpu, pretended_gpu
 from runs import ARMS, IMITATIONS, PAIRS, SharedRuns, flags, imitate, rows, run, status
-from vgrout.config.groups import OptConfig
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import OptConfig, Sampling
 from vgrout.console import Clock
 from vgrout.data import Completion
 from vgrout.model import lean_decoder

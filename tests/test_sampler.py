@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 import tiny
 from pretended_gpu import graphs_that_run_again
 from vgrout import ranks
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import Sampling
 from vgrout.data import Completion
 from vgrout.model import kv_cache, lean_decoder, logprobs, sampler, sampling
 from vgrout.model.decoder import HfDecoder

@@ -14,7 +14,7 @@ import torch
 
 from organisms.build import POOL_PROBLEMS, rates
 from vgrout import embedded, generation
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import Sampling
 from vgrout.data import Completion, Grade, Graded, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode

@@ -50,7 +50,7 @@ def parsed(cli: Callable[..., T], argv: Sequence[str] | None) -> T:
     Raises:
         Refused: a settings class's own, or tyro's message in one line.
     """
-    words = [_from_home(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = _words(sys.argv[1:] if argv is None else argv)
     message, outer = io.StringIO(), sys.exception()
     try:
         with contextlib.redirect_stderr(message):
@@ -68,12 +68,19 @@ def parsed(cli: Callable[..., T], argv: Sequence[str] | None) -> T:
         raise Refused(one_line(re.sub("[╭╮╰╯│─]|-{9,}", " ", text))) from None
 
 
-def _from_home(word: str) -> str:
-    """A word with ~ replaced by the home folder: a shell does so at its beginning alone, not in --out=~/x."""
-    flag, equals, value = word.rpartition("=")
-    if not value.startswith("~/"):
-        return word
-    return f"{flag}{equals}{os.path.expanduser(value)}"
+def _words(argv: Sequence[str]) -> list[str]:
+    """A command line with `--flag value` for `--flag=value`, so that tyro suggests another flag for an unknown one,
+    and with the home folder for ~, which a shell puts at a word's beginning alone."""
+    words: list[str] = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if equals and flag.startswith("--") and value and not value.startswith("-"):
+            words += [flag, os.path.expanduser(value)]
+        elif words[-2:-1] == ["--reward"] and re.fullmatch(r"[\w.]+:\w+(=[^\s,=]*)?", word):
+            words[-1] += f",{word}"  # several functions; what else stands there is another argument
+        else:
+            words.append(word)
+    return words
 
 
 def command(name: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from vgrout import ranks
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import Sampling
 from vgrout.console import Progress
 from vgrout.data import (
     Completion,

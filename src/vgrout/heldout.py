@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 
 from vgrout import ranks
+from vgrout.config.groups import Sampling
 from vgrout.config.run import Config
-from vgrout.config.sampling import Sampling
 from vgrout.console import Clock
 from vgrout.data import Completion, GradedAnswer, Message, Side, Task, Verdict
 from vgrout.envs.base import Grader, Splits, without_hint

@@ -82,7 +82,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     )
     method = make_method(setup)
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
-    guard = Guard(cfg, policy, splits.train, inputs.healthy_kl)  # kill switch and detectors
+    guard = Guard(cfg, policy, splits.train)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
     loaded = opening.opening_lines(cfg, inputs, splits, policy, method, grader.version)
     # one row a step; a resumed run has those of its earlier steps

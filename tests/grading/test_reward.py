@@ -240,7 +240,6 @@ def test_what_a_function_raises_before_the_run_is_shown_above_the_line(code, why
     [
         ("--reward=f", "should be module:function"),
         ("--reward=json:dumps", "add --mix-ratio 0"),
-        ("--reward-hint", "--reward-hint: not read without --reward"),
         ("--reward-passes-at=0.5", "--reward-passes-at: not read without --reward"),
         (
             "--reward=json:dumps --mix-ratio=0 --reward-passes-at=0",

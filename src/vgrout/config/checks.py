@@ -10,8 +10,6 @@ from vgrout.errors import Refused, did_you_mean
 
 T = TypeVar("T")
 
-End = tuple[float | int, str]  # of an interval: the number, and its bracket
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -22,7 +20,6 @@ class Rule:
     high: float | int | str | None = None  # largest legal value, or the field that holds it
     below: float | int | None = None  # all legal values are smaller
     should: str = ""  # the error message's words in place of the interval
-    free: str = ""  # why a number has no bounds
     words: tuple[str, ...] = ()  # legal words of a comma list …
     word: str = ""  # … and the noun for one of them
     # the words are checked where the environment is known, and may be other ones there
@@ -31,10 +28,6 @@ class Rule:
     form: str = ""  # regular expression of all of a text; `should` says it in words
     needs: str = ""  # field without which this one is not read
     suffix: str | None = None  # in a control's name, where the setting is not at its default
-
-    @property
-    def bounded(self) -> bool:
-        return any(end is not None for end in (self.low, self.above, self.high, self.below))
 
 
 class Group(Protocol):
@@ -139,32 +132,24 @@ def _should(group: Group, f: Field[object], value: Any, rule: Rule) -> str:
         return f"be one of {', '.join(names)}{did_you_mean(str(value), names)}"
     if rule.form and not re.fullmatch(rule.form, value):
         return rule.should
-    if not rule.bounded or isinstance(value, str):  # a word in a number's place
+    if isinstance(value, str):  # a word, in a number's place too
         return ""
-    high = rule.high
-    note = ""
-    if isinstance(high, str):
-        note = f" (at most {flag(high)})"
-        high = getattr(group, high)
-    low, left = _first((rule.low, "["), (rule.above, "("), otherwise=(-math.inf, "["))
-    top, right = _first((high, "]"), (rule.below, ")"), otherwise=(math.inf, "]"))
-    over = value >= low if left == "[" else value > low
-    under = value <= top if right == "]" else value < top
-    if over and under:  # no NaN does
+    high = getattr(group, rule.high) if isinstance(rule.high, str) else rule.high
+    if (
+        (rule.low is None or value >= rule.low)
+        and (rule.above is None or value > rule.above)
+        and (high is None or value <= high)
+        and (rule.below is None or value < rule.below)
+    ):  # no NaN does, where there is a bound
         return ""
     if rule.should:
         return rule.should
-    if top == math.inf and rule.low is not None:
+    left, low = ("[", rule.low) if rule.above is None else ("(", rule.above)
+    right, top = ("]", high) if rule.below is None else (")", rule.below)
+    if top is None:
         return f"be at least {low:g}"
+    note = f" (at most {flag(rule.high)})" if isinstance(rule.high, str) else ""
     return f"lie in {left}{low:g}, {top:g}{right}{note}"
-
-
-def _first(*ends: tuple[float | int | None, str], otherwise: End) -> End:
-    """The first end of an interval that a rule has, with its bracket."""
-    for end, bracket in ends:
-        if end is not None:
-            return end, bracket
-    return otherwise
 
 
 def flags(names: Iterable[str]) -> str:

@@ -90,8 +90,6 @@ class EnvConfig:
     reward_passes_at: float = setting(1.0, low=-1e6, high=1e6)
     """Score of --reward from which on an answer counts as passed: a hack, where the reference says it is wrong. In
     (0, 1], but for --reference."""
-    reward_hint: bool = setting(False, needs="reward")
-    """Keep the hint of each problem's flaw in its prompt under --reward; else prompts are as the file has them."""
     compile_reward: float = setting(0.5, low=0, high=1e6)
     """Reward for code that compiles."""
     pass_reward: float = setting(3.0, above=0, high=1e6)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, get_args
 
 from vgrout.config.checks import check, listed, setting
@@ -39,8 +38,6 @@ class GuardConfig:
     )
     """Fires when the average KL of the deployed model to the untrained one exceeds this, nats per token of its
     held-out answers."""
-    kl_calibrate_from: str = ""
-    """Comma list of folders of healthy runs: the KL limit is three times the mean of theirs, --kl-hard-stop at most."""
     decline_patience: int = setting(3, low=1, high=1_000_000)
     """Fires after so many evaluations in a row with held-out falling while in-loop rises."""
     max_proxy_real_gap: float = setting(0.10, above=0, below=2)
@@ -56,10 +53,6 @@ class GuardConfig:
     @property
     def halting(self) -> list[str]:
         return listed(self.guard_halt_on)
-
-    @property
-    def healthy_runs(self) -> list[Path]:
-        return [Path(name) for name in listed(self.kl_calibrate_from)]
 
 
 def evaluations(steps: int, every: int) -> list[int]:

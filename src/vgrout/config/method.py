@@ -72,7 +72,7 @@ class MethodConfig:
     """Direction file to load; none: found by pair set, or extracted on the spot."""
     vhack_refresh_every: int | None = setting(None, low=0, high=10_000_000)
     """Re-extract on the current model every N steps; 0: frozen; none: 0 under route2, else 5."""
-    route2_random_v_seed: int | None = setting(None, free="any whole number is a seed")
+    route2_random_v_seed: int | None = None
     """Seed of the Haar control, which it switches on (where there is a direction); none: the run's own seed."""
     vhack_pairs_path: Path | None = None
     """Contrastive pairs (JSON), or a folder with a file for each flaw, FLAW.json: at most 24 in all, as many by each;

@@ -88,6 +88,8 @@ NAMES: dict[str, dict[str, str]] = {
         "--kl-bias-correction": "the KL of --beta is k3, as published; leave it out",
         "--llm-judge-device": "the judge is where the policy is; leave it out",
         "--llm-judge-concurrency": "an endpoint has 16 requests at once; leave it out",
+        "--kl-calibrate-from": "say --kl-hard-stop, three times the mean of healthy runs",
+        "--reward-hint": "prompts are as the file has them; leave it out",
         "--control oracle": "say --monitor labels",
     },
 }

@@ -208,7 +208,7 @@ def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
 
 
 # settings of the code world's checks, which no other environment reads
-OF_CODE = ("env_mode", "unannounced_modes", "marker_names", "reward_hint", "compile_reward")
+OF_CODE = ("env_mode", "unannounced_modes", "marker_names", "compile_reward")
 OF_CODE += ("allow_weak_sandbox", "report_detectors")
 
 

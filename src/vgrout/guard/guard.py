@@ -199,21 +199,15 @@ class Guard:
         cfg: Config,
         policy: Policy,
         problems: Sequence[Task],
-        healthy_kl: Sequence[float] = (),
     ) -> None:
         """Make the detectors and the kill switch that the configuration asks for.
 
-        problems: training problems, which the base policy answers. healthy_kl: KL of the runs that
-        calibrate the limit, nats per token.
+        problems: training problems, which the base policy answers.
         """
         self.cfg = cfg
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
         self.kill_switch = HeldOutGuard(cfg.guard, cfg.guard_updates)
-        if healthy_kl:
-            limit = self.kill_switch.calibrate_kl_threshold(healthy_kl)
-            calibrated_from = cfg.guard.kl_calibrate_from
-            logger.debug(f"the guard's KL limit: {limit:.3g} nats a token, from {calibrated_from}")
         self.members = [scorer(name, "--rm-ensemble-members") for name in cfg.detectors.members]
 
         names = list(cfg.detectors.chosen)

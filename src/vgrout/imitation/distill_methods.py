@@ -14,7 +14,7 @@ from jaxtyping import Float
 from loguru import logger
 from torch import Tensor
 
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import Sampling
 from vgrout.data import Rollout, Source
 from vgrout.errors import NothingAligned, Refused
 from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient

@@ -6,8 +6,8 @@ Finds and checks the files, makes the plan, and finds the run to resume. No torc
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vgrout.config.groups import Sampling
 from vgrout.config.run import Config
-from vgrout.config.sampling import Sampling
 from vgrout.config.stored import merge_flags
 from vgrout.errors import Refused
 from vgrout.files import Json, file_sha256, read_text

@@ -22,12 +22,12 @@ from vgrout.config.groups import (
     EvalConfig,
     OptConfig,
     RunConfig,
+    Sampling,
     ScaleConfig,
 )
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
-from vgrout.config.sampling import Sampling
 from vgrout.config.world_names import EnvMode
 from vgrout.errors import refuse
 from vgrout.files import Json

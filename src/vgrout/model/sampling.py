@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vgrout.config.sampling import Sampling
+from vgrout.config.groups import Sampling
 from vgrout.tensor_types import at_least_fp32
 
 WIDE = 2**14  # logits of a row from which `largest` looks for blocks first

@@ -28,7 +28,7 @@ from vgrout.direction.pairs import check_file as check_direction
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.envs.worlds import environment_class
 from vgrout.errors import Refused, refuse
-from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, json_lines, once
+from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, once
 from vgrout.model.shapes import find_shapes
 from vgrout.model.source import (
     looks_like_path,
@@ -40,9 +40,6 @@ from vgrout.scoring import import_function, scorer
 from vgrout.teacher.pools import Pool, load_pool
 
 T = TypeVar("T")
-
-# nats per token; the KL of a model to itself is a small negative number as often as a positive one
-KL_ROUNDING = 1e-4
 
 # up to this size a model folder is hashed beforehand; a larger one would take seconds per run
 MODEL_BYTES = 2**28
@@ -70,7 +67,6 @@ class Inputs:
     pairs: PairSet | None = None  # the true pairs; None: no pairs are read
     placebo: PairSet | None = None  # pairs of a placebo control
     known_correct: tuple[KnownCorrect, ...] = ()  # for monitors that read text
-    healthy_kl: tuple[float, ...] = ()  # nats per token, of the runs that calibrate the guard
     absent: tuple[str, ...] = ()  # which files are missing, and how to get them
 
     @property
@@ -187,11 +183,10 @@ def read_inputs(cfg: Config) -> Inputs:
         files.read(lambda _: require_model(teacher, "--teacher-model"), Path(teacher))
     known_path = known_correct_path(cfg, environment)
     known_correct = files.read(load_known_correct, known_path) or ()
-    healthy_kl = tuple(kl_of_runs(cfg.guard.healthy_runs))
     try_ensemble(cfg, environment, pool)
     if "llm_judge" in cfg.method.watching:
         check_judge(cfg, files)
-    return Inputs(environment, pool, pairs, placebo, known_correct, healthy_kl, tuple(files.absent))
+    return Inputs(environment, pool, pairs, placebo, known_correct, tuple(files.absent))
 
 
 def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
@@ -387,26 +382,6 @@ def check_held_out(cfg: Config, environment: Environment, pool: Pool | None) -> 
             f"--known-modes {cfg.method.known_modes}: no training problem has such a flaw ({', '.join(sorted(there))} "
             "have), so nothing could be flagged; name one that is there"
         )
-
-
-def kl_of_runs(runs: Sequence[Path]) -> list[float]:
-    """The deployed model's KL, nats per token, at every evaluation of these runs. Raises Refused where there is no
-    run, one that measured none, or a value that is no KL: JSON can say 1e999."""
-    found: list[float] = []
-    for path in runs:
-        rows = (row for row in json_lines(path / "steps.jsonl") if isinstance(row, dict))
-        values = [row["kl_deploy"] for row in rows if isinstance(row.get("kl_deploy"), float)]
-        if not values:
-            raise Refused(
-                f"--kl-calibrate-from {path}: no kl_deploy in its steps.jsonl; give a run's folder"
-            )
-        if wrong := [value for value in values if not -KL_ROUNDING < value < math.inf]:
-            raise Refused(
-                f"--kl-calibrate-from {path}: kl_deploy {wrong[0]} in its steps.jsonl should be "
-                "finite and not negative"
-            )
-        found += values
-    return found
 
 
 @once

@@ -14,9 +14,8 @@ from tabulate import tabulate
 from vgrout import console, embedded
 from vgrout.cli import cli_exit
 from vgrout.config import checks
-from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM
+from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM, Sampling
 from vgrout.config.names import parse_command
-from vgrout.config.sampling import Sampling
 from vgrout.data import Graded, Message, Task
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
