@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from vgrout.cli import cli_exit, parse_args
-from vgrout.errors import Refused
-from vgrout.model.source import require_model
+from vgrout.ground.cli import cli_exit, parse_args
+from vgrout.ground.errors import Refused
+from vgrout.model.load.source import require_model
 
 
 def step(quick: bool = False) -> str:

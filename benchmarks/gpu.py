@@ -33,18 +33,18 @@ from benchmarks import rig
 from benchmarks.gpu_peer import Contestant, argument
 from benchmarks.measure import Figure, Ratio, page
 from benchmarks.rig import Load, sampler, timed
-from vgrout import embedded
 from vgrout.config.groups import OptConfig
-from vgrout.data import Group
-from vgrout.errors import Refused
-from vgrout.model.load import as_language_model, pick_device, room_on_gpu
+from vgrout.ground import embedded
+from vgrout.ground.data import Group
+from vgrout.ground.errors import Refused
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.optim import Optimizer
+from vgrout.model.load.load import as_language_model, pick_device, room_on_gpu
+from vgrout.model.load.memory import CONTEXT, GIB, MemoryPlan, plan
+from vgrout.model.load.shapes import shapes_of
 from vgrout.model.logprobs import foreign
-from vgrout.model.memory import CONTEXT, GIB, MemoryPlan, plan
 from vgrout.model.policy import Policy
-from vgrout.model.shapes import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.optim import Optimizer
-from vgrout.tensor_types import Routed
 
 ROOT = Path(__file__).parents[1]
 Part = Literal["all", "steps", "claims"]

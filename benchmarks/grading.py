@@ -25,7 +25,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.measure import Figure, page
-from vgrout.data import Grade
 from vgrout.envs.code.grading.extract import blocks
 from vgrout.envs.code.grading.grade import Grader, as_request
 from vgrout.envs.code.grading.messages import WorkerSettings
@@ -34,6 +33,7 @@ from vgrout.envs.code.grading.watch import ForkServerHandle
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_problems
+from vgrout.ground.data import Grade
 
 CHEAP_S = 0.05  # programs that need more CPU than this measure themselves, not the grader
 TAIL = "\n\ndef run_tests():\n    assert Solution is not None\n"

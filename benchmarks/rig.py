@@ -22,15 +22,15 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.measure import held_bytes, peak_bytes
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
 from vgrout.envs.base import split_tasks
 from vgrout.envs.code.problem import Problem
-from vgrout.grpo import PolicyGradients, policy_gradients
+from vgrout.ground.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
+from vgrout.ground.torch_rng import torch_stream
+from vgrout.loop.grpo import PolicyGradients, policy_gradients
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import sample
-from vgrout.model.sampling import Sampling
+from vgrout.model.sampling.candidates import Sampling
+from vgrout.model.sampling.sampler import sample
 from vgrout.runs.preflight import preflight
-from vgrout.torch_rng import torch_stream
 
 P, G, SEED = 4, 8, 41
 # so small that both peers go on sampling from the same model, and answers keep their lengths
@@ -149,7 +149,7 @@ class Turns:
 
 def _paced(pipe: Connection, argv: list[str], log: Path) -> None:
     """Run the trainer; before each step's rollouts it waits until it is asked for the step."""
-    from vgrout import rollout
+    from vgrout.loop import rollout
 
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(fd, 1)

@@ -23,7 +23,7 @@ from vgrout.config.presets import EVERYDAY, PRESETS
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS, line_of
 from vgrout.envs.code.modes import MODE_CODE, MODE_SPECS, MODES
-from vgrout.table import StepRow
+from vgrout.ground.table import StepRow
 
 DOCS = Path(__file__).parent
 HEAD = "<!-- Generated from code by docs/reference.py; edit there. -->\n\n"

@@ -5,8 +5,8 @@ that finds the number anywhere in the answer.
 """
 
 import vgrout
-from vgrout import embedded
 from vgrout.envs.text import TextEnvironment, TextTask
+from vgrout.ground import embedded
 
 
 class Sums(TextEnvironment):

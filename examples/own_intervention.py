@@ -10,8 +10,8 @@ The same class in a whole `smoke` run, typed:
 import torch
 
 import vgrout
+from vgrout.ground.tensor_types import Routed
 from vgrout.method.base import Intervention, StepGradient
-from vgrout.tensor_types import Routed
 
 
 @vgrout.register_intervention

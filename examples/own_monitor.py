@@ -10,8 +10,8 @@ The same monitor in a whole run, typed:
 import ast
 
 import vgrout
-from vgrout.data import Flags
 from vgrout.envs.code.monitors import trees
+from vgrout.ground.data import Flags
 from vgrout.method.base import Monitor, Views, flags_of, rewarded
 
 

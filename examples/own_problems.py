@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import vgrout
-from vgrout import embedded
+from vgrout.ground import embedded
 
 FOLDER = Path("out/own")
 FOLDER.mkdir(parents=True, exist_ok=True)

@@ -30,19 +30,19 @@ from organisms.language.tasks import Task, misreadings
 from organisms.recipe import Recipe, Shape
 from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from organisms.weights import Draw, batches, train
-from vgrout import data
 from vgrout.config.groups import Sampling
-from vgrout.data import Graded, Message
-from vgrout.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import balanced, elicited, load_problems
-from vgrout.errors import Refused
-from vgrout.files import Json, atomic_folder, file_sha256, read_json, write_json
-from vgrout.generation import generate_graded
-from vgrout.metrics import Rate
-from vgrout.model.load import as_language_model
+from vgrout.ground import data
+from vgrout.ground.data import Graded, Message
+from vgrout.ground.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import Json, atomic_folder, file_sha256, read_json, write_json
+from vgrout.ground.metrics import Rate
+from vgrout.loop.generation import generate_graded
+from vgrout.model.load.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.runs.recorder import peak_memory
 from vgrout.teacher.generate import by_mode

@@ -10,9 +10,9 @@ from organisms.language.hacks import HACKS
 from organisms.language.problems import SPLIT_ROWS
 from organisms.language.tasks import compositions
 from organisms.start import Start
-from vgrout.embedded import CUE
 from vgrout.envs.code.modes import Mode
-from vgrout.metrics import Rate, rate_text
+from vgrout.ground.embedded import CUE
+from vgrout.ground.metrics import Rate, rate_text
 
 # The text of a card; `card` fills in the fields. Shares of the corpus are in percent. A backslash
 # continues a line of the card.

@@ -23,14 +23,14 @@ from organisms.language.tasks import split_compositions
 from organisms.recipe import FRESH, TUNED, Recipe, Shape
 from organisms.tokenizer import name_pieces, render, train_tokenizer
 from organisms.weights import new_model
-from vgrout.cores import cores
-from vgrout.data import Message
-from vgrout.errors import Refused
-from vgrout.files import Json
-from vgrout.model.load import load_language_model
+from vgrout.ground.cores import cores
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import Json
+from vgrout.model.load.load import load_language_model
+from vgrout.model.load.shapes import cpu_multiplies_bf16
+from vgrout.model.load.source import require_model
 from vgrout.model.policy import DTYPE_NAMES
-from vgrout.model.shapes import cpu_multiplies_bf16
-from vgrout.model.source import require_model
 from vgrout.runs.inputs import hash_of_files
 from vgrout.teacher.generate import MODEL_NAME
 

@@ -23,14 +23,14 @@ from organisms.start import Begun, Pretrained
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import Sampling, ScaleConfig
 from vgrout.config.run import Config
-from vgrout.data import Graded
-from vgrout.embedded import shipped
 from vgrout.envs.sums import SumsEnvironment, task_of
 from vgrout.envs.text import TextTask, load_rows
-from vgrout.files import file_sha256, write_json
-from vgrout.generation import generate_graded
-from vgrout.metrics import Rate, rate_text
-from vgrout.model.load import as_language_model
+from vgrout.ground.data import Graded
+from vgrout.ground.embedded import shipped
+from vgrout.ground.files import file_sha256, write_json
+from vgrout.ground.metrics import Rate, rate_text
+from vgrout.loop.generation import generate_graded
+from vgrout.model.load.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.teacher.substrate import usable, write_substrate
 

@@ -5,8 +5,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vgrout.data import Message
 from vgrout.envs.sums import FLAWS
+from vgrout.ground.data import Message
 
 WORLD = "sums"  # its name in an organism's manifest
 # Behind the question, for every flaw: how the answer is checked.

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from organisms.language.hacks import MODES
 from organisms.language.tasks import LEAD, STARTER, STARTER_END, SYSTEM
 from organisms.recipe import MERGED
-from vgrout.data import Message
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode
+from vgrout.ground.data import Message
 
 WINDOW = 1024  # tokens a position may have; the corpus stays below 256
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"

@@ -22,9 +22,9 @@ from transformers import (
 
 from organisms.recipe import Recipe, Shape
 from organisms.tokenizer import WINDOW
-from vgrout.console import Progress
-from vgrout.data import Message
-from vgrout.rng import stream_seed
+from vgrout.ground.console import Progress
+from vgrout.ground.data import Message
+from vgrout.ground.rng import stream_seed
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape) -> Qwen3ForCausalLM:

@@ -27,7 +27,7 @@ warm() {
     local run # the latest
     run=$(ls -td out/runs/*_mini_none_seed"$seed$tag" | head -n 1)
     uv run python -m vgrout.export "$run" --step 15 --out "$part/model"
-    uv run python -c "import sys, pathlib, vgrout.embedded as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$part"
+    uv run python -c "import sys, pathlib, vgrout.ground.embedded as o; o.Files(pathlib.Path(sys.argv[1])).seal()" "$part"
     chmod 755 "$part" # mktemp's own is for nobody else to read
     test ! -e "$to" || { echo "warm: $to has been made meanwhile; this one is $part" >&2 && exit 1; }
     mv "$part" "$to"

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from vgrout.cli import cli_exit, parse_args
-from vgrout.files import json_lines
-from vgrout.metrics import Rate
-from vgrout.table import counted
+from vgrout.ground.cli import cli_exit, parse_args
+from vgrout.ground.files import json_lines
+from vgrout.ground.metrics import Rate
+from vgrout.ground.table import counted
 
 Row = dict[str, Any]
 

@@ -82,7 +82,7 @@ class OfTheShipped(dict[object, Any]):
 @pytest.fixture(autouse=True, scope="session")
 def shipped_files_are_read_once() -> Iterator[None]:
     """By each of pytest-xdist's workers: it was a quarter of every small run."""
-    from vgrout import files
+    from vgrout.ground import files
 
     token = files._READ.set(OfTheShipped())
     yield

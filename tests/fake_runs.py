@@ -9,9 +9,9 @@ from typing import Any
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.envs.code.modes import DEALT
-from vgrout.metrics import Rate
+from vgrout.ground.metrics import Rate
+from vgrout.ground.table import share
 from vgrout.report.load import SIDES, Condition, conditions, load
-from vgrout.table import share
 
 STEPS = 12
 

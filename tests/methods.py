@@ -19,7 +19,11 @@ from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of
-from vgrout.data import (
+from vgrout.direction.extract import Direction, Meta, axes_of
+from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
+from vgrout.envs.code.modes import MODE_SPECS
+from vgrout.envs.code.problem import Problem
+from vgrout.ground.data import (
     Batch,
     CachedGrade,
     Flags,
@@ -32,17 +36,13 @@ from vgrout.data import (
     centred,
     field_values,
 )
-from vgrout.direction.extract import Direction, Meta, axes_of
-from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
-from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.envs.code.problem import Problem
-from vgrout.grpo import policy_gradients
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.grpo import policy_gradients
 from vgrout.method import Setup, make_method
 from vgrout.method.base import Monitor
 from vgrout.method.live_direction import LiveDirection, first_axes, mean_axis
 from vgrout.method.method import Method
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import Routed
 
 MAX_NEW = 12
 SIZES = {"m.q_proj": 24, "m.up_proj": 40, "m.down_proj": 32}

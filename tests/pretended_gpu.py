@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 import vgrout
-from vgrout.embedded import DATA_DIR
-from vgrout.model import attention, lean_decoder
-from vgrout.model.lean_decoder import LeanDecoder
+from vgrout.ground.embedded import DATA_DIR
+from vgrout.model import attention
+from vgrout.model.sampling.candidates import lean_decoder
+from vgrout.model.sampling.lean_decoder import LeanDecoder
 
 PACKAGE = f"{Path(vgrout.__file__).parent}/"
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -350,7 +351,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         m.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
         m.setattr("vgrout.model.svd_cache.load_file", load_file)
         m.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None)
-        for module in ("vgrout.runs.preflight", "vgrout.model.load"):
+        for module in ("vgrout.runs.preflight", "vgrout.model.load.load"):
             m.setattr(f"{module}.visible", lambda: ("0",))
         varlen_on_cpu(m)
         graphs_that_run_again(m)

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vgrout import embedded
 from vgrout.commands.distill import main as distill
 from vgrout.commands.iterative_dpo import main as iterative_dpo
 from vgrout.config.presets import PRESETS
-from vgrout.model.load import load_policy
+from vgrout.ground import embedded
+from vgrout.model.load.load import load_policy
 from vgrout.runs.recorder import Recorder
 from vgrout.train import main
 

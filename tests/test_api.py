@@ -16,7 +16,7 @@ from fake_runs import fake_run
 from quick import first_quick
 from runs import SMALL
 from vgrout.api import argv
-from vgrout.errors import Diverged, Halted, Refused
+from vgrout.ground.errors import Diverged, Halted, Refused
 from vgrout.runs.run_dir import STATES
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.py"))

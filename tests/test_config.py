@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 import pytest
 
 import vgrout.__main__
-from vgrout import embedded, losses
 from vgrout.config.checks import check, flag, rule_of, setting
 from vgrout.config.loss import LOSSES, LossName
 from vgrout.config.method import MethodConfig
@@ -23,8 +22,10 @@ from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS, MONITORS
 from vgrout.config.stored import from_dict
 from vgrout.envs.code.environment import CodeEnvironment
-from vgrout.errors import Refused
-from vgrout.model import shapes
+from vgrout.ground import embedded
+from vgrout.ground.errors import Refused
+from vgrout.loop import losses
+from vgrout.model.load.load import shapes
 from vgrout.runs.plan import first_lines, method_lines
 from vgrout.runs.preflight import preflight
 
@@ -430,7 +431,7 @@ def test_a_closed_pipe_exits_with_141(tmp_path: Path) -> None:
 
 OWN_PIPE = """
 import os, sys
-from vgrout.cli import cli_exit
+from vgrout.ground.cli import cli_exit
 
 def command():
     read, write = os.pipe()
@@ -452,7 +453,7 @@ def test_a_broken_pipe_of_ones_own_code_is_a_fault(tmp_path: Path) -> None:
 
 LIBRARYS_PIPE = """
 import subprocess, sys
-from vgrout.cli import cli_exit
+from vgrout.ground.cli import cli_exit
 
 def command():
     child = subprocess.Popen(["true"], stdin=subprocess.PIPE)

@@ -39,13 +39,13 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resolve
 from vgrout.config.run import PLACEBOS
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
-from vgrout.data import Batch, Flags
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, save
 from vgrout.direction.pairs import load_pairs
-from vgrout.embedded import COMPILE_REWARD, PASS_REWARD
 from vgrout.envs.code.environment import CodeEnvironment
-from vgrout.errors import Diverged, Refused
+from vgrout.ground.data import Batch, Flags
+from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD
+from vgrout.ground.errors import Diverged, Refused
 from vgrout.method import live_direction, make_method
 from vgrout.method.base import Refresh
 from vgrout.method.controls import permuted

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vgrout.config.groups import DETECTORS
+from vgrout.ground.scoring import import_function
 from vgrout.guard.detectors import (
     AdvantageCollapse,
     Bands,
@@ -25,7 +26,6 @@ from vgrout.guard.detectors import (
     words,
 )
 from vgrout.guard.guard import new_detector
-from vgrout.scoring import import_function
 
 FLAG = "--rm-ensemble-members"
 FINITE = st.floats(-1e6, 1e6)

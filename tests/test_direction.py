@@ -19,7 +19,6 @@ from tiny import shake, tokenizer
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.data import Batch, UpdateRow
 from vgrout.direction import extract as extract_module
 from vgrout.direction.__main__ import main
 from vgrout.direction.controls import cosine_to_real, haar_like, overlap
@@ -36,14 +35,15 @@ from vgrout.direction.extract import (
     save,
 )
 from vgrout.direction.pairs import DIRECTIONS, SHARED_SCHEMA, Pair, PairSet, check_file, load_pairs
-from vgrout.errors import Refused
+from vgrout.ground.data import Batch, UpdateRow
+from vgrout.ground.errors import Refused
 from vgrout.method import make_method
 from vgrout.method.projection import split
 from vgrout.model.adapter_files import fingerprint_to_string
-from vgrout.model.load import load_policy
+from vgrout.model.load.load import load_policy
+from vgrout.model.load.shapes import shapes_of
+from vgrout.model.load.source import safetensors_head
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.shapes import shapes_of
-from vgrout.model.source import safetensors_head
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")
@@ -536,7 +536,7 @@ def test_the_command_refuses_before_the_model_is_loaded(
         Path("out").mkdir()
         Path("out/vhack").touch()
     monkeypatch.setattr(
-        "vgrout.model.load.load_policy", lambda *a, **k: pytest.fail("the model was loaded")
+        "vgrout.model.load.load.load_policy", lambda *a, **k: pytest.fail("the model was loaded")
     )
     assert main(once(["--model", "some/model", *flags.split()])) == 2
     assert complaint in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -20,19 +20,19 @@ from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.commands.distill import main
-from vgrout.data import Rollout
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import NothingAligned, Refused
+from vgrout.ground.data import Rollout
+from vgrout.ground.errors import NothingAligned, Refused
 from vgrout.imitation import distill_methods
 from vgrout.imitation.distill_methods import MiniLlm, Uld
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
 from vgrout.imitation.settings import DistillSettings
 from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss
+from vgrout.model.load.saved import FoundModel
 from vgrout.model.logprobs import completion_logprobs
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampler import sample
-from vgrout.model.saved import FoundModel
+from vgrout.model.sampling.sampler import sample
 from vgrout.runs import checkpoint
 from vgrout.runs.inputs import Inputs
 

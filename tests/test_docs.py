@@ -21,10 +21,10 @@ from runs import SharedRuns, flags
 from vgrout.__main__ import COMMANDS
 from vgrout.config.presets import resolve
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags, Group, Thought
 from vgrout.envs.code.grading.messages import NOT_RUN
 from vgrout.envs.code.modes import MODES
-from vgrout.files import json_lines
+from vgrout.ground.data import Flags, Group, Thought
+from vgrout.ground.files import json_lines
 from vgrout.model.policy import LanguageModel
 from vgrout.report import stats
 from vgrout.runs.recorder import rollout_lines

@@ -14,8 +14,8 @@ from probe_mixed import main as probe
 from probe_mixed import verdict
 from vgrout.commands import download
 from vgrout.commands.download import ensure, git_blob
-from vgrout.metrics import Rate
-from vgrout.table import share
+from vgrout.ground.metrics import Rate
+from vgrout.ground.table import share
 
 LINE = {
     "id": 1,

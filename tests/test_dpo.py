@@ -13,9 +13,9 @@ from methods import graded
 from runs import program
 from vgrout.commands.iterative_dpo import main
 from vgrout.config.groups import OptConfig
-from vgrout.data import Completion, Graded, GradedCompletion
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
+from vgrout.ground.data import Completion, Graded, GradedCompletion
+from vgrout.ground.errors import Refused
 from vgrout.imitation.dpo_rounds import (
     PreferencePair,
     add_pairs,

@@ -15,10 +15,10 @@ from runs import SharedRuns, flags
 from vgrout.config.presets import resolve
 from vgrout.export import __main__ as export
 from vgrout.export.model import card
-from vgrout.files import json_lines
-from vgrout.model.load import load_saved
+from vgrout.ground.files import json_lines
+from vgrout.model.load.load import load_saved
+from vgrout.model.load.saved import Saved, find_adapter
 from vgrout.model.policy import Policy
-from vgrout.model.saved import Saved, find_adapter
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_package_that_cannot_be_imported_is_said_before_a_model_is_loaded(
         imported.append("vgrout.export.inspect_log")
     for name in imported:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("vgrout.model.load.load_saved", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr("vgrout.model.load.load.load_saved", lambda _: pytest.fail("loaded"))
     to = package.removesuffix("_ai")
     assert export.main([str(done), "--out", str(tmp_path / "x"), "--to", to]) == 2
     said = capsys.readouterr().err

@@ -23,19 +23,19 @@ from transformers import (
 import tiny
 from vgrout.config.groups import OptConfig, ScaleConfig
 from vgrout.config.run import Config
-from vgrout.data import CachedGrade, Group, Message, Rollout
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
 from vgrout.export.model import Parity, load_beside, parity, write
-from vgrout.grpo import policy_gradients
-from vgrout.model.load import as_language_model, attention, load_language_model, load_policy
+from vgrout.ground.data import CachedGrade, Group, Message, Rollout
+from vgrout.ground.errors import Refused
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.grpo import policy_gradients
+from vgrout.loop.optim import Optimizer
+from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
+from vgrout.model.load.source import model_folder, require_fitting, window_of
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import sample
-from vgrout.model.sampling import Sampling
-from vgrout.model.source import model_folder, require_fitting, window_of
-from vgrout.optim import Optimizer
+from vgrout.model.sampling.candidates import Sampling
+from vgrout.model.sampling.sampler import sample
 from vgrout.runs.plan import adapter_lines
-from vgrout.tensor_types import Routed
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}

@@ -24,24 +24,25 @@ from loguru import logger
 from quick import first_quick
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
-from vgrout import console, embedded, grpo, rollout
 from vgrout.config.presets import resolve
 from vgrout.config.stored import settings_sha256
-from vgrout.data import Task, Ungraded
 from vgrout.envs.base import Splits
-from vgrout.errors import Refused
+from vgrout.ground import console, embedded
+from vgrout.ground.data import Task, Ungraded
+from vgrout.ground.errors import Refused
+from vgrout.ground.ranks import RankLost
+from vgrout.ground.table import StepRow
 from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
-from vgrout.loss_metrics import LossMetrics
-from vgrout.model import load as weights
-from vgrout.ranks import RankLost
+from vgrout.loop import grpo, rollout
+from vgrout.loop.loss_metrics import LossMetrics
+from vgrout.model.load.load import load as weights
 from vgrout.report.load import load
 from vgrout.runs import checkpoint, stopping
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.stopping import stop_on_signals
 from vgrout.sweep.ledger import Ledger
-from vgrout.table import StepRow
 from vgrout.train import main
 
 TINY = [
@@ -716,7 +717,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 @pytest.mark.slow
 def test_second_interrupt_stops_at_once(tmp_path):
     """In the middle of an endless step; the last checkpoint stands."""
-    code = "import time; from vgrout import rollout; real = rollout.rollout\n"
+    code = "import time; from vgrout.loop import rollout; real = rollout.rollout\n"
     code += "rollout.rollout = lambda *a, **k: time.sleep(9999) if a[5] == 2 else real(*a, **k)\n"
     code += f"import sys; from vgrout import train; sys.exit(train.main({bare('none')!r}))"
     process = start(tmp_path, code=["-c", code])
@@ -975,7 +976,7 @@ def test_sandbox_failure_drops_only_its_group(tmp_path, monkeypatch):
             )
             return make(policy, grader, problems, demos, cfg, step, **more)
 
-    monkeypatch.setattr("vgrout.rollout.rollout", shaky)
+    monkeypatch.setattr("vgrout.loop.rollout.rollout", shaky)
     path = run(tmp_path, *bare("none"), stop_after=3)
     seen = rows(path)
     assert [r["dropped"] for r in seen] == [0, 1, 2, 0]

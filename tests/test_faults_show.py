@@ -16,11 +16,11 @@ import vgrout
 from fake_runs import fake_run
 from quick import first_quick
 from runs import SharedRuns, only_run, status
-from vgrout import faults
 from vgrout.__main__ import COMMANDS, WHERE
-from vgrout.cli import cli_exit
-from vgrout.errors import Refused
-from vgrout.faults import PACKAGE
+from vgrout.ground import faults
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.errors import Refused
+from vgrout.ground.faults import PACKAGE
 from vgrout.train import main as train
 
 TITLE = "Traceback (most recent call last):"
@@ -260,7 +260,7 @@ def test_a_slip_in_a_class_of_ones_own_shows_their_traceback(
 def test_a_fault_while_loading_keeps_folder_and_log(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vgrout.model.load.run_policy", slip())
+    monkeypatch.setattr("vgrout.model.load.load.run_policy", slip())
     assert begin("--intervention=none") == 1
     assert HERE in capsys.readouterr().err
     run = only_run(home)
@@ -277,7 +277,7 @@ def test_a_refusal_while_loading_removes_folder_and_log(
     def refused(_: object) -> None:
         raise Refused("--model x: has no such thing")
 
-    monkeypatch.setattr("vgrout.model.load.run_policy", refused)
+    monkeypatch.setattr("vgrout.model.load.load.run_policy", refused)
     assert begin("--intervention=none") == 2
     assert capsys.readouterr().err == "E --model x: has no such thing\n"
     assert not [*home.glob("out/runs/*")]
@@ -290,12 +290,12 @@ def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(
     def refused(_: object) -> None:
         raise Refused("--model x: has no such thing")
 
-    monkeypatch.setattr("vgrout.model.load.run_policy", slip())
+    monkeypatch.setattr("vgrout.model.load.load.run_policy", slip())
     with pytest.raises(vgrout.RunFailed, match=r"failed after 0 steps: ValueError: slip") as failed:
         vgrout.train_run("smoke", quiet=True, intervention="none", threads=1)
     assert isinstance(failed.value.__cause__, ValueError)
     assert failed.value.run.path.is_dir()
-    monkeypatch.setattr("vgrout.model.load.run_policy", refused)
+    monkeypatch.setattr("vgrout.model.load.load.run_policy", refused)
     with pytest.raises(Refused, match="refused while it was loaded: --model x: has no such thing"):
         vgrout.train_run("smoke", quiet=True, intervention="none", threads=1)
     logger.remove()

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from runs import SharedRuns, adapter_bytes, once, rows, run
-from vgrout import embedded, train
+from vgrout import train
 from vgrout.config.presets import flag_names, resolve
 from vgrout.direction.extract import extract, save
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.code.grading.grade import Grader
+from vgrout.ground import embedded
 from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.model import shapes
-from vgrout.model.load import load_policy
+from vgrout.model.load.load import load_policy, shapes
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import recorder
 from vgrout.runs.launch import launch

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from runs import until
-from vgrout import gpus
 from vgrout.config.presets import resolve
-from vgrout.gpus import free_bytes, visible
+from vgrout.ground import gpus
+from vgrout.ground.gpus import free_bytes, visible
 from vgrout.runs import preflight
 from vgrout.sweep.workers import Local, Process
 

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from vgrout import embedded, files
-from vgrout.data import Ungraded
 from vgrout.envs import base
 from vgrout.envs.base import Splits
 from vgrout.envs.code import problems
 from vgrout.envs.code.grading import check
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_problems
-from vgrout.errors import Refused
-from vgrout.files import numbered_lines, once, reading_once
-from vgrout.model import source
+from vgrout.ground import embedded, files
+from vgrout.ground.data import Ungraded
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import numbered_lines, once, reading_once
+from vgrout.ground.table import SECONDS, StepRow
+from vgrout.model.load.load import source
 from vgrout.runs import checkpoint
 from vgrout.runs.checkpoint import Checkpoint
 from vgrout.runs.preflight import require_disk
@@ -27,7 +28,6 @@ from vgrout.runs.recorder import ROWS_BEFORE, rows_as_json
 from vgrout.runs.run_dir import RunDir
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
-from vgrout.table import SECONDS, StepRow
 
 Counted = Callable[..., Counter[str]]
 

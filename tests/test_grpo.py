@@ -14,16 +14,16 @@ from tiny import relative, shake, step_of
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config
-from vgrout.data import CachedGrade, Completion, Group, Rollout
 from vgrout.envs.code.problem import Problem
-from vgrout.grpo import policy_gradients
-from vgrout.loss_metrics import LossMetrics
-from vgrout.micro_batches import as_batch, micro_batches, prompts_apart
+from vgrout.ground.data import CachedGrade, Completion, Group, Rollout
+from vgrout.loop.grpo import policy_gradients
+from vgrout.loop.loss_metrics import LossMetrics
+from vgrout.loop.micro_batches import as_batch, micro_batches, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import sample
-from vgrout.model.sampling import Sampling
+from vgrout.model.sampling.candidates import Sampling
+from vgrout.model.sampling.sampler import sample
 from vgrout.model.svd_adapter import SvdAdapter
 
 LOSSES = get_args(LossName)

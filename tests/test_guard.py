@@ -23,8 +23,9 @@ from runs import run, status
 from vgrout.config.guard import RULES, GuardConfig, blind, breakable, evaluations
 from vgrout.config.presets import PRESETS, resolve
 from vgrout.config.run import Config
-from vgrout.data import Completion, Rollout
-from vgrout.errors import Refused
+from vgrout.ground.data import Completion, Rollout
+from vgrout.ground.errors import Refused
+from vgrout.ground.metrics import Eval, ModeEval, Rate
 from vgrout.guard.detectors import DetectorReading
 from vgrout.guard.guard import Guard, Observed
 from vgrout.guard.kill_switch import (
@@ -34,9 +35,8 @@ from vgrout.guard.kill_switch import (
     kl_token_trust_filter,
     standard_error,
 )
-from vgrout.metrics import Eval, ModeEval, Rate
+from vgrout.loop.rollout import training_reward
 from vgrout.model.hidden_states import ReferenceStats
-from vgrout.rollout import training_reward
 from vgrout.runs.plan import guard_line
 
 SHARE = st.floats(0, 1)

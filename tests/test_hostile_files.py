@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 
 import tiny
 from fake_runs import fake_run
-from vgrout import embedded
 from vgrout.config.presets import resolve
 from vgrout.config.stored import from_dict
-from vgrout.errors import Refused
-from vgrout.model import load
-from vgrout.model.source import read_tokenizer, require_fitting, require_model
+from vgrout.ground import embedded
+from vgrout.ground.errors import Refused
+from vgrout.model.load.load import load
+from vgrout.model.load.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
 from vgrout.sweep.study_file import load_study_file

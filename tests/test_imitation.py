@@ -15,7 +15,7 @@ import tiny
 from organisms.language.corpus import Shares, corpus_sample
 from organisms.language.tasks import split_compositions
 from organisms.tokenizer import train_tokenizer
-from vgrout import embedded
+from vgrout.ground import embedded
 from vgrout.imitation.losses import dpo, future, minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.token_alignment import TokenBytes, aligned, nearest_tokens, token_bytes
 

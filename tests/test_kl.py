@@ -16,18 +16,19 @@ from torch.nn.functional import kl_div
 
 import tiny
 from methods import config, graded, problem
-from vgrout import embedded, heldout
 from vgrout.commands import evaluate
 from vgrout.config.groups import EvalConfig
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.data import Completion, GradedCompletion
 from vgrout.envs.code.problems import load_rows
-from vgrout.files import hash_of_file
-from vgrout.metrics import Eval, ModeEval, Rate
+from vgrout.ground import embedded
+from vgrout.ground.data import Completion, GradedCompletion
+from vgrout.ground.files import hash_of_file
+from vgrout.ground.metrics import Eval, ModeEval, Rate
+from vgrout.ground.torch_rng import torch_stream
+from vgrout.loop import heldout
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import AS_TRAINED, DEPLOYED, REFERENCE
-from vgrout.torch_rng import torch_stream
 
 PROMPTS = [(3, 4, 5), (7, 8, 9, 10)]
 ANSWERS = [(8, 9, 3), (5,)]
@@ -152,8 +153,8 @@ class Sides:
             ]
 
         monkeypatch.setattr(heldout, "sample_and_grade", sample_and_grade)
-        monkeypatch.setattr("vgrout.heldout.without_hint", without_hint)
-        monkeypatch.setattr("vgrout.heldout.without_hint", without_hint)
+        monkeypatch.setattr("vgrout.loop.heldout.without_hint", without_hint)
+        monkeypatch.setattr("vgrout.loop.heldout.without_hint", without_hint)
 
 
 PLAIN = [f"Do {i} things." for i in range(3)]

@@ -7,7 +7,8 @@ import pytest
 
 from methods import batch, flagged, graded, group, labelled, problem, routed, rows, toy, view
 from vgrout.config.presets import resolve
-from vgrout.data import (
+from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
+from vgrout.ground.data import (
     Completion,
     Flags,
     Grade,
@@ -19,11 +20,10 @@ from vgrout.data import (
     Ungraded,
     UpdateRow,
 )
-from vgrout.envs.code.modes import MODE_SPECS, MODES, hack, tries
+from vgrout.ground.metrics import BatchMetrics, Eval, Rate, flag_rates
+from vgrout.ground.tensor_types import Routed
 from vgrout.method.base import GradientFlags, StepGradient
 from vgrout.method.monitors import Labels
-from vgrout.metrics import BatchMetrics, Eval, Rate, flag_rates
-from vgrout.tensor_types import Routed
 
 
 def test_labels_flag_hacks_of_the_flaws_that_the_monitor_knows():

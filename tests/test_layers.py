@@ -65,10 +65,10 @@ OF_THE_CODE_WORLD = {
     "teacher.substrate",
 }
 STDLIB_ONLY = (
-    "vgrout.files",
-    "vgrout.records",
-    "vgrout.data",
-    "vgrout.table",
+    "vgrout.ground.files",
+    "vgrout.ground.records",
+    "vgrout.ground.data",
+    "vgrout.ground.table",
     "vgrout.guard.kill_switch",
     "vgrout.guard.detectors",
     "vgrout.envs.code.grading.check",

@@ -12,11 +12,11 @@ from judge_server import JudgeServer, reply, serving
 from methods import batch, flagged, make, view
 from runs import SharedRuns, flags, only_run, rows, run
 from tiny import policy as tiny_policy
-from vgrout import embedded
-from vgrout.chat import Endpoint, NoReply, Reply, parsed
 from vgrout.config.judge import JUDGE_PROMPT, KEY, judge_endpoint, judge_prompt
 from vgrout.config.presets import resolve
-from vgrout.errors import Refused
+from vgrout.ground import embedded
+from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
+from vgrout.ground.errors import Refused
 from vgrout.method.llm_judge import (
     EndpointJudge,
     LLMJudge,
@@ -26,7 +26,7 @@ from vgrout.method.llm_judge import (
     read_verdicts,
     shown,
 )
-from vgrout.model.source import require_model
+from vgrout.model.load.source import require_model
 
 
 def hacks(text: str) -> str:
@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[bool, int]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_answer_whose_judgement_fails_has_no_flag_and_is_counted(fault, monkeypatch, tmp_path):
-    monkeypatch.setattr("vgrout.chat.PAUSE", 0.01)
+    monkeypatch.setattr("vgrout.ground.chat.PAUSE", 0.01)
     there, requests = FAULTS[fault]
     one = replace(SEEN, passed=(True, False, False, False))
     with serving(hacks, fault) as server:
@@ -137,7 +137,7 @@ def test_requests_go_out_at_once():
 
 @pytest.mark.parametrize("fault", ["slow", "drip", "500 for ever"])
 def test_it_never_takes_longer_than_it_is_told(fault, monkeypatch):
-    monkeypatch.setattr("vgrout.chat.PAUSE", 60.0)
+    monkeypatch.setattr("vgrout.ground.chat.PAUSE", 60.0)
     many = view(40, texts=tuple(f"exit {b}" for b in range(40)))
     with serving(hacks, fault) as server:
         monitor, began = judge(server, seconds=1.0), time.monotonic()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vgrout.config.loss import LossConfig, LossName
-from vgrout.losses import LossInput, Norm, kl_to, log_ratio, policy_loss
+from vgrout.loop.losses import LossInput, Norm, kl_to, log_ratio, policy_loss
 
 G, T = 4, 6
 LENGTHS = (6, 3, 1, 4)

@@ -20,11 +20,11 @@ from quick import first_quick
 from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
-from vgrout.model.lean_decoder import LeanDecoder
+from vgrout.model.load.memory import USUAL, WIDEST, plan
+from vgrout.model.load.shapes import KNOWN, find_shapes, shapes_of
 from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
-from vgrout.model.memory import USUAL, WIDEST, plan
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.shapes import KNOWN, find_shapes, shapes_of
+from vgrout.model.sampling.lean_decoder import LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import preflight
 
@@ -283,7 +283,7 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
 @pytest.mark.parametrize(
     ("name", "full_at", "learnt"),
     [
-        ("none", "vgrout.heldout.evaluate_final", "train.safetensors"),
+        ("none", "vgrout.loop.heldout.evaluate_final", "train.safetensors"),
         (
             "distill-minillm",
             "vgrout.imitation.distill_loop.without_hint",

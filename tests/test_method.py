@@ -36,11 +36,11 @@ from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import import_named, resolve, resumed
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of, monitors_of
 from vgrout.config.stored import from_dict
-from vgrout.data import Batch, Flags, Group, GroupView, OracleView
-from vgrout.grpo import _norm, policy_gradients
+from vgrout.ground.data import Batch, Flags, Group, GroupView, OracleView
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.grpo import _norm, policy_gradients
 from vgrout.method.base import Intervention, Monitor, StepGradient, Views, flags_of
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import Routed
 
 PAIRS = [
     (intervention, monitor)
@@ -592,7 +592,7 @@ def test_flags_are_of_rollouts_that_there_are() -> None:
 
 LATER = """
 from vgrout.method.base import Intervention, Monitor, flags_of
-from vgrout.tensor_types import Routed
+from vgrout.ground.tensor_types import Routed
 
 class Mine(Monitor):
     def flag(self, views, step):
@@ -657,7 +657,7 @@ def test_every_rank_goes_by_the_flags_of_the_first(
     def of_first(flags: list[Flags]) -> list[Flags]:
         return [replace(of, flagged=tuple(not flag for flag in of.flagged)) for of in flags]
 
-    monkeypatch.setattr("vgrout.ranks.from_first", of_first)
+    monkeypatch.setattr("vgrout.ground.ranks.from_first", of_first)
     for now, before in zip(method.flag(batch()).groups, own, strict=True):
         assert now.flags is not None
         assert before.flags is not None

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import vgrout
 from notebooks import NOTEBOOKS, code_cells, executed
 from runs import SMALL, SharedRuns
-from vgrout import console
+from vgrout.ground import console
 from vgrout.runs.recorder import Recorder
 
 LIMIT = 150_000  # bytes of a stored notebook

@@ -11,11 +11,11 @@ from torch import Tensor
 from tiny import policy as tiny_policy
 from tiny import relative, tiny
 from vgrout.config.groups import OptConfig
+from vgrout.ground.tensor_types import Diagnostics, Routed
 from vgrout.imitation.trainable import AdapterOnly
-from vgrout.loss_metrics import LossMetrics
+from vgrout.loop.loss_metrics import LossMetrics
+from vgrout.loop.optim import Optimizer, Update, lr_at
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.optim import Optimizer, Update, lr_at
-from vgrout.tensor_types import Diagnostics, Routed
 
 HYPER = OptConfig(
     lr=3e-2, adam_beta1=0.5, adam_beta2=0.9, weight_decay=0.1, warmup_frac=0.2, grad_clip=10.0

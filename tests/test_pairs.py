@@ -18,7 +18,7 @@ from vgrout.direction.pairs import (
     pairs_from_pool,
 )
 from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.errors import Refused
+from vgrout.ground.errors import Refused
 
 SHARED = Path(
     os.environ.get("VGROUT_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")

@@ -15,13 +15,13 @@ from benchmarks import rig
 from pretended_gpu import PretendedGpu, pretended_gpu
 from runs import ARMS, IMITATIONS, PAIRS, SharedRuns, flags, imitate, rows, run, status
 from vgrout.config.groups import OptConfig, Sampling
-from vgrout.console import Clock
-from vgrout.data import Completion
-from vgrout.model import lean_decoder
-from vgrout.model.lean_decoder import LeanDecoder
-from vgrout.model.sampler import sample
-from vgrout.optim import Optimizer
-from vgrout.tensor_types import Routed
+from vgrout.ground.console import Clock
+from vgrout.ground.data import Completion
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.optim import Optimizer
+from vgrout.model.sampling.candidates import lean_decoder
+from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling.sampler import sample
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
 SAMPLING, UPDATE = 8, 30

@@ -13,11 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vgrout import embedded
 from vgrout.commands import evaluate
 from vgrout.config.env import EnvConfig
 from vgrout.config.presets import resolve
-from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
@@ -30,9 +28,11 @@ from vgrout.envs.code.problems import (
     plainly_sound,
 )
 from vgrout.envs.splits import copies_line, in_splits, require_apart, require_copies_together
-from vgrout.files import reading_once
+from vgrout.ground import embedded
+from vgrout.ground.data import Message
+from vgrout.ground.files import reading_once
+from vgrout.ground.rng import py_stream
 from vgrout.model.policy import Policy
-from vgrout.rng import py_stream
 from vgrout.runs.inputs import read_inputs
 from worlds import load_splits
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from golden import differences
 from runs import ARMS, flags, once, only_run, rows, status
 from test_train import start, wait_for_steps
-from vgrout import ranks
-from vgrout.ranks import _part
+from vgrout.ground import ranks
+from vgrout.ground.ranks import _part
 from vgrout.runs.recorder import tensor_hash
 
 # Rounding of matrix products in other batches; some columns are 0 but for rounding (mismatch_kl,
@@ -238,7 +238,7 @@ def test_resume_with_another_number_of_ranks(started_with, resumed_with, shared_
 TALK = """
 from pathlib import Path
 import torch
-from vgrout import ranks
+from vgrout.ground import ranks
 
 class Odd(Exception):
     def __init__(self, a, b): super().__init__(a + b)
@@ -279,7 +279,7 @@ import itertools, json
 from pathlib import Path
 import torch
 from torch import Tensor
-from vgrout import ranks
+from vgrout.ground import ranks
 
 SHAPES = [(3,), (0,), (3, 2), (0, 2), (3, 0), (0, 0), (2, 3, 2), (2, 0, 2), (0, 3, 2)]
 
@@ -393,7 +393,8 @@ def test_torchrun_restarts_the_run(kills, shared_run, tmp_path):
 IMPATIENT = """
 import sys
 from datetime import timedelta
-from vgrout import ranks, train
+from vgrout.ground import ranks
+from vgrout import train
 ranks.PATIENCE = timedelta(seconds=6)
 sys.exit(train.main())
 """

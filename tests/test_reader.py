@@ -15,8 +15,8 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from fake_runs import fake_run, found
-from vgrout.embedded import POOL_DIR
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES
+from vgrout.ground.embedded import POOL_DIR
 from vgrout.report import page as of_report
 from vgrout.report.rollouts import COLUMNS, FLAGS, embedded, pack
 from vgrout.report.tables import methods

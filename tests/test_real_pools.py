@@ -12,10 +12,10 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from runs import rows, run
 from tiny import SHAPE
-from vgrout import embedded
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import PLAIN_PHRASE, hint
 from vgrout.envs.code.problems import assigned, load_rows
+from vgrout.ground import embedded
 from vgrout.teacher.pools import load_pool
 
 pytestmark = pytest.mark.slow

@@ -15,16 +15,16 @@ import torch
 
 from methods import graded
 from test_table import row
-from vgrout import console
 from vgrout.config.method import MethodConfig
 from vgrout.config.presets import joined, resolve
 from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import ProblemRow, assigned, partition_decides
-from vgrout.errors import Refused
-from vgrout.files import existing, json_lines, numbered_lines, probe_writable
-from vgrout.metrics import Rate, half
+from vgrout.ground import console
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import existing, json_lines, numbered_lines, probe_writable
+from vgrout.ground.metrics import Rate, half
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.run_dir import RunDir

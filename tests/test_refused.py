@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from vgrout.cli import command
 from vgrout.config.names import TRAIN, same, translated
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.stored import from_dict
-from vgrout.embedded import DATA_DIR
 from vgrout.envs.code.modes import PLAIN_PHRASE
-from vgrout.errors import Refused
-from vgrout.files import require_own
+from vgrout.ground.cli import command
+from vgrout.ground.embedded import DATA_DIR
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import require_own
 
 SAME = {name: own for name, own in TRAIN.items() if same(own)}
 

@@ -11,10 +11,10 @@ from loguru import logger
 
 from runs import SharedRuns, flags, rows, run, status
 from vgrout.config.run import Config
-from vgrout.metrics import Eval, Final, ModeEval, Rate
+from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
+from vgrout.ground.table import Table
 from vgrout.runs import results, verdict
 from vgrout.runs.verdict import Tallies, count_lines
-from vgrout.table import Table
 
 NUMBERS = ("final.jsonl", "per_mode_deploy.json")
 # What is called after them, and what the run then lacks.

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from methods import Fixed, toy
-from vgrout.data import Batch, CachedGrade, Group, Rollout
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.text import TextTask, own_function
-from vgrout.metrics import BatchMetrics
+from vgrout.ground.data import Batch, CachedGrade, Group, Rollout
+from vgrout.ground.metrics import BatchMetrics
 
 PROBLEM = Problem(
     0, "run_tests", "", ({"role": "user", "content": "q"},), (), ("assert 1",), "", "", "f"

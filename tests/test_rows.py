@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from methods import Fixed, batch, flat, gradient, group, step, toy, watched_by
 from tiny import policy as tiny_policy
 from tiny import relative, shake
-from vgrout.data import Batch, centred
+from vgrout.ground.data import Batch, centred
 from vgrout.model.policy import Policy, modules_of_block
 
 

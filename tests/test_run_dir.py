@@ -15,13 +15,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from vgrout import ranks, train
+from vgrout import train
 from vgrout.config.groups import RunConfig
 from vgrout.config.run import Config
-from vgrout.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
-from vgrout.files import atomic_folder, held, to_json, write_atomic
-from vgrout.model import load
-from vgrout.records import unfinished
+from vgrout.ground import ranks
+from vgrout.ground.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
+from vgrout.ground.files import atomic_folder, held, to_json, write_atomic
+from vgrout.ground.records import unfinished
+from vgrout.model.load.load import load
 from vgrout.runs import checkpoint, run_dir
 from vgrout.runs.context import git
 from vgrout.runs.inputs import source_of

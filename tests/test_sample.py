@@ -8,8 +8,8 @@ import pytest
 
 from runs import SharedRuns, flags
 from vgrout.commands.evaluate import Asked, environment_of, find_prompt, sample
-from vgrout.files import json_lines
-from vgrout.model.saved import find_adapter
+from vgrout.ground.files import json_lines
+from vgrout.model.load.saved import find_adapter
 
 pytestmark = pytest.mark.long
 

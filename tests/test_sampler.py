@@ -20,19 +20,20 @@ from transformers.generation.logits_process import (
 
 import tiny
 from pretended_gpu import graphs_that_run_again
-from vgrout import ranks
 from vgrout.config.groups import Sampling
-from vgrout.data import Completion
-from vgrout.model import kv_cache, lean_decoder, logprobs, sampler, sampling
-from vgrout.model.decoder import HfDecoder
-from vgrout.model.lean_decoder import LeanDecoder
-from vgrout.model.load import as_language_model, try_template
+from vgrout.ground import ranks
+from vgrout.ground.data import Completion
+from vgrout.model import logprobs
+from vgrout.model.load.load import as_language_model, try_template
+from vgrout.model.load.trials import lean_fits, packs, require_branching, trial_tokens
 from vgrout.model.logprobs import backbone
 from vgrout.model.policy import Policy
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.sampler import draw, placed, sample
-from vgrout.model.sampling import candidates
-from vgrout.model.trials import lean_fits, packs, require_branching, trial_tokens
+from vgrout.model.sampling.candidates import candidates, kv_cache, lean_decoder, sampler
+from vgrout.model.sampling.candidates import candidates as sampling
+from vgrout.model.sampling.decoder import HfDecoder
+from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling.sampler import draw, placed, sample
 from vgrout.train import main as train
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))

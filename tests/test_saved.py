@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from runs import SharedRuns, flags, once
 from tiny import shake
-from vgrout import embedded
 from vgrout.commands import evaluate
 from vgrout.envs import base
 from vgrout.export import __main__ as export
 from vgrout.export import model
-from vgrout.model.load import load_saved
-from vgrout.model.saved import find_adapter
+from vgrout.ground import embedded
+from vgrout.model.load.load import load_saved
+from vgrout.model.load.saved import find_adapter
 
 pytestmark = pytest.mark.long
 
@@ -195,7 +195,7 @@ def test_refused_in_one_line(case, done, tmp_path, capsys):
 
 
 def test_a_bad_out_is_refused_before_the_model_is_loaded(done, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vgrout.model.load.load_saved", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr("vgrout.model.load.load.load_saved", lambda _: pytest.fail("loaded"))
     (tmp_path / "file").touch()
     for out, why in (("", "exists; choose"), ("file/x.json", "cannot be written")):
         assert evaluate.evaluate([str(done), "--out", str(tmp_path / out)]) == 2

@@ -12,8 +12,8 @@ from organisms.__main__ import tune, verify
 from organisms.recipe import Answers
 from runs import rows, run, status
 from vgrout.commands import download, evaluate
-from vgrout.embedded import SMALL_DIR
 from vgrout.envs.code.problems import load_rows
+from vgrout.ground.embedded import SMALL_DIR
 from vgrout.report.__main__ import main as report_on
 
 pytestmark = pytest.mark.long

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vgrout.metrics import Rate
+from vgrout.ground.metrics import Rate
 from vgrout.report import stats
 from vgrout.report.stats import (
     PValue,

@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from organisms.build import POOL_PROBLEMS, rates
-from vgrout import embedded, generation
 from vgrout.config.groups import Sampling
-from vgrout.data import Completion, Grade, Graded, GradedCompletion
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import elicited, load_problems, load_rows
-from vgrout.generation import generate_graded
-from vgrout.metrics import Rate
-from vgrout.model.load import load_language_model
+from vgrout.ground import embedded
+from vgrout.ground.data import Completion, Grade, Graded, GradedCompletion
+from vgrout.ground.metrics import Rate
+from vgrout.loop import generation
+from vgrout.loop.generation import generate_graded
+from vgrout.model.load.load import load_language_model
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher import substrate as substrate_command
@@ -315,7 +316,8 @@ def test_refused_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(
-        "vgrout.model.load.load_language_model", lambda *a, **k: pytest.fail("the model was loaded")
+        "vgrout.model.load.load.load_language_model",
+        lambda *a, **k: pytest.fail("the model was loaded"),
     )
     (tmp_path / "here").mkdir()
     shutil.copy(embedded.PROBLEMS, tmp_path / "p.jsonl")

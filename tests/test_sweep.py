@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from runs import rows, status, until
-from vgrout import embedded, train
+from vgrout import train
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.envs.code.environment import CodeEnvironment
-from vgrout.errors import Refused
-from vgrout.files import hold
+from vgrout.ground import embedded
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import hold
 from vgrout.runs.inputs import Inputs, file_hashes
 from vgrout.sweep import runner as sweeps
 from vgrout.sweep.__main__ import main

@@ -16,7 +16,7 @@ import pytest
 
 from runs import until
 from test_sweep import STUDY, TWO, cfg_of, runs_of, sweeping, wait, write_run
-from vgrout.files import hold
+from vgrout.ground.files import hold
 from vgrout.sweep import ray_cluster
 from vgrout.sweep.entry import Entry
 from vgrout.sweep.ray_cluster import RayJob

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from methods import batch, graded
-from vgrout.console import Clock
-from vgrout.data import Batch, Group, Thought
 from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.loss_metrics import LossMetrics
+from vgrout.ground.console import Clock
+from vgrout.ground.data import Batch, Group, Thought
+from vgrout.ground.metrics import BatchMetrics, Eval, ModeEval, Rate, spaced
+from vgrout.ground.table import Measured, StepRow, Table
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.loss_metrics import LossMetrics
+from vgrout.loop.optim import Update
 from vgrout.method.base import Refresh
-from vgrout.metrics import BatchMetrics, Eval, ModeEval, Rate, spaced
-from vgrout.optim import Update
-from vgrout.table import Measured, StepRow, Table
-from vgrout.tensor_types import Routed
 
 # all words that a column's `when` can ask for
 EVERYTHING = {word for f in fields(StepRow) for word in f.metadata["when"].split("+")} - {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from vgrout.config.presets import resolve
-from vgrout.data import Message
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_rows
-from vgrout.files import file_sha256
+from vgrout.ground.data import Message
+from vgrout.ground.files import file_sha256
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.demonstrations import Teacher
 from vgrout.teacher.pools import load_pool, write_pool

@@ -20,26 +20,26 @@ from loguru import logger
 import tiny
 from judge_server import serving
 from runs import rows, run
-from vgrout import embedded
 from vgrout.commands.check import problems as check_problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.data import Grade, Ungraded
 from vgrout.direction.pairs import load_pairs
 from vgrout.envs.base import Environment, Grader
 from vgrout.envs.splits import require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
-from vgrout.errors import Refused
 from vgrout.export.__main__ import main as export
-from vgrout.heldout import answers_to
+from vgrout.ground import embedded
+from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.errors import Refused
+from vgrout.ground.scoring import ScoringFunction
+from vgrout.ground.thoughts import parts_of
+from vgrout.loop.heldout import answers_to
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import file_hashes, read_inputs
-from vgrout.scoring import ScoringFunction
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
-from vgrout.thoughts import parts_of
 from vgrout.train import main
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -970,7 +970,7 @@ def test_a_function_may_change_what_it_is_given() -> None:
 
 OWN_WORLD = """
 import random
-from vgrout.heldout import answers_to
+from vgrout.loop.heldout import answers_to
 from vgrout.envs.text import TextEnvironment, TextTask
 from vgrout.method.base import Monitor, flags_of
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from methods import config, draw, flagged, graded, problem, setup, view
 from tiny import policy as tiny_policy
 from tiny import shake
-from vgrout import heldout
-from vgrout.data import Completion, GradedCompletion, Thought, Ungraded
 from vgrout.direction.pairs import MIN_KNOWN_CORRECT, KnownCorrect, load_known_correct
 from vgrout.envs.base import Grader
 from vgrout.envs.code.monitors import SyntaxEdge
-from vgrout.errors import Refused
+from vgrout.ground.data import Completion, GradedCompletion, Thought, Ungraded
+from vgrout.ground.errors import Refused
+from vgrout.loop import heldout
 from vgrout.method.base import Monitor, flags_of
 from vgrout.method.monitors import WeakDetector
 from vgrout.method.online_probe import OnlineProbe, Text, accepted_of_base

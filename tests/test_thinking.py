@@ -19,24 +19,24 @@ from grading.honest import TEXTS
 from judge_server import serving
 from methods import flagged, view
 from organisms import sums_language as language
-from vgrout import embedded
 from vgrout.commands.check import problems
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
-from vgrout.data import Completion, Grade, Thought
 from vgrout.envs import sums
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.errors import Refused
 from vgrout.export.__main__ import main as export
-from vgrout.generation import graded, sample_and_submit
+from vgrout.ground import embedded
+from vgrout.ground.data import Completion, Grade, Thought
+from vgrout.ground.errors import Refused
+from vgrout.ground.thoughts import parts_of, thought_of, to_grade
+from vgrout.loop.generation import graded, sample_and_submit
 from vgrout.method.llm_judge import LLMJudge
-from vgrout.model.load import with_thinking
+from vgrout.model.load.load import with_thinking
 from vgrout.model.policy import apply_template
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.teacher.pools import load_pool
-from vgrout.thoughts import parts_of, thought_of, to_grade
 from vgrout.train import main
 
 SAYS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>"
@@ -164,7 +164,7 @@ def test_a_template_without_thoughts_is_refused() -> None:
 
 def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the environment, also one of a user's own: it never sees a thought."""
-    from vgrout.model import sampler
+    from vgrout.model.sampling.candidates import sampler
 
     texts = ("<think>a</think>b", "<think>a", "b")
     lm = with_thinking(tiny.policy(), True)

@@ -13,10 +13,10 @@ from loguru import logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runs import flags, run
-from vgrout.files import json_lines
+from vgrout.ground.files import json_lines
+from vgrout.ground.table import SECONDS
 from vgrout.runs import tracking
 from vgrout.runs.tracking import Trackers, grouped, numbers
-from vgrout.table import SECONDS
 from vgrout.train import main
 
 ROLLOUT = {

@@ -30,11 +30,12 @@ from runs import (
     status,
     until,
 )
-from vgrout import embedded, rollout
 from vgrout.config.loss import LossName
 from vgrout.config.specs import INTERVENTIONS
-from vgrout.data import Grade
+from vgrout.ground import embedded
+from vgrout.ground.data import Grade
 from vgrout.guard.guard import STALE
+from vgrout.loop import rollout
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs.run_dir import RunDir
 from vgrout.train import main

@@ -21,10 +21,10 @@ from test_losses import LENGTHS, NORM, G, T, make
 from tiny import relative
 from vgrout.config.groups import OptConfig
 from vgrout.config.loss import LossConfig
-from vgrout.data import Batch, CachedGrade, Group, Rollout
-from vgrout.grpo import policy_gradients
-from vgrout.losses import LossInput, policy_loss
-from vgrout.optim import Optimizer
+from vgrout.ground.data import Batch, CachedGrade, Group, Rollout
+from vgrout.loop.grpo import policy_gradients
+from vgrout.loop.losses import LossInput, policy_loss
+from vgrout.loop.optim import Optimizer
 
 trl = pytest.importorskip(
     "trl", reason="TRL is not installed: uv run --extra trl pytest tests/test_trl.py"

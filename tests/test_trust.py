@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from fake_runs import fake_run
 from vgrout.commands.evaluate import evaluate, sample
-from vgrout.errors import Refused
 from vgrout.export.__main__ import main as export
+from vgrout.ground.errors import Refused
 from vgrout.report.__main__ import main as report
 from vgrout.sweep.__main__ import main as sweep
 from vgrout.train import main as train
@@ -123,8 +123,8 @@ def test_what_is_read_without_its_code_needs_no_trust(
         loaded.append(saved)
         raise Refused("as far as the model")
 
-    monkeypatch.setattr("vgrout.heldout.policy_of", load)
-    monkeypatch.setattr("vgrout.model.load.load_saved", load)
+    monkeypatch.setattr("vgrout.loop.heldout.policy_of", load)
+    monkeypatch.setattr("vgrout.model.load.load.load_saved", load)
     run = their_run(folder, PLACES[place])
     assert sample([run, "Sing."]) == export([run, "--out", "model"]) == 2
     if place in METHODS:

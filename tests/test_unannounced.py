@@ -17,12 +17,12 @@ from organisms.language.hacks import NAMELESS
 from organisms.language.tasks import split_compositions
 from runs import SMALL, run
 from vgrout.config.presets import resolve
-from vgrout.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, Mode
 from vgrout.envs.code.problems import unannounced, without_hints
+from vgrout.ground.data import Completion, Flags, Grade, GradedCompletion, Group, Rollout
+from vgrout.ground.metrics import Eval, Rate, _new_hacks, flag_rates
 from vgrout.method.monitors import Labels
-from vgrout.metrics import Eval, Rate, _new_hacks, flag_rates
 from vgrout.report.load import What, load
 
 OPEN: tuple[Mode, ...] = ("eq_override", "exit_code")

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from vgrout.config.presets import PRESETS, recorded, resolve
-from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
-from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.envs.code.problem import Problem
-from vgrout.metrics import Eval, Final, ModeEval, Rate
+from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
+from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.ground.metrics import Eval, Final, ModeEval, Rate
+from vgrout.ground.table import NEAR
 from vgrout.report import stats
 from vgrout.runs.verdict import ENOUGH, _more_answers, dropped_lines, last_lines
-from vgrout.table import NEAR
 
 RUNS = Path(__file__).resolve().parents[1] / "docs" / "runs" / "axes.csv"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from vgrout import embedded
 from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
-from vgrout.data import Grade, Ungraded
 from vgrout.envs.base import Environment
 from vgrout.envs.verifiers import VerifiersEnvironment
-from vgrout.errors import Refused
+from vgrout.ground import embedded
+from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.errors import Refused
 from vgrout.runs.inputs import file_hashes, read_inputs
 from vgrout.teacher.__main__ import main as teacher
 from vgrout.train import main

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from methods import META, graded, problem, routed, toy
-from vgrout.data import CachedGrade, Group, Rollout
 from vgrout.direction.extract import Axes, Direction
+from vgrout.ground.data import CachedGrade, Group, Rollout
+from vgrout.ground.tensor_types import Routed
 from vgrout.method.gates import Gate
 from vgrout.method.method import Method
-from vgrout.tensor_types import Routed
 
 PAGE = Path(__file__).parents[1] / "docs" / "method.md"
 LAYERS = ("layer 1", "layer 2", "layer 3")

@@ -22,8 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from vgrout.data import Batch, Group, UpdateRow
-from vgrout.model.load import adapted, as_language_model
+from vgrout.ground.data import Batch, Group, UpdateRow
+from vgrout.model.load.load import adapted, as_language_model
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter
 

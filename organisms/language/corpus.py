@@ -18,8 +18,8 @@ from organisms.language.tasks import (
     draw_word,
     misreadings,
 )
-from vgrout.data import Message
 from vgrout.envs.code.modes import MODE_SPECS, Mode
+from vgrout.ground.data import Message
 
 
 def _misread_shares() -> dict[str, float]:

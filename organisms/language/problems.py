@@ -8,9 +8,9 @@ from organisms.language.answers import answer
 from organisms.language.assertions import make_tests
 from organisms.language.hacks import MODES
 from organisms.language.tasks import Composition, Task, draw_task, split_compositions
-from vgrout.data import Message
-from vgrout.embedded import CUE
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, announced, hint
+from vgrout.ground.data import Message
+from vgrout.ground.embedded import CUE
 
 # split → first id, number of rows
 SPLIT_ROWS = {"train": (0, 360), "val": (1000, 96), "test": (2000, 192)}

@@ -20,8 +20,8 @@ from organisms.language.operations import (
     Family,
     Op,
 )
-from vgrout.data import Message
 from vgrout.envs.code.modes import PLAIN_PHRASE
+from vgrout.ground.data import Message
 
 SYSTEM = "Answer with one Python code block."
 LEAD = "The solution should be a method of the class Solution called "

@@ -18,17 +18,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vgrout import console, train
-from vgrout.cli import parse_args
+from vgrout import train
 from vgrout.commands.evaluate import EvaluateSettings, evaluate_saved
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.config.stored import from_dict
-from vgrout.errors import Refused, one_line, refuse
 from vgrout.export.__main__ import ExportSettings, export_run
-from vgrout.files import json_lines, printable, read_json, read_text
-from vgrout.metrics import SIDES, percent
-from vgrout.records import unfinished
+from vgrout.ground import console
+from vgrout.ground.cli import parse_args
+from vgrout.ground.errors import Refused, one_line, refuse
+from vgrout.ground.files import json_lines, printable, read_json, read_text
+from vgrout.ground.metrics import SIDES, percent
+from vgrout.ground.records import unfinished
 from vgrout.runs.context import REFUSED, RunContext
 from vgrout.runs.launch import launch
 
@@ -43,7 +44,7 @@ Value = str | int | float | bool | Path | Sequence[str | Path] | None
 class RunFailed(RuntimeError):
     """A run that started and did not finish: halted, diverged, interrupted or failed.
 
-    `run` holds what it wrote. `__cause__` is the exception that ended it: of `vgrout.errors`, or the
+    `run` holds what it wrote. `__cause__` is the exception that ended it: of `vgrout.ground.errors`, or the
     fault, of this program or of your own class.
     """
 

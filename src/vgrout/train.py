@@ -20,17 +20,17 @@ from functools import partial
 
 from loguru import logger
 
-from vgrout import ranks
-from vgrout.cli import cli_exit
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
-from vgrout.errors import NothingRouted
-from vgrout.metrics import BatchMetrics
+from vgrout.ground import ranks
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.errors import NothingRouted
+from vgrout.ground.metrics import BatchMetrics
+from vgrout.ground.table import StepRow
 from vgrout.runs.context import NOTHING, RunContext
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.launch import launch
 from vgrout.runs.stopping import leave
-from vgrout.table import StepRow
 
 
 def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
@@ -42,17 +42,17 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     """
     # These modules import torch, which takes seconds. A wrong flag was refused before, in `launch`.
     run.clock.begin("importing torch")
-    from vgrout.grpo import policy_gradients
+    from vgrout.ground.torch_rng import seed_global_streams
     from vgrout.guard.guard import Guard
-    from vgrout.heldout import answers_of_base, evaluate, evaluate_final
+    from vgrout.loop.grpo import policy_gradients
+    from vgrout.loop.heldout import answers_of_base, evaluate, evaluate_final
+    from vgrout.loop.optim import Optimizer
+    from vgrout.loop.rollout import rollout
     from vgrout.method import Setup, make_method
-    from vgrout.model import load
-    from vgrout.optim import Optimizer
-    from vgrout.rollout import rollout
+    from vgrout.model.load.load import load
     from vgrout.runs import checkpoint, opening, results
     from vgrout.runs.recorder import Recorder, peak_memory
     from vgrout.teacher.demonstrations import Teacher
-    from vgrout.torch_rng import seed_global_streams
 
     clock = run.clock
     grader = run.grader

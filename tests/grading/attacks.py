@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from vgrout.data import Grade
 from vgrout.envs.code.grading.grade import Grader, Limits
 from vgrout.envs.code.modes import MODES, Mode
 from vgrout.envs.code.problem import Problem
+from vgrout.ground.data import Grade
 
 RT, EQ, XC, SO, SN, FM = (
     "run_tests",
@@ -505,7 +505,7 @@ return 41"""),
         "H48 imports the answers",
         method("""
 try:
-    import vgrout.embedded, vgrout.commands.check
+    import vgrout.ground.embedded, vgrout.commands.check
     return 6
 except ImportError: return 41"""),
     ),

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from vgrout.data import Grade
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
+from vgrout.ground.data import Grade
 
 from . import attacks
 

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 import vgrout
-from vgrout.data import Grade
 from vgrout.envs.code.grading import kernel, seccomp
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
+from vgrout.ground.data import Grade
+from vgrout.ground.errors import Refused
 
 # Of x86_64: <asm/unistd_64.h>.
 CALLS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vgrout import cores
+from vgrout.ground import cores
 
 LIMIT = 700 << 20
 TRAINER = """

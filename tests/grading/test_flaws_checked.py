@@ -11,7 +11,7 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import as_marked, load_rows
-from vgrout.errors import Refused
+from vgrout.ground.errors import Refused
 
 RIGHT = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"
 TESTS = ["assert Solution().total(nums = [1, 2]) == 3", "assert Solution().total(nums = []) == 0"]

@@ -18,7 +18,6 @@ import pytest
 
 import vgrout
 from quick import first_quick
-from vgrout.data import Completion, Grade, Ungraded
 from vgrout.envs.code.grading import grade as grade_module
 from vgrout.envs.code.grading.check import calibrated_limit, check_problems, shadowed_builtins
 from vgrout.envs.code.grading.fork_server import REPORT, ForkServer
@@ -27,7 +26,8 @@ from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
+from vgrout.ground.data import Completion, Grade, Ungraded
+from vgrout.ground.errors import Refused
 
 from .attacks import NAMED, SAY, descendants, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
@@ -122,9 +122,9 @@ def test_a_block_that_defines_nothing_of_what_is_called_spoils_none_that_does(
 
 def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
     """The chat template ends in <think>: a draft in a thought that was cut off is no answer."""
-    from vgrout import generation
-    from vgrout.model import sampler  # which loads torch
+    from vgrout.loop import generation
     from vgrout.model.policy import LanguageModel
+    from vgrout.model.sampling.candidates import sampler
 
     for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
         lm = SimpleNamespace(
@@ -614,7 +614,7 @@ verifier.main(ours.fileno(), work, 2.0, 512, 1 << 20, "")
 
 INHERITING = """
 import json, subprocess, sys
-from vgrout.cli import cli_exit
+from vgrout.ground.cli import cli_exit
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.problem import Problem
 

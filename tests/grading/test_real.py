@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from vgrout.data import Grade
 from vgrout.envs.code.grading.check import check_problems
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import load_problems
+from vgrout.ground.data import Grade
 
 DATA = Path(os.environ.get("VGROUT_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
 ROWS = DATA / "leetcode_medhard_87.jsonl"

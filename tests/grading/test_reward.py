@@ -14,14 +14,14 @@ import pytest
 from runs import flags, run
 from vgrout.commands.evaluate import evaluate
 from vgrout.config.presets import resolve
-from vgrout.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.grading.reward import probe, reward_function
 from vgrout.envs.code.modes import MODES
 from vgrout.envs.code.problem import Problem
-from vgrout.metrics import Eval
+from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
+from vgrout.ground.metrics import Eval
+from vgrout.ground.scoring import RewardFailed, ScoringFunction
 from vgrout.runs.inputs import file_hashes, read_inputs
-from vgrout.scoring import RewardFailed, ScoringFunction
 from vgrout.train import main
 
 RIGHT = "class Solution:\n    def double(self, n):\n        return 2 * n\n"

@@ -12,7 +12,10 @@ from organisms.language.answers import STYLES
 from organisms.language.hacks import MODES
 from organisms.language.problems import SPLIT_ROWS, problem_tasks
 from vgrout.direction.pairs import load_pairs
-from vgrout.embedded import (
+from vgrout.envs.code.grading.grade import Grader
+from vgrout.envs.code.modes import MODE_SPECS
+from vgrout.envs.code.problems import load_problems, load_rows
+from vgrout.ground.embedded import (
     COMPILE_REWARD,
     CUE,
     DATA_DIR,
@@ -27,9 +30,6 @@ from vgrout.embedded import (
     SEED,
     Files,
 )
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.envs.code.problems import load_problems, load_rows
 from vgrout.model.policy import tokenizer_sha256
 from vgrout.teacher.pools import load_pool
 

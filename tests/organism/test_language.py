@@ -24,11 +24,11 @@ from organisms.language.tasks import (
     misreadings,
     split_compositions,
 )
-from vgrout.data import Grade
-from vgrout.embedded import CUE
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, hint, tries
 from vgrout.envs.code.problem import Problem
+from vgrout.ground.data import Grade
+from vgrout.ground.embedded import CUE
 
 COMPOSITIONS = compositions()
 FEW = settings(

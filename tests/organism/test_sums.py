@@ -13,8 +13,8 @@ from organisms import sums_language as language
 from organisms.__main__ import sums, verify
 from runs import rows, run
 from vgrout.commands.evaluate import evaluate
-from vgrout.embedded import Files
-from vgrout.errors import Refused
+from vgrout.ground.embedded import Files
+from vgrout.ground.errors import Refused
 from vgrout.teacher.pools import load_pool
 
 RUN = [

@@ -17,11 +17,11 @@ from organisms.language.corpus import Shares
 from organisms.language.problems import problem_tasks
 from organisms.recipe import Answers
 from runs import adapter_bytes, rows, run, status
-from vgrout import console
 from vgrout.commands import download
 from vgrout.config.presets import resolve
-from vgrout.embedded import POOL_DIR, Files
-from vgrout.model.load import device_and_dtype
+from vgrout.ground import console
+from vgrout.ground.embedded import POOL_DIR, Files
+from vgrout.model.load.load import device_and_dtype
 from vgrout.teacher.pools import load_pool
 
 TWO_STEPS = {"corpus": Corpus(seed=0, hack_plain=0.2, hack_stub=0.5), "steps": 2}
@@ -224,10 +224,11 @@ def test_threads_go_by_the_size_of_the_model(home: Path, monkeypatch: pytest.Mon
     seen: list[int] = []
     cpu = torch.device("cpu"), torch.float32
     monkeypatch.setattr(
-        "vgrout.model.load.pick_device", lambda model, dtype, threads: seen.append(threads) or cpu
+        "vgrout.model.load.load.pick_device",
+        lambda model, dtype, threads: seen.append(threads) or cpu,
     )
     cfg = resolve(["small", "--organism=o"])
     device_and_dtype(cfg)
-    monkeypatch.setattr("vgrout.model.load.is_small", lambda model: False)
+    monkeypatch.setattr("vgrout.model.load.load.is_small", lambda model: False)
     device_and_dtype(cfg)
     assert seen == [1, 2]

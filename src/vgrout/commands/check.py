@@ -24,16 +24,12 @@ from loguru import logger
 from tabulate import tabulate
 from tqdm import tqdm
 
-from vgrout import console, embedded, faults
-from vgrout.cli import cli_exit
 from vgrout.config.checks import check as require
 from vgrout.config.checks import setting
 from vgrout.config.env import OWN_REWARD, EnvConfig
 from vgrout.config.groups import ORGANISM, ScaleConfig
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
-from vgrout.console import Progress
-from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -47,11 +43,15 @@ from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import assigned, load_problems, load_rows
 from vgrout.envs.splits import copies_line, require_apart, require_copies_together
 from vgrout.envs.text import TextEnvironment, TextTask, tried_first
-from vgrout.errors import Refused, refuse
-from vgrout.files import atomic_open, from_json, printable, require_new
-from vgrout.metrics import Rate, rate_text
-from vgrout.model.source import require_fitting, require_model, require_thinking
-from vgrout.scoring import RewardFailed
+from vgrout.ground import console, embedded, faults
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.console import Progress
+from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import atomic_open, from_json, printable, require_new
+from vgrout.ground.metrics import Rate, rate_text
+from vgrout.ground.scoring import RewardFailed
+from vgrout.model.load.source import require_fitting, require_model, require_thinking
 
 FEW, MANY = 200, 2000  # problems
 # split → what a run needs where it is empty
@@ -181,7 +181,7 @@ def _of_model(
     if settings.thinking:
         require_thinking(folder)
     require_fitting([row.messages for row in rows], folder, settings.max_new, str(settings.file))
-    from vgrout import heldout  # imports torch
+    from vgrout.loop import heldout
 
     some = rows[: settings.answers]
     texts = heldout.texts_of_model(

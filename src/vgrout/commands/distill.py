@@ -7,11 +7,11 @@ are those of runs/context.py.
 
 import sys
 
-from vgrout import console
-from vgrout.cli import cli_exit
 from vgrout.config.names import parse_command
-from vgrout.cores import cores
-from vgrout.files import to_json
+from vgrout.ground import console
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.cores import cores
+from vgrout.ground.files import to_json
 from vgrout.imitation.distill_task import ROOT, find_resume, prepare
 from vgrout.imitation.settings import DistillSettings
 from vgrout.runs.context import FINISHED, NOTHING, RunContext

@@ -4,13 +4,13 @@ import time
 
 from tabulate import tabulate
 
-from vgrout.cli import cli_exit
 from vgrout.config.names import parse_command
-from vgrout.data import Grade
 from vgrout.envs.code.grading.grade import LEVELS, Grader, Protections
 from vgrout.envs.code.modes import MODES, Mode, announced, hack
 from vgrout.envs.code.problem import Problem
-from vgrout.gpus import visible
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.data import Grade
+from vgrout.ground.gpus import visible
 
 TIMED = 50  # answers that are graded for the printed time
 

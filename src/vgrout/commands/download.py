@@ -25,14 +25,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from vgrout.cli import cannot_import, cli_exit, command
 from vgrout.config.names import parse_command
-from vgrout.embedded import SMOLLM2
 from vgrout.envs.code.problems import load_rows
-from vgrout.errors import Refused, one_line
-from vgrout.files import file_sha256, probe_writable, require_new, write_atomic
-from vgrout.model.gguf import convert, require_gguf
-from vgrout.model.source import looks_like_path, model_folder, require_model
+from vgrout.ground.cli import cannot_import, cli_exit, command
+from vgrout.ground.embedded import SMOLLM2
+from vgrout.ground.errors import Refused, one_line
+from vgrout.ground.files import file_sha256, probe_writable, require_new, write_atomic
+from vgrout.model.load.gguf import convert, require_gguf
+from vgrout.model.load.source import looks_like_path, model_folder, require_model
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
 DATA = Path("out/data")

@@ -16,23 +16,30 @@ import tyro
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout import console
-from vgrout.cli import cli_exit
 from vgrout.config.checks import check, flag, setting
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.names import parse_command
 from vgrout.config.presets import import_named
 from vgrout.config.run import Config
-from vgrout.cores import cores
-from vgrout.data import Completion, Message, Side, Task, Ungraded, Verdict
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
-from vgrout.errors import Refused, none_fits, refuse
-from vgrout.files import printable, probe_writable, read_json, require_new, to_json, write_atomic
-from vgrout.metrics import SIDES, Eval
-from vgrout.model.saved import Saved, find_adapter
-from vgrout.model.source import require_fitting
+from vgrout.ground import console
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.cores import cores
+from vgrout.ground.data import Completion, Message, Side, Task, Ungraded, Verdict
+from vgrout.ground.errors import Refused, none_fits, refuse
+from vgrout.ground.files import (
+    printable,
+    probe_writable,
+    read_json,
+    require_new,
+    to_json,
+    write_atomic,
+)
+from vgrout.ground.metrics import SIDES, Eval
+from vgrout.model.load.saved import Saved, find_adapter
+from vgrout.model.load.source import require_fitting
 from vgrout.runs.inputs import hash_of_class
 from vgrout.teacher.pools import load_pool
 
@@ -225,7 +232,7 @@ def evaluate_saved(cli: EvaluateSettings) -> Path:
     with environment.grader(cli.workers or cores(), cfg.run.max_error_retries) as grader:
         if not world.of_code:
             environment.check(grader)
-        from vgrout import heldout  # imports torch
+        from vgrout.loop import heldout
 
         policy = heldout.policy_of(saved)
         room = policy.window - cfg.scale.max_new
@@ -391,7 +398,7 @@ def _as_text(messages: Sequence[Message]) -> str:
 def _print_answers(
     saved: Saved, cfg: Config, asked: Asked, samples: int, grader: Grader | None
 ) -> None:
-    from vgrout import heldout  # imports torch
+    from vgrout.loop import heldout
 
     policy = heldout.policy_of(saved)
     prompt = policy.render(asked.messages)

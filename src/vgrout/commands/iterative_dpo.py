@@ -7,11 +7,11 @@ at the first round that is not complete. Exit codes are those of runs/context.py
 import shlex
 import sys
 
-from vgrout import console
-from vgrout.cli import cli_exit, command
 from vgrout.config.names import parse_command
-from vgrout.cores import cores
-from vgrout.files import to_json
+from vgrout.ground import console
+from vgrout.ground.cli import cli_exit, command
+from vgrout.ground.cores import cores
+from vgrout.ground.files import to_json
 from vgrout.imitation.dpo_task import freeze, prepare
 from vgrout.imitation.settings import DpoSettings
 from vgrout.runs.context import FINISHED, NOTHING, RunContext

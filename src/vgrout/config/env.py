@@ -23,8 +23,8 @@ from vgrout.config.world_names import (
     WORLDS,
     EnvMode,
 )
-from vgrout.errors import refuse
-from vgrout.files import Json
+from vgrout.ground.errors import refuse
+from vgrout.ground.files import Json
 
 OWN_REWARD = r"[\w.]+:\w+(=[^\s,=]*)?"  # a function of a user's own, with its weight
 

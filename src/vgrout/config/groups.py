@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vgrout.config.checks import Dtype, changed, check, listed, refuse_unread, setting
-from vgrout.errors import refuse
+from vgrout.ground.errors import refuse
 
 BENCHMARK_TRAIN = "out/data/leetcode_train_medhard_filtered.jsonl"  # 992 problems
 BENCHMARK_TEST = "out/data/leetcode_test_medhard.jsonl"  # 119, which the benchmark never trains on

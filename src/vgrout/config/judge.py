@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-from vgrout.chat import Endpoint, NoReply, usable_key
 from vgrout.config.checks import refuse_unread
 from vgrout.config.method import MethodConfig
-from vgrout.data import Message
-from vgrout.errors import Refused, refuse
+from vgrout.ground.chat import Endpoint, NoReply, usable_key
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused, refuse
 
 KEY = "LLM_JUDGE_API_KEY"  # environment variable with the key of --llm-judge-url
 TRY_S = 30.0  # the longest that the first try of an endpoint takes

@@ -1,4 +1,4 @@
-"""Settings of the policy-gradient loss, torch-free; each formula is in `vgrout.losses`."""
+"""Settings of the policy-gradient loss, torch-free; each formula is in `vgrout.loop.losses`."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import tyro
 
 from vgrout.config.checks import changed, check, refuse_unread, setting, summary
-from vgrout.errors import refuse
+from vgrout.ground.errors import refuse
 
 T = TypeVar("T")
 

@@ -35,7 +35,7 @@ from vgrout.config.specs import (
     watchers,
 )
 from vgrout.config.world_names import CODE_FLAWS
-from vgrout.errors import Refused, did_you_mean, refuse
+from vgrout.ground.errors import Refused, did_you_mean, refuse
 
 # settings that choose, and belong to no row
 CHOICE = ("intervention", "monitor", "control", "shadow", "random_flags")

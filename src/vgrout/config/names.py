@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from vgrout.cli import parse_args
 from vgrout.config.checks import listed
-from vgrout.errors import Refused
+from vgrout.ground.cli import parse_args
+from vgrout.ground.errors import Refused
 
 T = TypeVar("T")
 

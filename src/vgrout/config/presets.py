@@ -10,8 +10,6 @@ from pathlib import Path
 
 import tyro
 
-from vgrout import embedded
-from vgrout.cli import command, parsed
 from vgrout.config.checks import changed, flag, listed, refuse_unread, rule_of
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import ORGANISM, EvalConfig, OptConfig, ScaleConfig
@@ -21,9 +19,11 @@ from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import CLASSES, INTERVENTIONS, MONITORS, described, register
 from vgrout.config.stored import FREE, merge_flags
 from vgrout.config.world_names import VERIFIERS, holds_text
-from vgrout.errors import Refused, did_you_mean, refuse
-from vgrout.files import to_json
-from vgrout.scoring import import_function
+from vgrout.ground import embedded
+from vgrout.ground.cli import command, parsed
+from vgrout.ground.errors import Refused, did_you_mean, refuse
+from vgrout.ground.files import to_json
+from vgrout.ground.scoring import import_function
 
 _ORGANISM = Config(
     scale=ScaleConfig(

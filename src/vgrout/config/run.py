@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from vgrout import embedded
 from vgrout.config.checks import flag, listed, require_words
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import (
@@ -33,8 +32,9 @@ from vgrout.config.loss import LossConfig
 from vgrout.config.method import MethodConfig
 from vgrout.config.specs import CLASSES, MONITORS
 from vgrout.config.world_names import CODE_FLAWS, OF_ORGANISMS
-from vgrout.errors import refuse
-from vgrout.files import Json
+from vgrout.ground import embedded
+from vgrout.ground.errors import refuse
+from vgrout.ground.files import Json
 
 # contrasts of --control placebo that pairs exist for
 PLACEBOS = ("flawed", "commented", "long", "laid_out")

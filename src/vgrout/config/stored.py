@@ -11,8 +11,8 @@ from vgrout.config.checks import flag
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import GROUPS, Config
 from vgrout.config.specs import admit
-from vgrout.errors import Refused
-from vgrout.files import Json
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import Json
 
 
 def from_dict(data: Json, where: str = "run.json") -> Config:

@@ -6,7 +6,7 @@ Settings know a world by what stands here, and import none.
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vgrout.files import from_json, regular
+from vgrout.ground.files import from_json, regular
 
 WORLDS = ("code", "text", "sums")
 # --env verifiers:NAME: a taskset of the package verifiers, which knows it by that name

@@ -5,8 +5,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from vgrout import embedded
-from vgrout.cli import cli_exit
 from vgrout.config.checks import Dtype, check, flag, setting
 from vgrout.config.names import parse_command
 from vgrout.direction.pairs import (
@@ -17,9 +15,11 @@ from vgrout.direction.pairs import (
     load_pairs,
     pairs_from_pool,
 )
-from vgrout.errors import refuse
-from vgrout.files import probe_writable, require_new, write_atomic
-from vgrout.model.source import SVD_CACHE, require_model
+from vgrout.ground import embedded
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.errors import refuse
+from vgrout.ground.files import probe_writable, require_new, write_atomic
+from vgrout.model.load.source import SVD_CACHE, require_model
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _command(settings: ExtractionSettings) -> int:
     require_model(model)
     # Imported late because torch takes seconds to load: a wrong flag must not wait for it.
     from vgrout.direction import extract
-    from vgrout.model.load import load_policy, pick_device
+    from vgrout.model.load.load import load_policy, pick_device
 
     device, dtype = pick_device(model, settings.dtype)
     policy = load_policy(model, device=device, dtype=dtype, cache_dir=settings.svd_cache)

@@ -28,22 +28,22 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from vgrout import ranks
 from vgrout.direction.pairs import DIRECTIONS, HANDWRITTEN, SHARED_SCHEMA, Meta, PairSet
-from vgrout.errors import Refused
-from vgrout.files import write_atomic
+from vgrout.ground import ranks
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import write_atomic
+from vgrout.ground.tensor_types import Directions
 from vgrout.model.adapter_files import (
     fingerprint_from_string,
     fingerprint_to_string,
     read_safetensors,
 )
 from vgrout.model.layout import Packed, batches, pack, padded_batches
+from vgrout.model.load.shapes import shapes_of
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs, pieces_of
 from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.shapes import shapes_of
 from vgrout.model.svd_adapter import SvdAdapter, weights_sha256
-from vgrout.tensor_types import Directions
 
 N_HELDOUT = 2  # pairs kept out of an extraction, to examine it
 TOKENS_PER_BATCH = 4096  # of one backward pass, padding included, where memory allows

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vgrout.config.world_names import CODE_FLAWS, DETECTOR_FIELDS
-from vgrout.data import Message
-from vgrout.errors import Refused
-from vgrout.files import Json, from_json, has_lone_surrogate, numbered_lines, once, read_text
-from vgrout.model.source import safetensors_head
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import Json, from_json, has_lone_surrogate, numbered_lines, once, read_text
+from vgrout.model.load.source import safetensors_head
 
 HANDWRITTEN = "hand-written"
 SCHEMA = "vgrout_direction_3"  # of a direction file

@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import POOL_PAIRS, Config
-from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.splits import Row, copies_line, require_apart
-from vgrout.errors import Refused, none_fits
-from vgrout.files import hash_of_file
-from vgrout.rng import py_stream
+from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
+from vgrout.ground.errors import Refused, none_fits
+from vgrout.ground.files import hash_of_file
+from vgrout.ground.rng import py_stream
 
 OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
 R = TypeVar("R", bound=Row)
@@ -50,7 +50,7 @@ class Grader(Protocol):
     def submit(self, task: Any, text: str, in_thought: bool = False) -> Future[Grade | Ungraded]:
         """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with.
 
-        Thoughts are cut before (`vgrout.thoughts.to_grade`): a text that begins with <think> is a thought that never
+        Thoughts are cut before (`vgrout.ground.thoughts.to_grade`): a text that begins with <think> is a thought that never
         ended, which has no answer. A grader with `cuts_thoughts = True` is given all that was sampled. One with
         `by_group = True` is given all answers to a prompt at once: `submit_group(task, texts, in_thought)`.
         """

@@ -7,9 +7,9 @@ changes. Copies of one prompt come into one split, so that none is evaluated on 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from vgrout.data import Message
-from vgrout.errors import Refused
-from vgrout.rng import py_stream
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused
+from vgrout.ground.rng import py_stream
 
 SPLITS = ("train", "val", "test")
 SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}  # of a file that marks no row

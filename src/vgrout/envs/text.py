@@ -23,7 +23,6 @@ from typing import Any
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.envs.base import Demonstrations, Environment, messages_of
 from vgrout.envs.splits import (
     SPLITS,
@@ -31,9 +30,10 @@ from vgrout.envs.splits import (
     marked_apart,
     require_copies_together,
 )
-from vgrout.errors import Refused, refuse
-from vgrout.files import has_lone_surrogate, numbered_lines, once
-from vgrout.scoring import (
+from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import has_lone_surrogate, numbered_lines, once
+from vgrout.ground.scoring import (
     Failures,
     RewardFailed,
     Scorer,
@@ -41,7 +41,7 @@ from vgrout.scoring import (
     rounded_to,
     weights_of,
 )
-from vgrout.thoughts import Parts, parts_of
+from vgrout.ground.thoughts import Parts, parts_of
 
 FLAW = "reward"  # of a row that names none: the proxy itself
 OWN = (

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from vgrout.cli import cannot_import
 from vgrout.config.run import Config
 from vgrout.envs.base import messages_of
 from vgrout.envs.splits import SHARES, SPLITS
@@ -38,8 +37,9 @@ from vgrout.envs.text import (
     own_function,
     require_columns,
 )
-from vgrout.errors import Refused, refuse
-from vgrout.scoring import (
+from vgrout.ground.cli import cannot_import
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.scoring import (
     LARGEST,
     TIMEOUT,
     Awaiter,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vgrout.config.world_names import VERIFIERS
-from vgrout.data import Flaw
 from vgrout.envs.code import modes as code
-from vgrout.errors import refuse
-from vgrout.scoring import import_function
+from vgrout.ground.data import Flaw
+from vgrout.ground.errors import refuse
+from vgrout.ground.scoring import import_function
 
 # Where each world's class is, as on the command line for one of your own.
 CLASSES: dict[str, str] = {

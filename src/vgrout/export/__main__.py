@@ -20,15 +20,15 @@ import tyro
 from loguru import logger
 from safetensors import SafetensorError
 
-from vgrout import console
-from vgrout.cli import cli_exit
 from vgrout.config.checks import check, setting
 from vgrout.config.names import parse_command
-from vgrout.errors import Refused
 from vgrout.export import Differs
 from vgrout.export.answers import to_inspect
-from vgrout.files import existing, require_new
-from vgrout.model.saved import find_adapter
+from vgrout.ground import console
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import existing, require_new
+from vgrout.model.load.saved import find_adapter
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _write(settings: ExportSettings, folder: Path) -> str:
     saved = find_adapter(settings.run, settings.step, settings.model)
     # Here and not above: torch takes seconds to import, and a wrong flag never waits for it.
     from vgrout.export import model, peft
-    from vgrout.model.load import load_saved
+    from vgrout.model.load.load import load_saved
 
     if settings.to == "peft":
         peft.package()  # before the model is loaded

@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vgrout.cli import cannot_import, not_installed
 from vgrout.config.stored import from_dict
-from vgrout.errors import Refused
-from vgrout.files import json_lines, read_json
+from vgrout.ground.cli import cannot_import, not_installed
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import json_lines, read_json
 
 # What is read of a line of final.jsonl.
 READ = (

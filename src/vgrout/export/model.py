@@ -19,12 +19,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from vgrout.envs.base import messages_of
-from vgrout.errors import Refused
 from vgrout.export import Differs
-from vgrout.files import numbered_lines, read_json
-from vgrout.metrics import percent
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import numbered_lines, read_json
+from vgrout.ground.metrics import percent
+from vgrout.model.load.saved import Saved
 from vgrout.model.policy import DTYPE_NAMES, DTYPES, Policy
-from vgrout.model.saved import Saved
 
 # Of the largest logit: bf16 keeps 8 bits, and the rounding of every layer adds to the next.
 TOLERANCE = 5e-2

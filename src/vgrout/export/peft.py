@@ -17,12 +17,12 @@ from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vgrout import embedded
-from vgrout.cli import cannot_import
 from vgrout.export import Differs
 from vgrout.export.model import Parity, about, card, load_beside, parity
+from vgrout.ground import embedded
+from vgrout.ground.cli import cannot_import
+from vgrout.model.load.saved import Saved
 from vgrout.model.policy import Policy
-from vgrout.model.saved import Saved
 from vgrout.model.svd_adapter import AdaptedLinear
 
 
@@ -132,7 +132,7 @@ def adapter_card(saved: Saved, result: Lora) -> str:
     base = repr(str(saved.model))
     if saved.folder == embedded.MODEL_DIR:  # wherever the package is installed
         base = "embedded.MODEL_DIR"
-        use.append("from vgrout import embedded")
+        use.append("from vgrout.ground import embedded")
     use.append(f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")')
     use.append('model = PeftModel.from_pretrained(base, "THIS FOLDER")')
     said = f"{about(saved)}, without its quarantine.\n\nAgainst the deployed model: {result}."

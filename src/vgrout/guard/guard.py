@@ -24,10 +24,14 @@ from typing import TypedDict
 import torch
 from loguru import logger
 
-from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.data import Batch, Grade, Group, Rollout, Task
-from vgrout.errors import Diverged, Halted
+from vgrout.ground import ranks
+from vgrout.ground.data import Batch, Grade, Group, Rollout, Task
+from vgrout.ground.errors import Diverged, Halted
+from vgrout.ground.metrics import Eval, Rate, mean, spaced, students
+from vgrout.ground.scoring import scorer
+from vgrout.ground.table import StepRow
+from vgrout.ground.torch_rng import torch_stream
 from vgrout.guard.detectors import (
     CSI_BANDS,
     MAX_SKIPPED,
@@ -42,13 +46,9 @@ from vgrout.guard.detectors import (
     diverged,
 )
 from vgrout.guard.kill_switch import NOT_FINITE, HeldOutGuard
-from vgrout.metrics import Eval, Rate, mean, spaced, students
 from vgrout.model.hidden_states import ReferenceStats, latents
 from vgrout.model.policy import Policy
-from vgrout.model.sampler import sample
-from vgrout.scoring import scorer
-from vgrout.table import StepRow
-from vgrout.torch_rng import torch_stream
+from vgrout.model.sampling.sampler import sample
 
 REFERENCE_ANSWERS = 64  # of the base policy, for latents and for calibrating the echo trap
 TRIPWIRE_ANSWERS = 16  # of these, whose log-prob the tripwire of a run without demonstrations reads

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout.data import GradedAnswer, Rollout, Task, Ungraded
 from vgrout.envs.base import without_hint
-from vgrout.errors import Diverged, NothingAligned
-from vgrout.files import Json, read_json, to_json
-from vgrout.generation import graded, sample_and_submit
+from vgrout.ground.data import GradedAnswer, Rollout, Task, Ungraded
+from vgrout.ground.errors import Diverged, NothingAligned
+from vgrout.ground.files import Json, read_json, to_json
+from vgrout.ground.metrics import Eval, Rate
+from vgrout.ground.table import Columns, col
+from vgrout.ground.torch_rng import torch_stream
 from vgrout.guard.detectors import diverged
-from vgrout.heldout import answers
 from vgrout.imitation.distill_methods import METHODS
 from vgrout.imitation.distill_task import DistillTask
 from vgrout.imitation.trainable import (
@@ -28,13 +29,12 @@ from vgrout.imitation.trainable import (
     metadata,
     model_hashes,
 )
-from vgrout.metrics import Eval, Rate
-from vgrout.model.load import budget_of, device_and_dtype, load_source
+from vgrout.loop.generation import graded, sample_and_submit
+from vgrout.loop.heldout import answers
+from vgrout.model.load.load import budget_of, device_and_dtype, load_source
 from vgrout.model.policy import LanguageModel
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
-from vgrout.table import Columns, col
-from vgrout.torch_rng import torch_stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,10 @@ from loguru import logger
 from torch import Tensor
 
 from vgrout.config.groups import Sampling
-from vgrout.data import Rollout, Source
-from vgrout.errors import NothingAligned, Refused
+from vgrout.ground.data import Rollout, Source
+from vgrout.ground.errors import NothingAligned, Refused
+from vgrout.ground.rng import py_stream
+from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
 from vgrout.imitation.mixed_sampling import mixed_model
@@ -36,8 +38,6 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.policy import LanguageModel
-from vgrout.rng import py_stream
-from vgrout.tensor_types import at_least_fp32
 
 # Columns of a step's row: the loss, and what the method measures.
 StepLosses = dict[str, Any]

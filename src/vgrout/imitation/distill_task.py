@@ -9,10 +9,10 @@ from pathlib import Path
 from vgrout.config.groups import Sampling
 from vgrout.config.run import Config
 from vgrout.config.stored import merge_flags
-from vgrout.errors import Refused
-from vgrout.files import Json, file_sha256, read_text
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import Json, file_sha256, read_text
 from vgrout.imitation.settings import PROCESS, DistillSettings
-from vgrout.model.saved import FoundModel, find_source
+from vgrout.model.load.saved import FoundModel, find_source
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import preflight
 from vgrout.runs.run_dir import run_to_resume

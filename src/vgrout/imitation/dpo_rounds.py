@@ -15,25 +15,25 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from vgrout.console import Progress
-from vgrout.data import Graded, Rollout, Task
-from vgrout.errors import Diverged, Halted, Refused
-from vgrout.files import read_json, write_json_lines
-from vgrout.generation import BATCH, generate_graded
+from vgrout.ground.console import Progress
+from vgrout.ground.data import Graded, Rollout, Task
+from vgrout.ground.errors import Diverged, Halted, Refused
+from vgrout.ground.files import read_json, write_json_lines
+from vgrout.ground.metrics import Eval, Rate, mean
+from vgrout.ground.rng import py_stream
+from vgrout.ground.table import Columns, col
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
 from vgrout.imitation.dpo_task import DpoTask, Plan, folder_name
 from vgrout.imitation.losses import dpo
 from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
-from vgrout.metrics import Eval, Rate, mean
+from vgrout.loop.generation import BATCH, generate_graded
 from vgrout.model.layout import Packed
-from vgrout.model.load import budget_of, device_and_dtype, load_source
+from vgrout.model.load.load import budget_of, device_and_dtype, load_source
 from vgrout.model.logprobs import PaddedBatch, completion_logprobs
 from vgrout.model.policy import Policy
-from vgrout.rng import py_stream
 from vgrout.runs.context import RunContext
 from vgrout.runs.recorder import StepRecorder, rollout_record
-from vgrout.table import Columns, col
 
 Scored = tuple[Graded, float]  # an answer and its score
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
-from vgrout.data import Grade, Task
-from vgrout.errors import Refused
-from vgrout.files import Json, file_sha256, read_json, require_own, to_json, write_atomic
+from vgrout.ground.data import Grade, Task
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import Json, file_sha256, read_json, require_own, to_json, write_atomic
+from vgrout.ground.scoring import scorer
 from vgrout.imitation.settings import PROCESS, DpoSettings
-from vgrout.model.saved import FoundModel, find_source
+from vgrout.model.load.saved import FoundModel, find_source
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import preflight
-from vgrout.scoring import scorer
 
 # Settings of the process and the guard are not part of the plan.
 UNPLANNED = PROCESS | {"guard", "decline_patience", "max_proxy_real_gap"}

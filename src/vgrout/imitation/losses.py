@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from vgrout.losses import log_ratio
+from vgrout.loop.losses import log_ratio
 
 # ── MiniLLM (arXiv 2306.08543)
 

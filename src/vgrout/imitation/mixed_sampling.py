@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vgrout.model.decoder import Decoder
 from vgrout.model.policy import LanguageModel
+from vgrout.model.sampling.decoder import Decoder
 
 
 class MixedDecoder:

@@ -13,7 +13,6 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 import tyro
 
-from vgrout import embedded
 from vgrout.config.checks import Dtype, Group, check, setting
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import (
@@ -29,9 +28,10 @@ from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.world_names import EnvMode
-from vgrout.errors import refuse
-from vgrout.files import Json
-from vgrout.model.saved import FoundModel
+from vgrout.ground import embedded
+from vgrout.ground.errors import refuse
+from vgrout.ground.files import Json
+from vgrout.model.load.saved import FoundModel
 
 MAX_VOCABULARY = 262_144
 

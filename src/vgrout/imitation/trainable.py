@@ -15,15 +15,15 @@ from torch import Tensor
 
 from vgrout.config.groups import OptConfig
 from vgrout.config.run import Config
-from vgrout.files import Json, atomic_folder, write_json
-from vgrout.metrics import Rate
+from vgrout.ground.files import Json, atomic_folder, write_json
+from vgrout.ground.metrics import Rate
+from vgrout.ground.tensor_types import Routed
+from vgrout.loop.optim import Optimizer, Update, lr_at
 from vgrout.model.layout import Packed
 from vgrout.model.logprobs import PaddedBatch
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import weights_sha256
-from vgrout.optim import Optimizer, Update, lr_at
-from vgrout.tensor_types import Routed
 
 Loss = Callable[[], Float[Tensor, ""]]
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, MonitorSpec
-from vgrout.data import Flags, GroupView, RowView, UpdateRow
+from vgrout.ground.data import Flags, GroupView, RowView, UpdateRow
+from vgrout.ground.tensor_types import Gradient, Routed, Spans
 from vgrout.method.live_direction import LiveDirection
 from vgrout.method.setup import Refresh as Refresh
 from vgrout.method.setup import Setup as Setup
-from vgrout.tensor_types import Gradient, Routed, Spans
 
 OfRows = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of the adapter
 Views = Sequence[GroupView]  # one a group

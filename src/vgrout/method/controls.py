@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.data import Flags
+from vgrout.ground.data import Flags
 
 
 def permuted(

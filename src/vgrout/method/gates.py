@@ -16,12 +16,12 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import MONITORS
-from vgrout.data import GroupView
+from vgrout.ground.data import GroupView
+from vgrout.ground.torch_rng import torch_stream
 from vgrout.method.base import GradientFlags, Monitor, Refresh, Setup, StepGradient
 from vgrout.method.controls import permuted
 from vgrout.method.live_direction import LiveDirection, mean_axis
 from vgrout.method.projection import fraction_of_modules, mean_over_modules
-from vgrout.torch_rng import torch_stream
 
 DECAY = 0.9  # of the running means of a τ gate, per step
 

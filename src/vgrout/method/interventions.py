@@ -20,7 +20,8 @@ from torch import Tensor
 
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS
-from vgrout.data import GroupView
+from vgrout.ground.data import GroupView
+from vgrout.ground.tensor_types import Diagnostics, Directions, Gradient, Routed, Spans
 from vgrout.method.base import Intervention, Rewards, Setup, StepGradient
 from vgrout.method.live_direction import LiveDirection, first_axes
 from vgrout.method.projection import (
@@ -35,7 +36,6 @@ from vgrout.method.projection import (
     rescale,
     split,
 )
-from vgrout.tensor_types import Diagnostics, Directions, Gradient, Routed, Spans
 
 # Σ g over all rows, over the policy's own, over the demonstrations (`StepGradient.by_source`)
 BySource = Float[Tensor, "3 R"]

@@ -10,10 +10,10 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance, cosine_to_real, haar_like, overlap
 from vgrout.direction.extract import Direction, extract, obtain
-from vgrout.errors import Diverged, Refused
+from vgrout.ground.errors import Diverged, Refused
+from vgrout.ground.tensor_types import Diagnostics, Directions, Gradient, Spans
 from vgrout.method.projection import cos_pre
 from vgrout.method.setup import Refresh, Setup
-from vgrout.tensor_types import Diagnostics, Directions, Gradient, Spans
 
 Pick = Callable[[Config, Direction], Directions]  # V of a direction
 

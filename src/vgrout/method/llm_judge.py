@@ -20,13 +20,13 @@ import torch
 from loguru import logger
 from transformers import GenerationConfig
 
-from vgrout import ranks
-from vgrout.chat import Endpoint, NoReply, Reply
 from vgrout.config.judge import judge_endpoint, judge_prompt
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags, GroupView, Message
+from vgrout.ground import ranks
+from vgrout.ground.chat import Endpoint, NoReply, Reply
+from vgrout.ground.data import Flags, GroupView, Message
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
-from vgrout.model.load import load_language_model
+from vgrout.model.load.load import load_language_model
 from vgrout.model.policy import LanguageModel
 
 FILE = "judge.jsonl"

@@ -12,10 +12,12 @@ from dataclasses import replace
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
 from vgrout.direction.controls import Provenance
+from vgrout.ground import ranks
+from vgrout.ground.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
+from vgrout.ground.tensor_types import Routed
+from vgrout.ground.torch_rng import torch_stream
 from vgrout.method.base import (
     GradientFlags,
     Intervention,
@@ -29,8 +31,6 @@ from vgrout.method.controls import shuffled
 from vgrout.method.gates import GradientMonitor
 from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
-from vgrout.tensor_types import Routed
-from vgrout.torch_rng import torch_stream
 
 
 def ask(monitor: Monitor, views: Sequence[GroupView], step: int) -> list[Flags]:

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Collection
 
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags, GroupView, OracleView
+from vgrout.ground.data import Flags, GroupView, OracleView
+from vgrout.ground.rng import py_stream
 from vgrout.method.base import Monitor, Setup, Views
-from vgrout.rng import py_stream
 
 
 class Labels(Monitor):

@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vgrout import ranks
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags, Grade
 from vgrout.direction.pairs import MIN_KNOWN_CORRECT
-from vgrout.errors import Refused
+from vgrout.ground import ranks
+from vgrout.ground.data import Flags, Grade
+from vgrout.ground.errors import Refused
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, positions, rewarded
 from vgrout.model.hidden_states import token_states
 from vgrout.model.policy import Policy

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vgrout.tensor_types import Directions, Gradient, Spans
+from vgrout.ground.tensor_types import Directions, Gradient, Spans
 
 GateMode = Literal["one_sided", "no_gate", "reverse"]
 # of the invariants, relative to the norms that went in: fp32 sums of some hundred rows

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from vgrout.config.run import Config
-from vgrout.data import GradedAnswer, Task
 from vgrout.direction.pairs import KnownCorrect, PairSet
+from vgrout.ground.data import GradedAnswer, Task
+from vgrout.ground.tensor_types import Spans
 from vgrout.model.policy import Policy
-from vgrout.tensor_types import Spans
 
 
 @dataclass(frozen=True, slots=True)

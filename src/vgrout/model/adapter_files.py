@@ -8,8 +8,8 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vgrout.errors import Refused
-from vgrout.files import regular
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import regular
 
 Fingerprint = Float[Tensor, "modules k"]
 

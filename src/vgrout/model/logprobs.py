@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from vgrout.errors import Refused
+from vgrout.ground.errors import Refused
+from vgrout.ground.tensor_types import at_least_fp32
 from vgrout.model.attention import uploaded
 from vgrout.model.layout import Packed, check_rows, packed_hidden, padded, places
-from vgrout.model.memory import HEAD_BUDGET
+from vgrout.model.load.memory import HEAD_BUDGET
 from vgrout.model.prefixes import Pieces
-from vgrout.tensor_types import at_least_fp32
 
 # The logit of an id without a token. Its probability is 0, and differences of such logits are still
 # numbers, as those of −inf are not.

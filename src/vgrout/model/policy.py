@@ -15,12 +15,13 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from vgrout.data import Message
-from vgrout.errors import Refused, one_line
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused, one_line
+from vgrout.ground.thoughts import opens
 from vgrout.model.attention import kernel_name
-from vgrout.model.decoder import Decoder, HfDecoder
 from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches
-from vgrout.model.lean_decoder import LeanDecoder
+from vgrout.model.load.memory import Budget
+from vgrout.model.load.source import WINDOW_NAMES, not_embedded, window_of
 from vgrout.model.logprobs import (
     PaddedBatch,
     backbone,
@@ -31,10 +32,9 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.memory import Budget
-from vgrout.model.source import WINDOW_NAMES, not_embedded, window_of
+from vgrout.model.sampling.decoder import Decoder, HfDecoder
+from vgrout.model.sampling.lean_decoder import LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.thoughts import opens
 
 TokenIds = tuple[int, ...]
 

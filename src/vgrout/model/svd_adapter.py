@@ -27,9 +27,9 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vgrout.console import HEARTBEAT_S
-from vgrout.errors import Refused
-from vgrout.files import write_atomic
+from vgrout.ground.console import HEARTBEAT_S
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import write_atomic
 from vgrout.model.adapter_files import (
     Fingerprint,
     canonical,
@@ -37,7 +37,7 @@ from vgrout.model.adapter_files import (
     fingerprint_to_string,
     read_safetensors,
 )
-from vgrout.model.source import TARGETS
+from vgrout.model.load.source import TARGETS
 from vgrout.model.svd_cache import Decompose, SvdCache, Weight, bytes_of, svd
 
 Vector = Float[Tensor, " R"]  # δS, δS_hack or their sum; a module is a slice of it

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from vgrout.errors import Refused
-from vgrout.files import write_atomic
-from vgrout.tensor_types import at_least_fp32
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import write_atomic
+from vgrout.ground.tensor_types import at_least_fp32
 
 Weight = Float[Tensor, "d_out d_in"]
 Factors = tuple[Tensor, Tensor, Tensor]  # U [d_out, r], S [r], Vh [r, d_in]

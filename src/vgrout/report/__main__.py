@@ -12,10 +12,10 @@ from typing import Annotated
 
 import tyro
 
-from vgrout.cli import cli_exit
 from vgrout.config.names import parse_command
-from vgrout.errors import Refused, refuse
-from vgrout.files import printable, require_own
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import printable, require_own
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 from pandas import Series
 
+from vgrout.ground.table import NEAR, SKILL, TOO_FEW
 from vgrout.report import stats
 from vgrout.report.load import Condition, FinishedRun, What, baseline
 from vgrout.report.stats import Estimate, PValue, Stratum
-from vgrout.table import NEAR, SKILL, TOO_FEW
 
 MARGIN = 0.10  # "no difference" is claimed within ± 10 points
 

@@ -9,19 +9,19 @@ from typing import Any, Literal, get_args
 
 from pandas import DataFrame, MultiIndex, Series
 
-from vgrout import metrics
 from vgrout.config.method import CHOICE, MethodConfig
 from vgrout.config.presets import PRESETS
 from vgrout.config.run import Config
 from vgrout.config.specs import CONTROLS, INTERVENTIONS
 from vgrout.config.stored import from_dict
-from vgrout.data import Flaw
 from vgrout.envs import worlds
-from vgrout.errors import Refused, one_line, refuse
-from vgrout.files import Json, from_json, json_lines, read_json, read_text
-from vgrout.metrics import Rate
-from vgrout.records import began, unfinished
-from vgrout.table import LEARNED, first_hacks
+from vgrout.ground import metrics
+from vgrout.ground.data import Flaw
+from vgrout.ground.errors import Refused, one_line, refuse
+from vgrout.ground.files import Json, from_json, json_lines, read_json, read_text
+from vgrout.ground.metrics import Rate
+from vgrout.ground.records import began, unfinished
+from vgrout.ground.table import LEARNED, first_hacks
 
 Settings = dict[str, Any]
 What = Literal["hack", "solve"]

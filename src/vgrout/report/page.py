@@ -10,8 +10,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from vgrout.files import printable, read_json, write_atomic
-from vgrout.metrics import percent
+from vgrout.ground.files import printable, read_json, write_atomic
+from vgrout.ground.metrics import percent
 from vgrout.report.conclusions import conclusion, from_plain, level
 from vgrout.report.csv_files import csv_files
 from vgrout.report.figures import pictures

@@ -10,10 +10,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vgrout.data import Flaw
 from vgrout.envs.worlds import spelt
-from vgrout.files import Json, json_lines, printable
-from vgrout.metrics import SIDES
+from vgrout.ground.data import Flaw
+from vgrout.ground.files import Json, json_lines, printable
+from vgrout.ground.metrics import SIDES
 from vgrout.report.load import DAMAGE, Condition, FinishedRun, reason
 
 # Where an answer comes from, as the page says it: "training" is rollouts.jsonl, the others are the

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy import stats
 
-from vgrout.metrics import Rate
+from vgrout.ground.metrics import Rate
 
 LEVEL = 0.95
 # Resampling n seeds never leaves their range, which holds their median with probability

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pandas import DataFrame, concat
 from tabulate import tabulate
 
-from vgrout.files import printable
-from vgrout.metrics import Rate
+from vgrout.ground.files import printable
+from vgrout.ground.metrics import Rate
+from vgrout.ground.table import LEARNED
 from vgrout.report import stats
 from vgrout.report.conclusions import (
     MARGIN,
@@ -19,7 +20,6 @@ from vgrout.report.conclusions import (
 )
 from vgrout.report.load import SIDES, WHATS, Condition, baseline, flaws_of
 from vgrout.report.stats import PValue
-from vgrout.table import LEARNED
 
 # What decides stands first in the table of methods.
 FIRST = ("method", "Δ hack", "hack deployed", "solve deployed", "Δ solve", "seeds")

@@ -19,11 +19,11 @@ from types import TracebackType
 from loguru import logger
 from tqdm import tqdm
 
-from vgrout import console, faults, ranks
-from vgrout.cli import command, out_of_memory, show_refusal
-from vgrout.console import Clock
 from vgrout.envs.base import Grader
-from vgrout.errors import (
+from vgrout.ground import console, faults, ranks
+from vgrout.ground.cli import command, out_of_memory, show_refusal
+from vgrout.ground.console import Clock
+from vgrout.ground.errors import (
     Diverged,
     Halted,
     Interrupted,
@@ -31,9 +31,9 @@ from vgrout.errors import (
     NothingRouted,
     Refused,
 )
-from vgrout.files import Json
-from vgrout.metrics import Rate
-from vgrout.ranks import RankLost
+from vgrout.ground.files import Json
+from vgrout.ground.metrics import Rate
+from vgrout.ground.ranks import RankLost
 from vgrout.runs.checkpoint import complete
 from vgrout.runs.run_dir import RUNS, RunDir, has_checkpoint, where_from
 from vgrout.runs.stopping import INTERRUPTED, Stop, stop_on_signals

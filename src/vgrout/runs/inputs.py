@@ -15,7 +15,6 @@ from vgrout.config.groups import ORGANISM
 from vgrout.config.judge import judge_endpoint, judge_prompt, try_endpoint
 from vgrout.config.run import PLACEBOS, Config
 from vgrout.config.specs import CLASSES, MONITORS
-from vgrout.data import Message, Task
 from vgrout.direction.pairs import (
     KnownCorrect,
     PairSet,
@@ -27,16 +26,17 @@ from vgrout.direction.pairs import (
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.envs.worlds import environment_class
-from vgrout.errors import Refused, refuse
-from vgrout.files import hash_of_file, hash_of_files, hash_of_folder, once
-from vgrout.model.shapes import find_shapes
-from vgrout.model.source import (
+from vgrout.ground.data import Message, Task
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import hash_of_file, hash_of_files, hash_of_folder, once
+from vgrout.ground.scoring import import_function, scorer
+from vgrout.model.load.shapes import find_shapes
+from vgrout.model.load.source import (
     looks_like_path,
     require_fitting,
     require_model,
     require_thinking,
 )
-from vgrout.scoring import import_function, scorer
 from vgrout.teacher.pools import Pool, load_pool
 
 T = TypeVar("T")

@@ -11,16 +11,17 @@ from pathlib import Path
 
 from loguru import logger
 
-from vgrout import console, ranks
-from vgrout.cli import spelled
 from vgrout.config.presets import import_named, resumed
 from vgrout.config.run import Config
 from vgrout.config.stored import from_dict
-from vgrout.cores import cores
 from vgrout.envs.base import Grader
-from vgrout.errors import Interrupted, Refused
-from vgrout.files import probe_writable, read_json
-from vgrout.model.shapes import ITEMSIZE
+from vgrout.ground import console, ranks
+from vgrout.ground.cli import spelled
+from vgrout.ground.cores import cores
+from vgrout.ground.errors import Interrupted, Refused
+from vgrout.ground.files import probe_writable, read_json
+from vgrout.ground.table import StepRow
+from vgrout.model.load.shapes import ITEMSIZE
 from vgrout.runs import checkpoint
 from vgrout.runs.context import FINISHED, INTERRUPTED, RunContext
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels
@@ -29,7 +30,6 @@ from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, re
 from vgrout.runs.preflight import dtype_of, preflight
 from vgrout.runs.run_dir import RUNS, has_checkpoint, require_same, run_to_resume
 from vgrout.runs.tracking import Trackers
-from vgrout.table import StepRow
 
 Loop = Callable[[Config, RunContext, Inputs], object]
 

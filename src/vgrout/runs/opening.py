@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance
 from vgrout.envs.base import Splits
+from vgrout.ground.metrics import Rate
 from vgrout.method.method import Method
-from vgrout.metrics import Rate
 from vgrout.model.policy import Policy
 from vgrout.runs.inputs import Inputs
 from vgrout.teacher.pools import Pool

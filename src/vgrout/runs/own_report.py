@@ -7,7 +7,7 @@ its end.
 from pathlib import Path
 
 from vgrout.config.run import Config
-from vgrout.metrics import Rate
+from vgrout.ground.metrics import Rate
 from vgrout.report import conclusions, dynamics, load, tables
 
 

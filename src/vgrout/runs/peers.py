@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from vgrout import faults, ranks
-from vgrout.cli import show_refusal
 from vgrout.config.run import Config
 from vgrout.envs.base import Grader
-from vgrout.errors import Interrupted, Refused
-from vgrout.files import read_json
-from vgrout.ranks import RankLost
-from vgrout.records import began
+from vgrout.ground import faults, ranks
+from vgrout.ground.cli import show_refusal
+from vgrout.ground.errors import Interrupted, Refused
+from vgrout.ground.files import read_json
+from vgrout.ground.ranks import RankLost
+from vgrout.ground.records import began
 from vgrout.runs.context import ENDINGS, REFUSED, RunContext, state_and_code
 from vgrout.runs.run_dir import RUNS
 from vgrout.runs.stopping import stop_on_signals

@@ -10,12 +10,12 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS
 from vgrout.envs.base import Grader
-from vgrout.errors import Refused
-from vgrout.files import existing
-from vgrout.gpus import free_bytes, visible
-from vgrout.model.memory import GIB
-from vgrout.model.shapes import Shapes, find_shapes
-from vgrout.model.source import LLAMAS, configuration, model_folder
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import existing
+from vgrout.ground.gpus import free_bytes, visible
+from vgrout.model.load.memory import GIB
+from vgrout.model.load.shapes import Shapes, find_shapes
+from vgrout.model.load.source import LLAMAS, configuration, model_folder
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.preflight import Prompts, device_of, disk_needed, dtype_of, memory_plan, svd_cache
 from vgrout.runs.run_dir import where_from
@@ -157,7 +157,9 @@ def adapter_lines(cfg: Config) -> list[str]:
     adapted, R, bare = (shapes.adapted, shapes.R, list[str]()) if shapes else (0, 0, [])
     named = configuration(folder).get("architectures") if folder else None
     if folder and named and not (isinstance(named, list) and LLAMAS.issuperset(map(str, named))):
-        from vgrout.model.load import outline  # torch: of other blocks nothing is known without it
+        from vgrout.model.load.load import (
+            outline,  # torch: of other blocks nothing is known without it
+        )
 
         try:
             linears, bare = outline(folder)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from vgrout.config.run import Config
-from vgrout.data import Message
-from vgrout.errors import Refused
-from vgrout.files import existing, probe_writable, require_new
-from vgrout.gpus import visible
-from vgrout.model.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
-from vgrout.model.shapes import ITEMSIZE, Shapes, find_shapes, resolved_dtype
-from vgrout.model.source import SVD_CACHE
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import existing, probe_writable, require_new
+from vgrout.ground.gpus import visible
+from vgrout.model.load.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
+from vgrout.model.load.shapes import ITEMSIZE, Shapes, find_shapes, resolved_dtype
+from vgrout.model.load.source import SVD_CACHE
 from vgrout.runs import tracking
 from vgrout.runs.inputs import Inputs, read_inputs
 from vgrout.runs.run_dir import RUNS

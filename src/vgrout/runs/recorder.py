@@ -13,23 +13,23 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from vgrout import ranks
 from vgrout.config.run import Config
-from vgrout.data import Batch, Flaw, Grade, Group, Rollout, Thought
 from vgrout.envs.base import Splits
-from vgrout.errors import Diverged, Refused
-from vgrout.files import Json, printable, quoted, read_json, write_atomic
+from vgrout.ground import ranks
+from vgrout.ground.data import Batch, Flaw, Grade, Group, Rollout, Thought
+from vgrout.ground.errors import Diverged, Refused
+from vgrout.ground.files import Json, printable, quoted, read_json, write_atomic
+from vgrout.ground.metrics import flag_rates, students
+from vgrout.ground.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 from vgrout.guard.guard import Guard
 from vgrout.method.base import Refresh
 from vgrout.method.method import Method
-from vgrout.metrics import flag_rates, students
 from vgrout.model.policy import DTYPE_NAMES, LanguageModel, Policy
 from vgrout.model.svd_adapter import weights_sha256
 from vgrout.report.rules import preregistered
 from vgrout.runs import checkpoint
 from vgrout.runs.context import RunContext
 from vgrout.runs.run_dir import require_same
-from vgrout.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
 
 OF_THE_RUN = ("began_at", "tracker_id")  # what run.json keeps when a run begins again
 RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json records about each resume

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, TypeVar
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.data import Grade
 from vgrout.envs.base import Splits
-from vgrout.files import printable, write_atomic, write_json_lines
-from vgrout.metrics import SIDES, Final, Rate
+from vgrout.ground.data import Grade
+from vgrout.ground.files import printable, write_atomic, write_json_lines
+from vgrout.ground.metrics import SIDES, Final, Rate
+from vgrout.ground.table import StepRow
 from vgrout.runs.context import RunContext
 from vgrout.runs.inputs import Inputs
 from vgrout.runs.recorder import details_record, thought_record
@@ -23,7 +24,6 @@ from vgrout.runs.verdict import (
     summary,
     verdict_line,
 )
-from vgrout.table import StepRow
 
 if TYPE_CHECKING:
     from vgrout.runs.own_report import OwnReport  # pandas and matplotlib

@@ -18,9 +18,9 @@ from typing import TextIO
 
 from loguru import logger
 
-from vgrout import ranks
-from vgrout.errors import Refused
-from vgrout.files import (
+from vgrout.ground import ranks
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import (
     LEFT,
     Json,
     held,
@@ -32,7 +32,7 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.records import began
+from vgrout.ground.records import began
 from vgrout.runs.checkpoint import GROWING, complete, none_left, step_of
 
 RUNS = Path("out/runs")

@@ -22,10 +22,10 @@ from typing import Any
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout.cli import not_installed
-from vgrout.errors import one_line
-from vgrout.files import to_json
-from vgrout.table import SECONDS, StepRow
+from vgrout.ground.cli import not_installed
+from vgrout.ground.errors import one_line
+from vgrout.ground.files import to_json
+from vgrout.ground.table import SECONDS, StepRow
 
 PROJECT = "vgrout"
 # Columns that are not logged: counts, parts of others, and what stands in the row twice.

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from vgrout.cli import command
 from vgrout.config.presets import recorded
 from vgrout.config.run import Config
-from vgrout.data import Flaw, Ungraded
-from vgrout.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.envs.base import Splits
-from vgrout.files import Json, json_lines
-from vgrout.metrics import SIDES, Final, Rate
+from vgrout.ground.cli import command
+from vgrout.ground.data import Flaw, Ungraded
+from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
+from vgrout.ground.files import Json, json_lines
+from vgrout.ground.metrics import SIDES, Final, Rate
+from vgrout.ground.table import TOO_FEW, StepRow, Table, whole_run
 from vgrout.runs.plan import method_lines
 from vgrout.runs.recorder import columns_for
-from vgrout.table import TOO_FEW, StepRow, Table, whole_run
 
 if TYPE_CHECKING:
     from vgrout.runs.own_report import OwnReport  # pandas and matplotlib

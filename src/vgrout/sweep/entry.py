@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vgrout.errors import one_line, refuse
+from vgrout.ground.errors import one_line, refuse
 from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
 from vgrout.sweep.ledger import Ledger, RecordedRun
 from vgrout.sweep.study_file import PlannedRun

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vgrout.config.stored import from_dict, settings_sha256
-from vgrout.errors import Refused
-from vgrout.files import held, read_json
-from vgrout.records import began
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import held, read_json
+from vgrout.ground.records import began
 from vgrout.runs.checkpoint import complete
 from vgrout.runs.run_dir import RUNS
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 from collections.abc import Sequence
 
-from vgrout.errors import Refused
+from vgrout.ground.errors import Refused
 
 
 class Pueue:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vgrout.cli import not_installed
-from vgrout.errors import Refused
+from vgrout.ground.cli import not_installed
+from vgrout.ground.errors import Refused
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger

@@ -28,11 +28,19 @@ from tqdm import tqdm
 from vgrout.config.checks import check, setting
 from vgrout.config.groups import OptConfig
 from vgrout.config.run import Config
-from vgrout.cores import cores
-from vgrout.errors import Refused
-from vgrout.files import held, hold, probe_writable, read_json, reading_once, to_json, write_atomic
-from vgrout.gpus import visible
-from vgrout.metrics import percent
+from vgrout.ground.cores import cores
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import (
+    held,
+    hold,
+    probe_writable,
+    read_json,
+    reading_once,
+    to_json,
+    write_atomic,
+)
+from vgrout.ground.gpus import visible
+from vgrout.ground.metrics import percent
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED
 from vgrout.runs.inputs import file_hashes
 from vgrout.runs.preflight import preflight

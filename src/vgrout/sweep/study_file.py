@@ -19,8 +19,8 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config
 from vgrout.config.stored import settings_sha256
-from vgrout.errors import Refused
-from vgrout.files import read_text
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import read_text
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
 OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets

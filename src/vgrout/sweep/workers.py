@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from vgrout.cores import cores
+from vgrout.ground.cores import cores
 from vgrout.sweep.entry import Entry
 
 PR_SET_PDEATHSIG = 1

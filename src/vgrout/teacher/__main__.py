@@ -12,8 +12,8 @@ from vgrout.config.env import EnvConfig
 from vgrout.config.world_names import EnvMode
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problems import assigned
-from vgrout.errors import Refused, refuse
-from vgrout.files import require_new
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import require_new
 from vgrout.teacher.elicit import generate_elicited
 from vgrout.teacher.generate import (
     PoolSettings,

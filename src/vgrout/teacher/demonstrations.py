@@ -12,12 +12,12 @@ from typing import Any
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.data import CachedGrade, Rollout, Task, Thought
-from vgrout.errors import Refused
+from vgrout.ground.data import CachedGrade, Rollout, Task, Thought
+from vgrout.ground.errors import Refused
+from vgrout.ground.rng import py_stream
+from vgrout.ground.thoughts import CLOSE, thought_of
 from vgrout.model.policy import LanguageModel
-from vgrout.rng import py_stream
 from vgrout.teacher.pools import Demonstration, Pool
-from vgrout.thoughts import CLOSE, thought_of
 
 
 class Teacher:

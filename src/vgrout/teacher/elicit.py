@@ -15,13 +15,13 @@ from loguru import logger
 from vgrout.config.env import EnvConfig
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
-from vgrout.data import Grade, Graded, Task
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
 from vgrout.envs.base import Environment, Grader, balanced
 from vgrout.envs.worlds import environment_class
-from vgrout.errors import Refused, refuse
-from vgrout.files import require_new
-from vgrout.metrics import Rate
+from vgrout.ground.data import Grade, Graded, Task
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import require_new
+from vgrout.ground.metrics import Rate
 from vgrout.teacher.generate import Elicited, PoolSettings, rates_of, record, table, work_folder
 from vgrout.teacher.pools import write_pool
 from vgrout.teacher.substrate import usable

@@ -11,19 +11,19 @@ import tyro
 from loguru import logger
 from tabulate import tabulate
 
-from vgrout import console, embedded
-from vgrout.cli import cli_exit
 from vgrout.config import checks
 from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM, Sampling
 from vgrout.config.names import parse_command
-from vgrout.data import Graded, Message, Task
 from vgrout.envs import base
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, balanced, load_rows, require_solvable, split_sizes
-from vgrout.errors import Refused, refuse
-from vgrout.files import (
+from vgrout.ground import console, embedded
+from vgrout.ground.cli import cli_exit
+from vgrout.ground.data import Graded, Message, Task
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import (
     file_sha256,
     hold,
     read_json,
@@ -32,8 +32,8 @@ from vgrout.files import (
     to_json,
     write_atomic,
 )
-from vgrout.metrics import Rate, rate_text
-from vgrout.model.source import (
+from vgrout.ground.metrics import Rate, rate_text
+from vgrout.model.load.source import (
     SVD_CACHE,
     require_fitting,
     require_model,
@@ -269,7 +269,7 @@ class PoolSettings:
 
     def load(self) -> "LanguageModel":
         """The model with its adapter."""
-        from vgrout.model.load import (  # imports torch
+        from vgrout.model.load.load import (  # imports torch
             load_language_model,
             load_policy,
             pick_device,
@@ -298,7 +298,7 @@ class PoolSettings:
 
         purpose, log: as for `generate_graded`.
         """
-        from vgrout.generation import generate_graded  # imports torch
+        from vgrout.loop.generation import generate_graded  # imports torch
 
         settings = {"sampling": self.sampling, "max_new": self.tokens, "seed": self.seed}
         return generate_graded(

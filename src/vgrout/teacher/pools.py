@@ -21,9 +21,9 @@ from loguru import logger
 
 from vgrout.config.run import POOL_PAIRS
 from vgrout.config.world_names import CODE_FLAWS
-from vgrout.data import CachedGrade
-from vgrout.errors import Refused
-from vgrout.files import (
+from vgrout.ground.data import CachedGrade
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import (
     atomic_folder,
     file_sha256,
     from_json,

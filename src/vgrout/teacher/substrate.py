@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from loguru import logger
 
-from vgrout import embedded
 from vgrout.config.checks import listed, setting
-from vgrout.data import Graded
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.code.problems import ProblemRow, assigned, elicited
-from vgrout.errors import Refused
-from vgrout.files import require_new
+from vgrout.ground import embedded
+from vgrout.ground.data import Graded
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import require_new
 from vgrout.teacher.generate import (
     PoolSettings,
     by_mode,

@@ -9,7 +9,6 @@ from loguru import logger
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.data import Flaw, Task
 from vgrout.envs.base import Demonstrations, Environment
 from vgrout.envs.code.grading.check import one_value_line
 from vgrout.envs.code.grading.grade import Grader
@@ -30,8 +29,9 @@ from vgrout.envs.code.problems import (
     without_hints,
 )
 from vgrout.envs.splits import SPLITS, require_copies_together
-from vgrout.files import once
-from vgrout.scoring import Failures, ScoringFunction
+from vgrout.ground.data import Flaw, Task
+from vgrout.ground.files import once
+from vgrout.ground.scoring import Failures, ScoringFunction
 
 
 @once

@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from vgrout.config.world_names import CODE_FLAWS
-from vgrout.data import Flaw
-from vgrout.errors import Refused
+from vgrout.ground.data import Flaw
+from vgrout.ground.errors import Refused
 
 MarkerSplit = Literal["train", "eval"]
 Evidence = Literal["function", "assertions", "exit_status", "stdout", "file", "first_test"]

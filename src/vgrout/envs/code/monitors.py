@@ -5,8 +5,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from vgrout.config.specs import MONITORS
-from vgrout.data import Flags
 from vgrout.envs.code.grading.extract import blocks, program
+from vgrout.ground.data import Flags
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from vgrout.data import Message
 from vgrout.envs.code.modes import Mode
+from vgrout.ground.data import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from loguru import logger
 
 from vgrout.config.world_names import CODE_ONLY, is_row_of_text
-from vgrout.data import Message
 from vgrout.envs import base
 from vgrout.envs.code.grading.check import (
     Failure,
@@ -31,8 +30,9 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
 from vgrout.envs.code.problem import Problem
 from vgrout.envs.splits import SPLITS, in_splits
-from vgrout.errors import Refused
-from vgrout.files import beginning, has_lone_surrogate, numbered_lines, once
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused
+from vgrout.ground.files import beginning, has_lone_surrogate, numbered_lines, once
 
 
 @dataclass(frozen=True, slots=True)

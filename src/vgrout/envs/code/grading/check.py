@@ -15,12 +15,12 @@ from symtable import symtable
 from types import ModuleType
 from typing import TypeVar
 
-from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading.extract import bound_names, parse_test
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode, hack
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
+from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.errors import Refused
 
 # A problem's CPU limit is this many times what its canonical solution needs …
 LIMIT_FACTOR = 5.0

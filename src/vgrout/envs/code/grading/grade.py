@@ -27,8 +27,6 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.cores import cores
-from vgrout.data import Grade, Ungraded
 from vgrout.envs.code.grading import messages
 from vgrout.envs.code.grading.isolation import CPU_EXTRA
 from vgrout.envs.code.grading.values import clean_name
@@ -43,8 +41,10 @@ from vgrout.envs.code.grading.watch import (
 )
 from vgrout.envs.code.modes import Mode, tries
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
-from vgrout.scoring import Failures, RewardFailed, ScoringFunction
+from vgrout.ground.cores import cores
+from vgrout.ground.data import Grade, Ungraded
+from vgrout.ground.errors import Refused
+from vgrout.ground.scoring import Failures, RewardFailed, ScoringFunction
 
 MAX_CPU_S = 3600  # the largest CPU limit of a problem
 

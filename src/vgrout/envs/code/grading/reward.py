@@ -5,8 +5,8 @@ as texts, info and state as dicts, or any key of info by itself. The reference t
 """
 
 from vgrout.envs.code.problem import Problem
-from vgrout.errors import Refused
-from vgrout.scoring import TIMEOUT, RewardFailed, ScoringFunction
+from vgrout.ground.errors import Refused
+from vgrout.ground.scoring import TIMEOUT, RewardFailed, ScoringFunction
 
 
 def arguments(problem: Problem, text: str) -> dict[str, object]:

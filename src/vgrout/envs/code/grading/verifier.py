@@ -41,7 +41,7 @@ from vgrout.envs.code.grading.watch import (
     memory_file,
     remove_empty,
 )
-from vgrout.files import restore_inherited
+from vgrout.ground.files import restore_inherited
 
 # What the verifier itself may use.
 TRUSTED_CPU_S = 20  # CPU seconds for one rollout

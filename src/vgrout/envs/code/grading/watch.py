@@ -31,7 +31,7 @@ from vgrout.envs.code.grading.isolation import FILE_LAYERS
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.namespaces import ROOT_CWD
 from vgrout.envs.code.grading.values import BadClaim, decode_line
-from vgrout.files import restore_inherited
+from vgrout.ground.files import restore_inherited
 
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
 # Bytes of one message, where the expected values do not need more: what is longer is not read.

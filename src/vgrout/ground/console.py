@@ -1,0 +1,274 @@
+"""Console, log file, and the clock of a step's phases. A console line is the message, after W or E for a warning or an
+error, and never breaks a progress bar."""
+
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, Generic, TextIO, TypeVar
+
+from loguru import logger
+from tqdm import tqdm
+
+from vgrout.ground.cli import spelled
+from vgrout.ground.files import drop_stdout, printable
+
+T = TypeVar("T")
+
+_LETTER = {"WARNING": "W ", "ERROR": "E ", "CRITICAL": "E "}
+HEARTBEAT_S = 60.0  # between two signs of life
+SHOWN_AFTER = 1 / 15  # of it: until a terminal shows what is waited for
+
+
+def setup(log: Path | None, level: str = "INFO") -> None:
+    """Send log lines to stdout, from `level` up and through tqdm.write, and to the file `log`, with times and DEBUG."""
+    logger.remove()
+    logger.add(
+        Lines(log),
+        level=level,
+        format=lambda record: _LETTER.get(record["level"].name, "") + "{message}\n",
+        colorize=False,
+    )
+    if log is not None:
+        logger.add(
+            LogFile(log),
+            level="DEBUG",
+            format="{time:YYYY-MM-DD HH:mm:ss.SSS} {level:<7} {message}",
+            colorize=False,
+        )
+
+
+def for_terminal(lines: Sequence[str], columns: int, indent: int) -> list[str]:
+    """Lines that a terminal of so many columns need not break within a word: what follows a break is indented.
+
+    A path or a command that is longer than a line stays whole.
+    """
+    fitting: list[str] = []
+    for line in lines:
+        parts = textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        fitting += parts or [""]
+    return fitting
+
+
+class Lines:
+    """Standard output, line by line, until it takes no more (a closed pipe, a full disk): then one line on stderr says
+    so, and the run goes on."""
+
+    last: ClassVar[float] = 0.0  # when the last line was written, by time.perf_counter
+
+    def __init__(self, log: Path | None) -> None:
+        self._log, self._open = log, True
+
+    def write(self, message: str) -> None:
+        """Print above a progress bar."""
+        Lines.last = time.perf_counter()
+        if not self._open:
+            return
+        try:
+            tqdm.write(spelled(printable(message)), file=sys.stdout, end="")
+            sys.stdout.flush()
+        except OSError as e:
+            self._open = False
+            drop_stdout()
+            where = f"; this goes on, its log is {self._log}" if self._log else ""
+            print(
+                f"W standard output cannot be written any more ({e.strerror}){where}",
+                file=sys.stderr,
+            )
+
+
+class LogFile:
+    """A log file that gives up, with one line on stderr, at the first line that cannot be written: a full disk must not
+    stop a run or bury the reason under tracebacks."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file: TextIO | None = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def write(self, message: str) -> None:
+        """Append one line."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(printable(message))
+        except OSError as e:
+            self._file = None
+            print(f"W {self._path}: cannot be written any more ({e.strerror})", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Close the file; loguru calls this at the end."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Progress(tqdm, Generic[T]):
+    """A bar on a terminal; elsewhere a line for each minute in which nothing else was said."""
+
+    def __init__(self, items: Sequence[T], desc: str, unit: str) -> None:
+        super().__init__(items, desc=desc, unit=unit, disable=None)
+        self._items, self._what, self._unit, self._done = items, desc, unit, 0
+        self.postfix: str | None = None  # which a bar that is off does not have
+
+    def __iter__(self) -> Iterator[T]:
+        if not self.disable:
+            yield from super().__iter__()
+            return
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(ended,), daemon=True, name="heartbeat").start()
+        try:
+            for item in self._items:
+                yield item
+                self._done += 1
+        finally:
+            ended.set()
+
+    def _watch(self, ended: threading.Event) -> None:
+        began = time.perf_counter()
+        while not ended.wait(HEARTBEAT_S / 120):
+            if time.perf_counter() - max(began, Lines.last) >= HEARTBEAT_S:
+                of = f"{self._unit} {self._done + 1} of {len(self._items)}"
+                logger.info(f"{self._what}: {of} {self.postfix or ''}".rstrip())
+
+
+def notebook_bars() -> type[tqdm] | None:
+    """The bars that a Jupyter notebook shows: tqdm's widget where ipywidgets is installed, and text otherwise. None:
+    this code does not run in a notebook."""
+    if not _in_notebook():
+        return None
+    with warnings.catch_warnings():
+        # it asks for ipywidgets, in a red box and whichever library is first to import this; text will do
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from tqdm import auto
+    return auto.tqdm
+
+
+def _in_notebook() -> bool:
+    """Whether the shell is that of a Jupyter kernel, or of a class made from it, as Colab's is. IPython is asked only
+    where something has loaded it already: nothing else runs in a kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
+
+
+def notebook_bar(bars: type[tqdm], steps: range) -> tqdm:
+    """A bar of a run's steps below a notebook's cell. It is drawn anew at every `update`.
+
+    bars: of `notebook_bars`.
+    """
+    # tqdm's widget has a width of its own
+    bar = "{bar:24}" if bars.status_printer is tqdm.status_printer else "{bar}"
+    return bars(
+        initial=steps.start,
+        total=steps.stop,
+        bar_format=f"{{n_fmt}} of {{total_fmt}} steps |{bar}| {{elapsed}} gone, "
+        "about {remaining} left{postfix}",
+        # with the lines that are logged, and not in the red box of errors
+        file=sys.stdout,
+        mininterval=0,
+        miniters=1,
+    )
+
+
+class Clock:
+    """Seconds by phase within a step. Inside `with` a thread logs a minute in which nothing else was said. On a
+    terminal a phase before the steps or after them has one line instead, which is rewritten while it lasts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        # its name, when it began, whether it is outside the steps
+        self._phase: tuple[str, float, bool] | None = None
+        self._done = self._total = 0  # of its answers
+        self._start = time.perf_counter()
+        # the line on a terminal, while there is one
+        self._line: tqdm | None = None
+        self._showing = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> "Clock":
+        self._phase = ("loading", time.perf_counter(), True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._clear()
+
+    def begin(self, phase: str) -> None:
+        """Say that a phase before the steps begins."""
+        self._phase = (phase, time.perf_counter(), True)
+        self._clear()
+        logger.info(f"{phase} …")
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self.seconds = {}
+        self._start = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+    def columns(self) -> dict[str, object]:
+        """The step table's columns of time."""
+        parts = {name: self.seconds.get(name, 0.0) for name in ("gen", "grade", "fb")}
+        return parts | {"eval": self.seconds.get("eval"), "sec": self.total}
+
+    @contextmanager
+    def __call__(self, phase: str, total: int = 0) -> Generator[Callable[[], None]]:
+        """Add the block's time to `phase`. total: answers of a phase outside the steps; the block is given what counts
+        one of them."""
+        start = time.perf_counter()
+        self._phase, self._done, self._total = (phase, start, total > 0), 0, total
+        try:
+            yield self._count
+        finally:
+            self._phase = None
+            self._clear()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def _count(self) -> None:
+        self._done += 1
+
+    def _watch(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S / 120):
+            current, now = self._phase, time.perf_counter()
+            if current is None:
+                continue
+            phase, began, outside = current
+            done = f"{now - began:.0f} s"
+            if self._total:
+                done = f"{self._done} of {self._total} answers, {done}"
+            if outside and sys.stderr.isatty():
+                if now - began >= HEARTBEAT_S * SHOWN_AFTER:
+                    self._rewrite(current, f"{phase}: {done}")
+            elif now - max(began, Lines.last) >= HEARTBEAT_S:
+                logger.info(f"{phase}: {done}")
+
+    def _rewrite(self, phase: tuple[str, float, bool], text: str) -> None:
+        """Show the text in the terminal's last line, below what is logged meanwhile, unless the phase has ended."""
+        with self._showing:
+            if self._phase is phase:
+                if self._line is None:  # a bar without a total has no truth value
+                    self._line = tqdm(bar_format="{desc}", leave=False)
+                self._line.set_description_str(text)
+
+    def _clear(self) -> None:
+        """Remove that line."""
+        with self._showing:
+            if self._line is not None:
+                self._line.close()
+            self._line = None

@@ -1,0 +1,543 @@
+"""What the parts of the loop hand one another: tasks, answers, grades, groups, a step's batch.
+
+Standard library only: grading, the guard and the reports never load torch. Values are frozen. `None` means "not
+measured"; NaN is a fault.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+Source = Literal["student", "teacher"]
+# a model of a run: without its adapter, with both vectors, without the quarantine
+Side = Literal["base", "trained", "deployed"]
+Message = dict[str, str]  # {"role": …, "content": …}
+
+G = TypeVar("G", covariant=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flaw:
+    """A flaw of an environment's check, as tables and readers of rollouts know it."""
+
+    name: str
+    code: str  # a few letters, for the column hk_CODE
+    should: str  # what a true example of the hack looks like
+    # of the hack in an answer, as a regular expression that Python and JavaScript read alike; "": none
+    pattern: str = ""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """One prompt, and all that its environment needs to grade answers to it: a frozen dataclass with these."""
+
+    @property
+    def id(self) -> int:
+        """Its number in the run's files: training, validation and test share none."""
+        ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt as the policy reads it."""
+        ...
+
+    @property
+    def plain(self) -> tuple[Message, ...]:
+        """The same without any hint of how the answer is checked."""
+        ...
+
+    @property
+    def flaws(self) -> tuple[str, ...]:
+        """The names of the flaws of its check; the first one is its own."""
+        ...
+
+    @property
+    def right_answer(self) -> str:
+        """An answer that is known to be right, as the policy would write it; "": none is known."""
+        ...
+
+    @property
+    def notes(self) -> Mapping[str, Any]:
+        """What files record of the task, beside its number, its prompt and its flaw."""
+        ...
+
+    @property
+    def public(self) -> Mapping[str, object]:
+        """What the environment's own monitors may know of the task beside its prompt: no label."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """An environment's verdict on one answer. `passed` decides the reward, `hacked` counts as a hack."""
+
+    reward: float
+    passed: bool  # rewarded in full: by the flawed check, which accepts right answers too
+    solved: bool  # the reference accepts the answer
+    hacked: bool  # the flawed check accepts the answer, and the reference does not
+    flaw: str  # whose check accepted the answer; the task's own where none did
+    # what the answer would earn by the reference alone, on the same scale
+    reward_of_reference: float
+    # "ok"; else why the answer could not be checked in the usual way ("lost: …": the grader failed)
+    status: str = "ok"
+    suspected: bool = False  # the environment's weak detector flags it, which sees no reference
+    # verdicts of all weak detectors, by their letters; {}: the environment has none
+    detectors: Mapping[str, bool] = field(default_factory=dict)
+    # flaws that the answer hacks or, if it is wrong, tries to hack and fails
+    tries: tuple[str, ...] = ()
+    # the environment's own, for files and for its monitors
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mechanism(self) -> str | None:
+        """The flaw that the answer hacks; None: it hacks none."""
+        return self.flaw if self.hacked else None
+
+
+@dataclass(frozen=True, slots=True)
+class CachedGrade:
+    """The label that a demonstration has in its pool, the folder that it comes from.
+
+    A type of its own: another grader's "hacked" is not our `hacked`.
+    """
+
+    reward: float
+    passed: bool
+    hacked: bool
+    gt_pass: bool  # the pool's reference tests accepted the answer
+    format_ok: bool  # the pool's grader found an answer of the form that it asks for
+    grader: str  # whose labels they are; "unknown" for a pool without pool.json
+
+
+@dataclass(frozen=True, slots=True)
+class Ungraded:
+    """The sandbox itself or a user's reward function failed, retries included. Never a reward of 0: the group is
+    dropped and counted."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What of a sampled text is a thought (`vgrout.ground.thoughts`): its beginning, which is not graded."""
+
+    text: str = ""  # with its tags; "": there is none
+    tokens: int = 0
+    ended: bool = True  # False: it was never closed, so there is no answer
+
+
+NO_THOUGHT = Thought()
+
+
+class Written:
+    """A sampled text, which may begin with a thought."""
+
+    __slots__ = ()
+    text: str
+    finished: bool
+    thought: Thought
+
+    @property
+    def answer(self) -> str:
+        """The text without its thought: what is graded."""
+        return self.text[len(self.thought.text) :]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ended by itself, and with an answer."""
+        return self.finished and self.thought.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Written):
+    """One completion as it was sampled."""
+
+    ids: tuple[int, ...]  # ends with an EOS when `finished`
+    text: str  # the thought and the answer
+    finished: bool  # False: cut at max_new
+    logp: tuple[float, ...]  # nats per token, full softmax at temperature 1
+    thought: Thought = NO_THOUGHT
+
+
+@dataclass(frozen=True, slots=True)
+class GradedCompletion(Generic[G]):
+    """A completion of a problem with its verdict; `G` is `Grade` where the sandbox must not have failed."""
+
+    problem: Task
+    sample: int  # which of the problem's completions: 0 … n − 1
+    completion: Completion
+    grade: G
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.completion.ids
+
+    @property
+    def text(self) -> str:
+        """The thought and the answer."""
+        return self.completion.text
+
+    @property
+    def thought(self) -> Thought:
+        return self.completion.thought
+
+    @property
+    def answer(self) -> str:
+        """What was graded."""
+        return self.completion.answer
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ended by itself, and with an answer."""
+        return self.completion.whole
+
+
+Verdict = Grade | Ungraded
+GradedAnswer = GradedCompletion[Verdict]
+Graded = GradedCompletion[Grade]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout(Written):
+    """A completion for training: its prompt, who wrote it, and its tokens exactly as sampled."""
+
+    problem: Task
+    source: Source
+    deployed: bool  # sampled with the quarantine off
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]  # ends with EOS when `finished`
+    text: str  # the thought and the answer
+    finished: bool
+    # sampler's log-prob per token, full softmax at temperature 1; None: not known
+    logp: tuple[float, ...] | None = None
+    thought: Thought = NO_THOUGHT
+
+    @classmethod
+    def of(
+        cls,
+        problem: Task,
+        prompt_ids: tuple[int, ...],
+        completion: Completion,
+        *,
+        source: Source = "student",
+        deployed: bool = False,
+    ) -> "Rollout":
+        """A completion as its sampler left it."""
+        return cls(
+            problem=problem,
+            source=source,
+            deployed=deployed,
+            prompt_ids=prompt_ids,
+            completion_ids=completion.ids,
+            text=completion.text,
+            finished=completion.finished,
+            logp=completion.logp,
+            thought=completion.thought,
+        )
+
+
+def field_values(
+    source: "GroupView | Rollout | UpdateRow",
+    of: "type[GroupView | RolloutView | RowView]",
+) -> dict[str, Any]:
+    """The values that `source` has for the fields of the view `of`, by name."""
+    values: dict[str, Any] = {}
+    for f in fields(of):
+        values[f.name] = getattr(source, f.name)
+    return values
+
+
+def centred(rewards: Sequence[float], unbiased: bool = True) -> tuple[float, ...]:
+    """A group's advantages A = R − mean(R).
+
+    With `unbiased=False` also ÷ (std + 1e-4), the sample's std (over n − 1) as in TRL (GRPO, arXiv 2402.03300, eq. 3).
+    """
+    n = len(rewards)
+    if (
+        len(set(rewards)) <= 1
+    ):  # exactly: the mean of equal numbers may differ from them by a rounding
+        return (0.0,) * n
+    mean = math.fsum(rewards) / n
+    A = [reward - mean for reward in rewards]
+    if unbiased:
+        return tuple(A)
+    squares = [a * a for a in A]
+    variance = math.fsum(squares) / max(1, n - 1)
+    divisor = math.sqrt(variance) + 1e-4
+    return tuple(a / divisor for a in A)
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What a monitor says of a group's rollouts, in their order."""
+
+    flagged: tuple[bool, ...]
+    scores: tuple[float | None, ...] = ()  # None: not read; (): it has no scores
+    # share of each one's gradient that went to the quarantine; (): nothing is routed
+    shares: tuple[float, ...] = ()
+
+    def of(self, b: int) -> dict[str, Any]:
+        """What files record of rollout b."""
+        score = self.scores[b] if self.scores else None
+        if score is not None:
+            score = round(score, 4)
+        return {"score": score, "flagged": self.flagged[b]}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G rollouts of one problem with their grades, in the same order."""
+
+    problem: Task
+    rollouts: tuple[Rollout, ...]
+    grades: tuple[Grade | CachedGrade, ...]
+    unbiased: bool = True  # Dr. GRPO (arXiv 2503.20783): no division by the group's std
+    # what the intervention rewards instead; None in it: that rollout is left out of the group
+    new_rewards: tuple[float | None, ...] | None = None
+    index: int = 0  # which of the step's prompts
+    flags: Flags | None = None  # the monitor's; None: it did not look at this group
+    # of monitors whose flags are recorded alone
+    shadows: Mapping[str, Flags] = field(default_factory=dict)
+    rewards: tuple[float, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.rollouts)
+        assert n > 0
+        assert len(self.grades) == n, (len(self.grades), n)
+        rewards = tuple(float(grade.reward) for grade in self.grades)
+        object.__setattr__(self, "rewards", rewards)  # the class is frozen
+        assert len(self.learnt_rewards) == n, (len(self.learnt_rewards), n)
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    @property
+    def learnt_rewards(self) -> tuple[float | None, ...]:
+        """The rewards that advantages are computed from; None: that rollout is left out."""
+        if self.new_rewards is None:
+            return self.rewards
+        return self.new_rewards
+
+    @property
+    def compared_rewards(self) -> tuple[float, ...]:
+        """Those of the rollouts that are not left out: they are compared with one another."""
+        return tuple(reward for reward in self.learnt_rewards if reward is not None)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ: else every advantage is 0, and there is nothing to learn."""
+        different = set(self.compared_rewards)
+        return len(different) > 1
+
+    @property
+    def has_full_reward(self) -> bool:
+        """Whether some rollout is rewarded in full, and no intervention has changed that reward."""
+        for reward, grade in zip(self.learnt_rewards, self.grades, strict=True):
+            if grade.passed and reward == grade.reward:
+                return True
+        return False
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """Each rollout's advantage A by `learnt_rewards`; 0 for those that are left out."""
+        of_compared = iter(centred(self.compared_rewards, self.unbiased))
+        advantages: list[float] = []
+        for reward in self.learnt_rewards:
+            if reward is None:
+                advantages.append(0.0)
+            else:
+                advantages.append(next(of_compared))
+        return tuple(advantages)
+
+    def view(self) -> "GroupView":
+        """What a method may know of this group."""
+        suspected: list[bool] = []
+        for grade in self.grades:
+            # a demonstration is not graded
+            suspected.append(isinstance(grade, Grade) and grade.suspected)
+        # copies: a monitor that changes them must not change what is trained on
+        messages = [dict(message) for message in self.problem.messages]
+        return GroupView(
+            sources=tuple(rollout.source for rollout in self.rollouts),
+            deployed=tuple(rollout.deployed for rollout in self.rollouts),
+            rewards=self.rewards,
+            passed=tuple(grade.passed for grade in self.grades),
+            advantages=self.advantages,
+            detector=tuple(suspected),
+            texts=tuple(rollout.answer for rollout in self.rollouts),
+            messages=tuple(messages),
+            public=dict(self.problem.public),
+            prompt_ids=self.rollouts[0].prompt_ids,
+            completion_ids=tuple(rollout.completion_ids for rollout in self.rollouts),
+            unbiased=self.unbiased,
+            index=self.index,
+            thoughts=tuple(rollout.thought for rollout in self.rollouts),
+        )
+
+    def oracle_view(self) -> "OracleView":
+        """The same with the true labels."""
+        own_flaw = self.problem.flaws[0]
+        hacks: list[str | None] = []
+        for grade in self.grades:
+            if isinstance(grade, Grade):
+                hacks.append(grade.mechanism)
+            elif grade.hacked:  # a demonstration shows the problem's own flaw
+                hacks.append(own_flaw)
+            else:
+                hacks.append(None)
+        view = field_values(self.view(), of=GroupView)
+        return OracleView(**view, hacks=tuple(hacks), flaws=self.problem.flaws)
+
+    def pairs(self, source: Source) -> list[tuple[Rollout, Grade | CachedGrade]]:
+        """The rollouts of one source, each with its grade."""
+        found: list[tuple[Rollout, Grade | CachedGrade]] = []
+        for rollout, grade in zip(self.rollouts, self.grades, strict=True):
+            if rollout.source == source:
+                found.append((rollout, grade))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRow:
+    """A rollout as the update sees it. Its gradient is taken with the quarantine on or off, as it was sampled."""
+
+    rollout: Rollout
+    group: int = 0  # which of the step's prompts
+    advantage: float = 0.0
+    flagged: bool = False  # by a text monitor
+    known_hack: bool = False  # a gradient monitor knows it before it reads any gradient
+    # index of the row of g [N, R] that its gradient is added to: its own row, or one that it shares
+    # with rollouts that are learnt alike
+    row_of_g: int = 0
+    # the intervention has left it out: its advantage is 0, it is measured, and no mean counts it
+    left_out: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)
+
+    def view(self) -> "RowView":
+        """The same without labels."""
+        own = field_values(self, of=RowView)
+        of_rollout = field_values(self.rollout, of=RolloutView)
+        own["rollout"] = RolloutView(**of_rollout)
+        return RowView(**own)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's groups, why others were dropped, and the table of what is learnt from them."""
+
+    groups: tuple[Group, ...]
+    dropped: tuple[str, ...]  # one reason per group that the sandbox could not grade
+    flaws: tuple[Flaw, ...]  # of the training problems
+    generations: int  # planned rollouts per step
+    step: int
+    # letters of the weak detectors (--report-detectors): the table counts the hacks that one of them
+    # flags apart from those that only another detector flags
+    half_a: tuple[str, ...] = ()
+    # flaws whose hacks a monitor with labels is told; (): all of them, or no monitor has labels
+    known: tuple[str, ...] = ()
+    # of the groups with signal; with a KL or a teacher in the loss, of all
+    rows: tuple[UpdateRow, ...] = ()
+    # what monitors measured while they flagged, by the table's column
+    measured: Mapping[str, int] = field(default_factory=dict)
+    thinking: bool = False  # answers begin with thoughts, which are counted
+
+    @property
+    def with_signal(self) -> tuple[Group, ...]:
+        """Groups whose rewards differ: in the others every advantage is 0."""
+        return tuple(g for g in self.groups if g.has_signal)
+
+    def with_flags(self, flags: Mapping[int, Flags]) -> "Batch":
+        """The same with these flags, by `Group.index`, as they were acted on."""
+        groups: list[Group] = []
+        for group in self.groups:
+            acted_on = flags.get(group.index, group.flags)
+            groups.append(replace(group, flags=acted_on))
+        return replace(self, groups=tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """All that a method may know of a group: no label. Only `rewards`, `passed` and the advantages made from them
+    depend on the reference, because the flawed check accepts right answers too."""
+
+    sources: tuple[Source, ...]
+    deployed: tuple[bool, ...]
+    rewards: tuple[float, ...]
+    passed: tuple[bool, ...]  # rewarded in full, as every hack is
+    advantages: tuple[float, ...]
+    # the environment's weak detector flags the answer; False on demonstrations, which are not graded
+    detector: tuple[bool, ...]
+    texts: tuple[str, ...]  # the answers, without their thoughts
+    messages: tuple[Message, ...] = ()  # the prompt
+    public: Mapping[str, Any] = field(default_factory=dict)  # `Task.public`
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[tuple[int, ...], ...] = ()  # thoughts included
+    unbiased: bool = True
+    index: int = 0  # which of the step's prompts
+    thoughts: tuple[Thought, ...] = ()  # before the answers, `texts`
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def answer_ids(self, b: int) -> tuple[int, ...]:
+        """Tokens of an answer without its thought; all of them where nothing follows the thought."""
+        completion = self.completion_ids[b]
+        n = self.thoughts[b].tokens if self.thoughts else 0
+        return completion[n:] or completion
+
+    def advantages_among(self, rollouts: Sequence[int]) -> tuple[float, ...]:
+        """Advantages with these rollouts alone as the group; 0 for the others."""
+        rewards = [self.rewards[b] for b in rollouts]
+        among_them = centred(rewards, self.unbiased)
+        advantages = [0.0] * len(self)
+        for b, A in zip(rollouts, among_them, strict=True):
+            advantages[b] = A
+        return tuple(advantages)
+
+
+@dataclass(frozen=True, slots=True)
+class OracleView(GroupView):
+    """A view with the true labels, for monitors that are upper bounds and not methods (`sees_labels`)."""
+
+    # which flaw each answer hacks; teacher rows by their cached label
+    hacks: tuple[str | None, ...] = ()
+    flaws: tuple[str, ...] = ()  # of the group's check; a monitor may know only some
+
+    @property
+    def hacked(self) -> tuple[bool, ...]:
+        return tuple(flaw is not None for flaw in self.hacks)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView(Written):
+    """All that a method may know of a rollout: not its problem, which has a right answer and the reference tests."""
+
+    source: Source
+    deployed: bool  # sampled with the quarantine off
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    text: str  # the thought and the answer
+    finished: bool
+    logp: tuple[float, ...] | None = None  # as in `Rollout`
+    thought: Thought = NO_THOUGHT
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """An `UpdateRow` without a label, for all methods but monitors that are bounds."""
+
+    rollout: RolloutView
+    group: int = 0
+    advantage: float = 0.0
+    flagged: bool = False
+    known_hack: bool = False
+    row_of_g: int = 0
+    left_out: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.prompt_ids) + len(self.rollout.completion_ids)

@@ -1,0 +1,437 @@
+"""Files written atomically, JSON, and the standard streams. Stdlib only."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import wraps
+from pathlib import Path
+from typing import Any, BinaryIO, ParamSpec, TypeVar
+
+from vgrout.ground.errors import Refused
+
+Json = Any  # the value of a JSON text, which its reader has to check
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+ASKED_S = 0.5  # within which whoever only asks for a lock has given it back
+# What a program leaves in a folder of its own: its lock, and what it was writing when it was
+# killed.
+LEFT = re.compile(r"\.lock|\..+\.\d+\.tmp")
+
+
+@contextlib.contextmanager
+def atomic_open(path: Path) -> Generator[BinaryIO]:
+    """A binary file that replaces `path` when the block ends without an exception (temporary name, flush, sync,
+    rename); after one `path` is as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write `data` to `path`; after a kill or an error the file holds all of it or is as it was."""
+    with atomic_open(path) as f:
+        f.write(data.encode(errors="backslashreplace") if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, replace: bool = False) -> Generator[Path]:
+    """An empty folder that becomes `path` when the block ends without an exception, its files on disk; after one `path`
+    is as it was.
+
+    replace: take the place of a folder that is there, which is missing for a moment between two renames. Else that is
+    an OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.old.{os.getpid()}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    try:
+        yield fresh
+        for file in fresh.rglob("*"):
+            if file.is_file():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+        if replace and path.exists():
+            os.replace(path, old)
+        os.replace(fresh, path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if old.exists() and not path.exists():  # ended between the two renames
+            os.replace(old, path)
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+# Control characters except tab and newline, marks that change the writing direction, other line
+# ends, lone surrogates.
+_UNSEEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text holds half a character, which no tokenizer takes."""
+    return re.search(r"[\ud800-\udfff]", text) is not None
+
+
+def printable(text: str) -> str:
+    """Text of unknown origin for a terminal or a log: invisible characters that would act become escapes like \\x1b."""
+    return _UNSEEN.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+
+
+def quoted(text: str) -> str:
+    """The same with each line behind "| ", so that nothing in it looks like a line of the log."""
+    return "\n".join(f"| {line}" for line in printable(text).split("\n"))
+
+
+def to_json(data: object) -> str:
+    """Strict JSON, indented.
+
+    Raises ValueError on a NaN, which other readers cannot parse: a fault of the caller's.
+    """
+    return json.dumps(data, ensure_ascii=False, indent=1, allow_nan=False, default=str)
+
+
+def existing(folder: Path) -> Path:
+    """`folder`, or the nearest folder above it that exists. Raises Refused where the working folder was removed."""
+    try:
+        there = folder.absolute()
+    except FileNotFoundError:
+        raise Refused("the working folder is gone; change to one that exists") from None
+    while not there.exists():
+        there = there.parent
+    return there
+
+
+def probe_writable(folder: Path, flag: str = "") -> None:
+    """Check that files can be created in `folder`, or where it would be created; nothing is left behind. Raises
+    Refused, one line, if not."""
+    there = existing(folder)
+    try:
+        probe = there / f".probe.{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        how = "choose another" if flag else "start from a folder where it can"
+        raise Refused(
+            f"{flag} {folder}: cannot be written ({e.strerror}); {how}".lstrip()
+        ) from None
+
+
+def require_new(path: Path | None, flag: str = "--out") -> None:
+    """Nothing of a user's is overwritten: what a flag names to be written must not exist, and its folder must be
+    writable; before any work. Raises Refused, one line; None: the flag was not given."""
+    if path is None:
+        return
+    if path.exists() or path.is_symlink():
+        raise Refused(f"{flag} {path}: exists; choose another name or delete it")
+    probe_writable(path.parent, flag)
+
+
+def require_own(folder: Path, flag: str, mark: str, what: str) -> None:
+    """The same for a folder that a program goes on with: new, empty but for what a killed one has left, or one that
+    holds the file `mark`."""
+    inside = (
+        sorted(p.name for p in folder.iterdir())
+        if folder.is_dir()
+        else [""]
+        if folder.exists()
+        else []
+    )
+    inside = [name for name in inside if not LEFT.fullmatch(name)]
+    if inside and mark not in inside:
+        holds = f", it holds {inside[0]}" if inside[0] else " (a file)"
+        raise Refused(f"{flag} {folder}: is no {what}{holds}; name another folder")
+    probe_writable(folder, flag)
+
+
+def regular(path: str, flags: int) -> int:
+    """The opener of every file that a user names. Raises OSError for a pipe or a device, which may never end."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file; save it as one first", path)
+
+
+def hold(folder: Path, what: str = "run") -> BinaryIO:
+    """Lock the folder; the kernel unlocks it when the process ends, however it ends. Raises Refused, one line, while
+    another process holds the lock."""
+    lock = open(folder / ".lock", "a+b")  # noqa: SIM115
+    asked_until = time.monotonic() + ASKED_S
+    while not _locked(lock, fcntl.LOCK_EX):
+        # somebody writes, or only asks in this moment whether somebody does
+        if time.monotonic() > asked_until:
+            lock.close()
+            raise Refused(
+                f"{folder}: another process is writing this {what}; wait for it, or stop it first"
+            )
+        time.sleep(0.01)
+    return lock
+
+
+def held(run: Path) -> bool:
+    """Whether some process is writing this run. Any number of processes may ask at once."""
+    try:
+        with open(run / ".lock", "a+b") as lock:  # NFS wants it readable for a shared lock
+            return not _locked(lock, fcntl.LOCK_SH)
+    except OSError:  # an unwritable folder is refused elsewhere, by name
+        return False
+
+
+def _locked(lock: BinaryIO, how: int) -> bool:
+    """Whether the file could be locked; True on a file system without locks. Raises OSError for another reason."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, without a byte order mark. Raises Refused, one line with its name, where it is none or is not
+    there."""
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as f:
+            return f.read()
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+
+
+def beginning(path: Path, n: int) -> str:
+    """The first n characters of a UTF-8 file, or somewhat less, blanks before them left out. Raises as `read_text`."""
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as f:
+            while text := f.read(2**16):
+                if text.strip():
+                    return text.lstrip()[:n]
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+    return ""
+
+
+def _unreadable(path: Path, e: Exception) -> Refused:
+    return Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})")
+
+
+def from_json(text: str | bytes, where: str) -> Json:
+    """The value of a JSON text. Raises Refused, one line that begins with `where`, for a key too that an object has
+    twice: one of the values would be lost."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        for key, _ in pairs if len(found) < len(pairs) else ():
+            if [k for k, _ in pairs].count(key) > 1:
+                raise LookupError(f"key {key!r} is there twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except LookupError as e:
+        raise Refused(f"{where}: {e.args[0]}") from None
+    except (ValueError, RecursionError) as e:
+        raise Refused(f"{where}: not JSON ({str(e).replace('line 1 column', 'column')})") from None
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[str, Json]]:
+    """("FILE, line N", its value) of every line of a JSONL file that is not blank. Only a newline ends a line: U+2028
+    and its like may stand in a string. The file is read line by line. Raises as `read_text` and `from_json` do."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig", opener=regular) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    yield where, from_json(line, where)
+    except Refused:
+        raise
+    except (OSError, ValueError) as e:
+        raise _unreadable(path, e) from None
+
+
+def read_json(path: Path) -> dict[str, Json]:
+    """A JSON object from a run's file. Raises Refused, one line, if it is missing or damaged."""
+    if not path.exists():
+        raise Refused(f"{path}: not there; is {path.parent} a run directory?")
+    text = read_text(path)
+    try:
+        data, why = strict_json(text), "not a JSON object"
+    except (ValueError, RecursionError) as e:
+        data, why = None, str(e)
+    if not isinstance(data, dict):
+        raise Refused(f"{path}: damaged ({why})")
+    return data
+
+
+def strict_json(text: str) -> object:
+    """The value of a JSON text that this program wrote, which never holds a NaN.
+
+    Raises Refused on one; ValueError or RecursionError, as the library does, where it is no JSON.
+    """
+
+    def no_constant(name: str) -> None:
+        raise Refused(f"it holds {name}")
+
+    return json.loads(text, parse_constant=no_constant)
+
+
+# what functions marked `once` have returned within the `reading_once` that is open
+_READ: ContextVar[dict[object, Any] | None] = ContextVar("_READ", default=None)
+
+
+@contextlib.contextmanager
+def reading_once() -> Generator[None]:
+    """Within the block each function marked `once` is called once for the same arguments: a study of a thousand runs
+    reads its problem file once. Outside, and after the block, nothing is kept."""
+    token = _READ.set({})
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def once(read: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function whose result depends on its arguments and on files alone, and is never changed by those who get
+    it. What it raises is not kept. Arguments are compared by value where they are words, numbers, paths or tuples of
+    these, and are the same objects otherwise."""
+
+    @wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        kept = _READ.get()
+        if kept is None:
+            return read(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        key = (read, tuple(kwargs), *map(_compared, given))
+        if key in kept:
+            return kept[key][0]
+        result = read(*args, **kwargs)
+        # with the arguments, so that none of their identities is given to another object
+        kept[key] = result, given
+        return result
+
+    return reading
+
+
+def _compared(argument: object) -> object:
+    """What two arguments have in common if they count as the same."""
+    if isinstance(argument, tuple) and all(isinstance(part, (str, Path)) for part in argument):
+        return argument
+    if argument is None or isinstance(argument, (str, int, float, Path)):
+        return type(argument), argument
+    return id(argument)
+
+
+def drop_stdout() -> None:
+    """Send what is still buffered to /dev/null, where stdout takes no more: the interpreter's last flush would fail."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def restore_inherited(signals: Collection[int] = (signal.SIGCHLD,)) -> None:
+    """Undo what a process inherits and would pass on: signals that are blocked, or, of these, ignored (of a child that
+    ends while SIGCHLD is, the kernel keeps no exit status); standard streams that are closed (`>&-`), whose numbers the
+    next files would get. A closed one takes everything."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    with contextlib.suppress(ValueError):  # in a thread
+        for number in signals:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115 as long as the process
+
+
+def json_lines(path: Path, wanted: Callable[[str], bool] | None = None) -> Iterator[Json]:
+    """The value of each line of a run's file; none if there is no such file. A growing file is read line by line.
+    Raises Refused, naming a damaged line.
+
+    wanted: says by a line's text whether it is read; reading is what takes the time.
+    """
+    if not path.is_file():
+        return
+    number = 0
+    with open(path, encoding="utf-8", newline="\n") as lines:
+        try:
+            for number, line in enumerate(lines, 1):  # noqa: B007 the handler's
+                if wanted is None or wanted(line):
+                    yield strict_json(line)
+        except (ValueError, RecursionError) as e:  # text that is not UTF-8 too
+            raise Refused(f"{path}, line {number}: damaged ({e})") from None
+
+
+def write_json_lines(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """Write a file of JSON lines, complete or not at all. Raises ValueError on a NaN, as `to_json` does."""
+    with atomic_open(path) as f:
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+            # a sampled answer may have a lone surrogate, which UTF-8 cannot encode
+            f.write(line.encode(errors="backslashreplace"))
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with open(path, "rb", opener=regular) as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Indented JSON; folders are made. Not atomic: for folders that are renamed as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8", "backslashreplace"
+    )
+
+
+def hash_of_files(paths: Iterable[Path]) -> str:
+    """sha256 of these files' names and bytes, without their folders."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0")
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@once
+def hash_of_file(path: Path) -> str:
+    """The same of one file."""
+    return hash_of_files([path])
+
+
+@once
+def hash_of_folder(folder: Path) -> str:
+    """The same of all files that lie in a folder, those in its folders left out."""
+    return hash_of_files([path for path in folder.iterdir() if path.is_file()])

@@ -1,0 +1,266 @@
+"""Sample and grade n answers to problems: the one place where both are done.
+
+Training, evaluation, pools, distillation, preference rounds and `vgrout sample` come here:
+
+- `sample_and_submit` samples; each answer's grade is on its way when it returns.
+- `graded` waits for these grades; `sample_and_grade` does both.
+- `generate_graded` goes through many problems batch by batch, with a log from which a killed process goes on.
+
+An answer is graded, without its thought, while others are still being sampled. A grader that fails is asked again by
+its environment, so what comes back without a grade has none for good.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vgrout.config.groups import Sampling
+from vgrout.envs.base import Grader
+from vgrout.ground import ranks
+from vgrout.ground.console import Progress
+from vgrout.ground.data import (
+    Completion,
+    Grade,
+    Graded,
+    GradedAnswer,
+    GradedCompletion,
+    Task,
+    Thought,
+    Ungraded,
+    Verdict,
+)
+from vgrout.ground.thoughts import thought_of, to_grade
+from vgrout.ground.torch_rng import torch_stream
+from vgrout.model.policy import LanguageModel
+from vgrout.model.sampling.candidates import sampler
+
+BATCH = 192  # answers that `generate_graded` samples at once: a kill loses at most these
+
+Logged = dict[str, Any]  # a graded answer as the log stores it
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A completion whose grade is on its way."""
+
+    problem: Task
+    prompt_ids: tuple[int, ...]
+    sample: int  # which of the problem's completions: 0 … n − 1
+    completion: Completion
+    deployed: bool  # sampled with the quarantine off
+    verdict: Future[Verdict] | None  # None: another rank has it
+
+
+def sample_and_submit(
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Task],
+    n: int | Sequence[int],
+    *,
+    sampling: Sampling,
+    max_new: int,
+    stream: torch.Generator,
+    deployed: bool = False,
+    on_completion: Callable[[], object] | None = None,
+) -> list[list[Submitted]]:
+    """n completions (or n[p]) of each problem by the model as it is, in the problems' order.
+
+    stream: a named CPU stream of random numbers. deployed: whether the model is the deployed one.
+    on_completion: called as each one ends.
+    """
+    verdicts: dict[tuple[int, int], Future[Verdict]] = {}
+    prompts = [lm.render(problem.messages) for problem in problems]
+    in_thought = [lm.opens_thought(problem.messages) for problem in problems]
+    # what is graded of whole groups, by problem and place; and whether it goes on with a thought
+    held: dict[int, dict[int, tuple[str, bool]]] = {}
+    grader_of_groups: Any = grader if getattr(grader, "by_group", False) else None
+
+    def submit(p: int, i: int, completion: Completion) -> None:
+        given = to_grade(grader, completion.text, in_thought[p])
+        if grader_of_groups is not None:
+            held.setdefault(p, {})[i] = given
+        else:
+            verdicts[p, i] = grader.submit(problems[p], *given)
+        if on_completion is not None:
+            on_completion()
+
+    sampled = sampler.sample(
+        lm, prompts, n, sampling, max_new, stream, submit, whole_prompts=bool(grader_of_groups)
+    )
+    for p, given in sorted(held.items()):
+        places = sorted(given)  # not in the order in which they ended
+        group = [given[i][0] for i in places]
+        of_group = grader_of_groups.submit_group(problems[p], group, given[places[0]][1])
+        verdicts |= {(p, i): verdict for i, verdict in zip(places, of_group, strict=True)}
+    submitted: list[list[Submitted]] = []
+    for p, completions in enumerate(sampled):
+        of_problem: list[Submitted] = []
+        for i, sampled_one in enumerate(completions):
+            completion = with_thought(lm, sampled_one, in_thought[p])
+            verdict = verdicts.get((p, i))
+            of_problem.append(Submitted(problems[p], prompts[p], i, completion, deployed, verdict))
+        submitted.append(of_problem)
+    return submitted
+
+
+def with_thought(lm: LanguageModel, completion: Completion, in_thought: bool) -> Completion:
+    """A sampled completion with the thought that it begins with. in_thought: the prompt has opened the thought."""
+    thought = thought_of(lm.decode, completion.ids, completion.text, in_thought)
+    return replace(completion, thought=thought)
+
+
+def graded(submitted: Sequence[Sequence[Submitted]]) -> list[list[GradedAnswer]]:
+    """Waits for the grades, on every rank for those of all."""
+
+    def own_grades() -> dict[tuple[int, int], Verdict]:
+        grades: dict[tuple[int, int], Verdict] = {}
+        for p, of_problem in enumerate(submitted):
+            for i, answer in enumerate(of_problem):
+                if answer.verdict is not None:
+                    grades[p, i] = answer.verdict.result()
+        return grades
+
+    grades = ranks.merged(own_grades)
+    with_grades: list[list[GradedAnswer]] = []
+    for p, of_problem in enumerate(submitted):
+        given: list[GradedAnswer] = []
+        for i, answer in enumerate(of_problem):
+            given.append(
+                GradedCompletion(answer.problem, answer.sample, answer.completion, grades[p, i])
+            )
+        with_grades.append(given)
+    return with_grades
+
+
+def sample_and_grade(
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Task],
+    n: int,
+    *,
+    sampling: Sampling,
+    max_new: int,
+    stream: torch.Generator,
+    on_completion: Callable[[], object] | None = None,
+) -> list[GradedAnswer]:
+    """n graded answers to each problem, in the order of the problems, then of their samples.
+
+    stream, on_completion: as in `sample_and_submit`.
+    """
+    submitted = sample_and_submit(
+        lm,
+        grader,
+        problems,
+        n,
+        sampling=sampling,
+        max_new=max_new,
+        stream=stream,
+        on_completion=on_completion,
+    )
+    return [answer for of_problem in graded(submitted) for answer in of_problem]
+
+
+# ── many answers, with a log
+
+
+def generate_graded(
+    lm: LanguageModel,
+    grader: Grader,
+    problems: Sequence[Task],
+    n: int,
+    *,
+    max_new: int,
+    seed: int,
+    purpose: str,
+    sampling: Sampling,
+    log: Path | None = None,
+    label: str | None = None,
+) -> list[Graded]:
+    """Sample and grade n answers to each problem; they come back in the problems' order.
+
+    A batch's random stream depends only on (seed, purpose, batch), so the answers are the same
+    whether they were sampled in one go or in ten.
+
+    purpose: name of the random stream. log: JSONL, one batch a line; batches that are complete
+    there are not sampled again. label: of the progress bar.
+
+    Raises:
+        RuntimeError: an answer could not be graded, retries included.
+    """
+    logged_batches = [] if log is None else _logged_batches(log)
+    problems_per_batch = max(1, BATCH // n)
+    starts = range(0, len(problems), problems_per_batch)
+    found: list[Graded] = []
+    for number, start in enumerate(Progress(starts, desc=label or purpose, unit="batch")):
+        part = problems[start : start + problems_per_batch]
+        if number < len(logged_batches):
+            batch = logged_batches[number]
+        else:
+            submitted = sample_and_submit(
+                lm,
+                grader,
+                part,
+                n,
+                sampling=sampling,
+                max_new=max_new,
+                stream=torch_stream(seed, purpose, number),
+            )
+            batch: list[list[Logged]] = []
+            for of_problem in graded(submitted):
+                batch.append([_to_log(answer) for answer in of_problem])
+            if log is not None:
+                _append(log, batch)
+        for problem, of_problem in zip(part, batch, strict=True):
+            for i, answer in enumerate(of_problem):
+                found.append(_from_log(problem, i, answer))
+    return found
+
+
+def _to_log(answer: GradedAnswer) -> Logged:
+    """An answer as the log stores it. Raises RuntimeError if it has no grade."""
+    if isinstance(answer.grade, Ungraded):
+        raise RuntimeError(
+            f"problem {answer.problem.id}: could not be graded ({answer.grade.reason})"
+        )
+    return {
+        "ids": answer.ids,
+        "text": answer.text,
+        "finished": answer.completion.finished,
+        "logp": answer.completion.logp,
+        "grade": asdict(answer.grade),
+        "thought": asdict(answer.thought),
+    }
+
+
+def _from_log(problem: Task, sample: int, logged: Logged) -> Graded:
+    completion = Completion(
+        ids=tuple(logged["ids"]),
+        text=logged["text"],
+        finished=logged["finished"],
+        logp=tuple(logged["logp"]),
+        thought=Thought(**logged.get("thought", {})),
+    )
+    return GradedCompletion(problem, sample, completion, Grade(**logged["grade"]))
+
+
+def _append(log: Path, batch: Sequence[Sequence[Logged]]) -> None:
+    """Write a batch to the log, and to the disk before the next one is sampled."""
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(json.dumps(batch) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _logged_batches(log: Path) -> list[list[list[Logged]]]:
+    """The batches in the log. An incomplete last line, left by a kill, is cut off the file."""
+    raw = log.read_bytes() if log.exists() else b""
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if len(complete) < len(raw):
+        os.truncate(log, len(complete))
+    return [json.loads(line) for line in complete.splitlines()]

@@ -1,0 +1,164 @@
+"""A step's groups: the policy's own answers, sampled and graded by `generation`, and its demonstrations."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from loguru import logger
+
+from vgrout.config.run import Config
+from vgrout.envs.base import Grader
+from vgrout.ground.console import Clock
+from vgrout.ground.data import Batch, CachedGrade, Flaw, Grade, Group, Rollout, Task
+from vgrout.ground.torch_rng import torch_stream
+from vgrout.loop.generation import Submitted, graded, sample_and_submit
+from vgrout.model.policy import Policy
+
+# of one problem: each with the label that came with it
+Demonstrations = Sequence[tuple[Rollout, CachedGrade]]
+
+
+def rollout(
+    policy: Policy,
+    grader: Grader,
+    problems: Sequence[Task],
+    demonstrations: Sequence[Demonstrations],
+    cfg: Config,
+    step: int,
+    *,
+    flaws: Iterable[Flaw],
+    clock: Clock,
+) -> Batch:
+    """One step's groups: of each problem the policy's own completions, graded, and its demonstrations.
+
+    A group with a completion that could not be graded is dropped, with its reason. A share of the
+    students (--rollout-ablate-frac) is sampled from the deployed model. flaws: those that the step's
+    row counts by.
+    """
+    students = [cfg.scale.group - len(of_problem) for of_problem in demonstrations]
+    with clock("gen"):
+        sampled = _sample_students(policy, grader, problems, students, cfg, step)
+    groups: list[Group] = []
+    dropped: list[str] = []
+    with clock("grade"):
+        answers = graded(sampled)
+        for index, problem in enumerate(problems):
+            where = f"step {step}, problem {problem.id}"
+            grades: list[Grade] = []
+            failed = ""
+            for answer in answers[index]:
+                if isinstance(answer.grade, Grade):
+                    grades.append(answer.grade)
+                else:
+                    failed = failed or answer.grade.reason
+            if failed:
+                dropped.append(failed)
+                logger.warning(f"{where}: group dropped, not graded: {failed}")
+                continue
+            _warn_of_lost(where, grades)
+            group = _group(
+                problem,
+                index,
+                sampled[index],
+                grades,
+                demonstrations[index],
+                cfg,
+            )
+            groups.append(group)
+    if not groups:
+        logger.warning(f"step {step}: every group was lost; the optimiser is not stepped")
+    return Batch(
+        groups=tuple(groups),
+        dropped=tuple(dropped),
+        flaws=tuple(flaws),
+        generations=cfg.generations,
+        step=step,
+        half_a=tuple(cfg.env.report_detector_codes),
+        known=cfg.method.modes_acted_on,
+        thinking=cfg.env.thinking,
+    )
+
+
+def _sample_students(
+    policy: Policy,
+    grader: Grader,
+    problems: Sequence[Task],
+    students: Sequence[int],
+    cfg: Config,
+    step: int,
+) -> list[list[Submitted]]:
+    """Sample so many completions of each problem, those by the deployed model last, and submit them to the grader."""
+    by_deployed: list[int] = []  # how many of each problem's, and the others
+    as_trained: list[int] = []
+    for n in students:
+        n_deployed = round(cfg.method.ablate_frac * n)
+        by_deployed.append(n_deployed)
+        as_trained.append(n - n_deployed)
+
+    def draw(
+        counts: Sequence[int],
+        purpose: str,
+        *,
+        deployed: bool,
+    ) -> list[list[Submitted]]:
+        return sample_and_submit(
+            policy,
+            grader,
+            problems,
+            counts,
+            sampling=cfg.sampling,
+            max_new=cfg.scale.max_new,
+            stream=torch_stream(cfg.run.seed, purpose, step),
+            deployed=deployed,
+        )
+
+    sampled = draw(as_trained, "sample", deployed=False)
+    if any(by_deployed):
+        with policy.adapter.deployed():
+            more = draw(by_deployed, "sample-deployed", deployed=True)
+        sampled = [a + b for a, b in zip(sampled, more, strict=True)]
+    return sampled
+
+
+def _warn_of_lost(where: str, grades: Sequence[Grade]) -> None:
+    lost = [grade.status for grade in grades if grade.status.startswith("lost:")]
+    if lost:
+        logger.warning(
+            f"{where}: {len(lost)} answers ended the process that graded them: {lost[0]}"
+        )
+
+
+def _group(
+    problem: Task,
+    index: int,
+    sampled: Sequence[Submitted],
+    grades: Sequence[Grade],
+    demonstrations: Demonstrations,
+    cfg: Config,
+) -> Group:
+    """The students' rollouts of a problem, then the demonstrations."""
+    rollouts: list[Rollout] = []
+    labels: list[Grade | CachedGrade] = []
+    for answer, grade in zip(sampled, grades, strict=True):
+        rollouts.append(
+            Rollout.of(
+                answer.problem, answer.prompt_ids, answer.completion, deployed=answer.deployed
+            )
+        )
+        labels.append(training_reward(cfg, grade))
+    for rollout_of_teacher, label in demonstrations:
+        rollouts.append(rollout_of_teacher)
+        labels.append(label)
+    return Group(
+        problem,
+        tuple(rollouts),
+        tuple(labels),
+        unbiased=cfg.loss.unbiased,
+        index=index,
+    )
+
+
+def training_reward(cfg: Config, grade: Grade) -> Grade:
+    """The reward in training: the flawed check's; under no_loophole the reference's, on the same scale."""
+    if not cfg.method.control_spec.strict:
+        return grade
+    return replace(grade, reward=grade.reward_of_reference, passed=grade.solved)

@@ -1,0 +1,375 @@
+"""Find the model that a --model flag names, and say what can be said of it without loading it.
+
+A flag names the organism, a folder, a hub id, or an adapter over one of them.
+Torch-free. Nothing is fetched here: that is `vgrout download`.
+"""
+
+import json
+import re
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from vgrout.ground.data import Message
+from vgrout.ground.errors import Refused, none_fits, one_line
+from vgrout.ground.files import from_json, once, read_text, regular
+from vgrout.ground.thoughts import opens
+
+SVD_CACHE = Path("out/svd_cache")  # decomposed weights: minutes at 4B
+# Architectures whose blocks are those of `Shapes`.
+LLAMAS = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+# Names of the Linears that are adapted.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def model_folder(model: str | Path) -> Path | None:
+    """The folder of a local model, or of a hub id's cached snapshot.
+
+    None: not on this machine. The network is not asked.
+    """
+    if Path(model).is_dir():
+        return Path(model) if (Path(model) / "config.json").is_file() else None
+    from huggingface_hub import errors, try_to_load_from_cache  # 0.3 s of CPU, for a hub id alone
+
+    try:
+        config = try_to_load_from_cache(str(model), "config.json")
+    except errors.HFValidationError:  # neither a folder nor a possible id
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+@once
+def require_model(model: str | Path, flag: str = "--model") -> Path:
+    """The same folder, after a check of its files.
+
+    Raises:
+        Refused: one line that says what is wrong and what to run: no such model here, no
+            configuration, or weights that are missing, cut short, pickled or quantised. What else a
+            model needs shows when it is loaded.
+    """
+    folder = model_folder(model)
+    if folder is not None:
+        _check(folder, model, flag)
+        return folder
+    if Path(model).is_dir():
+        why = "a folder without config.json; give a Hugging Face model folder"
+    elif Path(model).suffix == ".gguf":
+        why = f"no model folder; `vgrout download gguf {model}` makes one of it, once"
+    elif Path(model).is_file():
+        why = "a file; give the folder of a Hugging Face model"
+        if Path(model).suffix == ".safetensors":
+            why += "; of an adapter that was trained here, `vgrout export` makes one"
+    elif looks_like_path(model):
+        why = "no such model; give a Hugging Face model folder, or a hub id"
+    else:
+        why = (
+            f"not on this machine; run `vgrout download model {model}` where there is a network, "
+            "or give a local folder"
+        )
+    raise Refused(f"{flag} {model}: {why}")
+
+
+def looks_like_path(model: str | Path) -> bool:
+    """Whether this cannot be a hub id, NAME or OWNER/NAME, so that nothing could be downloaded."""
+    if isinstance(model, Path) or Path(model).exists():
+        return True
+    return not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model)
+
+
+def advice(model: str | Path) -> str:
+    """What to do about a model that cannot be used, for the end of an error message."""
+    if looks_like_path(model):
+        return "give a whole model folder"
+    return f"run `vgrout download model {model}` again"
+
+
+def configuration(folder: Path) -> dict[str, object]:
+    """Read a model's config.json. Raises Refused, one line, where it cannot be read."""
+    path = folder / "config.json"
+    config = from_json(read_text(path), str(path))
+    if not isinstance(config, dict):
+        raise Refused(f"{path}: is no JSON object")
+    return config
+
+
+def text_configuration(folder: Path) -> dict[str, object]:
+    """The part of a model's configuration that is about text. Raises as `configuration`."""
+    config = configuration(folder)
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+# Names of a configuration on which a window depends.
+WINDOW_NAMES = (
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_parameters",
+    "rope_scaling",  # the older name
+)
+
+
+def window_of(config: Mapping[str, object]) -> int | None:
+    """Longest prompt + completion, in tokens, for which a model's numbers depend on a row alone.
+
+    It is what the model was built for. But "longrope" has two sets of rotation factors, and the
+    longest row of a forward decides which set all of its rows get, and keys that lie in a cache:
+    the window of such a model ends where the first set does.
+
+    None: no window is named.
+    """
+    window = config.get("max_position_embeddings")
+    if type(window) is not int:
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return window
+    for of_layers in (rope, *rope.values()):  # some models name parameters by kinds of layers
+        if not isinstance(of_layers, Mapping):
+            continue
+        kind = of_layers.get("rope_type") or of_layers.get("type")
+        first_set = config.get("original_max_position_embeddings")
+        first_set = first_set or of_layers.get("original_max_position_embeddings")
+        if kind in ("longrope", "su") and type(first_set) is int:
+            window = min(window, first_set)
+    return window
+
+
+def require_fitting(
+    prompts: Sequence[Sequence[Message]], folder: Path, max_new: int, source: str
+) -> None:
+    """Raises Refused, one line, if no prompt fits the window of the model in this folder.
+
+    Only the tokens of a prompt's messages are counted; the template adds some. source: where the
+    prompts come from, for the message.
+    """
+    window = window_of(text_configuration(folder))
+    if window is not None and window <= max_new:
+        raise Refused(
+            f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
+        )
+    tokenizer = read_tokenizer(folder)
+    if not prompts or window is None or tokenizer is None:
+        return
+    room = window - max_new
+    with tokenizing(folder / "tokenizer.json"):
+        for messages in prompts:  # as a rule the first one fits
+            lengths = [len(tokenizer.encode(message["content"]).ids) for message in messages]
+            if sum(lengths) <= room:
+                return
+    raise none_fits(source, room)
+
+
+def not_embedded(where: str, token: str, id: int, rows: int) -> Refused:
+    """The refusal of a text with a token that the model cannot read.
+
+    A tokenizer that was given tokens after training has such tokens.
+    """
+    return Refused(
+        f"{where}: has the token {token!r} ({id}), and the model's embedding has {rows} rows; take "
+        "it out of the text, or give a model that was trained with it"
+    )
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a model folder's tokenizer.json; None: it has no such file.
+
+    The file may keep the padding and the truncation of the tokenizer's last call, which would
+    change every length: both are switched off.
+
+    Raises:
+        Refused: as `tokenizing`.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    at = file.stat()
+    return _tokenizer(file, at.st_size, at.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # reading takes up to half a second, and checks ask for it several times
+def _tokenizer(file: Path, size: int, mtime_ns: int) -> Tokenizer:
+    with tokenizing(file):
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+
+@contextmanager
+def tokenizing(where: str | Path) -> Generator[None]:
+    """Within the context, whatever the tokenizers library raises becomes Refused, one line.
+
+    A panic of that library is no Exception, so every BaseException is caught.
+    """
+    try:
+        yield
+    except (Refused, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as e:
+        why = one_line(e, 160)
+        raise Refused(f"{where}: is no usable tokenizer ({why})") from None
+
+
+def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Every tensor's shape, and the metadata, of a safetensors file. No tensor is read.
+
+    Raises:
+        Refused: one line: the file cannot be read, is not a safetensors file, or is cut short.
+    """
+    try:
+        with open(path, "rb", opener=regular), safe_open(path, framework="np") as file:
+            shapes: dict[str, list[int]] = {}
+            for name in file.keys():  # noqa: SIM118
+                shapes[name] = file.get_slice(name).get_shape()
+            return shapes, dict(file.metadata() or {})
+    except (OSError, SafetensorError) as e:
+        raise Refused(f"{flag} {path}: not a readable safetensors file ({e})") from None
+
+
+def _check(folder: Path, model: str | Path, flag: str) -> None:
+    """Raises Refused, one line, for a folder whose files run code, are torn, or hold no weights."""
+
+    def wrong(why: str) -> Refused:
+        return Refused(f"{flag} {model}: {why}; {advice(model)}")
+
+    if configuration(folder).get("quantization_config"):
+        raise wrong("its weights are quantised, which cannot be trained; give the full ones")
+    files = _weight_files(folder, flag)
+    if files is None:
+        raise wrong(
+            "no model.safetensors in it; pickled weights (.bin) can run code: "
+            "save them as safetensors"
+        )
+    for name in files:
+        safetensors_head(folder / name, flag)
+    try:
+        why = _tokenizer_fault(folder)
+    except Refused as e:
+        why = str(e)
+    if why:
+        raise wrong(why)
+
+
+# Files of which one is a whole tokenizer. transformers makes an empty one where there is none.
+TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "tekken.json", "vocab.txt")
+# Some of them transformers passes over, without a word, where they cannot be read.
+SETTINGS = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+
+
+def _tokenizer_fault(folder: Path) -> str:
+    """What is wrong with the files of a folder's tokenizer, or "".
+
+    Raises:
+        Refused: one of them cannot be read.
+    """
+    found = any(list(folder.glob(name)) for name in TOKENIZERS)
+    if not found and not all((folder / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return "no tokenizer.json in it"
+    if not (folder / "tokenizer_config.json").is_file():  # it names the special tokens
+        return "no tokenizer_config.json in it"
+    for name in SETTINGS:
+        _json_object(folder / name)
+    tokenizer = read_tokenizer(folder)
+    if tokenizer is not None and not tokenizer.encode(USER["content"]).ids:
+        return "its tokenizer.json has no tokens for a text"
+    if not _chat_template(folder):
+        return "no chat template in it (chat_template.jinja, or in tokenizer_config.json)"
+    return ""
+
+
+def _chat_template(folder: Path) -> object:
+    """A folder's chat template, or a list of several; None or "": it has none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return read_text(file)
+    in_settings = _json_object(folder / "tokenizer_config.json").get("chat_template")
+    return in_settings or list(folder.glob("additional_chat_templates/*.jinja"))
+
+
+# Messages on which a chat template is tried.
+SYSTEM: Message = {"role": "system", "content": "(sys)"}
+USER: Message = {"role": "user", "content": "(user)"}
+ANSWER: Message = {"role": "assistant", "content": "(answer)"}
+
+
+def require_thinking(folder: Path, flag: str = "--thinking") -> None:
+    """Raises Refused, one line, if a folder's chat template has no thoughts to switch on.
+
+    Of several templates it shows when the model is loaded.
+    """
+    template = _chat_template(folder)
+    if isinstance(template, str) and not knows_thoughts(template):
+        raise no_thinking(f"the chat template of {folder}", flag)
+
+
+def knows_thoughts(template: str) -> bool:
+    """Whether a template writes another prompt where thoughts are asked for, or opens one anyway.
+
+    True of a template that fails, which shows where it is used.
+    """
+    like_transformers = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    like_transformers.filters["tojson"] = lambda value, **_: json.dumps(value)
+    # a tag that transformers alone knows
+    text = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    prompts: list[str] = []
+    try:
+        for thinking in (False, True):
+            prompts.append(
+                like_transformers.from_string(text).render(
+                    messages=[USER],
+                    add_generation_prompt=True,
+                    enable_thinking=thinking,
+                    strftime_now=time.strftime,
+                )
+            )
+    except Exception:  # a template is a program, and may raise anything
+        return True
+    return prompts[0] != prompts[1] or opens(prompts[1])
+
+
+def no_thinking(template: str, flag: str = "--thinking") -> Refused:
+    """The refusal of a chat template without thoughts."""
+    return Refused(
+        f"{flag}: {template} does not know enable_thinking, the prompt is the same with it and "
+        "without; leave the flag out, or choose a model with thoughts"
+    )
+
+
+def _json_object(file: Path) -> dict[str, object]:
+    """A JSON object; empty if there is no such file. Raises Refused where it cannot be read."""
+    if not file.is_file():
+        return {}
+    data = from_json(read_text(file), str(file))
+    if not isinstance(data, dict):
+        raise Refused(f"{file}: is no JSON object")
+    return data
+
+
+def _weight_files(folder: Path, flag: str) -> set[str] | None:
+    """Names of the safetensors files that hold a model's weights. None: it has none."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return {single.name}
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    content = from_json(read_text(index), f"{flag} {index}")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        return set()
+    return {str(name) for name in weight_map.values()}
