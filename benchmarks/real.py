@@ -15,12 +15,12 @@ import torch
 from benchmarks import rig, trl_peer
 from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.step import parts
+from vgrout.config.groups import Sampling
 from vgrout.config.presets import resolve
 from vgrout.ground import embedded
 from vgrout.ground.cores import cores
 from vgrout.model.load.load import run_policy
 from vgrout.model.policy import DTYPES, Policy
-from vgrout.model.sampling.candidates import Sampling
 
 LOAD = rig.Load(group=rig.G, prompts=rig.P, prompt=128, answer=96)
 STEP_GOALS = {"none": 8, "route2": 6}

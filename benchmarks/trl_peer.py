@@ -23,11 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 
 from benchmarks.rig import LR, SEED, G, P
+from vgrout.config.groups import Sampling
 from vgrout.envs.code.problem import Problem
 from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
 from vgrout.model.load.source import TARGETS
-from vgrout.model.sampling.candidates import Sampling
 
 LENGTH = "completions/mean_length"
 CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)

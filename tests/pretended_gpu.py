@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 import vgrout
 from vgrout.ground.embedded import DATA_DIR
 from vgrout.model import attention
-from vgrout.model.sampling.candidates import lean_decoder
+from vgrout.model.sampling import lean_decoder
 from vgrout.model.sampling.lean_decoder import LeanDecoder
 
 PACKAGE = f"{Path(vgrout.__file__).parent}/"

@@ -18,7 +18,7 @@ from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.rig import Load
 from pretended_gpu import pretended_gpu
 from vgrout.ground import embedded
-from vgrout.model.sampling.candidates import lean_decoder
+from vgrout.model.sampling import lean_decoder
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

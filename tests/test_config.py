@@ -25,7 +25,7 @@ from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
 from vgrout.loop import losses
-from vgrout.model.load.load import shapes
+from vgrout.model.load import shapes
 from vgrout.runs.plan import first_lines, method_lines
 from vgrout.runs.preflight import preflight
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import tiny
-from vgrout.config.groups import OptConfig, ScaleConfig
+from vgrout.config.groups import OptConfig, Sampling, ScaleConfig
 from vgrout.config.run import Config
 from vgrout.envs.code.problem import Problem
 from vgrout.export.model import Parity, load_beside, parity, write
@@ -33,7 +33,6 @@ from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, attention, load_language_model, load_policy
 from vgrout.model.load.source import model_folder, require_fitting, window_of
 from vgrout.model.policy import Policy
-from vgrout.model.sampling.candidates import Sampling
 from vgrout.model.sampling.sampler import sample
 from vgrout.runs.plan import adapter_lines
 

@@ -36,7 +36,7 @@ from vgrout.guard import guard as watch
 from vgrout.guard.detectors import EchoTrap
 from vgrout.loop import grpo, rollout
 from vgrout.loop.loss_metrics import LossMetrics
-from vgrout.model.load.load import load as weights
+from vgrout.model.load import load as weights
 from vgrout.report.load import load
 from vgrout.runs import checkpoint, stopping
 from vgrout.runs.recorder import Recorder

@@ -24,7 +24,8 @@ from vgrout.envs.code.grading.grade import Grader
 from vgrout.ground import embedded
 from vgrout.guard.detectors import DetectorReading, Level
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.model.load.load import load_policy, shapes
+from vgrout.model.load import shapes
+from vgrout.model.load.load import load_policy
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import recorder
 from vgrout.runs.launch import launch

@@ -20,7 +20,7 @@ from vgrout.ground.data import Ungraded
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import numbered_lines, once, reading_once
 from vgrout.ground.table import SECONDS, StepRow
-from vgrout.model.load.load import source
+from vgrout.model.load import source
 from vgrout.runs import checkpoint
 from vgrout.runs.checkpoint import Checkpoint
 from vgrout.runs.preflight import require_disk

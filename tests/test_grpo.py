@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import tiny
 from tiny import relative, shake, step_of
-from vgrout.config.groups import ScaleConfig
+from vgrout.config.groups import Sampling, ScaleConfig
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config
 from vgrout.envs.code.problem import Problem
@@ -22,7 +22,6 @@ from vgrout.loop.micro_batches import as_batch, micro_batches, prompts_apart
 from vgrout.model import logprobs
 from vgrout.model.logprobs import collate, completion_logprobs
 from vgrout.model.policy import Policy
-from vgrout.model.sampling.candidates import Sampling
 from vgrout.model.sampling.sampler import sample
 from vgrout.model.svd_adapter import SvdAdapter
 

@@ -19,7 +19,7 @@ from vgrout.config.presets import resolve
 from vgrout.config.stored import from_dict
 from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
-from vgrout.model.load.load import load
+from vgrout.model.load import load
 from vgrout.model.load.source import read_tokenizer, require_fitting, require_model
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs

@@ -19,13 +19,13 @@ from vgrout.ground.console import Clock
 from vgrout.ground.data import Completion
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer
-from vgrout.model.sampling.candidates import lean_decoder
+from vgrout.model.sampling import lean_decoder
 from vgrout.model.sampling.lean_decoder import LeanDecoder
 from vgrout.model.sampling.sampler import sample
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
 SAMPLING, UPDATE = 8, 30
-READ = "model/sampler.py:wait"  # a token of every row
+READ = "model/sampling/sampler.py:wait"  # a token of every row
 SAME = ("hack_s", "solve_s", "rew", "n")
 
 

@@ -22,7 +22,7 @@ from vgrout.ground import ranks
 from vgrout.ground.errors import Diverged, Halted, Interrupted, NothingRouted, refuse
 from vgrout.ground.files import atomic_folder, held, to_json, write_atomic
 from vgrout.ground.records import unfinished
-from vgrout.model.load.load import load
+from vgrout.model.load import load
 from vgrout.runs import checkpoint, run_dir
 from vgrout.runs.context import git
 from vgrout.runs.inputs import source_of

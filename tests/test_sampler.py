@@ -29,8 +29,8 @@ from vgrout.model.load.trials import lean_fits, packs, require_branching, trial_
 from vgrout.model.logprobs import backbone
 from vgrout.model.policy import Policy
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.sampling.candidates import candidates, kv_cache, lean_decoder, sampler
-from vgrout.model.sampling.candidates import candidates as sampling
+from vgrout.model.sampling import kv_cache, lean_decoder, sampler
+from vgrout.model.sampling.candidates import WIDE, candidates, largest
 from vgrout.model.sampling.decoder import HfDecoder
 from vgrout.model.sampling.lean_decoder import LeanDecoder
 from vgrout.model.sampling.sampler import draw, placed, sample
@@ -311,7 +311,7 @@ def warped(logits: Tensor, s: Sampling) -> Tensor:
 
 
 @pytest.mark.parametrize("s", SETTINGS)
-@pytest.mark.parametrize("V", [97, sampling.WIDE])
+@pytest.mark.parametrize("V", [97, WIDE])
 def test_truncated_distribution_is_the_librarys(s, V):
     logits = 3 * torch.randn(50, V, generator=stream())
     want = warped(logits, s).softmax(-1)
@@ -323,8 +323,8 @@ def test_truncated_distribution_is_the_librarys(s, V):
 
 @pytest.mark.parametrize("k", [1, 20, 1000])
 def test_the_largest_of_a_wide_row_are_topks(k):
-    logits = torch.randn(3, sampling.WIDE, generator=stream()).bfloat16()  # with many equals
-    values, ids = sampling.largest(logits, k)
+    logits = torch.randn(3, WIDE, generator=stream()).bfloat16()  # with many equals
+    values, ids = largest(logits, k)
     assert torch.equal(values, logits.topk(k).values)
     assert torch.equal(values, logits.gather(1, ids))
     assert all(len(set(row)) == k for row in ids.tolist())

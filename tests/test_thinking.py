@@ -164,7 +164,7 @@ def test_a_template_without_thoughts_is_refused() -> None:
 
 def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the environment, also one of a user's own: it never sees a thought."""
-    from vgrout.model.sampling.candidates import sampler
+    from vgrout.model.sampling import sampler
 
     texts = ("<think>a</think>b", "<think>a", "b")
     lm = with_thinking(tiny.policy(), True)

@@ -49,7 +49,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.loop.optim import Optimizer
     from vgrout.loop.rollout import rollout
     from vgrout.method import Setup, make_method
-    from vgrout.model.load.load import load
+    from vgrout.model.load import load
     from vgrout.runs import checkpoint, opening, results
     from vgrout.runs.recorder import Recorder, peak_memory
     from vgrout.teacher.demonstrations import Teacher

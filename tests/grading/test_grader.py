@@ -124,7 +124,7 @@ def test_what_a_prompt_begins_as_a_thought_is_one(grader, monkeypatch):
     """The chat template ends in <think>: a draft in a thought that was cut off is no answer."""
     from vgrout.loop import generation
     from vgrout.model.policy import LanguageModel
-    from vgrout.model.sampling.candidates import sampler
+    from vgrout.model.sampling import sampler
 
     for opened, right in (("<think>\n", (False, True)), ("<think>\n\n</think>\n", (True, True))):
         lm = SimpleNamespace(

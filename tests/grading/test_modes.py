@@ -5,12 +5,12 @@ from typing import get_args
 
 import pytest
 
+from vgrout.config.world_names import EnvMode
 from vgrout.envs.code.modes import (
     MODE_CODE,
     MODE_SPECS,
     MODES,
     PLAIN_PHRASE,
-    EnvMode,
     Mode,
     hint,
     marker_of,

@@ -50,7 +50,7 @@ class Grader(Protocol):
     def submit(self, task: Any, text: str, in_thought: bool = False) -> Future[Grade | Ungraded]:
         """Grade in the background. in_thought: the prompt ends in a <think> that the text goes on with.
 
-        Thoughts are cut before (`vgrout.ground.thoughts.to_grade`): a text that begins with <think> is a thought that never
+        Thoughts are cut before (ground/thoughts.py): a text that begins with <think> is a thought that never
         ended, which has no answer. A grader with `cuts_thoughts = True` is given all that was sampled. One with
         `by_group = True` is given all answers to a prompt at once: `submit_group(task, texts, in_thought)`.
         """

@@ -106,7 +106,7 @@ def shipped(folder: Path) -> list[str]:
     return sorted(paths)
 
 
-EMBEDDED = Files(Path(__file__).resolve().parent / "organism" / "data")
+EMBEDDED = Files(Path(__file__).resolve().parents[1] / "organism" / "data")
 DATA_DIR = EMBEDDED.root
 MODEL_DIR = EMBEDDED.model
 PROBLEMS = EMBEDDED.problems

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from vgrout.ground.files import printable
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 ORGANISMS = PACKAGE.parents[1] / "organisms"  # of a clone: ours too
 
 

@@ -38,7 +38,7 @@ from vgrout.ground.data import (
 from vgrout.ground.thoughts import thought_of, to_grade
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampling.candidates import sampler
+from vgrout.model.sampling import sampler
 
 BATCH = 192  # answers that `generate_graded` samples at once: a kill loses at most these
 

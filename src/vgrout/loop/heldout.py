@@ -21,11 +21,11 @@ from vgrout.ground.metrics import Eval, Final, spaced
 from vgrout.ground.thoughts import to_grade
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop.generation import sample_and_grade, with_thought
-from vgrout.model.load.load import load
+from vgrout.model.load import load
 from vgrout.model.load.saved import Saved
 from vgrout.model.load.shapes import is_small
 from vgrout.model.policy import LanguageModel, Policy
-from vgrout.model.sampling.candidates import sampler
+from vgrout.model.sampling import sampler
 
 # answers of an evaluation whose KL is measured, and how many in one forward
 KL_ANSWERS, KL_BATCH = 32, 8

@@ -1,6 +1,6 @@
 """A frozen causal language model with tokenizer and chat template; a policy is one with an adapter.
 
-Both are made in model/load.py.
+Both are made in model/load/load.py.
 """
 
 import hashlib

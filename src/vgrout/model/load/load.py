@@ -1,4 +1,4 @@
-"""Load a model that model/source.py has found: frozen, checked, and under an adapter if wanted."""
+"""Load a model that source.py has found: frozen, checked, and under an adapter if wanted."""
 
 import sys
 from collections.abc import Set

@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from vgrout.config.groups import Sampling
 from vgrout.ground import ranks
 from vgrout.ground.data import Completion
 from vgrout.ground.errors import Diverged
 from vgrout.model.attention import uploaded
 from vgrout.model.load.memory import sampled_row
 from vgrout.model.policy import LanguageModel
-from vgrout.model.sampling.candidates import Sampling, candidates
+from vgrout.model.sampling.candidates import candidates
 from vgrout.model.sampling.decoder import Decoder
 from vgrout.model.sampling.lean_decoder import PROMPT_TOKENS
 
