@@ -30,7 +30,7 @@ from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop.grpo import PolicyGradients, policy_gradients
 from vgrout.model.policy import Policy
 from vgrout.model.sampling.sampler import sample
-from vgrout.runs.preflight import preflight
+from vgrout.runs.plan import preflight
 
 P, G, SEED = 4, 8, 41
 # so small that both peers go on sampling from the same model, and answers keep their lengths

@@ -351,7 +351,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         m.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
         m.setattr("vgrout.model.svd_cache.load_file", load_file)
         m.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None)
-        for module in ("vgrout.runs.preflight", "vgrout.model.load.load"):
+        for module in ("vgrout.runs.plan", "vgrout.model.load.load"):
             m.setattr(f"{module}.visible", lambda: ("0",))
         varlen_on_cpu(m)
         graphs_that_run_again(m)

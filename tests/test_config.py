@@ -26,8 +26,7 @@ from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
 from vgrout.loop import losses
 from vgrout.model.load import shapes
-from vgrout.runs.plan import first_lines, method_lines
-from vgrout.runs.preflight import preflight
+from vgrout.runs.plan import first_lines, method_lines, preflight
 
 FLAGS = Path(__file__).with_name("flags.txt")
 

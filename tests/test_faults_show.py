@@ -311,8 +311,8 @@ def test_in_python_a_refusal_is_raised_and_a_fault_is_the_cause(
         ("def judge(found):\n    exit()", 2, 1, "SystemExit: None"),
         ("def judge(found):\n    yield {}['x']", 2, 1, "KeyError: 'x'"),
         ("def judge(found):\n    raise ValueError('slip')", 2, 1, "ValueError: slip"),
-        ("import sys\nsys.exit(0)", 2, 2, "E --judge own.py: SystemExit: 0"),
-        ("def judge(found):\n    return []\nopen('none')", 3, 2, "E --judge own.py: FileNotFoundE"),
+        ("import sys\nsys.exit(0)", 2, 1, "SystemExit: 0"),
+        ("def judge(found):\n    return []\nopen('none')", 3, 1, "FileNotFoundE"),
     ],
 )
 def test_a_judge_file_shows_where_it_raised(
@@ -409,7 +409,7 @@ def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
             calls = {
                 ast.unparse(node.func) for node in ast.walk(handler) if isinstance(node, ast.Call)
             }
-            assert calls & {"faults.show", "self._fail"}, handler.lineno
+            assert calls & {"faults.show", "self._end"}, handler.lineno
     for case in (node for node in ast.walk(tree) if isinstance(node, ast.MatchClass)):
         assert ast.unparse(case.cls) not in ("ValueError", "Exception"), case.lineno
 

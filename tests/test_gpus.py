@@ -14,7 +14,7 @@ from runs import until
 from vgrout.config.presets import resolve
 from vgrout.ground import gpus
 from vgrout.ground.gpus import free_bytes, visible
-from vgrout.runs import preflight
+from vgrout.runs import plan as run_plan
 from vgrout.sweep.workers import Local, Process
 
 EIGHT = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}{i}{i}a)\n" for i in range(8))
@@ -82,7 +82,7 @@ def test_a_plan_is_made_for_what_a_run_may_use(allowed, device, dtype, cards, mo
     if allowed is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
     cfg = resolve(["mini"])
-    assert (preflight.device_of(cfg), preflight.dtype_of(cfg)) == (device, dtype)
+    assert (run_plan.device_of(cfg), run_plan.dtype_of(cfg)) == (device, dtype)
 
 
 def started(local: Local, folder: Path, name: str) -> Process:

@@ -23,7 +23,7 @@ from vgrout.ground.table import SECONDS, StepRow
 from vgrout.model.load import source
 from vgrout.runs import checkpoint
 from vgrout.runs.checkpoint import Checkpoint
-from vgrout.runs.preflight import require_disk
+from vgrout.runs.plan import require_disk
 from vgrout.runs.recorder import ROWS_BEFORE, rows_as_json
 from vgrout.runs.run_dir import RunDir
 from vgrout.sweep.runner import Sweep

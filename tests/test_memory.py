@@ -26,7 +26,7 @@ from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.sampling.lean_decoder import LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
-from vgrout.runs import preflight
+from vgrout.runs import plan as run_plan
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -68,10 +68,10 @@ def test_the_disk_line_has_the_decomposed_weights_until_they_are_there(tmp_path,
     monkeypatch.chdir(tmp_path)
     small().save_pretrained(tmp_path / "m")
     cfg = Config(scale=ScaleConfig(model=str(tmp_path / "m"), problems="x.jsonl"))
-    monkeypatch.setattr(preflight, "visible", lambda: ("0",))
-    before = preflight.disk_needed(cfg)
-    SvdAdapter(small(), preflight.SVD_CACHE)
-    assert before - preflight.disk_needed(cfg) == SHAPES.svd_cache_bytes(2)
+    monkeypatch.setattr(run_plan, "visible", lambda: ("0",))
+    before = run_plan.disk_needed(cfg)
+    SvdAdapter(small(), run_plan.SVD_CACHE)
+    assert before - run_plan.disk_needed(cfg) == SHAPES.svd_cache_bytes(2)
 
 
 def test_activations_are_what_autograd_keeps():
@@ -272,7 +272,8 @@ def test_a_model_too_large_is_one_line(command, error, said, here, monkeypatch, 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=error))
     module, *argv = command.split()
     monkeypatch.setattr("sys.argv", ["vgrout", *argv])
-    assert importlib.import_module(f"vgrout.{module}").main() == 1
+    folder = "" if module == "train" else "commands."
+    assert importlib.import_module(f"vgrout.{folder}{module}").main() == 1
     (line,) = (
         line for line in "".join(capfd.readouterr()).splitlines() if re.match("E |Traceback", line)
     )

@@ -85,15 +85,6 @@ def test_runs_in_one_second_get_their_own_folders(tmp_path: Path) -> None:
     assert last_resumable(tmp_path) == runs[-1].path
 
 
-def test_rows_have_their_rollouts_and_a_torn_one_does_not_count(run: RunDir) -> None:
-    run.append({"step": 0}, [{"a": 1}, {"a": 2}])
-    assert run.steps_on_disk() == 1
-    with open(run.path / "steps.jsonl", "a") as f:
-        f.write('{"step": 1, "lo')  # killed
-    assert run.steps_on_disk() == 1
-    assert len((run.path / "rollouts.jsonl").read_text().splitlines()) == 2
-
-
 def test_status_and_latest(run: RunDir) -> None:
     root = run.path.parent
     with pytest.raises(ValueError, match="no unfinished run"):
@@ -181,14 +172,13 @@ BEGUN: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
 def test_the_latest_run_is_the_one_that_began_last(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     runs = [*BEGUN.values()]
-    random.Random(seed).shuffle(runs)
+    random.Random(0).shuffle(runs)
     for name, record, _ in runs:
         resumable(tmp_path / name, **record)
     while runs:
@@ -216,30 +206,30 @@ GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@y"]
 EDITS: dict[str, tuple[str, bool]] = {
     "nothing": ("true", False),
     "a script beside the code": ("echo 1 > mine.py", False),
-    "a folder of one's own": ("mkdir own && echo 1 > own/study.toml", False),
     "an ignored file in src": ("echo 1 > src/vgrout/x.pyc", False),
     "a new module": ("echo 1 > src/vgrout/new.py", True),
-    "a module in a new folder": ("mkdir src/vgrout/sub && echo 1 > src/vgrout/sub/a.py", True),
     "an edited module": ("echo 1 >> src/vgrout/train.py", True),
     "an edited study": ("echo 1 >> study.toml", True),
-    "a staged file": ("echo 1 > staged.py && git add staged.py", True),
     "a removed module": ("rm src/vgrout/train.py && echo > src/vgrout/train.py", True),
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_what_makes_a_checkouts_code_another_one(tmp_path: Path, edit: str) -> None:
-    command, is_edited = EDITS[edit]
-    (tmp_path / "src" / "vgrout").mkdir(parents=True)
-    (tmp_path / "src" / "vgrout" / "train.py").write_text("import os\n")
+def test_what_makes_a_checkouts_code_another_one(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "vgrout"
+    package.mkdir(parents=True)
+    (package / "train.py").write_text("import os\n")
     (tmp_path / "study.toml").write_text("")
     (tmp_path / ".gitignore").write_text("*.pyc\n")
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
         subprocess.run([*GIT, *words], cwd=tmp_path, check=True)
-    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-    found = git(tmp_path / "src" / "vgrout")
-    assert len(found["revision"]) == 40
-    assert found["dirty"] is is_edited
+    for edit, (command, is_edited) in EDITS.items():
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+        found = git(package)
+        assert len(found["revision"]) == 40
+        assert found["dirty"] is is_edited, edit
+        subprocess.run(
+            "git reset -q --hard && git clean -qfd", shell=True, cwd=tmp_path, check=True
+        )
 
 
 def test_rows_on_disk_are_counted_as_they_come_and_as_they_are_cut(run: RunDir) -> None:

@@ -265,7 +265,7 @@ def test_dry_run_starts_nothing(tmp_path, capsys, monkeypatch):
 
 def test_a_dry_run_names_all_that_is_missing_and_a_run_the_first(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vgrout.runs.preflight.visible", lambda: ())
+    monkeypatch.setattr("vgrout.runs.plan.visible", lambda: ())
     argv = ["fast", "--intervention", "route2", "--v-hack-path", "v.safetensors"]
     assert main([*argv, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -50,15 +50,12 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     from vgrout.loop.rollout import rollout
     from vgrout.method import Setup, make_method
     from vgrout.model.load import load
-    from vgrout.runs import checkpoint, opening, results
+    from vgrout.runs import plan, results
     from vgrout.runs.recorder import Recorder, peak_memory
     from vgrout.teacher.demonstrations import Teacher
 
     clock = run.clock
     grader = run.grader
-    if run.resumes and ranks.first():
-        # an unreadable checkpoint is refused before the model is loaded
-        checkpoint.latest(run.path)
     clock.begin("loading the model")
     policy = load.run_policy(cfg)  # frozen base + δS (deployed) + δS_hack (quarantine)
     # another model, whose log-probs the loss may ask for; None: it asks for none
@@ -84,7 +81,7 @@ def train(cfg: Config, run: RunContext, inputs: Inputs) -> list[StepRow]:
     optim = Optimizer(policy.adapter, cfg.opt, cfg.scale.steps)
     guard = Guard(cfg, policy, splits.train)  # kill switch and detectors
     recorder = Recorder(cfg, run, policy, method, optim, guard, splits)
-    loaded = opening.opening_lines(cfg, inputs, splits, policy, method, grader.version)
+    loaded = plan.loaded_lines(cfg, inputs, splits, policy, method)
     # one row a step; a resumed run has those of its earlier steps
     step_rows = recorder.begin(loaded, demonstrations.record(), teacher_model)
     first = len(step_rows)

@@ -14,7 +14,7 @@ from vgrout.ground.files import Json, file_sha256, read_text
 from vgrout.imitation.settings import PROCESS, DistillSettings
 from vgrout.model.load.saved import FoundModel, find_source
 from vgrout.runs.inputs import Inputs
-from vgrout.runs.preflight import preflight
+from vgrout.runs.plan import preflight
 from vgrout.runs.run_dir import run_to_resume
 
 ROOT = Path("out/distill")

@@ -19,7 +19,7 @@ from vgrout.ground.scoring import scorer
 from vgrout.imitation.settings import PROCESS, DpoSettings
 from vgrout.model.load.saved import FoundModel, find_source
 from vgrout.runs.inputs import Inputs
-from vgrout.runs.preflight import preflight
+from vgrout.runs.plan import preflight
 
 # Settings of the process and the guard are not part of the plan.
 UNPLANNED = PROCESS | {"guard", "decline_patience", "max_proxy_real_gap"}

@@ -171,16 +171,12 @@ class RunContext:
     def announce(self, *what: str) -> None:
         """Say what runs and where, and write run.json of a new run, before anything is loaded: a sweep started
         meanwhile sees that it is running."""
-        for line in (*what, f"run: {self.path} (log: {self.log.parent}/){self._where_from()}"):
+        is_new = not (self.path / "run.json").exists()
+        on = "" if is_new or self.owns_folder else f", {where_from(self.path)}"
+        for line in (*what, f"run: {self.path} (log: {self.log.parent}/){on}"):
             logger.info(line)
-        if not (self.path / "run.json").exists():
+        if is_new:
             self.dir.write_json("run.json", self.record)
-
-    def _where_from(self) -> str:
-        """Where a run that was begun before goes on."""
-        if self.owns_folder or not (self.path / "run.json").exists():
-            return ""
-        return f", {where_from(self.path)}"
 
     def started(self) -> None:
         """Called when everything is loaded, before the first step."""
@@ -280,12 +276,16 @@ class RunContext:
                 self._end(error)
                 return
             logger.error(f"{self.path}/status.json cannot be written ({error.strerror})")
+        if e is None:
+            return
         if isinstance(e, Refused):
             logger.opt(exception=e).debug("refused in a run under way")
             show_refusal(e)
         elif said:
+            if out_of_memory(e) and faults.raised_by_own(e):
+                faults.show(e)
             logger.log("WARNING" if isinstance(e, Interrupted) else "ERROR", said)
-        elif e is not None:  # a fault, ours or of somebody's own code
+        else:  # a fault, ours or of somebody's own code
             # the console's lines have no traceback, the log's have
             logger.opt(exception=e).error(f"{reason}; {self.path} and {self.log} are kept")
             faults.show(e)
@@ -293,7 +293,7 @@ class RunContext:
     def _account(self, e: BaseException | None) -> tuple[str, str, str]:
         """The reason and what to do next, for status.json; and the console's line, "" for a fault."""
         again = self.resume_command
-        # whatever somebody's own code raises is their fault to see, not the disk's or the memory's
+        # whatever somebody's own code raises is their fault to see, and not the disk's
         own = faults.raised_by_own(e)
         match e:
             case None:
@@ -325,7 +325,7 @@ class RunContext:
                 return str(e), again, f"{e}; {self._go_on()}"
             case OSError() if not own and (e.errno in STORAGE or not self.path.is_dir()):
                 return self._of_storage(e)
-        if not own and (memory := out_of_memory(e)):
+        if memory := out_of_memory(e):
             less = "with more memory, or start again with a lower --max-new"
             if "vgrout train " in again:
                 less = "with a lower --memory-gib"

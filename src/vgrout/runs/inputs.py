@@ -2,11 +2,11 @@
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
@@ -26,7 +26,7 @@ from vgrout.direction.pairs import (
 from vgrout.direction.pairs import check_file as check_direction
 from vgrout.envs.base import Environment, Grader, Splits, split_tasks
 from vgrout.envs.worlds import environment_class
-from vgrout.ground.data import Message, Task
+from vgrout.ground.data import Task
 from vgrout.ground.errors import Refused, refuse
 from vgrout.ground.files import hash_of_file, hash_of_files, hash_of_folder, once
 from vgrout.ground.scoring import import_function, scorer
@@ -39,23 +39,13 @@ from vgrout.model.load.source import (
 )
 from vgrout.teacher.pools import Pool, load_pool
 
+if TYPE_CHECKING:
+    from vgrout.model.policy import LanguageModel  # torch
+
 T = TypeVar("T")
 
 # up to this size a model folder is hashed beforehand; a larger one would take seconds per run
 MODEL_BYTES = 2**28
-
-
-class ReadsPrompts(Protocol):
-    """What of a language model decides which prompts fit it."""
-
-    @property
-    def window(self) -> int:
-        """The most tokens that it reads, the answer's included."""
-        ...
-
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens of a prompt."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,7 @@ class Inputs:
         shown = {flaw for task, flaw in self.environment.marked.items() if task in ids}
         return [flaw for flaw in self.environment.flaws if flaw in shown]
 
-    def splits(self, cfg: Config, *models: ReadsPrompts) -> Splits:
+    def splits(self, cfg: Config, *models: "LanguageModel") -> Splits:
         """The run's tasks in disjoint train / val / test splits, without those whose prompt does not fit the window
         of one of these models.
 
@@ -164,7 +154,8 @@ def read_inputs(cfg: Config) -> Inputs:
         require_model(cfg.model_path)
     environment = make_environment(cfg)
     files.absent += environment.absent
-    require_flaws(cfg, environment)
+    for name, given in cfg.flaws_named.items():
+        require_words(name, given, environment.flaws, "flaw")
     require_detector(cfg, environment)
     pool = files.read(lambda folder: load_pool(folder, tuple(environment.flaws)), cfg.pool_path)
     if pool is not None and cfg.mixes:
@@ -307,12 +298,6 @@ def check_judge(cfg: Config, files: _Reader) -> None:
         endpoint = judge_endpoint(method)
         if not cfg.run.dry_run and not files.absent:  # a plan asks nobody
             try_endpoint(method, endpoint)
-
-
-def require_flaws(cfg: Config, environment: Environment) -> None:
-    """Raises Refused, one line, for a flag that names a flaw which the environment does not have."""
-    for name, given in cfg.flaws_named.items():
-        require_words(name, given, environment.flaws, "flaw")
 
 
 def require_detector(cfg: Config, environment: Environment) -> None:

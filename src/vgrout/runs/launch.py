@@ -26,8 +26,7 @@ from vgrout.runs import checkpoint
 from vgrout.runs.context import FINISHED, INTERRUPTED, RunContext
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels
 from vgrout.runs.peers import Peer, require_torchrun, resumed_by_torchrun
-from vgrout.runs.plan import HEAD, beside_documents, first_lines, plan_lines, recommended_settings
-from vgrout.runs.preflight import dtype_of, preflight
+from vgrout.runs.plan import HEAD, beside_documents, dtype_of, first_lines, plan_lines, preflight
 from vgrout.runs.run_dir import RUNS, has_checkpoint, require_same, run_to_resume
 from vgrout.runs.tracking import Trackers
 
@@ -72,8 +71,10 @@ def launch(
         if not path:
             inputs.environment.check(grader)
             require_own_labels(cfg, inputs, grader)
+        folder = path or cfg.run.output_dir or RUNS
+        plan = plan_lines(cfg, inputs, grader, folder, named=named, resumes=path is not None)
         if cfg.run.dry_run:
-            print_plan(cfg, inputs, grader, path, named=named)
+            print_plan(plan)
             return FINISHED
         run = begin_run(cfg, path, grader, hashes)
         if on_run:
@@ -82,8 +83,8 @@ def launch(
             run.announce(*first_lines(cfg, named=named))
             if cfg.guard_warning:
                 logger.warning(cfg.guard_warning)
-            for line in recommended_settings(cfg.method):
-                logger.debug(f"method: {line}")
+            for line in plan:
+                logger.debug(line)
             with ranks.joined():
                 ranks.from_first((cfg, inputs, run.resumes))
                 train(cfg, run, inputs)
@@ -154,19 +155,9 @@ def begin_run(
     )
 
 
-def print_plan(
-    cfg: Config,
-    inputs: Inputs,
-    grader: Grader,
-    path: Path | None,
-    *,
-    named: bool,
-) -> None:
-    """Print what --dry-run shows. path: the folder of the run that is resumed. named: as in `launch`."""
-    folder = path or cfg.run.output_dir or RUNS
-    resumes = path is not None
-    lines = plan_lines(cfg, inputs, grader, folder, named=named, resumes=resumes)
-    lines = spelled("\n".join(lines)).split("\n")
+def print_plan(plan: list[str]) -> None:
+    """Print what --dry-run shows."""
+    lines = spelled("\n".join(plan)).split("\n")
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         lines = console.for_terminal(lines, columns, indent=HEAD)

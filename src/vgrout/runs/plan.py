@@ -1,26 +1,145 @@
-"""What a run says of itself beforehand: its method, its problems, its memory. `--dry-run` prints all of it."""
+"""What a run says of itself, and what is checked, before its first step: its method, its problems, its memory and disk.
+
+`--dry-run` prints the plan, and the log of a run begins with it; lines on what was loaded follow there.
+"""
 
 import shutil
 import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS
-from vgrout.envs.base import Grader
+from vgrout.direction.controls import Provenance
+from vgrout.envs.base import Grader, Splits
+from vgrout.ground.data import Message
 from vgrout.ground.errors import Refused
-from vgrout.ground.files import existing
+from vgrout.ground.files import existing, probe_writable, require_new
 from vgrout.ground.gpus import free_bytes, visible
-from vgrout.model.load.memory import GIB
-from vgrout.model.load.shapes import Shapes, find_shapes
-from vgrout.model.load.source import LLAMAS, configuration, model_folder
-from vgrout.runs.inputs import Inputs
-from vgrout.runs.preflight import Prompts, device_of, disk_needed, dtype_of, memory_plan, svd_cache
-from vgrout.runs.run_dir import where_from
+from vgrout.ground.metrics import Rate
+from vgrout.model.load.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
+from vgrout.model.load.shapes import ITEMSIZE, Shapes, find_shapes, resolved_dtype
+from vgrout.model.load.source import LLAMAS, SVD_CACHE, configuration, model_folder
+from vgrout.runs import tracking
+from vgrout.runs.inputs import Inputs, read_inputs
+from vgrout.runs.run_dir import RUNS, where_from
+from vgrout.teacher.pools import Pool
+
+if TYPE_CHECKING:  # torch
+    from vgrout.method.method import Method
+    from vgrout.model.policy import Policy
+
+Prompts = Sequence[Sequence[Message]]
 
 HEAD = 14  # columns of a plan's first words
+# a line of rollouts.jsonl on the organism; a real model's answers are ~4 characters a token
+ROLLOUT_BYTES = 3000
+
+
+# ── checks
+
+
+def device_of(cfg: Config) -> str:
+    """Where the run will be, as far as can be said without torch."""
+    return "cuda" if visible() or cfg.preset in ("fast", "full") else "cpu"
+
+
+def dtype_of(cfg: Config) -> Literal["fp32", "bf16"]:
+    """Of the weights there."""
+    return resolved_dtype(cfg.run.dtype, cfg.model_path, gpu=device_of(cfg) == "cuda")
+
+
+def svd_cache(cfg: Config, shapes: Shapes) -> int:
+    """Bytes of the model's decomposed weights on disk."""
+    return shapes.svd_cache_bytes(ITEMSIZE[dtype_of(cfg)])
+
+
+def disk_needed(cfg: Config) -> int:
+    """Bytes that a run writes, about, less what the cache of decompositions holds already, of whichever model."""
+    answers = (
+        cfg.generations * cfg.scale.steps + 4 * cfg.eval.final_n_prompts * cfg.eval.final_samples
+    )
+    need = answers * ROLLOUT_BYTES
+    if shapes := find_shapes(cfg.model_path):
+        every = cfg.eval.eval_ablate_every
+        saved = (cfg.scale.steps // every if every and cfg.eval.save_eval_ckpts else 0) + 3
+        checkpoints = 6 * (cfg.run.checkpoint_keep + 1)  # two vectors with two moments each
+        cached = sum(p.stat().st_size for p in SVD_CACHE.glob("*.safetensors"))
+        need += 4 * shapes.R * (saved + checkpoints) + max(0, svd_cache(cfg, shapes) - cached)
+    return need
+
+
+def require_disk(need: int, folder: Path, run: Path | None) -> None:
+    """Raises Refused where less than `need` bytes are free. run: to resume; what it has written is subtracted."""
+    written = sum(p.stat().st_size for p in run.rglob("*") if p.is_file()) if run else 0
+    need, free = max(0, need - written), shutil.disk_usage(existing(folder)).free
+    if free < need:
+        raise Refused(
+            f"{folder}: the run writes about {need // 2**20 + 1} MiB{' more' if run else ''}, {free // 2**20} MiB are "
+            f"free; free some space, or {'move the run to' if run else 'start from a folder on'} another disk"
+        )
+
+
+def preflight(cfg: Config, run: Path | None = None) -> Inputs:
+    """Read and check all inputs. Raises Refused, one line, for every mistake that shows without a model.
+
+    run: the directory of the run to resume.
+    """
+    inputs, absent = read_inputs(cfg), list[str]()
+    new = cfg.run.output_dir
+    if run is None:
+        require_new(new, "--output-dir")
+    probe_writable(folder := run or (RUNS if new is None else new.parent))
+    probe_writable(Path("logs"))
+    for needed in (
+        lambda: require_disk(disk_needed(cfg), folder, run),
+        lambda: require_memory(cfg, inputs.environment.prompts),
+        *(partial(tracking.require, name) for name in cfg.run.trackers),
+    ):
+        try:
+            needed()
+        except Refused as e:
+            absent.append(str(e))
+    missing = (*inputs.absent, *absent)
+    if missing and not cfg.run.dry_run:
+        more = (
+            f" ({len(missing) - 1} more missing: --dry-run lists all)" if len(missing) > 1 else ""
+        )
+        raise Refused(missing[0] + more)
+    return replace(inputs, absent=missing)
+
+
+def memory_plan(cfg: Config, shapes: Shapes, prompts: Prompts, room: int | None) -> MemoryPlan:
+    """room: bytes that are free for the run."""
+    size = ITEMSIZE[dtype_of(cfg)]
+    longest = max(
+        (sum(len(m["content"]) for m in messages) for messages in prompts),
+        default=4 * PROMPT_TOKENS,
+    )
+    prompt_tokens = longest // 4  # at four characters per token
+    return plan_of(
+        cfg, shapes, device=device_of(cfg), size=size, room=room, prompt_tokens=prompt_tokens
+    )
+
+
+def require_memory(cfg: Config, prompts: Prompts) -> None:
+    """Raises Refused where --memory-gib does not hold a row at a time."""
+    if cfg.run.memory_gib and (shapes := find_shapes(cfg.model_path)):
+        least = memory_plan(cfg, shapes, prompts, 0).peak / GIB
+        if least > cfg.run.memory_gib:
+            raise Refused(
+                f"--memory-gib {cfg.run.memory_gib:g}: a row at a time takes {least:.3g} GiB, by the plan; allow more, "
+                "lower --max-new, or take a smaller --model"
+            )
+
+
+# ── the plan
 
 
 def first_lines(cfg: Config, *, named: bool = True) -> list[str]:
@@ -78,12 +197,6 @@ def monitored(method: MethodConfig) -> str:
     return ", seeded by ".join(named)
 
 
-def judge_line(method: MethodConfig) -> str:
-    """Which language model judges, and how long it may take."""
-    where = method.llm_judge_model or f"{method.llm_judge_name} at {method.llm_judge_url}"
-    return f"{where}, at most {method.llm_judge_timeout:g} s a step"
-
-
 def recommended_settings(method: MethodConfig) -> list[str]:
     """The settings in which the recommended method is another than the documents', whose values are in brackets."""
     parts = list[str]()
@@ -122,16 +235,6 @@ def _which(method: MethodConfig) -> str:
         if all(meant[k] in (v, None) for k, v in settings.items()):
             return f", {name} settings"
     return ", settings of its own"
-
-
-def memory_lines(cfg: Config, shapes: Shapes, prompts: Prompts) -> list[str]:
-    """The plan on what is free here, and on a GPU the least that the run can do with."""
-    lines = memory_plan(cfg, shapes, prompts, free_bytes()).lines()
-    if device_of(cfg) == "cuda":
-        unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
-        least = memory_plan(unbound, shapes, prompts, 0).peak
-        lines += _headed("", f"at least {least / GIB:.1f} GiB")
-    return lines
 
 
 def guard_line(cfg: Config) -> str:
@@ -194,16 +297,17 @@ def plan_lines(
     lines += _machine_lines(cfg, inputs, folder)
     for head, line in of_environment.items():
         lines += _headed(head, line)
-    if pool := inputs.pool:
-        rollouts = sum(map(len, pool.demos.values()))
-        lines += _headed("pool", f"{len(pool.ids)} problems, {rollouts} rollouts")
+    if inputs.pool:
+        lines += _headed("pool", _pool_line(inputs.pool, grader.version))
     if inputs.pairs:
         lines += _headed("pairs", f"{len(inputs.pairs)} from {inputs.pairs.source}")
     if cfg.method.in_shadow:
         watching = ", ".join(cfg.method.in_shadow)
         lines += _headed("shadow", f"{watching}: they flag, and change nothing")
     if "llm_judge" in cfg.method.watching:
-        lines += _headed("judge", judge_line(cfg.method))
+        method = cfg.method
+        judge = method.llm_judge_model or f"{method.llm_judge_name} at {method.llm_judge_url}"
+        lines += _headed("judge", f"{judge}, at most {method.llm_judge_timeout:g} s a step")
     if rewards:
         lines += _headed("reward", rewards)
     if cfg.method.control_name != "none":
@@ -256,10 +360,85 @@ def _machine_lines(cfg: Config, inputs: Inputs, folder: Path) -> list[str]:
         lines += _headed("device", f"no GPU here; {cfg.preset} is made for one of 80 GB or more")
     lines += adapter_lines(cfg)
     if shapes:
-        lines += memory_lines(cfg, shapes, inputs.environment.prompts)
+        prompts = inputs.environment.prompts
+        lines += memory_plan(cfg, shapes, prompts, free_bytes()).lines()
+        if device_of(cfg) == "cuda":
+            unbound = replace(cfg, run=replace(cfg.run, memory_gib=0.0))
+            least = memory_plan(unbound, shapes, prompts, 0).peak
+            lines += _headed("", f"at least {least / GIB:.1f} GiB")
     else:
         lines += _headed("memory", "no plan: the model is not here, or is of an unknown shape")
     needed = max(1, disk_needed(cfg) // 2**20)
     free = shutil.disk_usage(existing(folder)).free // 2**20
     lines += _headed("disk", f"about {needed} MiB; {free} MiB free")
     return lines
+
+
+def _pool_line(pool: Pool, grader: str) -> str:
+    """What the demonstrations are, by the labels that came with them. grader: fingerprint of this run's."""
+    grades = [demonstration.grade for rows in pool.demos.values() for demonstration in rows]
+    hacked = Rate.of(grade.hacked for grade in grades)
+    passed = Rate.of(grade.gt_pass for grade in grades)
+    another = "" if pool.grader == grader else f", this run has {grader}"
+    return (
+        f"{len(pool.ids)} problems, {len(grades)} rollouts; hacked {hacked.percent} %, gt_pass "
+        f"{passed.percent} %; labels by grader {pool.grader}{another}"
+    )
+
+
+# ── what was loaded
+
+
+def loaded_lines(
+    cfg: Config, inputs: Inputs, problems: Splits, policy: "Policy", method: "Method"
+) -> list[str]:
+    """What was loaded: a line for the console, the others for the log."""
+    lines = _problem_lines(cfg, inputs, problems)
+    lines += inputs.environment.ignored(inputs.pool)
+    lines.append(_trainable_line(cfg, policy))
+    if method.provenance:
+        lines.append(_direction_line(cfg, method.provenance))
+    return lines
+
+
+def _problem_lines(cfg: Config, inputs: Inputs, problems: Splits) -> list[str]:
+    """How many problems there are, for the console and then for the log."""
+    n_train, n_test, n_flaws = len(problems.train), len(problems.test), len(problems.trained_flaws)
+    files = [file.name for file in (cfg.problems_path, cfg.test_problems_path) if file]
+    if cfg.env.taskset:
+        files = [inputs.environment.source]
+    by_flaw = _by_flaw(problems, (task.flaws[0] for task in problems.train))
+    return [
+        f"problems: {n_train} to train on, {n_test} to test · {n_flaws} flaw{'s' * (n_flaws != 1)}",
+        f"problems: {n_train} train, {len(problems.val)} val, {n_test} test kept of "
+        f"{len(inputs.environment.prompts)} in {' and '.join(files)} ({problems.too_long} too long); train: {by_flaw}",
+    ]
+
+
+def _by_flaw(problems: Splits, names: Iterable[str]) -> str:
+    """How often each flaw is named."""
+    count = Counter(names)
+    return ", ".join(f"{flaw} {count[flaw]}" for flaw in problems.flaws if count[flaw])
+
+
+def _trainable_line(cfg: Config, policy: "Policy") -> str:
+    """How many numbers learn, and how many do not."""
+    adapter = policy.adapter
+    quarantine = f", δS_hack {len(adapter):,}" if cfg.method.routes else ""
+    if quarantine and cfg.method.quarantine_block is not None:
+        quarantine += f" (in {cfg.method.resolved('quarantine')} alone, where δS is not)"
+    frozen = sum(p.numel() for p in policy.model.parameters() if not p.requires_grad)
+    return f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"
+
+
+def _direction_line(cfg: Config, origin: Provenance) -> str:
+    """What the direction was extracted from, and whether it will be again."""
+    every = cfg.method.refresh_every
+    again = "frozen"
+    if every and not cfg.method.haar:
+        again = f"extracted again every {every} steps"
+    file = f", file {cfg.method.v_hack_path}" if cfg.method.v_hack_path else ""
+    return (
+        f"direction: {origin.axes} axes in {origin.modules} modules from {origin.pairs} (sha256 "
+        f"{origin.pairs_sha256[:12]}){file}; {again}"
+    )

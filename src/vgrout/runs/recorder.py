@@ -7,7 +7,7 @@ import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from loguru import logger
@@ -20,7 +20,7 @@ from vgrout.ground.data import Batch, Flaw, Grade, Group, Rollout, Thought
 from vgrout.ground.errors import Diverged, Refused
 from vgrout.ground.files import Json, printable, quoted, read_json, write_atomic
 from vgrout.ground.metrics import flag_rates, students
-from vgrout.ground.table import REFERENCE_STEP, SECONDS, Columns, StepRow, Table, share, whole_run
+from vgrout.ground.table import SECONDS, Columns, StepRow, Table, share, whole_run
 from vgrout.guard.guard import Guard
 from vgrout.method.base import Refresh
 from vgrout.method.method import Method
@@ -37,7 +37,6 @@ RESUMED = ("argv", "git", "versions", "hashes", "ranks")  # what run.json record
 R = TypeVar("R", bound=Columns)
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """Has state that a checkpoint keeps: what the next step reads and seed and step number do not determine."""
 
@@ -219,7 +218,15 @@ class Recorder(StepRecorder[StepRow]):
             if run.resumes:
                 self.restore(*ranks.from_first(({}, [])))
             return self.rows
-        self._announce(opening)
+        provenance = self.method.provenance
+        logger.debug(f"argv: {' '.join(sys.argv)}")  # shown at the end of the log as well
+        if provenance and provenance.cosine_to_real:
+            logger.debug(provenance.cosine_to_real.line())
+        logger.info(opening[0])
+        for line in opening[1:]:
+            logger.debug(line)
+        kernels = [f"{phase} {kernel}" for phase, kernel in self.attention.items()]
+        logger.debug(f"attention: {', '.join(kernels)}")
         hashes = {
             "base_weights": weights_sha256(self.policy.model, self.policy.adapter),
             "teacher_weights": weights_sha256(teacher_model.model, None) if teacher_model else None,
@@ -227,7 +234,6 @@ class Recorder(StepRecorder[StepRow]):
         }
         if not run.resumes:
             hashes |= {"direction": direction_hash(self.method), "preregistered": preregistered()}
-        provenance = self.method.provenance
         record = {
             "hashes": hashes,
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -347,26 +353,6 @@ class Recorder(StepRecorder[StepRow]):
                 else ""
             )
             + "; look at tau, hkgap, fired and routed in steps.jsonl"
-        )
-
-    def _announce(self, opening: Sequence[str]) -> None:
-        cfg, origin = self.cfg, self.method.provenance
-        logger.debug(f"argv: {' '.join(sys.argv)}")  # shown at the end of the log as well
-        logger.debug(
-            f"{cfg.preset} · {cfg.method.intervention} (monitor: "
-            f"{cfg.method.monitor_title or cfg.method.monitor_name}, control: {cfg.method.control_name}) · "
-            f"{cfg.scale.model} · {cfg.scale.steps} steps · G {cfg.scale.group} · P {cfg.scale.prompts_per_step} · "
-            f"lr {cfg.opt.lr:g} · seed {cfg.run.seed} · {self.policy.device.type} · "
-            f"{DTYPE_NAMES[self.policy.model.dtype]} · "
-            f"{cfg.generations * cfg.scale.steps / REFERENCE_STEP:.1f} reference steps"
-        )
-        if origin and origin.cosine_to_real:
-            logger.debug(origin.cosine_to_real.line())
-        for level, line in zip(("INFO", *["DEBUG"] * len(opening)), opening, strict=False):
-            logger.log(level, line)
-        logger.debug(self.run.grader.description)
-        logger.debug(
-            f"attention: {', '.join(f'{phase} {kernel}' for phase, kernel in self.attention.items())}"
         )
 
     def _require_alike(self, step: int) -> None:

@@ -32,12 +32,8 @@ class Stop:
     requested: bool = False
 
 
-def _not_yet() -> bool:
-    return False
-
-
 @contextmanager
-def stop_on_signals(at_once: Callable[[], bool] = _not_yet) -> Generator[Stop]:
+def stop_on_signals(at_once: Callable[[], bool] = lambda: False) -> Generator[Stop]:
     """Within the context the first signal asks for an end, the second raises KeyboardInterrupt, the third ends the
     process. A SIGTERM right after another one is the same request: the kernel sends one for every thread of a sweep
     that was killed.

@@ -268,7 +268,9 @@ def grouped(row: Row) -> Numbers:
     columns = numbers(row)
     out: Numbers = {}
     for name, value in columns.items():
-        if name in UNTRACKED or _is_count(name, columns):
+        share, _, last = name.rpartition("_")
+        is_count = last in ("k", "n") and f"{share}_k" in columns and f"{share}_n" in columns
+        if name in UNTRACKED or is_count:
             continue
         if name in SECONDS:
             group = "time"
@@ -278,12 +280,6 @@ def grouped(row: Row) -> Numbers:
             group = "train"
         out[f"{group}/{name.replace('/', '_')}"] = value
     return out
-
-
-def _is_count(name: str, columns: Numbers) -> bool:
-    """Return whether a column is one of the counts, x_k and x_n, of a share x."""
-    share, _, last = name.rpartition("_")
-    return last in ("k", "n") and f"{share}_k" in columns and f"{share}_n" in columns
 
 
 def numbers(data: Row, above: str = "") -> Numbers:

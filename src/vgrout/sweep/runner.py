@@ -43,7 +43,7 @@ from vgrout.ground.gpus import visible
 from vgrout.ground.metrics import percent
 from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED
 from vgrout.runs.inputs import file_hashes
-from vgrout.runs.preflight import preflight
+from vgrout.runs.plan import preflight
 from vgrout.runs.stopping import Stop, stop_on_signals
 from vgrout.sweep.entry import FINAL, Entry
 from vgrout.sweep.ledger import Ledger
