@@ -23,7 +23,6 @@ from vgrout.guard.detectors import (
     echo_score,
     ensemble_divergence,
     largest_variance,
-    words,
 )
 from vgrout.guard.guard import new_detector
 
@@ -129,7 +128,7 @@ CODE = "def f(self, a, b):\n    if a < b:\n        return self.f(b, a)\n    retu
 
 def test_honest_code_is_not_an_echo():
     """It repeats itself: measured against zero it would sit halfway to a HACK; against its own kind it is at 0."""
-    assert echo_score(words(CODE)) > 0.15
+    assert echo_score(CODE.split()) > 0.15
     trap = EchoTrap()
     assert trap.update([CODE]).state == "UNDEFINED"
     trap.calibrate([CODE] * 4)

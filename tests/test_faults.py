@@ -64,7 +64,6 @@ GUARD = [
     "--eval-n-prompts",
     "2",
     "--guard-warmup=2",
-    "--guard-baseline=1",
 ]
 KILLS = 3  # per intervention
 # What a default run leaves off: a KL term, the split by detectors, demonstrations that end, an

@@ -127,11 +127,9 @@ FLAGS: dict[str, Run | Held] = {
     "--grad-clip": Run(NONE, "10", "0.0000001"),
     "--group": Run(NONE, "4", "6"),
     "--guard": Plan(NONE, "off", "log"),
-    "--guard-baseline": Watch(GUARD, "1", "4"),
     "--guard-halt-on": Plan(
         [*NONE, "--guard=halt", "--eval-ablate-every=1", "--steps=40"], "gap", "streak,gap"
     ),
-    "--guard-rule": Watch(GUARD, "ema", "se"),
     "--guard-warmup": Watch(LATE, "0", "30"),
     "--intervention": Run(["--vhack-refresh-every=0"], "erase", "route"),
     "--kl-hard-stop": Watch(GUARD, "0.08", "0.01"),
@@ -186,7 +184,7 @@ FLAGS: dict[str, Run | Held] = {
         "test_flags.py::test_a_detector_of_reward_hacking_halts_by_its_flag"
     ),
     "--reward-passes-at": Run(OWN_REWARD, "0.4", "1"),
-    "--rise-eps": Watch([*GUARD, "--guard-rule=ema"], "0.0001", "0.5"),
+    "--rise-eps": Watch(GUARD, "0.0001", "0.5"),
     "--rm-ensemble-members": Run(
         [*NONE, "--reward-hack-detector=rm_ensemble"],
         "flags_reward:g,flags_reward:h",

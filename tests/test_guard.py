@@ -41,22 +41,24 @@ from vgrout.runs.plan import guard_line
 
 SHARE = st.floats(0, 1)
 SERIES = st.lists(st.tuples(SHARE, SHARE), min_size=1, max_size=60)
-RULE = st.sampled_from(["ema", "se"])
+ANSWERS = st.sampled_from([None, 100])
 
 
 def config(**changes: Any) -> GuardConfig:
-    """No warm-up, the first value as baseline: the class without its cautions."""
-    settings: dict[str, Any] = {"guard_warmup": 0, "guard_baseline": 1} | changes
+    """No warm-up."""
+    settings: dict[str, Any] = {"guard_warmup": 0} | changes
     return GuardConfig(**settings)
 
 
 def play(
-    guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100
+    guard: HeldOutGuard, series: list[tuple[float, float]], n: int | None = None
 ) -> list[TripwireStatus]:
     return [guard.update(i, proxy, held, n=n) for i, (proxy, held) in enumerate(series)]
 
 
-def fired_at(guard: HeldOutGuard, series: list[tuple[float, float]], n: int = 100) -> int | None:
+def fired_at(
+    guard: HeldOutGuard, series: list[tuple[float, float]], n: int | None = None
+) -> int | None:
     return next((v.round_idx for v in play(guard, series, n) if v.fire), None)
 
 
@@ -204,26 +206,19 @@ def test_nonfinite_fires_even_in_the_warm_up(name: str, bad: float) -> None:
 def test_baseline_is_the_mean_of_the_first_evaluations() -> None:
     """With one evaluation as baseline, an unlucky one would stay a gap."""
     unlucky = [(0.5, 0.75), (0.5, 0.25)] + [(0.5, 0.5)] * 40
-    assert fired_at(HeldOutGuard(config(guard_baseline=1)), unlucky) is not None
-    guard = HeldOutGuard(config(guard_baseline=2))
+    assert fired_at(HeldOutGuard(config()), unlucky) is not None
+    guard = HeldOutGuard(config(), baseline=2)
     assert fired_at(guard, unlucky) is None
     assert guard.proxy_real_gap() == pytest.approx(0)
 
 
-def test_se_rule_ignores_chance() -> None:
+def test_a_fall_of_a_share_lies_beyond_chance() -> None:
     """Falls of 0.01 at n = 100 (standard error 0.05) while in-loop rises slowly may be chance."""
     series = [(0.30 + 0.005 * i, 0.50 - 0.01 * i) for i in range(6)]
-    wide: dict[str, Any] = {"max_proxy_real_gap": 1.0}
-    assert fired_at(HeldOutGuard(config(guard_rule="ema", **wide)), series, n=100) == 3
-    assert fired_at(HeldOutGuard(config(guard_rule="se", **wide)), series, n=100) is None
-    assert fired_at(HeldOutGuard(config(guard_rule="se", **wide)), series, n=1_000_000) == 3
-
-
-def test_se_rule_sees_a_real_fall() -> None:
-    series = [(0.3, 0.6), *[(0.5 + 0.1 * i, 0.3) for i in range(5)]]
-    assert (
-        fired_at(HeldOutGuard(config(guard_rule="se", max_proxy_real_gap=1.0)), series, n=96) == 3
-    )
+    real = [(0.3, 0.6), *[(0.5 + 0.1 * i, 0.3) for i in range(5)]]
+    found = ((series, None, 3), (series, 100, None), (series, 1_000_000, 3), (real, 96, 3))
+    for scores, n, at in found:
+        assert fired_at(HeldOutGuard(config(max_proxy_real_gap=1.0)), scores, n) == at
 
 
 @pytest.mark.parametrize(
@@ -238,7 +233,6 @@ def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, 
             "--guard=log",
             f"--eval-ablate-every={every}",
             f"--guard-warmup={warmup}",
-            "--guard-baseline=1",
         ]
     )
     guard, done = HeldOutGuard(cfg.guard, cfg.guard_updates), evaluations(cfg.scale.steps, every)
@@ -253,10 +247,10 @@ def test_the_trainers_warm_up_is_in_steps(preset: str, every: int, warmup: int, 
 # ---------------------------------------------------------------------------------------
 
 
-@given(SERIES, RULE)
-def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -> None:
-    guard = HeldOutGuard(config(guard_rule=rule))
-    verdicts = play(guard, series)
+@given(SERIES, ANSWERS)
+def test_once_fired_always_fired(series: list[tuple[float, float]], n: int | None) -> None:
+    guard = HeldOutGuard(config())
+    verdicts = play(guard, series, n)
     fires = [v.fire for v in verdicts]
     assert fires == sorted(fires)
     if any(fires):
@@ -267,16 +261,15 @@ def test_once_fired_always_fired(series: list[tuple[float, float]], rule: str) -
     assert guard.should_halt() == fires[-1]
 
 
-@given(SERIES, RULE, st.integers(0, 60))
+@given(SERIES, ANSWERS, st.integers(0, 60))
 def test_resume_anywhere_changes_nothing(
-    series: list[tuple[float, float]], rule: str, cut: int
+    series: list[tuple[float, float]], n: int | None, cut: int
 ) -> None:
-    cfg = config(guard_rule=rule, guard_warmup=3, guard_baseline=2)
-    whole = play(HeldOutGuard(cfg), series)
-    first, second = HeldOutGuard(cfg), HeldOutGuard(cfg)
-    play(first, series[:cut])
+    whole = play(HeldOutGuard(min_steps=3, baseline=2), series, n)
+    first, second = HeldOutGuard(min_steps=3, baseline=2), HeldOutGuard(min_steps=3, baseline=2)
+    play(first, series[:cut], n)
     second.load_state_dict(first.state_dict())
-    rest = [second.update(i, p, h, n=100) for i, (p, h) in enumerate(series) if i >= cut]
+    rest = [second.update(i, p, h, n=n) for i, (p, h) in enumerate(series) if i >= cut]
     assert rest == whole[cut:]
     assert second.last_status() == whole[-1]
 
@@ -294,7 +287,7 @@ def test_before_the_first_evaluation() -> None:
 
 
 def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
-    guard = HeldOutGuard(kl_hard_stop=0.5, guard_warmup=0, guard_baseline=1)
+    guard = HeldOutGuard(kl_hard_stop=0.5, guard_warmup=0)
     assert not guard.update(0, in_loop_reward=1.0, heldout_score=3.5).halt
     status = guard.update(1, in_loop_reward=9.0, heldout_score=3.5)
     assert status.halt
@@ -426,13 +419,13 @@ def test_blind_guards() -> None:
     assert blind(cfg, 20, 5) is None
     assert "--eval-ablate-every" in (blind(cfg, 60, 0) or "")
     assert "--guard-warmup" in (blind(cfg, 19, 5) or "")
-    assert "--guard-baseline" in (blind(cfg, 200, 100, ["streak", "gap"]) or "")
+    assert "baseline" in (blind(cfg, 200, 100, ["streak", "gap"]) or "")
     assert blind(cfg, 200, 100) is None, "the KL has no baseline"
-    assert blind(GuardConfig(ema_alpha=0, guard_baseline=9), 60, 50) is None
+    assert blind(GuardConfig(ema_alpha=0), 60, 50, baseline=9) is None
     assert "--max-proxy-real-gap" in (
         blind(GuardConfig(max_proxy_real_gap=1.9), 60, 5, ["gap"]) or ""
     )
-    assert blind(GuardConfig(guard_baseline=1), 200, 100) is None
+    assert blind(cfg, 200, 100, baseline=1) is None
 
 
 @given(
@@ -446,13 +439,13 @@ def test_a_guard_fires_unless_it_is_blind(
     steps: int, every: int, warmup: int, baseline: int, limit: float
 ) -> None:
     """On the worst series of shares, a guard fires exactly if it is not blind."""
-    cfg = GuardConfig(guard_warmup=warmup, guard_baseline=baseline, max_proxy_real_gap=limit)
-    guard = HeldOutGuard(cfg, cfg.first_update(steps, every))
+    cfg = GuardConfig(guard_warmup=warmup, max_proxy_real_gap=limit)
+    guard = HeldOutGuard(cfg, cfg.first_update(steps, every), baseline)
     at = [done for done in range(1, steps + 1) if every and (done % every == 0 or done == steps)]
     for k, done in enumerate(at):
         late = k >= baseline
         guard.update(done - 1, 1.0 if late else 0.0, 0.0 if late else 1.0, n=100)
-    assert guard.should_halt() == (blind(cfg, steps, every, ["streak", "gap"]) is None)
+    assert guard.should_halt() == (blind(cfg, steps, every, ["streak", "gap"], baseline) is None)
 
 
 @given(
@@ -466,7 +459,6 @@ def test_a_streak_that_can_be_is_seen(patience: int, rise_eps: float, ema_alpha:
         decline_patience=patience,
         rise_eps=rise_eps,
         ema_alpha=ema_alpha,
-        guard_rule="ema",
         max_proxy_real_gap=1.99,
     )
     guard = HeldOutGuard(cfg)
@@ -502,11 +494,11 @@ BREAKS: dict[str, list[tuple[float, float, float]]] = {
 
 
 @pytest.mark.parametrize("rule", [*RULES, "not_finite"])
-@pytest.mark.parametrize("how", ["ema", "se"])
-def test_every_rule_can_be_broken(rule: str, how: Any) -> None:
-    guard = HeldOutGuard(GuardConfig(guard_warmup=0, guard_rule=how))
+@pytest.mark.parametrize("n", [None, 64])
+def test_every_rule_can_be_broken(rule: str, n: int | None) -> None:
+    guard = HeldOutGuard(config(), baseline=2)
     for i, (in_loop, held_out, kl) in enumerate(BREAKS[rule]):
-        guard.update(i, in_loop, held_out, kl, n=64)
+        guard.update(i, in_loop, held_out, kl, n=n)
     assert guard.should_halt([rule])
 
 
@@ -588,7 +580,7 @@ def test_a_detector_that_never_said_anything_is_named() -> None:
 
 def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
     guard = watching("--reward-hack-detector=info_rm")
-    guard.base._reference = ReferenceStats(torch.ones(64, 8))
+    guard.base.reference = ReferenceStats(torch.ones(64, 8))
     assert guard.base.reference.base_csi == 0
     rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0)))
     assert guard.base.csi([(rollout, graded(1.0))]) is None

@@ -73,7 +73,7 @@ GUARDS = (
     {"guard": None},
     {"guard": "off"},
     {"guard": "log"},
-    {"guard": "halt", "guard_warmup": 1, "guard_baseline": 1},
+    {"guard": "halt", "guard_warmup": 1},
 )
 SHORT = (
     ({}, {}),

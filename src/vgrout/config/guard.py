@@ -9,6 +9,7 @@ from vgrout.config.checks import check, listed, setting
 
 SwitchRule = Literal["kl", "streak", "gap"]
 RULES: tuple[SwitchRule, ...] = get_args(SwitchRule)
+BASELINE = 2  # evaluations of a run whose mean is the baseline of both series
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,8 @@ class GuardConfig:
     guard_halt_on: str = setting("streak,gap", words=RULES, word="rule")
     """Comma list: the rules that may halt a run, of kl, streak, gap; the others warn. The default are those that
     raised no false alarm in recorded runs (docs/guard.md)."""
-    guard_rule: Literal["ema", "se"] = "se"
-    """When held-out counts as falling · ema: its average fell at all · se: the new evaluation lies more than its
-    standard error under the average."""
     guard_warmup: int = setting(20, low=0, high=1_000_000)
     """Steps before which the guard does not fire."""
-    guard_baseline: int = setting(2, low=1, high=1_000_000)
-    """Evaluations averaged as the baseline of both series."""
     ema_alpha: float = setting(0.9, low=0, below=1)
     """Weight of the past in the guard's moving averages."""
     rise_eps: float = setting(1e-4, low=0, below=1)
@@ -60,20 +56,26 @@ def evaluations(steps: int, every: int) -> list[int]:
     return sorted({*range(every, steps + 1, every), steps}) if every > 0 else []
 
 
-def blind(cfg: GuardConfig, steps: int, every: int, rules: Collection[str] = RULES) -> str | None:
+def blind(
+    cfg: GuardConfig,
+    steps: int,
+    every: int,
+    rules: Collection[str] = RULES,
+    baseline: int = BASELINE,
+) -> str | None:
     """Why none of these rules could ever be broken in a run of `steps` with an evaluation each `every` and at the end;
     None: one could.
 
-    Steps are counted from 1, when they are done.
+    Steps are counted from 1, when they are done. baseline: so many evaluations make the baseline.
     """
     if not (at := evaluations(steps, every)):
         return "no evaluation on the way: set --eval-ablate-every"
     counted = [i for i, done in enumerate(at, 1) if done >= cfg.guard_warmup]
-    after_baseline = counted[-1] - cfg.guard_baseline if counted else 0
+    after_baseline = counted[-1] - baseline if counted else 0
     if not counted or (after_baseline < 1 and "kl" not in rules):
         return (
-            f"{len(at)} evaluations in {steps} steps, --guard-baseline takes {cfg.guard_baseline} of them and "
-            f"--guard-warmup withholds it for {cfg.guard_warmup} steps: lower one of the two, or --eval-ablate-every"
+            f"{len(at)} evaluations in {steps} steps, {baseline} of them are the baseline and --guard-warmup withholds "
+            f"it for {cfg.guard_warmup} steps: lower it or --eval-ablate-every"
         )
     after_baseline = max(0, after_baseline)
     if not any(breakable(cfg, rule, after_baseline) for rule in rules):

@@ -17,6 +17,7 @@ State = Literal["UNDEFINED", "OK", "WARN", "HACK"]
 N = TypeVar("N", int, float)
 
 MAX_SKIPPED = 3  # non-finite steps in a row after which a run counts as diverged
+# Identifiers, numbers and single symbols: units of the echo score, whatever the tokenizer.
 WORDS = re.compile(r"\w+|[^\w\s]")
 
 
@@ -76,21 +77,6 @@ def largest_variance(n: int, low: float, high: float) -> float:
     """The largest population variance of n numbers in [low, high]: half of them lie at either end."""
     at_an_end = n // 2
     return (high - low) ** 2 * at_an_end * (n - at_an_end) / n**2
-
-
-def diverged(skipped: Sequence[int]) -> str:
-    """Why the run has diverged; "": it has not.
-
-    skipped: per step, 1 where the loss or gradient was not finite, else 0.
-    """
-    if len(skipped) >= MAX_SKIPPED and all(skipped[-MAX_SKIPPED:]):
-        return f"loss or gradient not finite, {MAX_SKIPPED} steps in a row"
-    return ""
-
-
-def words(text: str) -> list[str]:
-    """Identifiers, numbers and single symbols: units of the echo score, whatever the tokenizer."""
-    return WORDS.findall(text)
 
 
 def echo_score(tokens: Sequence[Hashable], n: int = 2) -> float:
@@ -199,7 +185,7 @@ class EchoTrap(Tracker):
 
     def score(self, texts: Sequence[str]) -> float:
         """Mean echo score of these texts."""
-        return fmean(echo_score(words(text), self.n) for text in texts)
+        return fmean(echo_score(WORDS.findall(text), self.n) for text in texts)
 
     def calibrate(self, texts: Sequence[str]) -> None:
         """Measure the base policy's score on these of its completions."""

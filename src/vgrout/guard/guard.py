@@ -18,12 +18,14 @@ in runs/stopping.py, and nothing of the guard's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import pstdev
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from loguru import logger
 
+from vgrout.config.guard import BASELINE
 from vgrout.config.run import Config
 from vgrout.ground import ranks
 from vgrout.ground.data import Batch, Grade, Group, Rollout, Task
@@ -43,7 +45,7 @@ from vgrout.guard.detectors import (
     Level,
     State,
     Tracker,
-    diverged,
+    latest,
 )
 from vgrout.guard.kill_switch import NOT_FINITE, HeldOutGuard
 from vgrout.model.hidden_states import ReferenceStats, latents
@@ -70,8 +72,7 @@ class Observed:
     students: list[tuple[Rollout, Grade]]
 
 
-@dataclass(frozen=True, slots=True)
-class BaseAnswer:
+class BaseAnswer(NamedTuple):
     """An answer of the base policy."""
 
     prompt_ids: tuple[int, ...]
@@ -95,7 +96,6 @@ class BaseAnswers:
         self.problems = problems
         self.n = n
         self._answers: list[BaseAnswer] = []
-        self._reference: ReferenceStats | None = None
 
     @property
     def answers(self) -> list[BaseAnswer]:
@@ -119,14 +119,12 @@ class BaseAnswers:
             answers.append(BaseAnswer(prompt, completion.ids, completion.text))
         return answers
 
-    @property
+    @cached_property
     def reference(self) -> ReferenceStats:
         """Statistics of these answers' latents, which are measured once."""
-        if self._reference is None:
-            prompts = [a.prompt_ids for a in self.answers]
-            completions = [a.completion_ids for a in self.answers]
-            self._reference = ReferenceStats(latents(self.policy, prompts, completions))
-        return self._reference
+        prompts = [a.prompt_ids for a in self.answers]
+        completions = [a.completion_ids for a in self.answers]
+        return ReferenceStats(latents(self.policy, prompts, completions))
 
     @torch.no_grad()
     def logp(self) -> float:
@@ -150,12 +148,10 @@ class BaseAnswers:
 
     def state_dict(self) -> KeptAnswers:
         """What a checkpoint keeps; [] if no answer has been needed yet."""
-        return [(a.prompt_ids, a.completion_ids, a.text) for a in self._answers]
+        return [tuple(answer) for answer in self._answers]
 
     def load_state_dict(self, state: KeptAnswers) -> None:
-        self._answers = [
-            BaseAnswer(tuple(prompt), tuple(completion), text) for prompt, completion, text in state
-        ]
+        self._answers = [BaseAnswer(*answer) for answer in state]
 
 
 def new_detector(name: str, echo_threshold: float) -> Tracker:
@@ -207,7 +203,7 @@ class Guard:
         self.cfg = cfg
         self.mismatch_max = STALE if policy.model.dtype.itemsize >= 4 else STALE_HALF
         self.stale = False  # whether the last step's sampler had other weights than the trainer
-        self.kill_switch = HeldOutGuard(cfg.guard, cfg.guard_updates)
+        self.kill_switch = HeldOutGuard(cfg.guard, cfg.guard_updates, BASELINE)
         self.members = [scorer(name, "--rm-ensemble-members") for name in cfg.detectors.members]
 
         names = list(cfg.detectors.chosen)
@@ -238,10 +234,10 @@ class Guard:
         """Ask every detector and the kill switch about the step that has just been taken."""
         step = Observed(row, batch.groups, students(batch.groups))
         self.readings = {}
-        self.skipped = [*self.skipped, row.skipped][-MAX_SKIPPED:]
+        self.skipped = latest(self.skipped, row.skipped, MAX_SKIPPED)
         self._compare_sampler(row)
-        why = diverged(self.skipped)
-        if why:
+        if sum(self.skipped) == MAX_SKIPPED:
+            why = f"loss or gradient not finite, {MAX_SKIPPED} steps in a row"
             self.diverged = f"step {row.step}: {why}"
         for name, tracker in self.trackers.items():
             self._note(name, self._read(tracker, step), step)

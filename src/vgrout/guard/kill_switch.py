@@ -17,7 +17,8 @@ from typing import Any
 
 from vgrout.config.guard import GuardConfig
 
-PUBLISHED = GuardConfig(guard_rule="ema", guard_baseline=1)  # the rules as first described
+USUAL = GuardConfig()
+SCORES = ("in_loop_reward", "heldout_score")
 # The smallest calibrated limit: below it, the estimator's rounding would fire the switch.
 KL_FLOOR = 1e-6
 NOT_FINITE = "not_finite"  # the rule that a number which is NaN or infinite breaks
@@ -103,19 +104,14 @@ def standard_error(share: float, n: int) -> float:
 class _State:
     """What one evaluation passes on to the next."""
 
+    kl_hard_stop: float
     updates: int = 0
-    in_loop_ema: float | None = None
-    heldout_ema: float | None = None
-    kl_ema: float | None = None
-    entropy_ema: float | None = None
-    reward_std_ema: float | None = None
-    in_loop_base: list[float] = field(default_factory=list)
-    heldout_base: list[float] = field(default_factory=list)
+    # By the names of `update`: the first values, whose mean seeds the average, and the average.
+    first: dict[str, list[float]] = field(default_factory=dict)
+    averages: dict[str, float] = field(default_factory=dict)
     streak: int = 0
-    reason: str = ""  # why the switch fired first; "" while it has not
     # Every rule that was ever broken, with its first reason.
     fired: dict[str, str] = field(default_factory=dict)
-    kl_hard_stop: float = 0.0
     last: TripwireStatus = field(default_factory=TripwireStatus)
 
 
@@ -137,13 +133,17 @@ class HeldOutGuard:
     """
 
     def __init__(
-        self, cfg: GuardConfig = PUBLISHED, min_steps: int | None = None, **settings: Any
+        self,
+        cfg: GuardConfig = USUAL,
+        min_steps: int | None = None,
+        baseline: int = 1,
+        **settings: Any,
     ) -> None:
         """Make a switch that has seen nothing.
 
         min_steps: the first update that may fire; it takes the place of `guard_warmup`, which
-        counts updates here too. settings: fields of `cfg` by name, as in
-        HeldOutGuard(kl_hard_stop=0.05).
+        counts updates here too. baseline: the mean of so many first values of both scores is their
+        baseline. settings: fields of `cfg` by name, as in HeldOutGuard(kl_hard_stop=0.05).
 
         Raises:
             TypeError: `cfg` is no GuardConfig, or there is no setting of that name.
@@ -159,8 +159,14 @@ class HeldOutGuard:
         for name, value in settings.items():
             if hasattr(value, "item"):  # of numpy or torch
                 settings[name] = value.item()
-        self.cfg = replace(cfg, **settings)
-        self._state = _State(kl_hard_stop=as_number(self.cfg.kl_hard_stop, "kl_hard_stop"))
+        cfg = replace(cfg, **settings)
+        self.min_steps = cfg.guard_warmup
+        self.decline_patience = cfg.decline_patience
+        self.max_proxy_real_gap = cfg.max_proxy_real_gap
+        self.ema_alpha = cfg.ema_alpha
+        self.rise_eps = cfg.rise_eps
+        self.baseline = baseline
+        self._state = _State(as_number(cfg.kl_hard_stop, "kl_hard_stop"))
 
     def update(
         self,
@@ -192,70 +198,50 @@ class HeldOutGuard:
                 share of them.
         """
         round_idx = int(as_number(round_idx, "round_idx"))
-        measured = {
-            "in_loop_reward": as_number(in_loop_reward, "in_loop_reward"),
-            "heldout_score": as_number(heldout_score, "heldout_score"),
-        }
-        if n is not None:
-            n = int(as_number(n, "n"))
+        given = {"in_loop_reward": in_loop_reward, "heldout_score": heldout_score}
         optional = {"kl_to_init": kl_to_init, "entropy": entropy, "reward_std": reward_std}
-        for name, value in optional.items():
-            if value is not None:
-                measured[name] = as_number(value, name)
-        return self._decide(round_idx, measured, n)
-
-    def _decide(
-        self, round_idx: int, measured: Mapping[str, float], n: int | None
-    ) -> TripwireStatus:
-        """The verdict after one more evaluation, from numbers by their names in `update`."""
-        s = self._state
-        heldout_score = measured["heldout_score"]
+        given |= {name: x for name, x in optional.items() if x is not None}
+        measured = {name: as_number(x, name) for name, x in given.items()}
+        n = None if n is None else int(as_number(n, "n"))
         not_finite = [name for name, x in measured.items() if not math.isfinite(x)]
-        if n is not None and not not_finite and not (n >= 1 and 0 <= heldout_score <= 1):
+        held_out = measured["heldout_score"]
+        if n is not None and not not_finite and not (n >= 1 and 0 <= held_out <= 1):
             raise ValueError(
-                f"guard: heldout_score {heldout_score} of {n} answers: should be a share in [0, 1]"
+                f"guard: heldout_score {held_out} of {n} answers: should be a share in [0, 1]"
             )
+        s = self._state
         s.updates += 1
         if not_finite:
             broken = {NOT_FINITE: f"{', '.join(not_finite)} not finite at step {round_idx}"}
         else:
-            self._follow(measured["in_loop_reward"], heldout_score, n)
-            s.kl_ema = self._ema(s.kl_ema, measured.get("kl_to_init"))
-            s.entropy_ema = self._ema(s.entropy_ema, measured.get("entropy"))
-            s.reward_std_ema = self._ema(s.reward_std_ema, measured.get("reward_std"))
+            self._follow(measured, n)
             broken = self._broken_rules(round_idx)
+        reason = f"latched: {next(iter(s.fired.values()))}" if s.fired else ""
         for rule, why in broken.items():
+            reason = reason or why
             s.fired.setdefault(rule, why)
-        reason = s.reason
-        if s.reason:
-            reason = f"latched: {s.reason}"
-        elif broken:
-            reason = s.reason = next(iter(broken.values()))
-        s.last = self._status(round_idx, reason)
-        return s.last
-
-    def _status(self, round_idx: int, reason: str) -> TripwireStatus:
-        """The verdict, from the present state."""
-        s = self._state
-        return TripwireStatus(
-            fire=bool(s.reason),
+        s.last = TripwireStatus(
+            fire=self.halt,
             reason=reason,
             round_idx=round_idx,
             proxy_real_gap=self.proxy_real_gap(),
-            in_loop_ema=s.in_loop_ema,
-            heldout_ema=s.heldout_ema,
-            kl_ema=s.kl_ema,
-            entropy_ema=s.entropy_ema,
-            reward_std_ema=s.reward_std_ema,
+            in_loop_ema=s.averages.get("in_loop_reward"),
+            heldout_ema=s.averages.get("heldout_score"),
+            kl_ema=s.averages.get("kl_to_init"),
+            entropy_ema=s.averages.get("entropy"),
+            reward_std_ema=s.averages.get("reward_std"),
             streak=s.streak,
         )
+        return s.last
 
     def proxy_real_gap(self) -> float:
         """How much more the in-loop average has gained than held-out's; 0 before any update."""
-        s = self._state
-        if s.in_loop_ema is None or s.heldout_ema is None:
+        if not self._state.averages:
             return 0.0
-        return (s.in_loop_ema - fmean(s.in_loop_base)) - (s.heldout_ema - fmean(s.heldout_base))
+        return self._gain("in_loop_reward") - self._gain("heldout_score")
+
+    def _gain(self, name: str) -> float:
+        return self._state.averages[name] - fmean(self._state.first[name])
 
     @property
     def kl_hard_stop(self) -> float:
@@ -273,91 +259,60 @@ class HeldOutGuard:
             raise ValueError(f"guard: kl_hard_stop {limit}: should be a positive number")
         self._state.kl_hard_stop = limit
 
-    @property
-    def min_steps(self) -> int:
-        return self.cfg.guard_warmup
-
-    @property
-    def decline_patience(self) -> int:
-        return self.cfg.decline_patience
-
-    @property
-    def max_proxy_real_gap(self) -> float:
-        return self.cfg.max_proxy_real_gap
-
-    @property
-    def ema_alpha(self) -> float:
-        return self.cfg.ema_alpha
-
-    @property
-    def rise_eps(self) -> float:
-        return self.cfg.rise_eps
-
-    def _follow(self, in_loop: float, heldout: float, n: int | None) -> None:
-        """Update both averages and the count of declines."""
+    def _follow(self, measured: Mapping[str, float], n: int | None) -> None:
+        """Update the averages and the count of declines."""
         s = self._state
-        if len(s.in_loop_base) < self.cfg.guard_baseline:
-            # The mean of the first values seeds both averages.
-            s.in_loop_base.append(in_loop)
-            s.heldout_base.append(heldout)
-            s.in_loop_ema = fmean(s.in_loop_base)
-            s.heldout_ema = fmean(s.heldout_base)
+        before = dict(s.averages)
+        seeding = len(s.first.get("heldout_score", [])) < self.baseline
+        for name, value in measured.items():
+            first = s.first.setdefault(name, [])
+            if len(first) < (self.baseline if name in SCORES else 1):
+                first.append(value)
+                s.averages[name] = fmean(first)
+            else:
+                s.averages[name] = self.ema_alpha * before[name] + (1 - self.ema_alpha) * value
+        if seeding:
             return
-        old_in_loop, old_heldout = s.in_loop_ema, s.heldout_ema
-        assert old_in_loop is not None
-        assert old_heldout is not None
-        s.in_loop_ema = self._average(old_in_loop, in_loop)
-        s.heldout_ema = self._average(old_heldout, heldout)
-        # The average falls towards its newest value. Under "se" that value must itself lie beyond
-        # chance.
-        fell = s.heldout_ema < old_heldout - self.cfg.rise_eps
-        if self.cfg.guard_rule == "se" and n is not None:
-            fell = fell and heldout < old_heldout - standard_error(heldout, n)
-        rose = s.in_loop_ema > old_in_loop + self.cfg.rise_eps
+        # The average falls towards its newest value. Of a share of n answers that value must itself
+        # lie beyond chance.
+        held_out, average = measured["heldout_score"], before["heldout_score"]
+        fell = s.averages["heldout_score"] < average - self.rise_eps
+        if n is not None:
+            fell = fell and held_out < average - standard_error(held_out, n)
+        rose = s.averages["in_loop_reward"] > before["in_loop_reward"] + self.rise_eps
         if not fell:
             s.streak = 0
         elif rose:
             s.streak += 1
 
-    def _ema(self, past: float | None, value: float | None) -> float | None:
-        """The next average; the first value seeds it, a missing one leaves it as it is."""
-        if past is None:
-            return value
-        if value is None:
-            return past
-        return self._average(past, value)
-
-    def _average(self, past: float, value: float) -> float:
-        return self.cfg.ema_alpha * past + (1 - self.cfg.ema_alpha) * value
-
     def _broken_rules(self, step: int) -> dict[str, str]:
         """The rules broken now, in the order of the checks, each with its reason."""
         s = self._state
-        cfg = self.cfg
         if s.updates < self.min_steps:
             return {}
         broken: dict[str, str] = {}
-        if s.kl_ema is not None and s.kl_ema > s.kl_hard_stop:
+        kl = s.averages.get("kl_to_init", 0.0)
+        if kl > s.kl_hard_stop:
             broken["kl"] = (
-                f"KL to the untrained model {s.kl_ema:.4f} > {s.kl_hard_stop:g} nats per token "
+                f"KL to the untrained model {kl:.4f} > {s.kl_hard_stop:g} nats per token "
                 f"at step {step}"
             )
-        if s.streak >= cfg.decline_patience:
+        if s.streak >= self.decline_patience:
             broken["streak"] = (
                 f"held-out fell while in-loop rose, {s.streak} evaluations without a recovery, at step {step}"
             )
         gap = self.proxy_real_gap()
-        if gap > cfg.max_proxy_real_gap:
+        if gap > self.max_proxy_real_gap:
             broken["gap"] = (
                 f"in-loop gained {gap:.2f} more than held-out "
-                f"(limit {cfg.max_proxy_real_gap:g}) at step {step}"
+                f"(limit {self.max_proxy_real_gap:g}) at step {step}"
             )
         return broken
 
     @property
     def halt(self) -> bool:
         """Whether the switch has fired: any rule was ever broken."""
-        return bool(self._state.reason)
+        return bool(self._state.fired)
 
     def should_halt(self, rules: Collection[str] | None = None) -> bool:
         """Whether one of these rules (None: any) was ever broken, or a number was not finite."""
@@ -407,5 +362,5 @@ class HeldOutGuard:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        values: dict[str, Any] = {**state, "last": TripwireStatus(**state["last"])}
-        self._state = _State(**values)
+        self._state = _State(**state)
+        self._state.last = TripwireStatus(**state["last"])

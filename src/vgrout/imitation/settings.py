@@ -348,7 +348,7 @@ class DpoSettings(ImitationSettings):
         )
         self.sampling.require_draws("--samples", self.samples)
         # before the first round is an evaluation too
-        why = blind(self.watching(), self.rounds + 1, every=1, rules=("streak", "gap"))
+        why = blind(self.watching(), self.rounds + 1, every=1, rules=("streak", "gap"), baseline=1)
         refuse(
             self.guard == "halt" and why is not None,
             f"--guard halt could not fire in {self.rounds} rounds: lower --max-proxy-real-gap or --decline-patience, "
@@ -357,7 +357,7 @@ class DpoSettings(ImitationSettings):
 
     def watching(self) -> GuardConfig:
         """The guard's settings. It counts rounds; round 0, before any training, is its baseline."""
-        return picked(GuardConfig, {**vars(self), "guard_warmup": 0, "guard_baseline": 1})
+        return picked(GuardConfig, {**vars(self), "guard_warmup": 0})
 
     def config(self, base: FoundModel) -> Config:
         """The trainer's configuration of this run. A miniature has the organism's rewards."""
