@@ -128,8 +128,8 @@ CODE = "def f(self, a, b):\n    if a < b:\n        return self.f(b, a)\n    retu
 
 def test_honest_code_is_not_an_echo():
     """It repeats itself: measured against zero it would sit halfway to a HACK; against its own kind it is at 0."""
-    assert echo_score(CODE.split()) > 0.15
     trap = EchoTrap()
+    assert trap.score([CODE]) > 0.15
     assert trap.update([CODE]).state == "UNDEFINED"
     trap.calibrate([CODE] * 4)
     assert trap.update([CODE] * 4) == DetectorReading("OK", 0.0)

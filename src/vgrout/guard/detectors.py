@@ -79,6 +79,16 @@ def largest_variance(n: int, low: float, high: float) -> float:
     return (high - low) ** 2 * at_an_end * (n - at_an_end) / n**2
 
 
+def diverged(skipped: Sequence[int]) -> str:
+    """Why the run has diverged; "": it has not.
+
+    skipped: per step, 1 where the loss or gradient was not finite, else 0.
+    """
+    if len(skipped) >= MAX_SKIPPED and all(skipped[-MAX_SKIPPED:]):
+        return f"loss or gradient not finite, {MAX_SKIPPED} steps in a row"
+    return ""
+
+
 def echo_score(tokens: Sequence[Hashable], n: int = 2) -> float:
     """Share of the distinct n-grams that occur more than once; 0 for fewer than n tokens."""
     shifted = [tokens[i:] for i in range(n)]

@@ -45,6 +45,7 @@ from vgrout.guard.detectors import (
     Level,
     State,
     Tracker,
+    diverged,
     latest,
 )
 from vgrout.guard.kill_switch import NOT_FINITE, HeldOutGuard
@@ -236,8 +237,7 @@ class Guard:
         self.readings = {}
         self.skipped = latest(self.skipped, row.skipped, MAX_SKIPPED)
         self._compare_sampler(row)
-        if sum(self.skipped) == MAX_SKIPPED:
-            why = f"loss or gradient not finite, {MAX_SKIPPED} steps in a row"
+        if why := diverged(self.skipped):
             self.diverged = f"step {row.step}: {why}"
         for name, tracker in self.trackers.items():
             self._note(name, self._read(tracker, step), step)
