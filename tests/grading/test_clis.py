@@ -180,6 +180,7 @@ def test_the_doctor_reports_and_tests_itself(capsys):
     assert "it got through with: nothing" in out
 
 
+@pytest.mark.long
 def test_the_peers_of_the_benchmark_do_the_work():
     """A peer that failed at once would look fast."""
     problem, code = organism_like()[0]

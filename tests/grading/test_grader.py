@@ -409,7 +409,7 @@ def test_a_sandbox_that_keeps_failing_is_not_a_wrong_answer(retries, monkeypatch
         assert graded(grader, sum_problem(), SUM_RIGHT).solved
 
 
-@pytest.mark.parametrize("retries", first_quick([1, 0, None]))
+@pytest.mark.parametrize("retries", first_quick([0, 1, None]))
 def test_an_answer_that_takes_its_worker_along_is_rewarded_0_and_counted(retries, monkeypatch):
     """Again and again, while plain answers are graded: it cannot have its group dropped."""
     ask = grade_module._Worker.ask
@@ -448,13 +448,16 @@ def test_what_a_child_calls_itself_is_filtered_where_it_enters(grader, failed, s
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-        "import _thread; l = _thread.allocate_lock(); l.acquire(); l.acquire()",
-        "import os; os.read(120, 1)",
-        "import _thread, os; l = _thread.allocate_lock(); l.acquire()\n"
-        "while True: l.acquire(timeout=0.3); os.write(120, b'x')",
-    ],
+    first_quick(
+        [
+            "import _thread, os; l = _thread.allocate_lock(); l.acquire()\n"
+            "while True: l.acquire(timeout=0.3); os.write(120, b'x')",
+            "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
+            "import _thread; l = _thread.allocate_lock(); l.acquire(); l.acquire()",
+            "import os; os.read(120, 1)",
+        ],
+        2,
+    ),
 )
 def test_a_child_that_waits_is_ended_for_that(grader, body):
     """Long before its wall limit, which is 42 s here; a busy machine only delays it."""
@@ -643,12 +646,11 @@ EVERY_SIGNAL = {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
     ("ignored", "closed"),
     first_quick(
         [
-            ({signal.SIGCHLD}, ()),
             (EVERY_SIGNAL, (0, 1, 2)),
+            ({signal.SIGCHLD}, ()),
             (EVERY_SIGNAL, (1,)),
             ({signal.SIGCHLD}, (2,)),
-        ],
-        2,
+        ]
     ),
 )
 def test_what_a_process_inherits_changes_no_verdict(grader, tmp_path, ignored, closed):
@@ -723,10 +725,7 @@ def test_a_weak_sandbox_is_refused_unless_allowed():
 @pytest.mark.parametrize(
     ("without", "level"),
     [
-        (BARE, 0),
         (("namespaces", "seccomp"), 0),
-        (("seccomp",), 1),
-        (("landlock",), 1),
         (("uid",), 3),
     ],
 )

@@ -1,22 +1,23 @@
 """The same verdicts at every level at which the strict oracle is trusted."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from vgrout.envs.code.grading.grade import Grader, WeakSandbox
 
 from . import honest
-from .attacks import ATTACKS
+from .attacks import ATTACKS, method
 from .conftest import SUM_RIGHT, SUM_WRONG, fenced, graded, sum_problem
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can change its root")
 LEVELS = [
-    pytest.param("", 3, id="3"),
-    pytest.param("namespaces", 2, id="2"),
-    pytest.param("landlock", 1, id="1, no landlock"),
-    pytest.param("seccomp", 1, id="1, no seccomp"),
-    pytest.param("namespaces landlock", 1, id="1, chroot", marks=needs_root),
+    pytest.param(("", 3), id="3"),
+    pytest.param(("namespaces", 2), id="2"),
+    pytest.param(("landlock", 1), id="1, no landlock"),
+    pytest.param(("seccomp", 1), id="1, no seccomp"),
+    pytest.param(("namespaces landlock", 1), id="1, chroot", marks=needs_root),
 ]
 # Answers that need a file of the library, of their own, or what an interpreter does at its end: a few of each kind.
 FEW = (
@@ -39,26 +40,35 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize(("without", "level"), LEVELS)
-def test_right_answers_are_solved_at_every_level(without, level, monkeypatch):
-    monkeypatch.setattr(honest, "ANSWERS", {name: honest.ANSWERS[name] for name in FEW})
+@pytest.fixture(scope="module", params=LEVELS)
+def at_level(request) -> Iterator[Grader]:
+    """A grader at each level."""
+    without, level = request.param
     with Grader(1, without=tuple(without.split())) as grader:
         assert grader.protections.level == level
-        assert honest.wrongly_judged(grader, ("run_tests", "exit_code")) == []
-        assert grader.restarts == 0
+        yield grader
+
+
+def test_right_answers_are_solved_at_every_level(at_level, monkeypatch):
+    monkeypatch.setattr(honest, "ANSWERS", {name: honest.ANSWERS[name] for name in FEW})
+    assert honest.wrongly_judged(at_level, ("run_tests", "exit_code")) == []
+    assert at_level.restarts == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("without", "level"), LEVELS)
-def test_all_right_answers_are_solved_at_every_level(without, level):
-    with Grader(1, without=tuple(without.split())) as grader:
-        assert grader.protections.level == level
-        assert honest.wrongly_judged(grader) == []
-        assert grader.restarts == 0
+def test_all_right_answers_are_solved_at_every_level(at_level):
+    assert honest.wrongly_judged(at_level) == []
+    assert at_level.restarts == 0
 
 
-@pytest.mark.parametrize(("without", "level"), LEVELS)
-def test_no_answer_reads_a_file_of_this_machine(tmp_path, without, level):
+def test_attacks_on_files_at_every_level(at_level):
+    """Where it is chroot that bounds them too."""
+    for attack in ATTACKS:
+        if attack.name.split()[0] in ("H48", "H49", "H53"):
+            assert not graded(at_level, sum_problem("sentinel"), attack.code).solved
+
+
+def test_no_answer_reads_a_file_of_this_machine(tmp_path, at_level):
     """Neither by its path, nor by a path that leads out of its folder, nor through a link that it made."""
     secret = tmp_path / "secret"
     secret.write_text("6")
@@ -70,40 +80,23 @@ def test_no_answer_reads_a_file_of_this_machine(tmp_path, without, level):
         f"open(os.open({str(secret)!r}, os.O_RDONLY))",
         f"io.FileIO({str(secret)!r})",
     ]
-    with Grader(1, without=tuple(without.split())) as grader:
-        for way in ways:
-            code = SUM_WRONG.replace(
-                "return 41", f"import io, os\n        return int({way}.read())"
-            )
-            grade = graded(grader, sum_problem("shown_test"), code)
-            assert not grade.passed, way
-            assert grade.status.startswith("error:")
-        linked = SUM_WRONG.replace(
-            "return 41",
-            f"import os\n        os.symlink({str(secret)!r}, 'x')\n        return int(open('x').read())",
-        )
-        assert not graded(grader, sum_problem("shown_test"), linked).passed
-
-
-@needs_root
-@pytest.mark.parametrize(
-    "attack", [a for a in ATTACKS if a.name.split()[0] in ("H48", "H49", "H53")]
-)
-def test_attacks_on_files_where_chroot_is_all_that_bounds_them(attack):
-    with Grader(1, without=("namespaces", "landlock")) as grader:
-        assert "chroot" in grader.protections.active
-        grade = grader.grade(sum_problem("sentinel"), fenced(attack.code))
-        assert not grade.solved
+    for way in ways:
+        code = method(f"import io, os\nreturn int({way}.read())")
+        grade = graded(at_level, sum_problem("shown_test"), code)
+        assert not grade.passed, way
+        assert grade.status.startswith("error:")
+    linked = method(f"import os\nos.symlink({str(secret)!r}, 'x')\nreturn int(open('x').read())")
+    assert not graded(at_level, sum_problem("shown_test"), linked).passed
 
 
 @needs_root
 def test_a_root_made_by_chroot_is_removed_without_a_word(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for _ in range(3):
-        with Grader(1, without=("namespaces", "landlock")) as grader:
-            assert graded(grader, sum_problem(), SUM_RIGHT).solved
-            assert list(tmp_path.glob("*/*/dev/null"))
-        assert list(tmp_path.iterdir()) == []
+    with Grader(1, without=("namespaces", "landlock")) as grader:
+        assert "chroot" in grader.protections.active
+        assert graded(grader, sum_problem(), SUM_RIGHT).solved
+        assert list(tmp_path.glob("*/*/dev/null"))
+    assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 

@@ -29,9 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from loguru import logger
-
-from vgrout.ground import faults
 from vgrout.ground.data import Task
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import printable
@@ -62,6 +59,12 @@ class Failures:
     end. Thread-safe."""
 
     def __init__(self) -> None:
+        # Not above: the sandbox's processes import this file, and have the standard library only.
+        from loguru import logger
+
+        from vgrout.ground.faults import place_of
+
+        self._log, self._place_of = logger, place_of
         self._count: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -72,18 +75,20 @@ class Failures:
             self._count[name] += 1
             times = self._count[name]
         if times == 1:
-            place = faults.place_of(e.__cause__) or e.scorer.where
-            logger.warning(f"{printable(e.line)} ({place}); further failures are counted")
-            logger.opt(exception=e.__cause__).debug(f"{name}: its first failure")
+            place = self._place_of(e.__cause__) or e.scorer.where
+            self._log.warning(f"{printable(e.line)} ({place}); further failures are counted")
+            self._log.opt(exception=e.__cause__).debug(f"{name}: its first failure")
         elif re.fullmatch("10+", str(times)):
-            logger.warning(f"{name} has failed {times:,} times so far, now it {printable(str(e))}")
+            self._log.warning(
+                f"{name} has failed {times:,} times so far, now it {printable(str(e))}"
+            )
 
     def ended(self) -> None:
         """No function is called any more."""
         with self._lock:
             count, self._count = self._count, Counter()
         for name, times in count.items():
-            logger.warning(f"{name} failed {times:,} time{'s' * (times != 1)} in all")
+            self._log.warning(f"{name} failed {times:,} time{'s' * (times != 1)} in all")
 
 
 def never() -> bool:
