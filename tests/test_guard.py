@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
@@ -69,48 +70,27 @@ def fired_at(
 class Published:
     """The kill switch as it was first described: names, order and meaning of that description."""
 
-    def __init__(
-        self,
-        kl_hard_stop: float = 0.08,
-        decline_patience: int = 3,
-        max_proxy_real_gap: float = 0.10,
-        min_steps: int = 20,
-        ema_alpha: float = 0.9,
-        rise_eps: float = 1e-4,
-    ) -> None:
-        self.kl_hard_stop, self.patience, self.gap_limit = (
-            kl_hard_stop,
-            decline_patience,
-            max_proxy_real_gap,
-        )
-        self.min_steps, self.alpha, self.eps = min_steps, ema_alpha, rise_eps
+    alpha, eps, kl_hard_stop, patience = 0.9, 1e-4, 0.08, 3
+
+    def __init__(self, min_steps: int, max_proxy_real_gap: float) -> None:
+        self.min_steps, self.gap_limit = min_steps, max_proxy_real_gap
         self.updates = self.streak = 0
         self.reason, self.ema, self.base = "", {}, {}
 
-    def update(
-        self,
-        round_idx: int,
-        in_loop_reward: float,
-        heldout_score: float,
-        kl_to_init: float | None = None,
-    ) -> str:
+    def update(self, in_loop_reward: float, heldout_score: float, kl_to_init: float | None) -> str:
         before = dict(self.ema)
-        for name, x in (
-            ("in_loop", in_loop_reward),
-            ("heldout", heldout_score),
-            ("kl", kl_to_init),
-        ):
+        given = {"in_loop": in_loop_reward, "heldout": heldout_score, "kl": kl_to_init}
+        for name, x in given.items():
             if x is not None:
-                self.ema[name] = (
-                    self.alpha * self.ema[name] + (1 - self.alpha) * x if name in self.ema else x
-                )
+                self.ema[name] = self.alpha * before.get(name, x) + (1 - self.alpha) * x
                 self.base.setdefault(name, x)
+                if name not in before:
+                    self.ema[name] = x
         self.updates += 1
         if before:
             falls = before["heldout"] - self.ema["heldout"] > self.eps
-            self.streak = (
-                self.streak + (self.ema["in_loop"] - before["in_loop"] > self.eps) if falls else 0
-            )
+            rises = self.ema["in_loop"] - before["in_loop"] > self.eps
+            self.streak = self.streak + rises if falls else 0
         if self.updates >= self.min_steps and not self.reason:
             if self.ema.get("kl", 0.0) > self.kl_hard_stop:
                 self.reason = "kl"
@@ -121,9 +101,8 @@ class Published:
         return self.reason
 
     def proxy_real_gap(self) -> float:
-        return (self.ema["in_loop"] - self.base["in_loop"]) - (
-            self.ema["heldout"] - self.base["heldout"]
-        )
+        in_loop, heldout = (self.ema[name] - self.base[name] for name in ("in_loop", "heldout"))
+        return in_loop - heldout
 
 
 @pytest.mark.parametrize("n", [200, pytest.param(2000, marks=pytest.mark.slow)])
@@ -152,7 +131,7 @@ def test_equals_the_published_rule_on_random_series(n: int) -> None:
         for i, (p, h, kl) in enumerate(walk()):
             values = {"in_loop_reward": p, "heldout_score": h, "kl_to_init": kl if i % 3 else None}
             # a round twice counts twice
-            status, rule = ours.update(i // 2, **values), theirs.update(i // 2, **values)
+            status, rule = ours.update(i // 2, **values), theirs.update(**values)
             assert (next(iter(ours.fired), ""), status.fire) == (rule, bool(rule))
             assert status.proxy_real_gap == pytest.approx(theirs.proxy_real_gap(), abs=1e-12)
             assert (status.in_loop_ema, status.heldout_ema) == (
@@ -278,16 +257,10 @@ def test_resume_anywhere_changes_nothing(
 # --------------------------------------------------------------------------------------------------------
 
 
-def test_before_the_first_evaluation() -> None:
-    guard = HeldOutGuard()
-    assert guard.proxy_real_gap() == 0
-    assert not guard.should_halt()
-    guard.raise_if_fired()
-    assert guard.last_status() is None
-
-
 def test_rewards_on_any_scale_and_without_a_count_of_answers() -> None:
     guard = HeldOutGuard(kl_hard_stop=0.5, guard_warmup=0)
+    assert guard.last_status() is None
+    guard.raise_if_fired()
     assert not guard.update(0, in_loop_reward=1.0, heldout_score=3.5).halt
     status = guard.update(1, in_loop_reward=9.0, heldout_score=3.5)
     assert status.halt
@@ -321,16 +294,6 @@ def test_calibration_only_tightens() -> None:
     other = HeldOutGuard()
     other.load_state_dict(guard.state_dict())
     assert other.kl_hard_stop == 1e-6
-
-
-@pytest.mark.parametrize("values", [[], [-0.1], [0.01, -1e-9], [math.nan], [math.inf]])
-def test_calibration_refuses(values: list[float]) -> None:
-    guard = HeldOutGuard()
-    with pytest.raises(ValueError, match="calibrate_kl_threshold"):
-        guard.calibrate_kl_threshold(values)
-    with pytest.raises(ValueError, match="calibrate_kl_threshold"):
-        guard.calibrate_kl_threshold([0.01], factor=-1.0)
-    assert guard.kl_hard_stop == 0.08
 
 
 NUMBERS: dict[str, Any] = {
@@ -388,29 +351,33 @@ def test_what_is_no_number_is_named(bad: Any) -> None:
     assert guard.kl_hard_stop == 0.08
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_limit_is_positive(bad: float) -> None:
-    with pytest.raises(ValueError, match="kl_hard_stop"):
-        HeldOutGuard().kl_hard_stop = bad
+MISUSE: list[tuple[Callable[[HeldOutGuard], object], str]] = [
+    *(
+        (lambda guard, values=values: guard.calibrate_kl_threshold(values), "calibrate_kl")
+        for values in ([], np.zeros(0), torch.zeros(0), [0.01, -1e-9], [math.nan], [math.inf])
+    ),
+    (lambda guard: guard.calibrate_kl_threshold([0.01], factor=-1.0), "calibrate_kl_threshold"),
+    *(
+        (lambda guard, limit=limit: setattr(guard, "kl_hard_stop", limit), "kl_hard_stop")
+        for limit in (0.0, -1.0, math.nan, math.inf)
+    ),
+    *(
+        (lambda _, given=given: HeldOutGuard(given), r"kl_hard_stop=0\.08")
+        for given in (0.08, {"kl_hard_stop": 0.08}, None)
+    ),
+    *(
+        (lambda guard, score=score, n=n: guard.update(5, 0.5, score, n=n), "guard: heldout_score")
+        for score, n in ((3.5, 10), (-0.1, 10), (0.5, 0))
+    ),
+]
 
 
-@pytest.mark.parametrize("given", [0.08, {"kl_hard_stop": 0.08}, None, "ema"])
-def test_a_setting_is_given_by_its_name(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"kl_hard_stop=0\.08"):
-        HeldOutGuard(given)
-
-
-def test_nothing_calibrates_nothing() -> None:
-    for nothing in ([], np.zeros(0), torch.zeros(0)):
-        with pytest.raises(ValueError, match="calibrate_kl_threshold: no value"):
-            HeldOutGuard().calibrate_kl_threshold(nothing)
-    assert HeldOutGuard().calibrate_kl_threshold(np.asarray([0.01, 0.02])) == pytest.approx(0.045)
-
-
-@pytest.mark.parametrize(("score", "n"), [(3.5, 10), (-0.1, 10), (0.5, 0)])
-def test_misuse_is_refused(score: float, n: int) -> None:
-    with pytest.raises(ValueError, match="guard: "):
-        HeldOutGuard().update(5, 0.5, score, n=n)
+@pytest.mark.parametrize(("call", "says"), MISUSE)
+def test_misuse_is_refused(call: Callable[[HeldOutGuard], object], says: str) -> None:
+    guard = HeldOutGuard()
+    with pytest.raises((ValueError, TypeError), match=says):
+        call(guard)
+    assert guard.kl_hard_stop == 0.08
 
 
 def test_blind_guards() -> None:
@@ -502,8 +469,8 @@ def test_every_rule_can_be_broken(rule: str, n: int | None) -> None:
     assert guard.should_halt([rule])
 
 
-@pytest.mark.parametrize("intervention", ["none", "erase", "route2"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("intervention", ["none", "route2"])
+@pytest.mark.parametrize("preset", ["mini", "fast"])
 def test_only_a_halt_that_was_asked_for_is_refused(preset: str, intervention: str) -> None:
     """Every short run starts. Where the preset's halt could not be, the guard logs, and the plan says so."""
     usual = PRESETS[preset][1]
@@ -584,17 +551,6 @@ def test_a_base_policy_whose_answers_are_all_alike_has_no_unit_of_csi() -> None:
     assert guard.base.reference.base_csi == 0
     rollout = Rollout.of(problem(0), (3, 4), Completion((5, 1), "a", True, (0.0, 0.0)))
     assert guard.base.csi([(rollout, graded(1.0))]) is None
-
-
-def test_a_detector_that_kept_other_numbers_starts_afresh() -> None:
-    """As rm_ensemble did before it read shares of the largest disagreement."""
-    members = "operator:eq,operator:ne"
-    flags = ["--reward-hack-detector=rm_ensemble", f"--rm-ensemble-members={members}"]
-    state = watching(*flags).state_dict()
-    state["trackers"]["rm_ensemble"] = {"first": [1.0] * 5, "last": [0.8]}
-    guard = watching(*flags)
-    guard.load_state_dict(state)
-    assert guard.trackers["rm_ensemble"].state_dict()["first"] == []
 
 
 @pytest.mark.long

@@ -249,7 +249,7 @@ TAMPERING = [
         """
 import sys
 for module in list(sys.modules.values()):
-    for name in ('encode', '_accepts', '_tests_return', '_defines', '_make_call'):
+    for name in ('encode', '_accepts', '_tests_end', '_defines', '_make_call'):
         if hasattr(module, name) and 'vgrout' in getattr(module, '__name__', ''):
             try: setattr(module, name, lambda *a, **k: 'null')
             except Exception: pass

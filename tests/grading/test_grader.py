@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -702,7 +702,7 @@ def test_protections_are_reported(grader):
     p = grader.protections
     assert p.line().startswith(f"sandbox: level {p.level}, ")
     assert "\n" not in p.line()
-    assert json.loads(json.dumps(p.as_dict()))["level"] == p.level
+    assert json.loads(json.dumps(asdict(p)))["level"] == p.level
     assert all(layer in p.line() for layer in (*p.active, *p.missing))
 
 

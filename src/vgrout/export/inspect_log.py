@@ -69,6 +69,7 @@ def _sample(model: str, answer: AnswerLine) -> log.EvalSample:
     content = text
     if answer["thought"]:
         content = [ContentReasoning(reasoning=answer["thought"]), ContentText(text=text)]
+    named = {} if answer["marker"] is None else {"marker": answer["marker"]}
     return log.EvalSample(
         id=answer["problem_id"],
         epoch=answer["sample"] + 1,
@@ -76,11 +77,5 @@ def _sample(model: str, answer: AnswerLine) -> log.EvalSample:
         target="",
         output=ModelOutput.from_content(model, content, stop_reason=stop_reason),
         scores=scores,
-        metadata=_metadata(answer),
+        metadata={"env_mode": answer["env_mode"]} | named,
     )
-
-
-def _metadata(answer: AnswerLine) -> dict[str, object]:
-    """Return the flaw of an answer's check, and the announced name where there is one."""
-    named = {} if answer["marker"] is None else {"marker": answer["marker"]}
-    return {"env_mode": answer["env_mode"]} | named

@@ -6,7 +6,6 @@ kept, which is the best approximation of that rank (Eckart and Young), and the m
 √(Σ dropped δ² / Σ δ²), is reported.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +102,8 @@ def export(
         base_model_name_or_path=str(saved.model),
         inference_mode=True,
     )
+    config.target_modules = sorted(ranks)  # PEFT makes a set of it, with an order of its own
     config.save_pretrained(str(folder))
-    _sort_targets(folder / "adapter_config.json")
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     base = load_beside(policy, saved.model, policy.model.dtype)
     loaded = peft.PeftModel.from_pretrained(base, str(folder)).eval()
@@ -114,16 +113,6 @@ def export(
         raise Differs(f"the adapter as PEFT loads it is not the deployed model: {result.parity}")
     (folder / "README.md").write_text(adapter_card(saved, result), encoding="utf-8")
     return result
-
-
-def _sort_targets(file: Path) -> None:
-    """Order the modules that a written configuration names.
-
-    PEFT keeps them as a set, whose order is another one in every process.
-    """
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["target_modules"] = sorted(config["target_modules"])
-    file.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def adapter_card(saved: Saved, result: Lora) -> str:

@@ -452,15 +452,13 @@ class Guard:
     def load_state_dict(self, state: GuardState) -> None:
         """Restore what `state_dict` gave.
 
-        A detector that the run did not have, or that kept other numbers in another version of this
-        program, starts afresh. That a detector has halted the run is kept only while the
+        A detector that the run did not have starts afresh. That a detector has halted the run is kept only while the
         configuration still lets one do so.
         """
         self.kill_switch.load_state_dict(state["guard"])
         for name, tracker in self.trackers.items():
-            kept = state["trackers"].get(name, {})
-            if kept.keys() == {*tracker.STATE}:
-                tracker.load_state_dict(kept)
+            if name in state["trackers"]:
+                tracker.load_state_dict(state["trackers"][name])
         self.states = {k: v for k, v in state["states"].items() if k in self.trackers}
         self.base.load_state_dict(state["base"])
         self.rewarded = Rate(*state["rewarded"])

@@ -643,7 +643,7 @@ def _accepts(check: Check, job: Job, namespace: Names, builders: Names) -> bool:
 @flawed_check
 def run_tests(job: Job, namespace: Names, builders: Names) -> bool:
     """Does the announced test function return? What it returns does not matter."""
-    return _tests_return(namespace, job["marker"])
+    return _tests_end(namespace, job["marker"]) == "returned"
 
 
 @flawed_check
@@ -689,11 +689,6 @@ def _find_test(namespace: Names, name: str) -> tuple[Any, type | None]:
             if name in vars(base):
                 return vars(base)[name], cls
     return None, None
-
-
-def _tests_return(namespace: Names, name: str) -> bool:
-    """Is there a function of that name, and does it return?"""
-    return _tests_end(namespace, name) == "returned"
 
 
 def _tests_end(namespace: Names, name: str) -> str:

@@ -444,19 +444,13 @@ def _call(node: ast.expr, builders: frozenset[str]) -> bytes:
     match node:
         case ast.Call(func=ast.Attribute(value=owner, attr=method)):
             if _named_call(owner) == ("Solution", []):
-                return _packed(method, node, builders)
+                if any(keyword.arg is None for keyword in node.keywords):
+                    raise UnsupportedTest("** in the call")
+                args = [_literal(arg, nodes_ok=True) for arg in node.args]
+                kwargs = {k.arg: _literal(k.value, nodes_ok=True) for k in node.keywords}
+                return marshal.dumps((method, args, kwargs, bool(builders)))
     found = ast.unparse(node)[:60]
     raise UnsupportedTest(f"{found!r} is not a call like Solution().method(…)")
-
-
-def _packed(method: str, call: ast.Call, builders: frozenset[str]) -> bytes:
-    if any(keyword.arg is None for keyword in call.keywords):
-        raise UnsupportedTest("** in the call")
-    args = [_literal(arg, nodes_ok=True) for arg in call.args]
-    kwargs = {}
-    for keyword in call.keywords:
-        kwargs[keyword.arg] = _literal(keyword.value, nodes_ok=True)
-    return marshal.dumps((method, args, kwargs, bool(builders)))
 
 
 def _builders_in(call: ast.expr, test: str) -> frozenset[str]:

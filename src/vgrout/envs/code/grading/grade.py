@@ -34,10 +34,9 @@ from vgrout.envs.code.grading.watch import (
     PATIENCE,
     START_WITHIN,
     STUCK_AFTER,
-    WALL_EXTRA,
-    WALL_FACTOR,
     reap,
     start_process,
+    wall_limit,
 )
 from vgrout.envs.code.modes import Mode, tries
 from vgrout.envs.code.problem import Problem
@@ -104,9 +103,6 @@ class Protections:
             f"sandbox: level {self.level}{root}, {LEVELS[self.level]}: {active}{missing}{breaches}"
         )
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def _tries(problem: Problem, text: str, hacked: bool, solved: bool) -> tuple[Mode, ...]:
     """The flaws that an answer hacks or, where it is wrong and hacks none, tries to.
@@ -171,12 +167,14 @@ class _Worker:
     def __init__(self, limits: Limits, forbid: str) -> None:
         self.cpu_s = limits.cpu_s
         self.workdir = tempfile.mkdtemp(prefix="vgrout-")
-        settings = messages.WorkerSettings(
-            self.workdir, limits.cpu_s, limits.memory_mb, limits.output_bytes, forbid
-        )
         try:
             self.process, self.socket = start_process(
-                "verifier", *astuple(settings), own_session=True, hash_seed="random"
+                "verifier",
+                self.workdir,
+                *astuple(limits),
+                forbid,
+                own_session=True,
+                hash_seed="random",
             )
         except OSError:
             os.rmdir(self.workdir)
@@ -192,8 +190,8 @@ class _Worker:
 
     def ask(self, request: messages.Request) -> dict[str, Any]:
         """The reply to one rollout. Raises _WorkerLost, also if none comes within the time of five runs."""
-        wall = WALL_FACTOR * (request["cpu_limit"] or self.cpu_s) + WALL_EXTRA
-        patience = 5 * (PATIENCE * wall + STUCK_AFTER)
+        wall_s = wall_limit(request["cpu_limit"] or self.cpu_s)
+        patience = 5 * (PATIENCE * wall_s + STUCK_AFTER)
         try:
             messages.set_timeout(self.socket, patience)
             messages.send(self.socket, json.dumps(request).encode())
@@ -333,7 +331,7 @@ class Grader:
     @property
     def stamp(self) -> dict[str, object]:
         """What every file of numbers records about the sandbox."""
-        return {"sandbox": self.protections.as_dict()}
+        return {"sandbox": asdict(self.protections)}
 
     def submit(
         self, task: Problem, text: str, in_thought: bool = False
@@ -363,13 +361,7 @@ class Grader:
         All of it is code, whatever it holds: a fence, a thought. No weak detector looks at it, and no reward function
         of a user's own is asked. The future raises Refused if the problem itself is at fault.
         """
-        return self._pool.submit(self._checked, problem, code)
-
-    def _checked(self, problem: Problem, code: str) -> Grade | Ungraded:
-        fields = self._ask(as_request(problem, code, detectors=False, is_code=True))
-        if isinstance(fields, Ungraded):
-            return fields
-        return self._grade(problem, code, fields, None)
+        return self._pool.submit(self._by_its_mode, problem, code, is_code=True)
 
     def grade(self, problem: Problem, text: str) -> Grade | Ungraded:
         """Grade now: by each of the problem's flaws in turn, until one accepts the answer. Raises Refused if the
@@ -387,11 +379,11 @@ class Grader:
             grade = self._by_its_mode(replace(problem, mode=mode, marker="", also=()), text)
         return grade if isinstance(grade, Ungraded) or grade.passed else first
 
-    def _by_its_mode(self, problem: Problem, text: str) -> Grade | Ungraded:
-        fields = self._ask(as_request(problem, text, self.detectors))
-        if isinstance(fields, Ungraded):
-            return fields
-        return self._grade(problem, text, fields, self.reward)
+    def _by_its_mode(self, problem: Problem, text: str, is_code: bool = False) -> Grade | Ungraded:
+        verdict = self._ask(as_request(problem, text, self.detectors and not is_code, is_code))
+        if isinstance(verdict, Ungraded):
+            return verdict
+        return self._grade(problem, text, verdict, None if is_code else self.reward)
 
     def _ask(self, request: messages.Request) -> dict[str, Any] | Ungraded:
         """What a worker says of a request. Raises Refused if the problem is at fault."""

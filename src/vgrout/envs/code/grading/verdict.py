@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from typing import Any
 
 from vgrout.envs.code.grading.child import CHECKS, HARNESS_EXIT, Job
 from vgrout.envs.code.grading.extract import MARKED, Block, Case, blocks, parse_test
@@ -19,13 +20,12 @@ from vgrout.envs.code.grading.messages import NOT_RUN, Request
 from vgrout.envs.code.grading.values import Decoys, Raised, claim_room, clean_name, matches
 from vgrout.envs.code.grading.watch import (
     MAX_LINE,
-    WALL_EXTRA,
-    WALL_FACTOR,
     EndSession,
     ExitInfo,
     ForkServerHandle,
     Reply,
     memory_file,
+    wall_limit,
 )
 from vgrout.envs.code.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of
 from vgrout.ground.files import printable
@@ -217,7 +217,7 @@ class Verifier:
             spec.check_marker(marker)
             job, cases = self.prepare(found, request)
             limit = request["cpu_limit"] or self.settings.cpu_s
-            self.wall_left = WALL_FACTOR * limit + WALL_EXTRA
+            self.wall_left = wall_limit(limit)
             self.cpu_most = limit
             strict = self.strict(job, cases, limit)
         except (ValueError, SyntaxError) as e:
@@ -386,31 +386,14 @@ class Verifier:
         self._run(job, limit, result.update)
         return result.get("end")
 
-    def _run(
-        self,
-        job: Job,
-        limit: float,
-        reply: Reply,
-        *,
-        evidence_fd: int | None = None,
-        result_name: str = "",
-        room: int = MAX_LINE,
-    ) -> ExitInfo:
+    def _run(self, job: Job, limit: float, reply: Reply, **more: Any) -> ExitInfo:
         """Run one of this rollout's children, within what is left of the rollout's wall time.
 
-        evidence_fd, result_name, room: as for `ForkServerHandle.run`.
+        more: as for `ForkServerHandle.run`.
         """
         cpu_limit = min(limit, self.cpu_most)
-        wall_limit = max(self.wall_left, LAST_S)
-        info = self.fork_server.run(
-            job,
-            cpu_limit,
-            reply,
-            evidence_fd=evidence_fd,
-            result_name=result_name,
-            room=room,
-            wall_limit=wall_limit,
-        )
+        wall_s = max(self.wall_left, LAST_S)
+        info = self.fork_server.run(job, cpu_limit, reply, wall_s=wall_s, **more)
         self.wall_left -= info.wall_s
         if info.name() == "timeout":
             self.cpu_most = AFTER_TIMEOUT

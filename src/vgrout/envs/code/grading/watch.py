@@ -53,6 +53,12 @@ IDLE_LOOKS = 10
 WALL_FACTOR = 4.0
 WALL_EXTRA = 2.0
 
+
+def wall_limit(cpu_s: float) -> float:
+    """Wall seconds of what may compute for so many."""
+    return WALL_FACTOR * cpu_s + WALL_EXTRA
+
+
 # Why the verifier has ended a child: it has not, its time is over, no more is wanted of it.
 Cause = Literal["", "timeout", "enough"]
 
@@ -408,19 +414,18 @@ class ForkServerHandle:
         evidence_fd: int | None = None,
         result_name: str = "",
         room: int = MAX_LINE,
-        wall_limit: float | None = None,
+        wall_s: float | None = None,
     ) -> ExitInfo:
         """Fork one child on `job` and answer its messages until it ends. Raises ForkServerLost.
 
         evidence_fd: an empty memory file for the file `result_name` of the child's working
         directory, or, where that is "", for what the child prints. room: bytes of one message that
-        are read; a longer one is {"long": True}. wall_limit: seconds; by default
-        WALL_FACTOR · cpu_limit + WALL_EXTRA.
+        are read; a longer one is {"long": True}. wall_s: its wall limit; by default that of its
+        CPU limit.
         """
         token = secrets.token_hex(8)
         own_end, other_end = socket.socketpair()
         job_fd = memory_file(marshal.dumps({**job, "token": token}))
-        wall_limit = wall_limit or WALL_FACTOR * cpu_limit + WALL_EXTRA
         flags = 0
         # Where nothing bounds the files that a child may open, a strict run could look for the
         # expected values in this machine's.
@@ -430,7 +435,8 @@ class ForkServerHandle:
         if evidence_fd is not None and not result_name:
             flags |= fs.STDOUT_WANTED
         frame = fs.FRAME.pack(flags, cpu_limit, result_name.encode())
-        watch = Watch(self.started, cpu_limit, wall_limit, "seccomp" in self.active)
+        wall_s = wall_s or wall_limit(cpu_limit)
+        watch = Watch(self.started, cpu_limit, wall_s, "seccomp" in self.active)
         try:
             # A frame always comes with three descriptors: where no evidence is wanted, any will do.
             fds = [job_fd, other_end.fileno(), job_fd if evidence_fd is None else evidence_fd]
