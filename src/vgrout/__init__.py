@@ -24,7 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 # commands that are no module of their own
 _COMMANDS = ("evaluate", "sample", "grade", "problems", "doctor", "download", "distill")
-_COMMANDS += ("iterative_dpo", "substrate")
+_COMMANDS += ("iterative_dpo", "substrate", "organism")
 for _name in _COMMANDS if sys.argv[:1] == ["-m"] else ():  # python -m …
     if f"vgrout.{_name}" in sys.orig_argv:
         print(f"E python -m vgrout.{_name}: is now `vgrout {_name}`", file=sys.stderr)
