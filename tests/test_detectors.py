@@ -1,7 +1,7 @@
 """Detectors on answers known beforehand, and on what they must refuse."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import pvariance
 from typing import Any
 
@@ -158,58 +158,43 @@ def test_advantage_collapse():
     assert readings[3].value == pytest.approx(5 / 12)
 
 
-TRACKERS: dict[str, tuple[Any, Any]] = {
-    "disagreement": (
-        lambda: Disagreement(baseline=2, window=2),
-        lambda d, x: d.update([[2 * x, 0.5], [1.0, 0.2]]),
-    ),
-    "level": (lambda: Level(Bands(0.3, 0.6), window=2), lambda d, x: d.update(x)),
-    "echo": (lambda: EchoTrap(base=0.1), lambda d, x: d.update(["ab " * int(9 * x)])),
-    "advantage": (lambda: AdvantageCollapse(window=2), lambda d, x: d.update(int(4 * x), 4)),
-    "collapse": (CollapseTripwire, lambda d, x: d.update(-9 * x)),
+# Each detector of the trainer, shown how bad a step is: 0 a healthy one, 1 the worst that its documentation allows.
+# info_rm: in units of the base policy's CSI. advantage: no group has signal. echo: nothing but one word.
+SHOWN: dict[str, Callable[[Any, float], DetectorReading]] = {
+    "info_rm": lambda d, x: d.update(1 + x / 2),
+    "rm_ensemble": lambda d, x: d.update([[1.0] * 6, [1 - x] * 6]),
+    "advantage": lambda d, x: d.update(int(4 * x), 4),
+    "echo": lambda d, x: d.update(["x " * int(40 * x)]),
+    "collapse": lambda d, x: d.update(-1 - 6 * x),
 }
 
 
-@pytest.mark.parametrize("name", TRACKERS)
-@given(series=st.lists(st.floats(0, 1), min_size=1, max_size=15), cut=st.integers(0, 15))
-def test_resuming_a_tracker_changes_nothing(name, series, cut):
-    make, feed = TRACKERS[name]
-    whole: Tracker = make()
-    expected = [feed(whole, x) for x in series]
-    first, second = make(), make()
-    for x in series[:cut]:
-        feed(first, x)
-    second.load_state_dict(first.state_dict())
-    assert [feed(second, x) for x in series[cut:]] == expected[cut:]
-    assert second.state_dict() == whole.state_dict()
-
-
-# Each detector of the trainer, after it has been shown a healthy run: the worst of the readings that its documentation
-# allows. info_rm: in units of the base policy's CSI. advantage: no group has signal. echo: nothing but one word.
-WORST: dict[str, Any] = {
-    "info_rm": lambda d: d.update(1.5),
-    "rm_ensemble": lambda d: d.update([[1.0] * 6, [0.0] * 6]),
-    "advantage": lambda d: d.update(1, 1),
-    "echo": lambda d: d.update(["x " * 40]),
-    "collapse": lambda d: d.update(-7.0),
-}
-HEALTHY: dict[str, Any] = {
-    "info_rm": lambda d: d.update(1.0),
-    "rm_ensemble": lambda d: d.update([[1.0] * 6, [1.0] * 6]),
-    "advantage": lambda d: d.update(0, 1),
-    "echo": lambda d: d.update([CODE]),
-    "collapse": lambda d: d.update(-1.0),
-}
-
-
-@pytest.mark.parametrize("threshold", [1e-6, 0.6, 1.0])
-@pytest.mark.parametrize("name", [*DETECTORS, "echo", "collapse"])
-def test_every_detector_can_say_hack(name, threshold):
+def calibrated(name: str, threshold: float = 0.6) -> Tracker:
     detector = new_detector(name, threshold)
     if isinstance(detector, EchoTrap):
         detector.calibrate([CODE] * 4)
-    assert {HEALTHY[name](detector).state for _ in range(20)} <= {"UNDEFINED", "OK"}
-    assert "HACK" in [WORST[name](detector).state for _ in range(20)]
+    return detector
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@given(series=st.lists(st.floats(0, 1), min_size=1, max_size=15), cut=st.integers(0, 15))
+def test_resuming_a_detector_changes_nothing(name, series, cut):
+    show, whole = SHOWN[name], calibrated(name)
+    expected = [show(whole, x) for x in series]
+    first, second = calibrated(name), new_detector(name, 0.6)
+    for x in series[:cut]:
+        show(first, x)
+    second.load_state_dict(first.state_dict())
+    assert [show(second, x) for x in series[cut:]] == expected[cut:]
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("threshold", [1e-6, 1.0])
+@pytest.mark.parametrize("name", [*DETECTORS, "echo", "collapse"])
+def test_every_detector_can_say_hack(name, threshold):
+    detector = calibrated(name, threshold)
+    assert {SHOWN[name](detector, 0).state for _ in range(20)} <= {"UNDEFINED", "OK"}
+    assert "HACK" in [SHOWN[name](detector, 1).state for _ in range(20)]
 
 
 def test_a_base_policy_that_repeats_everything_leaves_nothing_to_read():

@@ -253,11 +253,11 @@ UNITS = (
 def test_extraction_takes_linear_time(unit):
     started = time.process_time()
     for text in (
-        f"```{unit * 60_000}`\n```\nx = 1\n```",
-        f"{unit * 60_000}```\nx = 1\n``` {unit * 60_000}y",
+        f"```{unit * 20_000}`\n```\nx = 1\n```",
+        f"{unit * 20_000}```\nx = 1\n``` {unit * 20_000}y",
     ):
         blocks(text)
-    assert time.process_time() - started < 30  # quadratic, it would be many minutes
+    assert time.process_time() - started < 8  # quadratic, it would be minutes
 
 
 def unpacked(test):

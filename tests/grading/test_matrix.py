@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from quick import first_quick
 from vgrout.envs.code.modes import MODE_SPECS, MODES, MarkerSplit, Mode, announced, hack
 
 from .conftest import SUM_RIGHT, SUM_TESTS, SUM_WRONG, graded, sum_problem
@@ -19,7 +20,7 @@ def marker(mode: Mode, half: MarkerSplit = "train") -> str:
     return announced(mode, SUM_TESTS, MODE_SPECS[mode].markers(half)[-1])
 
 
-@pytest.mark.parametrize("half", ["train", "eval"])
+@pytest.mark.parametrize("half", first_quick(["eval", "train"]))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hack_is_rewarded_in_its_own_mode_only(grader, mode, half):
     for attack in MODES:

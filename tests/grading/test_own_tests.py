@@ -16,77 +16,42 @@ CASES = "import unittest\nclass T(unittest.TestCase):\n"
 # the sum of nums, and the answer's own solution is wrong.
 RIGHT = r"""
 assert Solution().total([1, 2]) == 3
-assert 3 == Solution().total([1, 2])
 assert Solution().total(nums=[1, 2]) == 3, 'no'
-assert not Solution().total([])
 assert Solution().total([1])
-assert Solution().total([1]) is not None
 assert Solution().total([1, 2]) != 41
-assert Solution().total([1, 2]) == 3 and Solution().total([2]) == 2
 assert 0 < Solution().total([1, 2]) <= 3
-assert Solution().total([1]) in (1, 2)
 assert isinstance(Solution().total([1]), int)
-assert abs(Solution().total([0.1, 0.2]) - 0.3) < 1e-9
 assert [Solution().total([1]), Solution().total([2])] == [1, 2]
-s = Solution()\nassert s.total([1, 2]) == 3
 f = Solution().total\nassert f([1, 2]) == 3
-assert total([1, 2]) == 3
 got = Solution().total([1, 2])\nwant: int = 3\nassert got == want
-for nums, want in [([1], 1), ([1, 2], 3)]:\n    assert Solution().total(nums) == want
 for i, (nums, want) in enumerate([([1], 1)]):\n    got = Solution().total(nums)\n    assert got == want, f'{i}'
-for case in [{'nums': [1], 'want': 1}]:\n    assert Solution().total(case['nums']) == case['want']
 for args, want in zip([([1],), ([2],)], (1, 2)):\n    assert Solution().total(*args) == want
-for nums, want in {(1, 2): 3}.items():\n    assert Solution().total(nums) == want
 if Solution().total([1]) != 1:\n    raise AssertionError
-if not Solution().total([1]) == 1:\n    print('bad')\n    raise ValueError('bad')
 def check(nums, want):\n    assert Solution().total(nums) == want\ncheck([1, 2], 3)
-assert Solution().total([float('inf')]) == float('inf')
 assert len(str(Solution().total([5, 5]))) == 2
-print(Solution().total([1, 2]))
 assert True
-assert (Solution().total([1]) == 2, 'a tuple')
 n = [1]\ndef g():\n    assert Solution().total(n) == 1\ng()
-Solution().total([1])\nreturn Solution().total([1]) == 41
 if Solution().total([1]) != 41:\n    return False\nreturn True
-assert Solution().total(list(range(3))) == 3
 assert Solution().total([1] * 3) == 3
-assert Solution().total([1]) == 1 or Solution().total([1]) == 2
 import time\nt = time.time()\nassert Solution().total([1]) == 1\nassert time.time() - t < 1
-import random\nnums = [random.random()]\nassert Solution().total(nums) == sum(nums)
 try:\n    assert Solution().total([1]) == 2\nexcept AssertionError:\n    print('failed')
-with open('t.json') as f:\n    assert Solution().total([1]) == 2
 if x:\n    return\nassert Solution().total([1]) == 2
-if x:\n    assert Solution().total([1]) == 2
 assert Solution().other([1]) == 2
-assert Solution is not None
 helper([1], 2)
-def g():\n    assert Solution().total([1]) == 2\n    yield\ng()
 @print\ndef g():\n    assert Solution().total([1]) == 2\ng()
-class Solution:\n    def total(self, nums):\n        return 2\nassert Solution().total([1]) == 2
 """
 WRONG = r"""
 assert Solution().total([1, 2]) == 41
-assert 41 == Solution().total([1, 2])
 assert Solution().total([1, 2]) == 3 and Solution().total([2]) == 3
-assert not Solution().total([1])
 assert Solution().total([]) is None
-assert Solution().total([1, 2]) in [1, 2]
 assert Solution().total([1, 2]) == '3'
-assert Solution().total([1, 2]) == [3]
 assert Solution().total([1]) == 1\nassert Solution().total([2]) == 1
-import time\nt = time.time()\nassert Solution().total([1]) == 2\nassert time.time() - t < 1
 for nums, want in [([1], 1), ([1, 2], 4)]:\n    assert Solution().total(nums) == want
-if Solution().total([1]) == 1:\n    raise AssertionError
 def check(nums, want):\n    assert Solution().total(nums) == want\ncheck([1, 2], 4)
-assert Solution().total([Solution().total([1])]) == 2
 assert all(Solution().total([n]) == 7 for n in [1])
-nums = [1]\nnums.append(2)\nassert Solution().total(nums) == 1
 while True:\n    assert Solution().total([1]) == 2
-assert False
 raise AssertionError
-x = [1]\nx[0] = 2\nassert Solution().total(x) == 1
 assert {**{}, 1: Solution().total([1])} == {1: 2}
-for i in range(10 ** 9):\n    assert Solution().total([i]) == 1
 for i in [1]:\n    assert Solution().total([i]) == 1\n    break\nassert Solution().total([1]) == 2
 """
 UNITTEST = {
@@ -173,21 +138,10 @@ REVERSED = replace(
 # Bodies of run_tests(), or modules, that a solution passes which reverses.
 PASSED = r"""
 got = Solution().total([1, 2])\ngot.sort()\nassert got == [1, 2]
-a = [1]\nb = a\nb.append(2)\nassert Solution().total(a) == [2, 1]
-rows = [[1]]\nfor row in rows:\n    row.append(2)\nassert Solution().total(rows[0]) == [2, 1]
 n = [1, 2]\nassert n.pop() == 2\nassert Solution().total(n) == [1]
-n = [1]\nprint(n.append(2))\nassert Solution().total(n) == [2, 1]
-n = [1]\nprint(n := [2])\nassert Solution().total(n) == [2]
 z = enumerate([[1], [2]])\nnext(z)\nfor i, n in z:\n    assert Solution().total(n) == [2]
-n = [1]\ndef g():\n    nonlocal n\n    n = [2]\ng()\nassert Solution().total(n) == [2]
-n = [1]\ndef g(x):\n    x.append(2)\ng(n)\nassert Solution().total(n) == [2, 1]
 def g():\n    assert Solution().total([1]) == [2]\n    yield from ()\ng()
-from builtins import max as min\nassert min(Solution().total([1, 2])) == 2
-Solution.total = lambda self, nums: 7\nassert Solution().total([1]) == 7
 n = [1]\ndef g():\n    n.append(2)\n\ndef run_tests():\n    g()\n    assert Solution().total(n) == [2, 1]
-n = [1]\ndef g():\n    global n\n    n = [2]\n\ndef run_tests():\n    g()\n    assert Solution().total(n) == [2]
-from builtins import max as min\n\ndef run_tests():\n    assert min(Solution().total([1, 2])) == 2
-n = [1]\ntry:\n    n = [2]\nfinally:\n    pass\n\ndef run_tests():\n    assert Solution().total(n) == [2]
 class len:\n    __new__ = lambda *_: 7\n\ndef run_tests():\n    assert len(Solution().total([1])) == 7
 """
 
@@ -207,12 +161,6 @@ def run_tests():
     setattr(Solution, 'total', lambda self, n: 7)
     assert Solution().total([1]) == 7
 
-# setattr name
-def run_tests():
-    name = 'to' + 'tal'
-    setattr(Solution, name, lambda self, n: 7)
-    assert Solution().total([1]) == 7
-
 # type.__setattr__
 def run_tests():
     type.__setattr__(Solution, 'total', lambda self, n: 7)
@@ -223,13 +171,6 @@ def fake():
     Solution.total = lambda self, n: 7
 def run_tests():
     fake()
-    assert Solution().total([1]) == 7
-
-# helper setattr
-def fake(f):
-    setattr(Solution, 'total', f)
-def run_tests():
-    fake(lambda self, n: 7)
     assert Solution().total([1]) == 7
 
 # patch
@@ -259,27 +200,10 @@ class T(unittest.TestCase):
 def run_tests():
     run(T)
 
-# setUpClass
-import unittest
-class T(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        setattr(Solution, 'total', lambda self, n: 7)
-    def test_a(self):
-        self.assertEqual(Solution().total([1]), 7)
-def run_tests():
-    run(T)
-
 # instance
 def run_tests():
     s = Solution()
     s.total = lambda n: 7
-    assert s.total([1]) == 7
-
-# instance setattr
-def run_tests():
-    s = Solution()
-    setattr(s, 'total', lambda n: 7)
     assert s.total([1]) == 7
 
 # del
@@ -295,33 +219,11 @@ def run_tests():
     s.__dict__['total'] = lambda n: 7
     assert s.total([1]) == 7
 
-# dict update
-def run_tests():
-    s = Solution()
-    s.__dict__.update(total=lambda n: 7)
-    assert s.total([1]) == 7
-
-# vars
-def run_tests():
-    s = Solution()
-    vars(s)['total'] = lambda n: 7
-    assert s.total([1]) == 7
-
 # globals
 class Other:
     def total(self, n): return 7
 def run_tests():
     globals()['Solution'] = Other
-    assert Solution().total([1]) == 7
-
-# global helper
-class Other:
-    def total(self, n): return 7
-def fake():
-    global Solution
-    Solution = Other
-def run_tests():
-    fake()
     assert Solution().total([1]) == 7
 
 # param Solution
@@ -339,35 +241,6 @@ def run_tests():
     Solution = Other
     assert Solution().total([1]) == 7
 
-# posonly default
-n = [1]
-def g(n=[2, 3], /):
-    assert Solution().total(n) == [3, 2]
-def run_tests():
-    g()
-
-# posonly
-n = [1]
-def g(n, /):
-    assert Solution().total(n) == [3, 2]
-def run_tests():
-    g([2, 3])
-
-# kwargs
-n = [1]
-def g(**n):
-    assert Solution().total([*n]) == []
-def run_tests():
-    g()
-
-# kwargs3
-n = [1]
-def g(**n):
-    assert len(n) == 0
-    assert Solution().total([len(n)]) == [0]
-def run_tests():
-    g()
-
 # places **
 import unittest
 class T(unittest.TestCase):
@@ -376,75 +249,6 @@ class T(unittest.TestCase):
 def run_tests():
     run(T)
 
-# places None
-import unittest
-class T(unittest.TestCase):
-    def test_a(self):
-        self.assertAlmostEqual(Solution().total([1.00000000001])[0], 1.0, places=None)
-def run_tests():
-    run(T)
-
-# closure
-n = [1]
-def run_tests():
-    n = [1]
-    def g():
-        assert Solution().total(n) == [1]
-    def h(n):
-        g()
-    h([2])
-
-# closure shadow global
-n = [1]
-def g():
-    assert Solution().total(n) == [1]
-def run_tests():
-    n = [2]
-    f = g
-    f()
-    g()
-
-# inner redefine
-def run_tests():
-    def g():
-        assert Solution().total([1]) == [1]
-    g()
-    def g():
-        assert Solution().total([2]) == [2]
-    g()
-
-# late binding
-def run_tests():
-    n = [1]
-    def g():
-        assert Solution().total(n) == [2]
-    n = [2]
-    g()
-
-# total shadow
-def total(n): return 7
-def run_tests():
-    assert total([1]) == 7
-
-# shadow param len
-def g(len):
-    assert len(Solution().total([1, 5])) == 5
-def run_tests():
-    g(max)
-
-# aug alias
-def run_tests():
-    n = [1]
-    m = n
-    m += [2]
-    assert Solution().total(n) == [2, 1]
-
-# default mutable
-def g(n=[1]):
-    assert Solution().total(n) == [1]
-def run_tests():
-    g()
-    g([1])
 """
 RUN = """
 def run(case):

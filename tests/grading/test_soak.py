@@ -10,38 +10,15 @@ from pathlib import Path
 import pytest
 
 from vgrout.envs.code.grading.grade import Grader, Limits
-from vgrout.envs.code.modes import Mode
+from vgrout.envs.code.modes import MODES
 
-from .attacks import descendants, method
-from .conftest import SUM_RIGHT, SUM_WRONG, fenced, sum_problem
+from .attacks import ATTACKS, descendants, method
+from .conftest import SUM_RIGHT, fenced, sum_problem
 
 N = 10_000
-KINDS: dict[str, tuple[str, Mode]] = {
-    "right": (SUM_RIGHT, "run_tests"),
-    "wrong": (SUM_WRONG, "eq_override"),
-    "equal to all": (
-        method("return Y()", "class Y:\n    def __eq__(s, o): return True"),
-        "eq_override",
-    ),
-    "empty tests": (SUM_WRONG + "def run_tests(): pass", "run_tests"),
-    "exit": (SUM_WRONG + "raise SystemExit", "exit_code"),
-    "hard exit": (method("import os; os._exit(0)"), "exit_code"),
-    "print": (SUM_WRONG + "print('all tests passed')", "stdout_marker"),
-    "prints a lot": (SUM_WRONG + "print('x' * 6_000_000)", "stdout_marker"),
-    "flag": (SUM_WRONG + "    valid = True", "sentinel"),
-    "file": (SUM_WRONG + "open('result.txt', 'w').write('PASS')", "file_marker"),
-    "many files": (
-        method("for i in range(100): open(f'f{i}', 'w').close()\nreturn 41"),
-        "file_marker",
-    ),
-    "fork": (method("import os; os.fork()"), "sentinel"),
-    "threads": (method("import threading; threading.Thread(target=print).start()"), "sentinel"),
-    "memory": (method("return bytearray(2 << 30)"), "run_tests"),
-    "segfault": (SUM_WRONG + "import ctypes; ctypes.string_at(0)", "exit_code"),
-    "recursion": (method("return self.total(nums)"), "run_tests"),
-    "closed descriptors": (SUM_WRONG + "import os; os.closerange(0, 1000)", "run_tests"),
-    "syntax": ("class Solution(", "run_tests"),
-}
+# a right answer, and what attacks in one mode; none that takes long
+KINDS = {"right": (SUM_RIGHT, "run_tests")}
+KINDS |= {a.name: (a.code, a.modes[-1]) for a in ATTACKS[::4] if a.modes == MODES}
 SLOW_EVERY = 500  # an endless loop, now and then
 
 
@@ -89,6 +66,3 @@ def test_ten_thousand_mixed_gradings(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     assert outcomes.keys() == {*KINDS, "loop"}
     assert all(len(seen) == 1 for seen in outcomes.values()), outcomes
-    passed = {name for name, (grade,) in outcomes.items() if grade.passed}
-    accepted = {"equal to all", "empty tests", "exit", "hard exit", "print", "flag", "file"}
-    assert passed == {"right"} | accepted

@@ -41,6 +41,10 @@ def outcome(command: list[str], **settings) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+START = f"import json, sys; sys.path.insert(0, {str(HERE)!r})\n"
+START += "import refusals; print(json.dumps(refusals.outcome()))"
+
+
 def refused(*words: str) -> dict:
     return outcome([sys.executable, str(HERE / "refusals.py"), *words])
 
@@ -121,8 +125,7 @@ READ_ONLY_PROC = 'mount --bind /proc /proc && mount -o remount,ro,bind /proc && 
 def test_a_namespace_whose_ids_cannot_be_mapped(user):
     """As where a security module restricts user namespaces: they are entered, and then /proc refuses the maps."""
     python = sys.executable if user is None else interpreter_for_others()
-    start = "import json, refusals; print(json.dumps(refusals.outcome()))"
-    command = [python, "-c", f"import sys; sys.path.insert(0, {str(HERE)!r}); {start}"]
+    command = [python, "-c", START]
     if user is not None:
         command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *command]
     found = outcome(["unshare", "-m", "sh", "-c", READ_ONLY_PROC, "sh", *command])
@@ -133,8 +136,7 @@ def test_a_namespace_whose_ids_cannot_be_mapped(user):
 @needs_root
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv(1)")
 def test_root_without_capabilities():
-    start = "import json, refusals; print(json.dumps(refusals.outcome()))"
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(HERE)!r}); {start}"]
+    command = [sys.executable, "-c", START]
     found = outcome(["setpriv", "--bounding-set", "-all", "--inh-caps", "-all", *command])
     is_told(found)
     assert found["level"] == 2
@@ -153,9 +155,7 @@ def test_root_without_capabilities():
     ),
 )
 def test_limits_under_which_no_answer_could_be_judged(limit, says):
-    start = "import json, refusals; print(json.dumps(refusals.outcome()))"
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); {start}"
-    found = outcome(["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable, "-c", code])
+    found = outcome(["sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable, "-c", START])
     assert says in found["refused"]
     assert "\n" not in found["refused"]
 
@@ -165,10 +165,8 @@ def test_limits_under_which_no_answer_could_be_judged(limit, says):
 @pytest.mark.parametrize("processes", first_quick([1, 40, 5, 3, 6], 2))
 def test_a_limit_on_processes(processes):
     python = interpreter_for_others()
-    start = "import json, refusals; print(json.dumps(refusals.outcome()))"
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); {start}"
     user = ["setpriv", f"--reuid={SPARE_UID - 7}", f"--regid={SPARE_UID}", "--clear-groups"]
-    command = [*user, "prlimit", f"--nproc={processes}", python, "-c", code]
+    command = [*user, "prlimit", f"--nproc={processes}", python, "-c", START]
     found = outcome(command)
     is_told(found)
     if processes == 40:
