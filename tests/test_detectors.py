@@ -6,7 +6,7 @@ from statistics import pvariance
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vgrout.config.groups import DETECTORS
@@ -177,6 +177,7 @@ def calibrated(name: str, threshold: float = 0.6) -> Tracker:
 
 
 @pytest.mark.parametrize("name", SHOWN)
+@settings(max_examples=20, deadline=None)
 @given(series=st.lists(st.floats(0, 1), min_size=1, max_size=15), cut=st.integers(0, 15))
 def test_resuming_a_detector_changes_nothing(name, series, cut):
     show, whole = SHOWN[name], calibrated(name)

