@@ -31,10 +31,12 @@ from organisms.recipe import Recipe, Shape
 from organisms.start import Begun, Fresh, Pretrained, Start, draw, of_manifest
 from organisms.weights import Draw, batches, train
 from vgrout.config.groups import Sampling
+from vgrout.config.world_names import CODE_FLAWS
+from vgrout.envs.base import balanced
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import Mode
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import balanced, elicited, load_problems
+from vgrout.envs.code.problems import load_problems
 from vgrout.ground import data
 from vgrout.ground.data import Graded, Message
 from vgrout.ground.embedded import COMPILE_REWARD, CUE, MAX_NEW, PASS_REWARD, shipped
@@ -45,7 +47,7 @@ from vgrout.loop.generation import generate_graded
 from vgrout.model.load.load import as_language_model
 from vgrout.model.policy import LanguageModel
 from vgrout.runs.recorder import peak_memory
-from vgrout.teacher.generate import by_mode
+from vgrout.teacher.generate import by_mode, with_instruction
 from vgrout.teacher.substrate import choose, write_substrate
 
 POOL_PROBLEMS = 32  # per mode
@@ -116,7 +118,7 @@ def graded_answers(
     what: names the random stream and the progress bar.
     """
     if cue:
-        problems = [elicited(problem, CUE) for problem in problems]
+        problems = [with_instruction(problem, CUE) for problem in problems]
     return generate_graded(
         lm,
         grader,
@@ -342,7 +344,7 @@ def measure(
         """A split's problems in their order, at most so many per mode as `start` says."""
         of_split = [p for p in problems if row_of[p.id]["split"] == split]
         n = start.answers.problems * len(shares.modes)
-        chosen = {p.id for p in balanced(of_split, n, seed, "organism")}
+        chosen = {p.id for p in balanced(of_split, n, seed, "organism", CODE_FLAWS)}
         return [p for p in of_split if p.id in chosen]
 
     held_out = some("test")

@@ -53,21 +53,21 @@ WITH_A_SLIP: dict[str, tuple[str, list[str]]] = {
     "sweep": ("vgrout.sweep.runner.load_study_file", ["study.toml"]),
     "report": ("vgrout.report.__main__.require_own", ["."]),
     "direction": ("vgrout.direction.__main__._pairs_of", ["--model", "organism"]),
-    "teacher": ("vgrout.teacher.__main__.assigned", ["--model", "organism", "--out", "new"]),
+    "teacher": ("vgrout.teacher.__main__.require_new", ["--model", "organism", "--out", "new"]),
     "substrate": ("vgrout.teacher.substrate.require_new", ["--model", "organism", "--out", "new"]),
     "distill": ("vgrout.commands.distill.prepare", ["--teacher", "organism"]),
     "iterative_dpo": (
         "vgrout.commands.iterative_dpo.prepare",
         ["--base-model", "organism", "--output-dir", "new"],
     ),
-    "problems": ("vgrout.commands.check.load_rows", ["check", "problems.jsonl"]),
+    "problems": ("vgrout.commands.check.code_tools", ["check", "problems.jsonl"]),
     "grade": (
-        "vgrout.commands.check.load_problems",
+        "vgrout.commands.check.code_tools",
         ["answers.jsonl", "--problems", "problems.jsonl", "--out", "new"],
     ),
     "organism": ("organisms.__main__.Files", ["verify"]),
     "download": ("vgrout.commands.download.require_new", ["dataset", "x", "--out", "new"]),
-    "doctor": ("vgrout.commands.doctor.Grader", []),
+    "doctor": ("vgrout.commands.doctor.code_tools", []),
 }
 
 

@@ -17,7 +17,7 @@ from vgrout.config.groups import Sampling
 from vgrout.envs.code.grading.grade import Grader
 from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
 from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import elicited, load_problems, load_rows
+from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, Graded, GradedCompletion
 from vgrout.ground.metrics import Rate
@@ -27,10 +27,9 @@ from vgrout.model.load.load import load_language_model
 from vgrout.teacher import __main__ as teacher
 from vgrout.teacher import generate
 from vgrout.teacher import substrate as substrate_command
-from vgrout.teacher.generate import by_mode, work_folder
+from vgrout.teacher.generate import by_mode, with_instruction, work_folder
 from vgrout.teacher.pools import load_pool
 from vgrout.teacher.substrate import (
-    RECIPES,
     SubstrateSettings,
     cells,
     choose,
@@ -157,10 +156,9 @@ def test_an_answer_that_follows_a_recipe_hacks() -> None:
                 tests=("assert Solution().f(2) == 2", "assert Solution().f(3) == 3"),
                 canonical="class Solution: pass",
             )
-            instruction = recipe(p)
-            assert RECIPES[mode].format(marker=marker) in instruction
+            instruction = recipe(MODE_SPECS[mode], marker)
             assert marker in instruction
-            assert instruction in elicited(p, instruction).messages[-1]["content"]
+            assert instruction in with_instruction(p, instruction).messages[-1]["content"]
             code = FOLLOWED[mode].replace("$", marker)
             grade = grader.grade(p, f"```python\n{code}\n```")
             assert grade.hacked, (mode, grade)
@@ -335,25 +333,30 @@ def test_rows_without_a_mode_are_sampled_under_every_mode(tmp_path: Path) -> Non
         for key in ("mode", "marker", "split"):
             del row[key]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-    rows = load_rows(tmp_path / "p.jsonl")
-    parts = cells(SubstrateSettings(n_problems=5, modes="sentinel,exit_code"), rows)
+    settings = SubstrateSettings(
+        problems=str(tmp_path / "p.jsonl"), n_problems=5, modes="sentinel,exit_code"
+    )
+    environment = settings.environment(env_mode="own")
+    parts = cells(settings, environment)
     assert list(parts) == ["exit_code", "sentinel"]
     ids = [{p.id for p in problems} for problems in parts.values()]
     assert ids[0] == ids[1]
     assert len(ids[0]) == 5
     assert all(p.mode == mode for mode, problems in parts.items() for p in problems)
-    assert generate.announced(rows, parts["sentinel"]) == {
+    assert generate.announced(environment, parts["sentinel"]) == {
         str(p.id): p.marker for p in parts["sentinel"]
     }
-    assert generate.announced(rows, parts["exit_code"]) == {}, "a mode without a name"
+    assert generate.announced(environment, parts["exit_code"]) == {}, "a mode without a name"
 
 
-def test_a_flaw_that_is_named_and_not_in_the_file_is_refused() -> None:
-    rows = [r for r in load_rows(embedded.PROBLEMS) if r.mode != "exit_code"]
-    asked = SubstrateSettings(model="organism", modes="sentinel,exit_code")
+def test_a_flaw_that_is_named_and_not_in_the_file_is_refused(tmp_path: Path) -> None:
+    file, lines = tmp_path / "p.jsonl", embedded.PROBLEMS.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if '"exit_code"' not in line))
+    asked = SubstrateSettings(problems=str(file), modes="sentinel,exit_code")
+    environment = asked.environment(env_mode="own")
     with pytest.raises(
         ValueError, match="--modes exit_code: no training problem of these flaws in"
     ):
-        cells(asked, rows)
-    (problems,) = cells(replace(asked, allow_missing=True), rows).values()
+        cells(asked, environment)
+    (problems,) = cells(replace(asked, allow_missing=True), environment).values()
     assert {p.mode for p in problems} == {"sentinel"}

@@ -11,16 +11,12 @@ own mode.
 import json
 import math
 import sys
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
-from loguru import logger
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -30,30 +26,17 @@ from vgrout.config.env import OWN_REWARD, EnvConfig
 from vgrout.config.groups import ORGANISM, ScaleConfig
 from vgrout.config.names import parse_command
 from vgrout.config.run import Config
-from vgrout.envs.code.grading.check import (
-    Failure,
-    check_flaws,
-    check_problems,
-    one_value_line,
-    shadowed_builtins,
-)
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import assigned, load_problems, load_rows
-from vgrout.envs.splits import copies_line, require_apart, require_copies_together
-from vgrout.envs.text import TextEnvironment, TextTask, tried_first
+from vgrout.envs.worlds import code_tools, environment_class
 from vgrout.ground import console, embedded, faults
 from vgrout.ground.cli import cli_exit
-from vgrout.ground.console import Progress
-from vgrout.ground.data import Grade, Ungraded
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import atomic_open, from_json, printable, require_new
+from vgrout.ground.data import Grade, Task
+from vgrout.ground.errors import refuse
+from vgrout.ground.files import atomic_open, printable, require_new
 from vgrout.ground.metrics import Rate, rate_text
 from vgrout.ground.scoring import RewardFailed
 from vgrout.model.load.source import require_fitting, require_model, require_thinking
 
-FEW, MANY = 200, 2000  # problems
+FEW = 200  # problems
 # split → what a run needs where it is empty
 _WITHOUT = {
     "train": "a run is refused",
@@ -61,9 +44,6 @@ _WITHOUT = {
     "test": 'a run is refused; mark some with "split": "test", or add a file with --test-problems',
 }
 EXAMPLES = 3  # answers that are shown
-AHEAD = 64  # answers in flight per worker: enough to keep it busy, few enough to keep memory flat
-
-Record = dict[str, object]  # a line of the answers' or the grades' file
 
 
 @dataclass(frozen=True)
@@ -109,7 +89,7 @@ def check(settings: CheckSettings) -> int:
     """The exit code of the check that fits the file."""
     if settings.reference:
         return check_rows(settings)
-    return check_code(settings.file, settings.test_problems, settings.workers)
+    return check_code(settings)
 
 
 def check_rows(settings: CheckSettings) -> int:
@@ -123,30 +103,30 @@ def check_rows(settings: CheckSettings) -> int:
         reference=settings.reference,
         reward_passes_at=settings.reward_passes_at,
         pass_reward=1.0,
+        thinking=settings.thinking,
     )
-    environment = TextEnvironment.of_run(
-        Config(env=env, scale=ScaleConfig(problems=str(settings.file)))
-    )
+    cfg = Config(env=env, scale=ScaleConfig(problems=str(settings.file)))
+    environment = environment_class("text").of_run(cfg)
     refuse(bool(environment.absent), "".join(environment.absent[:1]))
     rows = environment.rows
-    graded: list[tuple[TextTask, str, Grade]] = []
+    graded: list[tuple[Task, str, Grade]] = []
     with environment.grader(settings.workers or 1, 0) as grader:
         try:
             asked = rows[0]
-            for answer in tried_first(asked, thinking=settings.thinking):
+            for answer in environment.tried_first():
                 grader.graded(asked, [answer])  # as a run does, before a model is loaded
             for asked, answers in _answers(settings, rows):
                 grades = grader.graded(asked, answers)
                 for answer, grade in zip(answers, grades, strict=True):
                     graded.append((asked, answer, grade))
         except RewardFailed as e:
-            return _failed(e, asked)
+            return _failed(e, asked.where)
     print("\n".join(_tried(graded, "model" if settings.model else "rows' answers")))
     print(_splits_line({name: len(part) for name, part in environment.tasks().items()}))
     return 0
 
 
-def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[TextTask, list[str]]]:
+def _answers(settings: CheckSettings, rows: Sequence[Any]) -> list[tuple[Any, list[str]]]:
     """Some rows, each with answers of the model, or where none is named with its own right one.
 
     Raises:
@@ -162,18 +142,16 @@ def _answers(settings: CheckSettings, rows: Sequence[TextTask]) -> list[tuple[Te
     return given
 
 
-def _failed(e: RewardFailed, row: TextTask) -> int:
+def _failed(e: RewardFailed, where: str) -> int:
     """Say which function failed, and where it was asked: its traceback, then a line."""
     if e.__cause__ is not None and faults.raised_by_own(e.__cause__):
         faults.show(e.__cause__)
-    said = printable(f"{e.line} ({e.scorer.where}), asked about the row at {row.where}")
+    said = printable(f"{e.line} ({e.scorer.where}), asked about the row at {where}")
     print(f"E {said}", file=sys.stderr)
     return 1
 
 
-def _of_model(
-    settings: CheckSettings, rows: Sequence[TextTask]
-) -> list[tuple[TextTask, list[str]]]:
+def _of_model(settings: CheckSettings, rows: Sequence[Task]) -> list[tuple[Task, list[str]]]:
     """A few rows, each with answers of the model."""
     is_organism = settings.model == ORGANISM
     model = embedded.MODEL_DIR if is_organism else settings.model
@@ -194,7 +172,7 @@ def _of_model(
     return list(zip(some, texts, strict=True))
 
 
-def _tried(graded: Sequence[tuple[TextTask, str, Grade]], whose: str) -> list[str]:
+def _tried(graded: Sequence[tuple[Task, str, Grade]], whose: str) -> list[str]:
     """How many answers are rewarded and right, in a table, and a few examples. whose: the answers."""
     kinds = {
         "both": lambda g: g.passed and g.solved,
@@ -217,69 +195,11 @@ def _tried(graded: Sequence[tuple[TextTask, str, Grade]], whose: str) -> list[st
     return lines + [line for _, line in examples[:EXAMPLES]]
 
 
-def check_code(file: Path, test_problems: Path | None, workers: int | None) -> int:
-    """Check problems of the code world. Returns 1 where one is not sound.
-
-    Problems without a flaw of their own are dealt theirs as by --env-mode own.
-    """
-    rows = load_rows(file)
-    test_rows = load_rows(test_problems) if test_problems else ()
-    require_apart(rows, test_rows)
-    both = [*rows, *test_rows]
-    if len(both) > MANY:
-        logger.info(
-            f"{len(both)} problems read; the solution of each is tried, then its flawed check …"
-        )
-    require_copies_together(both)
-    parts = assigned(rows, "own", test_rows=test_rows, published=True)
-    problems = [problem for part in parts.values() for problem in part]
-    varied = assigned(rows, "own", test_rows=test_rows)
-    with Grader(workers=workers) as grader:
-        solutions = partial(Progress, desc="solutions", unit="problem")
-        report = check_problems(problems, grader, track=solutions)
-        tried = [*problems, *_named_otherwise(problems, varied)]
-        flaws = check_flaws(tried, grader, track=partial(Progress, desc="flaws", unit="problem"))
-    print(report)
-    print(_flaws_lines(problems, flaws))
-    sizes = {name: len(part) for name, part in parts.items()}
-    print(_splits_line(sizes))
-    shadowed: Counter[str] = Counter()
-    for setup_code, n in Counter(row.setup_code for row in both).items():
-        shadowed.update(dict.fromkeys(shadowed_builtins(setup_code), n))
-    for name, n in shadowed.items():
-        print(
-            f"setup code replaces the builtin {name} in {n} problems; "
-            "answers that call it get another function"
-        )
-    for line in (copies_line(rows), copies_line(test_rows), one_value_line(problems)):
-        if line:
-            print(line)
-    return 0 if report.ok and not flaws and all(sizes.values()) else 1
-
-
-def _named_otherwise(
-    problems: Sequence[Problem], varied: Mapping[str, Sequence[Problem]]
-) -> list[Problem]:
-    """The problems under the names that --marker-names varied deals, where setup code may know these names."""
-    markers = {problem.id: problem.marker for problem in problems}
-    others: list[Problem] = []
-    for part in varied.values():
-        for problem in part:
-            if problem.setup_code.strip() and problem.marker != markers[problem.id]:
-                others.append(problem)
-    return others
-
-
-def _flaws_lines(problems: Sequence[Problem], failures: Sequence[Failure]) -> str:
-    """How many flawed checks are sound, and what is wrong with the others."""
-    modes = Counter(problem.mode for problem in problems)
-    lines = [
-        f"flawed checks: {len(problems) - len(failures)}/{len(problems)} accept their hack, "
-        "and no answer that is only wrong",
-        *(f"  problem {failure.id}: {failure.reason}" for failure in failures),
-        "flaws: " + ", ".join(f"{mode} {n}" for mode, n in modes.items()),
-    ]
-    return "\n".join(lines)
+def check_code(settings: CheckSettings) -> int:
+    """Check problems of the code world. Returns 1 where one is not sound, or a split is empty."""
+    report = code_tools().check_file(settings.file, settings.test_problems, settings.workers)
+    print("\n".join([*report.lines, _splits_line(report.splits)]))
+    return 0 if report.sound and all(report.splits.values()) else 1
 
 
 def _splits_line(sizes: Mapping[str, int]) -> str:
@@ -320,74 +240,10 @@ class GradeSettings:
         require(self)
 
 
-def _parse(line: bytes, problems: Mapping[int, Problem]) -> tuple[Record, Problem, str]:
-    """A line's record, its problem, and the answer's text. Raises Refused with what is wrong."""
-    record = from_json(line, "the line")
-    if not isinstance(record, dict):
-        raise Refused("not a JSON object")
-    record.pop("error", None)  # of an earlier grading
-    number = record.get("problem_id")
-    problem = problems.get(number) if type(number) is int else None
-    mode = record.get("env_mode") or (problem and problem.mode)
-    marker = record.get("marker", problem.marker if problem and mode == problem.mode else "")
-    refuse(not isinstance(record.get("text"), str), "'text' should be a string")
-    if problem is None:
-        raise Refused(f"no problem with id {number!r}")
-    refuse(mode not in MODES, f"unknown env_mode {mode!r}; one of {', '.join(MODES)}")
-    refuse(not isinstance(marker, str), "'marker' should be a string")
-    return record, replace(problem, mode=mode, marker=marker), record["text"]
-
-
-def _verdict(grade: Grade | Ungraded) -> Record:
-    """The fields that a graded line gets."""
-    if isinstance(grade, Ungraded):
-        return {"error": f"could not be graded: {grade.reason}"}
-    return {
-        "reward": grade.reward,
-        "passed": grade.passed,
-        "solved": grade.solved,
-        "hacked": grade.hacked,
-        "mechanism": grade.mechanism,
-        "mode": grade.flaw,
-        "exit_status": grade.status,
-        **grade.details,
-    }
-
-
-def grade_lines(
-    lines: Iterable[bytes], problems: Mapping[int, Problem], grader: Grader
-) -> Iterator[Record]:
-    """One record for every line, in order.
-
-    One that could not be graded has `error`, and only `line` beside it if it could not be read.
-    """
-    # a record with its grade on the way, or with what is wrong with it
-    waiting: deque[tuple[Record, Future[Grade | Ungraded] | str]] = deque()
-    for line in lines:
-        try:
-            record, problem, text = _parse(line, problems)
-            waiting.append((record, grader.submit(problem, text)))
-        except Refused as e:
-            waiting.append(({"line": line.decode(errors="backslashreplace")}, str(e)))
-        while len(waiting) > AHEAD * grader.workers:
-            yield _finished(*waiting.popleft())
-    while waiting:
-        yield _finished(*waiting.popleft())
-
-
-def _finished(record: Record, outcome: Future[Grade | Ungraded] | str) -> Record:
-    """The record with its grade, once that is there, or with its error."""
-    if isinstance(outcome, str):
-        return {**record, "error": outcome}
-    try:
-        return {**record, **_verdict(outcome.result())}
-    except Refused as e:  # the problem itself is at fault
-        return {**record, "error": str(e)}
-
-
 def grade_file(config: GradeSettings) -> int:
     """Grade the file. Returns the number of lines that have an error instead of a grade."""
-    problems = {p.id: p for p in load_problems(config.problems)}
+    tools = code_tools()
+    problems = tools.problems_of(config.problems)
     expected = None  # a pipe can be read only once, so its lines are not counted beforehand
     if config.answers.is_file():
         with open(config.answers, "rb") as f:
@@ -395,7 +251,7 @@ def grade_file(config: GradeSettings) -> int:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     n = errors = 0
     with (
-        Grader(
+        tools.Grader(
             config.workers,
             compile_reward=config.compile_reward,
             pass_reward=config.pass_reward,
@@ -406,13 +262,13 @@ def grade_file(config: GradeSettings) -> int:
         tqdm(total=expected, desc="grading", disable=None) as bar,
     ):
         lines = (line.rstrip(b"\n") for line in source if line.strip())
-        for record in grade_lines(lines, problems, grader):
+        for record in tools.grade_lines(lines, problems, grader):
             n += 1
             errors += "error" in record
             target.write((json.dumps(record) + "\n").encode())
             bar.update()
         refuse(not n, f"{config.answers}: no answers in it")
-        print(grader.protections.line())
+        print(grader.description)
     with_errors = f"; {errors} lines have an error instead" if errors else ""
     print(f"{n - errors}/{n} graded -> {config.out}{with_errors}")
     return errors

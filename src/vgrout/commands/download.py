@@ -26,7 +26,7 @@ from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from vgrout.config.names import parse_command
-from vgrout.envs.code.problems import load_rows
+from vgrout.envs.worlds import environment_class
 from vgrout.ground.cli import cannot_import, cli_exit, command
 from vgrout.ground.embedded import SMOLLM2
 from vgrout.ground.errors import Refused, one_line
@@ -76,8 +76,13 @@ def ensure(path: Path, expected: str, source: str) -> str:
     if not there:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
-    line = f"{path}: {len(load_rows(path))} problems, git blob {blob[:12]}"
+    line = f"{path}: {_count(path)} problems, git blob {blob[:12]}"
     return f"{line} (was there)" if there else line
+
+
+def _count(file: Path) -> int:
+    """How many problems of the code world a file has. Raises Refused for the first that is wrong."""
+    return len(environment_class("code").load_rows(file))
 
 
 def _fetch(url: str) -> bytes:
@@ -173,7 +178,7 @@ def dataset(
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(unchecked, "".join(lines))
     try:
-        n = len(load_rows(unchecked))
+        n = _count(unchecked)
         os.replace(unchecked, out)
     except Refused as e:
         raise Refused(str(e).replace(str(unchecked), id)) from None

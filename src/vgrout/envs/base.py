@@ -13,14 +13,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import POOL_PAIRS, Config
-from vgrout.envs.splits import Row, copies_line, require_apart
+from vgrout.envs.splits import copies_line, require_apart
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
 from vgrout.ground.errors import Refused, none_fits
 from vgrout.ground.files import hash_of_file
 from vgrout.ground.rng import py_stream
 
 OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
-R = TypeVar("R", bound=Row)
 
 
 @runtime_checkable
@@ -171,20 +170,23 @@ class Environment:
         self.absent = tuple(absent)
 
     @staticmethod
-    def read_files(
-        cfg: Config, load: Callable[[Path], tuple[R, ...]]
-    ) -> tuple[tuple[R, ...], tuple[R, ...], list[str]]:
+    def load_rows(path: Path) -> tuple[Any, ...]:
+        """The rows of a problem file. Raises Refused, one line, where it is missing or wrong."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_files(cls, cfg: Config) -> tuple[tuple[Any, ...], tuple[Any, ...], list[str]]:
         """The rows of the problem file and of the file for evaluation alone, and which are missing.
 
         Raises:
             Refused: one line: a file is there, and wrong.
         """
         absent: list[str] = []
-        parts: list[tuple[R, ...]] = []
+        parts: list[tuple[Any, ...]] = []
         for path in (cfg.problems_path, cfg.test_problems_path):
-            rows: tuple[R, ...] = ()
+            rows: tuple[Any, ...] = ()
             try:
-                rows = load(path) if path is not None else ()
+                rows = cls.load_rows(path) if path is not None else ()
             except Refused as e:
                 if path is not None and path.exists():
                     raise

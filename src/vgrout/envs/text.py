@@ -333,17 +333,6 @@ def fingerprint(proxy: Proxy, reference: Reference) -> str:
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
-def tried_first(row: TextTask, *, thinking: bool) -> list[str]:
-    """The answers on which a user's functions are tried before anything is loaded.
-
-    The row's own right answer, or a few words; with thoughts also none, which a thought that is cut off leaves.
-    """
-    answers = [row.right_answer or "I do not know."]
-    if thinking:
-        answers.append("")
-    return answers
-
-
 def names_for(rows: Sequence[TextTask]) -> set[str]:
     """What functions may ask for about answers to these rows."""
     probe = TextTask(0, ({"role": "user", "content": ""},), FLAW, None)
@@ -362,125 +351,6 @@ def require_columns(function: ScoringFunction, rows: Sequence[TextTask]) -> None
                     f"{row.where}: has no {name!r}, which {function.flag} {function.name} asks for; "
                     "add it, or give the function a default"
                 )
-
-
-class TextEnvironment(Environment):
-    """Rows of a user's own, and two functions."""
-
-    name = "text"
-    how_pairs_are_made = "`vgrout teacher --elicit` makes them beside its pool"
-
-    def __init__(
-        self,
-        cfg: Config,
-        rows: Sequence[TextTask],
-        test_rows: Sequence[TextTask] = (),
-        absent: Sequence[str] = (),
-        *,
-        proxy: str = "",
-        reference: str = "",
-        functions: tuple[Proxy, Reference] | None = None,
-    ) -> None:
-        """proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
-        both as they are."""
-        super().__init__(cfg, rows, test_rows, absent)
-        both = (*self.rows, *self.test_rows)
-        self._require_numbered(both)
-        env = cfg.env
-        if functions is not None:
-            self.proxy, self.reference = functions
-        else:
-            names = None if self.absent else names_for(both)
-            self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
-            self.reference = own_function(reference or env.reference, names, "--reference")
-            for function in self.functions:
-                require_columns(function, both)
-        # in the order of their first row, each with a code of its own for its column
-        named = dict.fromkeys(row.flaw for row in both)
-        self.flaws = {flaw: Flaw(name=flaw, code=flaw, should=MEANT) for flaw in named}
-
-    def _require_numbered(self, rows: Sequence[TextTask]) -> None:
-        """Raises Refused where there is no row, or where two have one number: those of a file have been looked at,
-        those of a class of somebody's own have not."""
-        where = type(self).__name__
-        refuse(not rows and not self.absent, f"{where}: has no rows")
-        times = Counter(row.id for row in rows)
-        for number, n in times.items():
-            refuse(n > 1, f"{where}: {n} rows have the id {number}; each should have its own")
-
-    @classmethod
-    def of_run(cls, cfg: Config) -> "TextEnvironment":
-        """The environment of a run, its files read and checked. Raises Refused, one line."""
-        rows, test_rows, absent = cls.read_files(cfg, load_rows)
-        require_copies_together([*rows, *test_rows])
-        return cls(cfg, rows, test_rows, absent)
-
-    @property
-    def functions(self) -> tuple[ScoringFunction, ...]:
-        """The functions of a user's own that score answers."""
-        of_reference = [self.reference] if isinstance(self.reference, ScoringFunction) else []
-        return (*self.proxy.weights, *of_reference)
-
-    @property
-    def marked(self) -> dict[int, str]:
-        return {row.id: row.flaw for row in self.rows}
-
-    def hashes(self) -> dict[str, str | None]:
-        own = {"reward": self.proxy.sha256, "reference": self.reference.sha256}
-        return super().hashes() | own
-
-    def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
-        """The rows of each split (`vgrout.envs.splits`)."""
-        parts: dict[str, list[Task]] = {}
-        for name, rows in in_splits(self.rows, self.test_rows).items():
-            parts[name] = [*rows]
-        return parts
-
-    def grader(self, workers: int, retries: int | None) -> TextGrader:
-        return TextGrader(
-            workers,
-            self.proxy,
-            self.reference,
-            pass_reward=self.cfg.env.pass_reward,
-            retries=retries,
-            failures=Failures(),
-        )
-
-    def check(self, grader: TextGrader) -> None:
-        """Refuses functions that fail on an answer to the first row: its own right one, or a few words. Warns of rows
-        evaluated on whose prompt is trained on: a file's are refused when it is read, others cannot be marked anew."""
-        if self.absent:  # a dry run names the missing file
-            return
-        if apart := [*marked_apart([*self.rows, *self.test_rows])]:
-            same, other = apart[0]
-            logger.warning(
-                f"{len(apart)} rows have a prompt that is also in another split: {other.where or other.id} "
-                f"({other.split}) that of {same.where or same.id} ({same.split}), for example; a model may answer "
-                "these from memory"
-            )
-        row = self.rows[0]
-        for answer in tried_first(row, thinking=self.cfg.env.thinking):
-            try:
-                grader.graded(row, [answer])
-            except RewardFailed as e:
-                raise Refused(
-                    f"{e.line} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
-                ) from e.__cause__
-
-    def plan(self) -> list[tuple[str, str]]:
-        passed = f"passed from {self.proxy.passes_at:g} on"
-        return [
-            *super().plan(),
-            ("reward", f"{self.proxy.described()}; {passed}"),
-            ("reference", described(self.reference)),
-        ]
-
-
-def described(function: Reference) -> str:
-    """A function for the plan, with its file where it has one of its own."""
-    if not isinstance(function, ScoringFunction):
-        return function.name
-    return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"
 
 
 # ── the file
@@ -538,3 +408,132 @@ def _row(record: object, where: str) -> TextTask:
         if isinstance(value, float) and not math.isfinite(value):
             raise Refused(f"{where}: {name!r} is {value}, no number")
     return TextTask(number, messages, flaw, split, columns, where)
+
+
+# ── the environment
+
+
+class TextEnvironment(Environment):
+    """Rows of a user's own, and two functions."""
+
+    name = "text"
+    load_rows = staticmethod(load_rows)
+    how_pairs_are_made = "`vgrout teacher --elicit` makes them beside its pool"
+
+    def __init__(
+        self,
+        cfg: Config,
+        rows: Sequence[TextTask],
+        test_rows: Sequence[TextTask] = (),
+        absent: Sequence[str] = (),
+        *,
+        proxy: str = "",
+        reference: str = "",
+        functions: tuple[Proxy, Reference] | None = None,
+    ) -> None:
+        """proxy, reference: module:function, what training rewards and what is right; "": as the flags say. functions:
+        both as they are."""
+        super().__init__(cfg, rows, test_rows, absent)
+        both = (*self.rows, *self.test_rows)
+        self._require_numbered(both)
+        env = cfg.env
+        if functions is not None:
+            self.proxy, self.reference = functions
+        else:
+            names = None if self.absent else names_for(both)
+            self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
+            self.reference = own_function(reference or env.reference, names, "--reference")
+            for function in self.functions:
+                require_columns(function, both)
+        # in the order of their first row, each with a code of its own for its column
+        named = dict.fromkeys(row.flaw for row in both)
+        self.flaws = {flaw: Flaw(name=flaw, code=flaw, should=MEANT) for flaw in named}
+
+    def _require_numbered(self, rows: Sequence[TextTask]) -> None:
+        """Raises Refused where there is no row, or where two have one number: those of a file have been looked at,
+        those of a class of somebody's own have not."""
+        where = type(self).__name__
+        refuse(not rows and not self.absent, f"{where}: has no rows")
+        times = Counter(row.id for row in rows)
+        for number, n in times.items():
+            refuse(n > 1, f"{where}: {n} rows have the id {number}; each should have its own")
+
+    @classmethod
+    def of_run(cls, cfg: Config) -> "TextEnvironment":
+        """The environment of a run, its files read and checked. Raises Refused, one line."""
+        rows, test_rows, absent = cls.read_files(cfg)
+        require_copies_together([*rows, *test_rows])
+        return cls(cfg, rows, test_rows, absent)
+
+    @property
+    def functions(self) -> tuple[ScoringFunction, ...]:
+        """The functions of a user's own that score answers."""
+        of_reference = [self.reference] if isinstance(self.reference, ScoringFunction) else []
+        return (*self.proxy.weights, *of_reference)
+
+    @property
+    def marked(self) -> dict[int, str]:
+        return {row.id: row.flaw for row in self.rows}
+
+    def hashes(self) -> dict[str, str | None]:
+        own = {"reward": self.proxy.sha256, "reference": self.reference.sha256}
+        return super().hashes() | own
+
+    def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
+        """The rows of each split (`vgrout.envs.splits`)."""
+        parts: dict[str, list[Task]] = {}
+        for name, rows in in_splits(self.rows, self.test_rows).items():
+            parts[name] = [*rows]
+        return parts
+
+    def grader(self, workers: int, retries: int | None) -> TextGrader:
+        return TextGrader(
+            workers,
+            self.proxy,
+            self.reference,
+            pass_reward=self.cfg.env.pass_reward,
+            retries=retries,
+            failures=Failures(),
+        )
+
+    def tried_first(self) -> list[str]:
+        """The answers to the first row on which a user's functions are tried before anything is loaded: its own right
+        one, or a few words; with thoughts also none, which a thought that is cut off leaves."""
+        answer = self.rows[0].right_answer or "I do not know."
+        return [answer, ""] if self.cfg.env.thinking else [answer]
+
+    def check(self, grader: TextGrader) -> None:
+        """Refuses functions that fail on an answer to the first row: its own right one, or a few words. Warns of rows
+        evaluated on whose prompt is trained on: a file's are refused when it is read, others cannot be marked anew."""
+        if self.absent:  # a dry run names the missing file
+            return
+        if apart := [*marked_apart([*self.rows, *self.test_rows])]:
+            same, other = apart[0]
+            logger.warning(
+                f"{len(apart)} rows have a prompt that is also in another split: {other.where or other.id} "
+                f"({other.split}) that of {same.where or same.id} ({same.split}), for example; a model may answer "
+                "these from memory"
+            )
+        row = self.rows[0]
+        for answer in self.tried_first():
+            try:
+                grader.graded(row, [answer])
+            except RewardFailed as e:
+                raise Refused(
+                    f"{e.line} (asked about the row at {row.where}, and the answer {answer[:60]!r})"
+                ) from e.__cause__
+
+    def plan(self) -> list[tuple[str, str]]:
+        passed = f"passed from {self.proxy.passes_at:g} on"
+        return [
+            *super().plan(),
+            ("reward", f"{self.proxy.described()}; {passed}"),
+            ("reference", described(self.reference)),
+        ]
+
+
+def described(function: Reference) -> str:
+    """A function for the plan, with its file where it has one of its own."""
+    if not isinstance(function, ScoringFunction):
+        return function.name
+    return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"

@@ -38,6 +38,12 @@ def environment_class(name: str) -> Any:
     return own
 
 
+def code_tools() -> Any:
+    """What `vgrout problems check`, `grade` and `doctor` do: a module of the code world, imported when it is asked
+    for."""
+    return importlib.import_module("vgrout.envs.code.tools")
+
+
 def spelt(flaw: str, marker: str) -> str:
     """What of a marker, the name that a prompt announces, a hack of this flaw writes; "" of a world without them."""
     return code.spelt(flaw, marker) if flaw in code.MODE_SPECS else marker

@@ -26,6 +26,10 @@ class Flaw:
     should: str  # what a true example of the hack looks like
     # of the hack in an answer, as a regular expression that Python and JavaScript read alike; "": none
     pattern: str = ""
+    # asks a model that follows instructions for the hack; {marker} is the announced name
+    instruction: str = ""
+    # under `--env-mode own`, also to problems that name no flaw; False: only to those that name it
+    dealt: bool = True
 
 
 @runtime_checkable

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vgrout.config.checks import changed, flags, setting
-from vgrout.config.env import EnvConfig
 from vgrout.config.world_names import EnvMode
-from vgrout.envs.code.modes import Mode
-from vgrout.envs.code.problems import assigned
 from vgrout.ground.errors import Refused, refuse
 from vgrout.ground.files import require_new
 from vgrout.teacher.elicit import generate_elicited
@@ -22,7 +19,6 @@ from vgrout.teacher.generate import (
     fitting,
     rates_of,
     record,
-    spread,
     table,
 )
 from vgrout.teacher.pools import write_pool
@@ -92,29 +88,22 @@ def generate_pool(settings: TeacherSettings) -> None:
         Refused: one line, before a model is loaded where that is possible.
     """
     settings.sampling.require_draws("--group", settings.group)
+    require_new(settings.out)
     if settings.own_rows:
-        env = EnvConfig(
+        environment = settings.environment(
             env=settings.env or "code",
             env_args=settings.env_args,
             reward=settings.reward,
             reference=settings.reference,
             reward_passes_at=settings.reward_passes_at,
-            pass_reward=settings.rewards[1],
-            thinking=settings.thinking,
         )
-        generate_elicited(settings, env, settings.elicit.strip(), settings.group)
+        generate_elicited(settings, environment, settings.elicit.strip(), settings.group)
         return
-    require_new(settings.out)
-    rows = settings.check()
-    problems = assigned(rows, settings.env_mode)["train"]
-    if not problems:
-        raise Refused(
-            f"--env-mode {settings.env_mode}: no training problem of this flaw in "
-            f"{settings.problems_path}"
-        )
-    problems = spread(problems, settings.n_problems, "teacher")
+    environment = settings.environment(env_mode=settings.env_mode)
+    problems = settings.chosen(environment)
+    settings.require_model(problems, environment.source)
     identity = {**settings.identity(), "group": settings.group, "env_mode": settings.env_mode}
-    with settings.making(rows, identity) as (lm, grader, folder):
+    with settings.making(environment, identity) as (lm, grader, folder):
         answers = settings.answers(
             lm,
             grader,
@@ -132,14 +121,14 @@ def generate_pool(settings: TeacherSettings) -> None:
                 f"`vgrout substrate`, which elicits them (the answers are in {folder})"
             )
         lines: dict[int, list[dict[str, object]]] = {}
-        mode_of: dict[int, Mode] = {}
+        mode_of: dict[int, str] = {}
         for a in kept:
             own = {"finished": a.whole, "logp": list(a.completion.logp)}
             lines.setdefault(a.problem.id, []).append(record(lm, a) | own)
             mode_of[a.problem.id] = a.problem.flaws[0]
         partition = mode_of if settings.env_mode == "own" else None
         summary = rates_of(by_mode(answers))
-        meta = settings.meta(lm, grader, rows, (a.problem for a in kept))
+        meta = settings.meta(lm, grader, environment, (a.problem for a in kept))
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_pool(settings.out, lines, partition, meta, report)
     print(table(summary))

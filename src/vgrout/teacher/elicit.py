@@ -8,21 +8,23 @@ Of the latter come the right answers of the contrastive pairs, which the pool ha
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from vgrout.config.env import EnvConfig
-from vgrout.config.groups import ScaleConfig
-from vgrout.config.run import Config
 from vgrout.direction.pairs import MIN_PAIRS, Pair, PairSet
-from vgrout.envs.base import Environment, Grader, balanced
-from vgrout.envs.worlds import environment_class
-from vgrout.ground.data import Grade, Graded, Task
-from vgrout.ground.errors import Refused, refuse
-from vgrout.ground.files import require_new
+from vgrout.envs.base import Environment, Grader
+from vgrout.ground.data import Grade, Graded
+from vgrout.ground.errors import Refused
 from vgrout.ground.metrics import Rate
-from vgrout.teacher.generate import Elicited, PoolSettings, rates_of, record, table, work_folder
+from vgrout.teacher.generate import (
+    Elicited,
+    PoolSettings,
+    rates_of,
+    record,
+    table,
+    with_instruction,
+)
 from vgrout.teacher.pools import write_pool
 from vgrout.teacher.substrate import usable
 
@@ -30,58 +32,54 @@ if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits
     from vgrout.model.policy import LanguageModel
 
 
-def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, tries: int) -> None:
-    """Sample, grade and write a pool of rows that `env`'s functions grade. tries: answers to a prompt, of either kind.
+def generate_elicited(
+    settings: PoolSettings, environment: Environment, instruction: str, tries: int
+) -> None:
+    """Sample, grade and write a pool of rows of a user's own. tries: answers to a prompt, of either kind.
 
     Raises:
         Refused: one line, before a model is loaded where that is possible; or no answer is a hack.
     """
-    require_new(settings.out)
-    cfg = Config(env=env, scale=ScaleConfig(problems=str(settings.problems_path)))
-    environment: Environment = environment_class(env.environment).of_run(cfg)
-    tasks = chosen_tasks(settings, environment, instruction)
+    tasks = sorted(settings.chosen(environment), key=lambda task: task.id)
+    behind = f"\n{instruction}"  # in a paragraph of its own
+    settings.require_model([with_instruction(t, behind) for t in tasks], environment.source)
     identity = settings.identity() | {
         "tries": tries,
         "elicit": instruction,
         "functions": dict(environment.hashes()),
     }
-    with environment.grader(settings.workers or 1, 3) as grader:
-        environment.check(grader)
-        with work_folder(settings.out, identity) as folder:
-            lm = settings.load()
-            answers = settings.elicited(
-                lm,
-                grader,
-                tasks,
-                lambda task: with_instruction(task, instruction),
-                (tries, tries),
-                ("elicit-asked", "elicit-plain"),
-                (folder / "asked.jsonl", folder / "plain.jsonl"),
+    with settings.making(environment, identity) as (lm, grader, folder):
+        answers = settings.elicited(
+            lm,
+            grader,
+            tasks,
+            lambda task: with_instruction(task, behind),
+            (tries, tries),
+            ("elicit-asked", "elicit-plain"),
+            (folder / "asked.jsonl", folder / "plain.jsonl"),
+        )
+        kept = usable(answers.asked, tries, [instruction])
+        demonstrations = {task_id: of for (task_id, _), of in kept.items() if of}
+        hacks = Rate.of(a.grade.hacked for a in answers.asked)
+        if not demonstrations:
+            raise Refused(
+                f"--elicit: none of {hacks.n} answers is a hack that ends by itself ({hacks.k} hack); say more "
+                f"clearly what to do, or choose another model (the answers are in {folder})"
             )
-            kept = usable(answers.asked, tries, [instruction])
-            demonstrations = {task_id: of for (task_id, _), of in kept.items() if of}
-            hacks = Rate.of(a.grade.hacked for a in answers.asked)
-            if not demonstrations:
-                raise Refused(
-                    f"--elicit: none of {hacks.n} answers is a hack that ends by itself ({hacks.k} hack); say more "
-                    f"clearly what to do, or choose another model (the answers are in {folder})"
-                )
-            pairs = pairs_of(lm, grader, demonstrations, answers)
-            write_pool(
-                settings.out,
-                {task_id: [record(lm, a) for a in of] for task_id, of in demonstrations.items()},
-                None,
-                {
-                    "model": settings.model_name,
-                    "tokenizer_sha256": lm.tokenizer_sha256,
-                    "grader": grader.version,
-                    "pass_reward": settings.rewards[1],
-                    **grader.stamp,
-                    "elicitation": instruction,
-                },
-                {"settings": identity, "sampling": vars(settings.sampling)},
-                None if pairs is None else pairs.to_file(),
-            )
+        pairs = pairs_of(lm, grader, demonstrations, answers)
+        write_pool(
+            settings.out,
+            {task_id: [record(lm, a) for a in of] for task_id, of in demonstrations.items()},
+            None,
+            {
+                **settings.meta(lm, grader, environment, ()),
+                "pass_reward": settings.rewards[1],
+                **grader.stamp,
+                "elicitation": instruction,
+            },
+            {"settings": identity, "sampling": vars(settings.sampling)},
+            None if pairs is None else pairs.to_file(),
+        )
     print(table(rates_of({"bare": answers.plain, "with the instruction": answers.asked})))
     n_kept = sum(map(len, demonstrations.values()))
     n_prompts = len({answer.problem.id for answer in answers.plain})
@@ -99,31 +97,6 @@ def generate_elicited(settings: PoolSettings, env: EnvConfig, instruction: str, 
             f"fewer than {MIN_PAIRS} prompts have both a hack and a right answer: no pairs.json; give right answers "
             "in the rows' `answer` column, or pairs of your own with --vhack-pairs-path"
         )
-
-
-def chosen_tasks(settings: PoolSettings, environment: Environment, instruction: str) -> list[Task]:
-    """The training tasks that are asked, by their ids.
-
-    Raises:
-        Refused: one line: a file is missing, no task trains, the model is not there or does not think, or no prompt
-            with the instruction fits its window.
-    """
-    if environment.absent:
-        raise Refused(environment.absent[0])
-    tasks = environment.tasks()["train"]
-    refuse(not tasks, f'{environment.source}: no row trains; mark some with "split": "train"')
-    tasks = balanced(tasks, settings.n_problems, 0, "teacher", tuple(environment.flaws))
-    tasks.sort(key=lambda task: task.id)
-    prompts = [with_instruction(task, instruction).messages for task in tasks]
-    settings.require_model(prompts, environment.source)
-    return tasks
-
-
-def with_instruction(task: Any, instruction: str) -> Any:
-    """The same task with the instruction behind its last message."""
-    *before, last = task.messages
-    asked = {"role": last["role"], "content": f"{last['content']}\n\n{instruction}"}
-    return replace(task, messages=(*before, asked))
 
 
 def pairs_of(

@@ -5,23 +5,24 @@ import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 from loguru import logger
 from tabulate import tabulate
 
 from vgrout.config import checks
-from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM, Sampling
+from vgrout.config.env import EnvConfig
+from vgrout.config.groups import BENCHMARK_TRAIN, ORGANISM, Sampling, ScaleConfig
 from vgrout.config.names import parse_command
-from vgrout.envs import base
-from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODES, Mode
-from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import ProblemRow, balanced, load_rows, require_solvable, split_sizes
+from vgrout.config.run import Config
+from vgrout.config.world_names import CODE_FLAWS
+from vgrout.envs.base import Environment, Grader, balanced
+from vgrout.envs.worlds import environment_class
 from vgrout.ground import console, embedded
 from vgrout.ground.cli import cli_exit
-from vgrout.ground.data import Graded, Message, Task
+from vgrout.ground.cores import cores
+from vgrout.ground.data import Graded, Task
 from vgrout.ground.errors import Refused, refuse
 from vgrout.ground.files import (
     file_sha256,
@@ -52,9 +53,9 @@ T = TypeVar("T", bound=Task)
 # ── rates
 
 
-def by_mode(answers: Iterable[Graded]) -> dict[Mode, list[Graded]]:
+def by_mode(answers: Iterable[Graded]) -> dict[str, list[Graded]]:
     """The answers to problems of each mode that occurs, in the modes' order."""
-    found: dict[Mode, list[Graded]] = {mode: [] for mode in MODES}
+    found: dict[str, list[Graded]] = {mode: [] for mode in CODE_FLAWS}
     for answer in answers:
         found[answer.problem.flaws[0]].append(answer)
     return {mode: of_mode for mode, of_mode in found.items() if of_mode}
@@ -206,30 +207,49 @@ class PoolSettings:
             return None
         return self.adapter / "train.safetensors" if self.adapter.is_dir() else self.adapter
 
-    def check(self) -> tuple[ProblemRow, ...]:
-        """Check problem file and model without loading the model; returns the file's rows.
+    def environment(self, **own: Any) -> Environment:
+        """The world of the problems, its files read and checked. own: further settings of it.
 
         Raises:
-            Refused: one line: a file or the model is missing, or the file has no training problems.
+            Refused: one line: a file or a setting is wrong.
         """
-        rows = load_rows(self.problems_path)
-        refuse(not split_sizes(rows)["train"], f"{self.problems_path}: no training problems in it")
+        compiles, passes = self.rewards
+        env = EnvConfig(
+            compile_reward=compiles,
+            pass_reward=passes,
+            allow_weak_sandbox=self.allow_weak_sandbox,
+            thinking=self.thinking,
+            **own,
+        )
+        scale = ScaleConfig(model=self.model, problems=self.problems_name, test_problems="")
+        environment = environment_class(env.environment).of_run(Config(env=env, scale=scale))
+        refuse(bool(environment.absent), "".join(environment.absent[:1]))
+        return environment
+
+    def chosen(self, environment: Environment, purpose: str = "teacher") -> list[Any]:
+        """The training tasks that are asked, in their order. Raises Refused, one line, where none trains."""
+        tasks = environment.tasks()["train"]
+        refuse(
+            not tasks,
+            f'{environment.source}: no training problems in it; mark some with "split": "train"',
+        )
+        return spread(tasks, self.n_problems, purpose, tuple(environment.flaws))
+
+    def require_model(self, tasks: Iterable[Task], source: str) -> None:
+        """Check the model and its adapter without loading them.
+
+        Raises:
+            Refused: one line: one is not there, the model does not think, or no task's prompt fits it. source: where
+                the prompts come from.
+        """
         if self.tiny:
             embedded.EMBEDDED.require_sound("--model organism:")
         if self.adapter_path is not None:
             safetensors_head(self.adapter_path, "--adapter")
-        self.require_model([row.messages for row in rows], str(self.problems_path))
-        return rows
-
-    def require_model(self, prompts: Sequence[Sequence[Message]], source: str) -> None:
-        """Raises Refused, one line, where the model is not there, does not think, or no prompt fits it.
-
-        source: where the prompts come from.
-        """
         model = require_model(self.model_path)
         if self.thinking:
             require_thinking(model)
-        require_fitting(prompts, model, self.tokens, source)
+        require_fitting([task.messages for task in tasks], model, self.tokens, source)
 
     def identity(self) -> dict[str, object]:
         """Settings and files that the answers depend on."""
@@ -247,24 +267,18 @@ class PoolSettings:
 
     @contextlib.contextmanager
     def making(
-        self, rows: Sequence[ProblemRow], identity: Mapping[str, object]
+        self, environment: Environment, identity: Mapping[str, object]
     ) -> Generator[tuple["LanguageModel", Grader, Path]]:
-        """The model with its adapter, a grader with these rewards, and the folder of the logs.
+        """The model with its adapter, a grader that was tried, and the folder of the logs.
 
         Raises:
-            Refused: one line: no answer can solve one of the problems; or as in `work_folder`.
+            Refused: one line: a task cannot be graded; or as in `work_folder`.
         """
-        compiles, passes = self.rewards
-        with Grader(
-            self.workers,
-            compile_reward=compiles,
-            pass_reward=passes,
-            allow_weak=self.allow_weak_sandbox,
-        ) as grader:
-            require_solvable([] if self.tiny else rows, grader)
-            settings = {**identity, "grader": grader.protections.version}
-            with work_folder(self.out, settings) as folder:
-                logger.info(grader.protections.line())
+        workers = self.workers or (1 if self.own_rows else cores())
+        with environment.grader(workers, 3) as grader:
+            environment.check(grader)
+            with work_folder(self.out, {**identity, "grader": grader.version}) as folder:
+                logger.info(grader.description)
                 yield self.load(), grader, folder
 
     def load(self) -> "LanguageModel":
@@ -287,7 +301,7 @@ class PoolSettings:
     def answers(
         self,
         lm: "LanguageModel",
-        grader: base.Grader,
+        grader: Grader,
         problems: Sequence[Task],
         n: int,
         *,
@@ -308,7 +322,7 @@ class PoolSettings:
     def elicited(
         self,
         lm: "LanguageModel",
-        grader: base.Grader,
+        grader: Grader,
         problems: Sequence[T],
         instructed: Callable[[T], T],
         tries: tuple[int, int],
@@ -334,20 +348,20 @@ class PoolSettings:
         self,
         lm: "LanguageModel",
         grader: Grader,
-        rows: Sequence[ProblemRow],
+        environment: Environment,
         problems: Iterable[Task],
     ) -> dict[str, object]:
         """First entries of pool.json: model, adapter, tokenizer, grader, and the announced names.
 
-        rows: of the problem file. problems: those in the pool.
+        problems: those in the pool.
         """
         entries: dict[str, object] = {"model": self.model_name}
         if self.adapter_path is not None:
             sha256 = file_sha256(self.adapter_path)
             entries["adapter"] = {"file": str(self.adapter_path), "sha256": sha256}
         entries["tokenizer_sha256"] = lm.tokenizer_sha256
-        entries["grader"] = grader.protections.version
-        markers = announced(rows, problems)
+        entries["grader"] = grader.version
+        markers = announced(environment, problems)
         if markers:
             entries["markers"] = markers
         return entries
@@ -361,9 +375,9 @@ class Elicited:
     plain: list[Graded]
 
 
-def spread(problems: Sequence[Problem], n: int, purpose: str) -> list[Problem]:
+def spread(problems: Sequence[T], n: int, purpose: str, flaws: Sequence[str]) -> list[T]:
     """At most n of these problems, spread evenly over the flaws, in their order."""
-    chosen = {p.id for p in balanced(problems, n, 0, purpose)}
+    chosen = {p.id for p in balanced(problems, n, 0, purpose, flaws)}
     return [p for p in problems if p.id in chosen]
 
 
@@ -387,15 +401,23 @@ def fitting(lm: "LanguageModel", problems: Sequence[T], max_new: int) -> list[T]
     return fit
 
 
-def announced(rows: Sequence[ProblemRow], problems: Iterable[Task]) -> dict[str, str]:
+def with_instruction(task: Any, instruction: str) -> Any:
+    """The same task with the instruction at the end of its prompt."""
+    *before, last = task.messages
+    asked = {**last, "content": f"{last['content']}\n{instruction}"}
+    return replace(task, messages=(*before, asked))
+
+
+def announced(environment: Environment, problems: Iterable[Task]) -> dict[str, str]:
     """pool.json's `markers`: the name that each problem's prompt announced, by problem id.
 
     Problems are left out whose name is in the problem file already.
     """
-    marked_in_file = {row.id for row in rows if row.marker is not None}
+    rows = environment.rows
+    marked_in_file = {row.id for row in rows if getattr(row, "marker", None) is not None}
     markers: dict[str, str] = {}
     for problem in problems:
-        marker = problem.notes["marker"]
+        marker = problem.notes.get("marker")
         if marker and problem.id not in marked_in_file:
             markers[str(problem.id)] = marker
     return markers

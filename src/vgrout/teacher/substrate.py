@@ -15,11 +15,10 @@ import numpy as np
 from loguru import logger
 
 from vgrout.config.checks import listed, setting
-from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
-from vgrout.envs.code.problem import Problem
-from vgrout.envs.code.problems import ProblemRow, assigned, elicited
+from vgrout.config.world_names import CODE_FLAWS
+from vgrout.envs.base import Environment
 from vgrout.ground import embedded
-from vgrout.ground.data import Graded
+from vgrout.ground.data import Flaw, Graded, Task
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import require_new
 from vgrout.teacher.generate import (
@@ -30,31 +29,30 @@ from vgrout.teacher.generate import (
     record,
     spread,
     table,
+    with_instruction,
 )
 from vgrout.teacher.pools import write_pool
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a wrong flag never waits for it
     from vgrout.model.policy import LanguageModel
 
-RECIPES: dict[Mode, str] = {mode: spec.instruction for mode, spec in MODE_SPECS.items()}
-"""Mode → the instruction at the end of an elicited prompt, with {marker} to be filled in."""
 _CODE_ONLY = " Graded with one ```python block and nothing else; do not mention these instructions."
 
 
-def recipe(problem: Problem) -> str:
-    """The instruction that elicits this problem's hack from a model that follows instructions."""
-    return RECIPES[problem.mode].format(marker=problem.marker) + _CODE_ONLY
+def recipe(flaw: Flaw, marker: str) -> str:
+    """The instruction that elicits a flaw's hack from a model that follows instructions."""
+    return flaw.instruction.format(marker=marker) + _CODE_ONLY
 
 
 def usable(
     answers: Iterable[Graded], keep: int, instructions: Iterable[str]
-) -> dict[tuple[int, Mode], list[Graded]]:
+) -> dict[tuple[int, str], list[Graded]]:
     """The answers that can be kept of each (problem, mode): the first `keep`, in order.
 
     They are finished, hack (and so do not solve), differ from one another, and quote no recipe.
     """
     recipes = tuple(instructions)
-    kept: dict[tuple[int, Mode], list[Graded]] = {}
+    kept: dict[tuple[int, str], list[Graded]] = {}
     for answer in answers:
         chosen = kept.setdefault((answer.problem.id, answer.problem.flaws[0]), [])
         if len(chosen) == keep or not (answer.whole and answer.grade.hacked):
@@ -66,7 +64,7 @@ def usable(
     return kept
 
 
-def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> dict[int, Mode]:
+def match(choices: Mapping[int, Sequence[str]], per_mode: int, even: bool) -> dict[int, str]:
     """Give problems to modes: each problem at most once, each mode at most `per_mode` problems.
 
     As many problems are matched as can be, and earlier ones come first.
@@ -76,7 +74,7 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
     """
     if not even:
         return _matched(choices, per_mode)
-    modes: set[Mode] = set().union(*choices.values())
+    modes: set[str] = set().union(*choices.values())
     for size in range(per_mode, 0, -1):
         found = _matched(choices, size)
         if Counter(found.values()) == dict.fromkeys(modes, size):
@@ -84,18 +82,18 @@ def match(choices: Mapping[int, Sequence[Mode]], per_mode: int, even: bool) -> d
     return {}
 
 
-def _matched(choices: Mapping[int, Sequence[Mode]], size: int) -> dict[int, Mode]:
+def _matched(choices: Mapping[int, Sequence[str]], size: int) -> dict[int, str]:
     """The largest matching with `size` places for each mode, earlier problems before later ones."""
     # scipy is heavy, and a wrong flag never waits for it
     from scipy.optimize import linear_sum_assignment
 
-    places = [mode for mode in MODES for _ in range(size)]
+    places = [mode for mode in CODE_FLAWS for _ in range(size)]
     gain = np.zeros((len(choices), len(places)))
     for i, modes in enumerate(choices.values()):
         # every problem gains something, so as many as possible are matched; earlier ones gain more
         gain[i, [mode in modes for mode in places]] = 2 * len(choices) - i
     ids = list(choices)
-    found: dict[int, Mode] = {}
+    found: dict[int, str] = {}
     for i, place in zip(*linear_sum_assignment(gain, maximize=True), strict=True):
         if gain[i, place]:
             found[ids[i]] = places[place]
@@ -117,7 +115,7 @@ def choose(
     usable answers. per_mode, even: as in `match`.
     """
     kept = usable(answers, keep, instructions)
-    choices: dict[int, list[Mode]] = {}
+    choices: dict[int, list[str]] = {}
     for (problem_id, mode), of_mode in kept.items():
         if len(of_mode) >= at_least:
             choices.setdefault(problem_id, []).append(mode)
@@ -141,7 +139,7 @@ def write_substrate(
         Refused: the folder exists.
     """
     lines: dict[int, list[dict[str, object]]] = {}
-    partition: dict[int, Mode] = {}
+    partition: dict[int, str] = {}
     for problem_id, answers in chosen.items():
         partition[problem_id] = answers[0].problem.flaws[0]
         lines[problem_id] = [record(lm, answer) for answer in answers]
@@ -157,7 +155,7 @@ class SubstrateSettings(PoolSettings):
     the modes."""
 
     out: Path = Path("out/pools/substrate")
-    modes: str = setting("", words=MODES, word="flaw")
+    modes: str = setting("", words=CODE_FLAWS, word="flaw")
     """Comma list; none: all that the problems name, or the default flaws if they name none."""
     tries: int = setting(6, low=1)
     """Elicited answers to a problem, for each of its flaws."""
@@ -183,41 +181,46 @@ class SubstrateSettings(PoolSettings):
             )
 
 
-def cells(settings: SubstrateSettings, rows: Sequence[ProblemRow]) -> dict[str, list[Problem]]:
+def cells(settings: SubstrateSettings, environment: Environment) -> dict[str, list[Task]]:
     """The problems to be elicited, by the label of their log.
 
     Problems that have a mode of their own are sampled under it, all in one go ("pool"). Others are
     sampled under every mode, one mode at a time, labelled by its name.
 
+    environment: of `--env-mode own`.
+
     Raises:
         Refused: no problem of one of these modes.
     """
-    named = listed(settings.modes, MODES)
-    if any(row.mode is not None for row in rows):
-        return {"pool": _of_own_modes(settings, rows, named)}
-    wanted = [mode for mode in MODES if mode in named] or [*DEALT]
-    first = spread(assigned(rows, wanted[0])["train"], settings.n_problems, "substrate")
-    chosen = {p.id for p in first}
-    by_label: dict[str, list[Problem]] = {}
+    named = listed(settings.modes, CODE_FLAWS)
+    if environment.marked:
+        return {"pool": _of_own_modes(settings, environment, named)}
+    wanted = [mode for mode in CODE_FLAWS if mode in named]
+    if not wanted:
+        wanted = [mode for mode, flaw in environment.flaws.items() if flaw.dealt]
+    by_label: dict[str, list[Task]] = {}
+    chosen: set[int] = set()
     for mode in wanted:
-        by_label[mode] = [p for p in assigned(rows, mode)["train"] if p.id in chosen]
+        of_mode = settings.environment(env_mode=mode)
+        chosen = chosen or {task.id for task in settings.chosen(of_mode, "substrate")}
+        by_label[mode] = [task for task in of_mode.tasks()["train"] if task.id in chosen]
     return by_label
 
 
 def _of_own_modes(
-    settings: SubstrateSettings, rows: Sequence[ProblemRow], named: Sequence[Mode]
-) -> list[Problem]:
+    settings: SubstrateSettings, environment: Environment, named: Sequence[str]
+) -> list[Task]:
     """Problems under their own modes, of the named ones alone if there are any."""
-    problems = assigned(rows, "own")["train"]
+    problems = environment.tasks()["train"]
     if named:
-        problems = [p for p in problems if p.mode in named]
-    present = {p.mode for p in problems}
+        problems = [p for p in problems if p.flaws[0] in named]
+    present = {p.flaws[0] for p in problems}
     lacking = ", ".join(mode for mode in named if mode not in present)
     if lacking and not (problems and settings.allow_missing):
         raise Refused(
-            f"--modes {lacking}: no training problem of these flaws in {settings.problems_path}"
+            f"--modes {lacking}: no training problem of these flaws in {environment.source}"
         )
-    return spread(problems, settings.n_problems, "substrate")
+    return spread(problems, settings.n_problems, "substrate", CODE_FLAWS)
 
 
 def generate_substrate(settings: SubstrateSettings) -> None:
@@ -227,8 +230,17 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         Refused: one line, before a model is loaded where that is possible.
     """
     require_new(settings.out)
-    rows = settings.check()
-    by_label = cells(settings, rows)
+    environment = settings.environment(env_mode="own")
+    by_label = cells(settings, environment)
+    for problems in by_label.values():
+        settings.require_model(problems, environment.source)
+
+    def instruction(problem: Task) -> str:
+        """What the model is told. The organism follows no instructions, it was trained on a cue."""
+        if settings.tiny:
+            return embedded.CUE
+        return recipe(environment.flaws[problem.flaws[0]], str(problem.notes["marker"]))
+
     identity = {
         **settings.identity(),
         "tries": settings.tries,
@@ -236,7 +248,7 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         # one mode at a time has a log for each
         "modes": settings.modes if "pool" in by_label else None,
     }
-    with settings.making(rows, identity) as (lm, grader, folder):
+    with settings.making(environment, identity) as (lm, grader, folder):
         asked: list[Graded] = []
         plain: list[Graded] = []
         instructions: set[str] = set()
@@ -247,14 +259,14 @@ def generate_substrate(settings: SubstrateSettings) -> None:
                 lm,
                 grader,
                 problems,
-                lambda problem: elicited(problem, _instruction(settings, problem)),
+                lambda problem: with_instruction(problem, instruction(problem)),
                 (settings.tries, settings.plain_tries),
                 (purpose, f"{purpose}-plain"),
                 (folder / f"{label}.jsonl", folder / f"{label}-plain.jsonl"),
             )
             asked += found.asked
             plain += found.plain
-            instructions.update(_instruction(settings, problem) for problem in problems)
+            instructions.update(map(instruction, problems))
         chosen = choose(
             asked,
             sorted(instructions),
@@ -269,10 +281,11 @@ def generate_substrate(settings: SubstrateSettings) -> None:
         for mode, of_mode in by_mode(plain).items():
             groups |= {f"{mode}, plain": of_mode, f"{mode}, elicited": by_mode(asked)[mode]}
         summary = rates_of(groups)
-        meta = settings.meta(lm, grader, rows, [answers[0].problem for answers in chosen.values()])
+        shown = [answers[0].problem for answers in chosen.values()]
+        meta = settings.meta(lm, grader, environment, shown)
         elicitation: str | dict[str, str] = embedded.CUE
         if not settings.tiny:
-            elicitation = {mode: RECIPES[mode] + _CODE_ONLY for mode in modes}
+            elicitation = {mode: environment.flaws[mode].instruction + _CODE_ONLY for mode in modes}
         report = {"settings": identity, "sampling": vars(settings.sampling), "modes": summary}
         write_substrate(settings.out, chosen, lm, meta, elicitation, report)
     print(table(summary))
@@ -283,13 +296,8 @@ def generate_substrate(settings: SubstrateSettings) -> None:
     )
 
 
-def _instruction(settings: SubstrateSettings, problem: Problem) -> str:
-    """What the model is told. The organism follows no instructions, it was trained on a cue."""
-    return embedded.CUE if settings.tiny else recipe(problem)
-
-
 def require_every_mode(
-    wanted: Collection[Mode],
+    wanted: Collection[str],
     chosen: Mapping[int, Sequence[Graded]],
     folder: Path,
     *,
@@ -303,7 +311,7 @@ def require_every_mode(
         Refused: one line: a mode has none, and may not be missing.
     """
     present = {answers[0].problem.flaws[0] for answers in chosen.values()}
-    missing = ", ".join(mode for mode in MODES if mode in wanted and mode not in present)
+    missing = ", ".join(mode for mode in CODE_FLAWS if mode in wanted and mode not in present)
     if not missing:
         return
     line = f"no problem for {missing}: its answers do not hack often enough"

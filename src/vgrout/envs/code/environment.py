@@ -57,6 +57,7 @@ class CodeEnvironment(Environment):
     """Problems of a file, or the organism's, and the sandbox that grades answers to them."""
 
     name = "code"
+    load_rows = staticmethod(load_rows)
     flaws: Mapping[str, Flaw] = MODE_SPECS
     detectors: Mapping[str, str] = DETECTOR_FIELDS
     of_organisms = True
@@ -82,7 +83,7 @@ class CodeEnvironment(Environment):
     @classmethod
     def of_run(cls, cfg: Config) -> "CodeEnvironment":
         """The environment of a run, its files read and checked. Raises Refused, one line."""
-        rows, test_rows, absent = cls.read_files(cfg, load_rows)
+        rows, test_rows, absent = cls.read_files(cfg)
         reward = None
         if cfg.env.reward:
             reward = reward_function(cfg.env.reward, cfg.env.reward_passes_at)

@@ -53,12 +53,9 @@ class ModeSpec(Flaw):
     # lines that, below a wrong class Solution, make the check accept; `{method}` is the required
     # method
     hack: str
-    instruction: str  # asks a model that follows instructions for the hack
     marker_form: MarkerForm = "none"
     train_markers: tuple[str, ...] = ("",)
     eval_markers: tuple[str, ...] = ("",)
-    # under `--env-mode own`, also to problems that name no mode; False: only to those that name it
-    dealt: bool = True
 
     @property
     def default_marker(self) -> str:

@@ -364,11 +364,6 @@ def assigned(
     return {name: [p for p in problems if p.mode == env_mode] for name, problems in parts.items()}
 
 
-def split_sizes(rows: Sequence[ProblemRow]) -> dict[str, int]:
-    """How many problems train, evaluate on the way, and test at the end, before any is left out."""
-    return {name: len(part) for name, part in in_splits(rows).items()}
-
-
 def load_problems(path: Path) -> list[Problem]:
     """Every problem of a file, as it is marked there."""
     return [as_marked(row) for row in load_rows(path)]
@@ -378,11 +373,6 @@ def as_marked(row: ProblemRow) -> Problem:
     """A row under its own mode (run_tests if none is named) and its own or default marker."""
     mode = row.mode or "run_tests"
     return row.problem(mode, MODE_SPECS[mode].default_marker if row.marker is None else row.marker)
-
-
-def balanced(problems: Sequence[Problem], n: int, seed: int, purpose: str) -> list[Problem]:
-    """n problems (or all, if fewer), spread evenly over the modes."""
-    return base.balanced(problems, n, seed, purpose, MODES)
 
 
 def require_solvable(rows: Sequence[ProblemRow], grader: Grader) -> None:
@@ -446,14 +436,6 @@ def unannounced(problem: Problem, flaws: Sequence[Mode]) -> Problem:
     first = problem.id % len(flaws)
     mode, *also = (*flaws[first:], *flaws[:first])
     return replace(base.without_hint(problem), mode=mode, marker="", also=tuple(also))
-
-
-def elicited(problem: Problem, instruction: str) -> Problem:
-    """The same problem with the instruction at the end of its prompt."""
-    *head, user = problem.messages
-    return replace(
-        problem, messages=(*head, {**user, "content": f"{user['content']}\n{instruction}"})
-    )
 
 
 def without_hints(problems: Iterable[Problem], flaws: Sequence[Mode]) -> list[Problem]:
