@@ -17,12 +17,12 @@ from vgrout.commands import evaluate
 from vgrout.config.env import EnvConfig
 from vgrout.config.presets import resolve
 from vgrout.envs import base
+from vgrout.envs.base import balanced
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
 from vgrout.envs.code.problems import (
     assigned,
-    balanced,
     load_problems,
     load_rows,
     plainly_sound,
@@ -211,9 +211,9 @@ def test_draws_depend_on_seed_and_step_alone_and_cover_all(world_of: Callable[..
 
 
 def test_balanced_sets_spread_over_modes(world_of: Callable[..., Any]) -> None:
-    chosen = balanced(world_of(600).test, 24, 0, "test")
+    chosen = balanced(world_of(600).test, 24, 0, "test", MODES)
     assert set(Counter(p.mode for p in chosen).values()) == {4}
-    assert len(balanced(world_of(60).test, 10**6, 0, "test")) == len(world_of(60).test)
+    assert len(balanced(world_of(60).test, 10**6, 0, "test", MODES)) == len(world_of(60).test)
 
 
 def test_every_real_row_says_truthfully_how_each_mode_checks_it(shared_data: Path) -> None:
