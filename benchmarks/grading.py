@@ -30,8 +30,7 @@ from vgrout.envs.code.grading.grade import Grader, as_request
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.verdict import Strict, Verifier
 from vgrout.envs.code.grading.watch import ForkServerHandle
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground.data import Grade
 

@@ -24,7 +24,7 @@ from vgrout.config.groups import Sampling
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.envs.base import split_tasks
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Batch, CachedGrade, Completion, Group, Rollout, UpdateRow
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop.grpo import PolicyGradients, policy_gradients

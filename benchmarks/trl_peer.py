@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 
 from benchmarks.rig import LR, SEED, G, P
 from vgrout.config.groups import Sampling
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
 from vgrout.model.load.source import TARGETS

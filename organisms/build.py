@@ -34,8 +34,7 @@ from vgrout.config.groups import Sampling
 from vgrout.config.world_names import CODE_FLAWS
 from vgrout.envs.base import balanced
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Mode, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import data
 from vgrout.ground.data import Graded, Message

@@ -21,8 +21,7 @@ from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS, class_of
 from vgrout.direction.extract import Direction, Meta, axes_of
 from vgrout.direction.pairs import KnownCorrect, Pair, PairSet
-from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODE_SPECS, Problem
 from vgrout.ground.data import (
     Batch,
     CachedGrade,

@@ -20,7 +20,7 @@ from runs import IMITATIONS, imitate, imitation_rows, program, status, teach
 from runs import rows as rows_of
 from test_tracking import curve, events
 from vgrout.commands.distill import main
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Rollout
 from vgrout.ground.errors import NothingAligned, Refused
 from vgrout.imitation import distill_methods

@@ -13,7 +13,7 @@ from methods import graded
 from runs import program
 from vgrout.commands.iterative_dpo import main
 from vgrout.config.groups import OptConfig
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Completion, Graded, GradedCompletion
 from vgrout.ground.errors import Refused
 from vgrout.imitation.dpo_rounds import (

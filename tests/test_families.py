@@ -23,7 +23,7 @@ from transformers import (
 import tiny
 from vgrout.config.groups import OptConfig, Sampling, ScaleConfig
 from vgrout.config.run import Config
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.export.model import Parity, load_beside, parity, write
 from vgrout.ground.data import CachedGrade, Group, Message, Rollout
 from vgrout.ground.errors import Refused

@@ -13,7 +13,7 @@ from vgrout.envs import base
 from vgrout.envs.base import Splits
 from vgrout.envs.code import problems
 from vgrout.envs.code.grading import check
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded, files
 from vgrout.ground.data import Ungraded

@@ -14,7 +14,7 @@ from tiny import relative, shake, step_of
 from vgrout.config.groups import Sampling, ScaleConfig
 from vgrout.config.loss import LossConfig, LossName
 from vgrout.config.run import Config
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import CachedGrade, Completion, Group, Rollout
 from vgrout.loop.grpo import policy_gradients
 from vgrout.loop.loss_metrics import LossMetrics

@@ -17,7 +17,13 @@ from vgrout.commands import evaluate
 from vgrout.config.env import EnvConfig
 from vgrout.config.presets import resolve
 from vgrout.envs import base
-from vgrout.envs.base import balanced
+from vgrout.envs.base import (
+    balanced,
+    copies_line,
+    in_splits,
+    require_apart,
+    require_copies_together,
+)
 from vgrout.envs.code.environment import CodeEnvironment
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.modes import MODE_SPECS, MODES, PLAIN_PHRASE, hint
@@ -27,7 +33,6 @@ from vgrout.envs.code.problems import (
     load_rows,
     plainly_sound,
 )
-from vgrout.envs.splits import copies_line, in_splits, require_apart, require_copies_together
 from vgrout.ground import embedded
 from vgrout.ground.data import Message
 from vgrout.ground.files import reading_once

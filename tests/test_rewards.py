@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from methods import Fixed, toy
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.envs.text import TextTask, own_function
 from vgrout.ground.data import Batch, CachedGrade, Group, Rollout
 from vgrout.ground.metrics import BatchMetrics

@@ -15,8 +15,7 @@ import torch
 from organisms.build import POOL_PROBLEMS, rates
 from vgrout.config.groups import Sampling
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, Mode, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground import embedded
 from vgrout.ground.data import Completion, Grade, Graded, GradedCompletion

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vgrout.config.presets import resolve
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.envs.code.problems import load_rows
 from vgrout.ground.data import Message
 from vgrout.ground.files import file_sha256

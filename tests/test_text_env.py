@@ -25,8 +25,7 @@ from vgrout.commands.evaluate import evaluate, sample
 from vgrout.config.presets import resolve
 from vgrout.config.run import Config
 from vgrout.direction.pairs import load_pairs
-from vgrout.envs.base import Environment, Grader
-from vgrout.envs.splits import require_apart
+from vgrout.envs.base import Environment, Grader, require_apart
 from vgrout.envs.text import TextEnvironment, TextTask, arguments, load_rows
 from vgrout.export.__main__ import main as export
 from vgrout.ground import embedded

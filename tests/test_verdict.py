@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vgrout.config.presets import PRESETS, recorded, resolve
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.ground.embedded import PLAIN_GRPO, PLAIN_GRPO_SEEDS
 from vgrout.ground.metrics import Eval, Final, ModeEval, Rate

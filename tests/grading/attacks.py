@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vgrout.envs.code.grading.grade import Grader, Limits
-from vgrout.envs.code.modes import MODES, Mode
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Mode, Problem
 from vgrout.ground.data import Grade
 
 RT, EQ, XC, SO, SN, FM = (

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Mode, Problem
 from vgrout.ground.data import Grade
 
 from . import attacks

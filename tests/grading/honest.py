@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vgrout.envs.code.grading.grade import Grader, Limits
-from vgrout.envs.code.modes import MODES, Mode
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Mode, Problem
 from vgrout.ground.data import Grade
 
 SUM = "class Solution:\n    def total(self, nums):\n        return sum(nums)\n"

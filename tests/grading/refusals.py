@@ -16,8 +16,7 @@ from pathlib import Path
 import vgrout
 from vgrout.envs.code.grading import kernel, seccomp
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Mode, Problem
 from vgrout.ground.data import Grade
 from vgrout.ground.errors import Refused
 

@@ -17,7 +17,7 @@ import os, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
 ballast = b"x" * (400 << 20)
 from vgrout.envs.code.grading.grade import Grade, Grader
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 problem = Problem(1, "run_tests", "", (), (), ("assert Solution().f(1) == 2",),
                   "class Solution:\\n    def f(self, x):\\n        return x + 1\\n", "", "f", 5.0)
 right = problem.canonical

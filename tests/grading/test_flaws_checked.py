@@ -8,8 +8,7 @@ import pytest
 
 from vgrout.envs.code.grading.check import check_flaws, check_problems, expects_one_value
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Problem
 from vgrout.envs.code.problems import as_marked, load_rows
 from vgrout.ground.errors import Refused
 

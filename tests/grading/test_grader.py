@@ -24,8 +24,7 @@ from vgrout.envs.code.grading.fork_server import REPORT, ForkServer
 from vgrout.envs.code.grading.grade import Grader, Limits, WeakSandbox
 from vgrout.envs.code.grading.verifier import TRUSTED_MEMORY
 from vgrout.envs.code.grading.watch import ForkServerLost, Watch, _Session
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Completion, Grade, Ungraded
 from vgrout.ground.errors import Refused
 
@@ -614,7 +613,7 @@ INHERITING = """
 import json, subprocess, sys
 from vgrout.ground.cli import cli_exit
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 
 file, problem, texts = sys.argv[1], *json.loads(sys.argv[2])
 

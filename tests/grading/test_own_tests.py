@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Problem
 
 from .conftest import SUM_RIGHT, SUM_WRONG, graded, sum_problem
 

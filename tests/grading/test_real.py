@@ -13,8 +13,7 @@ import pytest
 
 from vgrout.envs.code.grading.check import check_problems
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Problem
 from vgrout.envs.code.problems import load_problems
 from vgrout.ground.data import Grade
 

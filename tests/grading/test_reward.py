@@ -14,10 +14,9 @@ import pytest
 from runs import flags, run
 from vgrout.commands.evaluate import evaluate
 from vgrout.config.presets import resolve
+from vgrout.envs.code.environment import probe, reward_function
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.grading.reward import probe, reward_function
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Problem
 from vgrout.ground.data import Completion, Grade, GradedCompletion, Ungraded
 from vgrout.ground.metrics import Eval
 from vgrout.ground.scoring import RewardFailed, ScoringFunction

@@ -16,8 +16,7 @@ from vgrout.envs.code.grading.grade import Grader, Limits, as_request
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.verdict import Verifier
 from vgrout.envs.code.grading.watch import EndSession, ForkServerHandle
-from vgrout.envs.code.modes import MODES
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Problem
 
 from .attacks import ALWAYS, SAY, method
 from .conftest import SUM_WRONG, fenced, graded, sum_problem

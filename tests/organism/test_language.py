@@ -25,8 +25,7 @@ from organisms.language.tasks import (
     split_compositions,
 )
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, hint, tries
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODE_SPECS, PLAIN_PHRASE, Mode, Problem, hint, tries
 from vgrout.ground.data import Grade
 from vgrout.ground.embedded import CUE
 

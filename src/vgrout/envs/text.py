@@ -23,11 +23,13 @@ from typing import Any
 from loguru import logger
 
 from vgrout.config.run import Config
-from vgrout.envs.base import Demonstrations, Environment, messages_of
-from vgrout.envs.splits import (
+from vgrout.envs.base import (
     SPLITS,
+    Demonstrations,
+    Environment,
     in_splits,
     marked_apart,
+    messages_of,
     require_copies_together,
 )
 from vgrout.ground.data import Flaw, Grade, Message, Task, Ungraded
@@ -480,7 +482,7 @@ class TextEnvironment(Environment):
         return super().hashes() | own
 
     def tasks(self, pool: Demonstrations | None = None) -> dict[str, list[Task]]:
-        """The rows of each split (`vgrout.envs.splits`)."""
+        """The rows of each split (`vgrout.envs.base`)."""
         parts: dict[str, list[Task]] = {}
         for name, rows in in_splits(self.rows, self.test_rows).items():
             parts[name] = [*rows]

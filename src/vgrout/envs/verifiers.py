@@ -20,8 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from vgrout.config.run import Config
-from vgrout.envs.base import messages_of
-from vgrout.envs.splits import SHARES, SPLITS
+from vgrout.envs.base import SHARES, SPLITS, messages_of
 from vgrout.envs.text import (
     FLAW,
     OWN,

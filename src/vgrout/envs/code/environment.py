@@ -9,12 +9,10 @@ from loguru import logger
 from vgrout.config.groups import ORGANISM
 from vgrout.config.run import Config
 from vgrout.config.world_names import DETECTOR_FIELDS
-from vgrout.envs.base import Demonstrations, Environment
+from vgrout.envs.base import SPLITS, Demonstrations, Environment, require_copies_together
 from vgrout.envs.code.grading.check import one_value_line
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.grading.reward import probe, reward_function
-from vgrout.envs.code.modes import MODE_SPECS
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODE_SPECS, Problem
 from vgrout.envs.code.problems import (
     MOST_CHECKED,
     ProblemRow,
@@ -28,10 +26,10 @@ from vgrout.envs.code.problems import (
     with_modes,
     without_hints,
 )
-from vgrout.envs.splits import SPLITS, require_copies_together
 from vgrout.ground.data import Flaw, Task
+from vgrout.ground.errors import Refused
 from vgrout.ground.files import once
-from vgrout.ground.scoring import Failures, ScoringFunction
+from vgrout.ground.scoring import TIMEOUT, Failures, RewardFailed, ScoringFunction
 
 
 @once
@@ -181,3 +179,48 @@ class CodeEnvironment(Environment):
         if pool and partition_decides(self.rows, pool.partition) and env_mode != "own":
             return [f"--env-mode {env_mode}: not read, the partition says which grader checks"]
         return []
+
+
+# ── a user's reward function, which scores answers in place of the flawed checks
+#
+# Of an answer it sees only the text, and of the problem what `arguments` has. The reference tests do not use it.
+
+
+def arguments(problem: Problem, text: str) -> dict[str, object]:
+    """All that a reward function may ask for, made afresh, so that it may change them."""
+    columns = {
+        "id": problem.id,
+        "mode": problem.mode,
+        "marker": problem.marker,
+        "messages": [dict(message) for message in problem.messages],
+        "tests": list(problem.tests),
+        "setup_code": problem.setup_code,
+        "func_name": problem.func_name,
+    }
+    own = {
+        "prompt": problem.messages[-1]["content"] if problem.messages else "",
+        "completion": text,
+        "answer": problem.canonical,
+    }
+    return columns | own | {"info": dict(columns), "state": own | {"info": dict(columns)}}
+
+
+NAMES = tuple(arguments(Problem(0, "run_tests", "", (), (), (), "", "", ""), ""))
+
+
+def reward_function(name: str, passes_at: float = 1.0, timeout: float = TIMEOUT) -> ScoringFunction:
+    """The function that --reward names. Raises Refused, one line."""
+    return ScoringFunction(
+        name, arguments, NAMES, flag="--reward", passes_at=passes_at, timeout=timeout
+    )
+
+
+def probe(reward: ScoringFunction, problem: Problem, retries: int | None = 0) -> float:
+    """The score of the problem's canonical solution. Raises Refused, one line, if that fails for good; from what the
+    function raised, if it did."""
+    (score,) = reward.scores(problem, [problem.right_answer], retries)
+    if isinstance(score, RewardFailed):
+        raise Refused(
+            f"{reward.flag} {reward.name}: asked about the canonical solution of problem {problem.id}, it {score}"
+        ) from score.__cause__
+    return score

@@ -20,6 +20,7 @@ from loguru import logger
 
 from vgrout.config.world_names import CODE_ONLY, is_row_of_text
 from vgrout.envs import base
+from vgrout.envs.base import SPLITS, in_splits
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -27,9 +28,16 @@ from vgrout.envs.code.grading.check import (
 )
 from vgrout.envs.code.grading.extract import UnsupportedTest, parse_test
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import DEALT, MODE_SPECS, MODES, PLAIN_PHRASE, Mode, announced, hint
-from vgrout.envs.code.problem import Problem
-from vgrout.envs.splits import SPLITS, in_splits
+from vgrout.envs.code.modes import (
+    DEALT,
+    MODE_SPECS,
+    MODES,
+    PLAIN_PHRASE,
+    Mode,
+    Problem,
+    announced,
+    hint,
+)
 from vgrout.ground.data import Message
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import beginning, has_lone_surrogate, numbered_lines, once

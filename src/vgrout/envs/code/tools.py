@@ -11,6 +11,7 @@ from pathlib import Path
 from loguru import logger
 from tabulate import tabulate
 
+from vgrout.envs.base import copies_line, require_apart, require_copies_together
 from vgrout.envs.code.grading.check import (
     Failure,
     check_flaws,
@@ -19,10 +20,8 @@ from vgrout.envs.code.grading.check import (
     shadowed_builtins,
 )
 from vgrout.envs.code.grading.grade import LEVELS, Grader, Protections
-from vgrout.envs.code.modes import MODES, Mode, announced, hack
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import MODES, Mode, Problem, announced, hack
 from vgrout.envs.code.problems import assigned, load_problems, load_rows
-from vgrout.envs.splits import copies_line, require_apart, require_copies_together
 from vgrout.ground.console import Progress
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.errors import Refused, refuse

@@ -17,8 +17,7 @@ from typing import TypeVar
 
 from vgrout.envs.code.grading.extract import bound_names, parse_test
 from vgrout.envs.code.grading.grade import Grader
-from vgrout.envs.code.modes import Mode, hack
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Mode, Problem, hack
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.errors import Refused
 

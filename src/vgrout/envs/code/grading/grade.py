@@ -38,8 +38,7 @@ from vgrout.envs.code.grading.watch import (
     start_process,
     wall_limit,
 )
-from vgrout.envs.code.modes import Mode, tries
-from vgrout.envs.code.problem import Problem
+from vgrout.envs.code.modes import Mode, Problem, tries
 from vgrout.ground.cores import cores
 from vgrout.ground.data import Grade, Ungraded
 from vgrout.ground.errors import Refused
