@@ -42,7 +42,7 @@ from vgrout.runs import checkpoint, stopping
 from vgrout.runs.recorder import Recorder
 from vgrout.runs.run_dir import RunDir
 from vgrout.runs.stopping import stop_on_signals
-from vgrout.sweep.ledger import Ledger
+from vgrout.sweep.entry import Ledger
 from vgrout.train import main
 
 TINY = [

@@ -109,9 +109,7 @@ def test_a_study_is_counted_before_it_is_made(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(
         f'preset = "mini"\nseeds = [1]\n[[arms]]\nintervention = "none"\n{lists}\n'
     )
-    assert "2.43e+07 runs, which is more than 2000" in refusal(
-        lambda: load_study_file(tmp_path / "s.toml")
-    )
+    assert "more than 2000 runs" in refusal(lambda: load_study_file(tmp_path / "s.toml"))
 
 
 def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -64,7 +64,6 @@ HEAD = 'preset = "smoke"\nseeds = [1]\n'
 NONE = '[[arms]]\nintervention = "none"\n'
 BAD = [
     ("preset = ", "Invalid value (at "),
-    ('preset = "smoke"\nseeds = [1' + 5000 * "0" + "]\n" + NONE, "Exceeds the limit"),
     ('presets = "smoke"\n' + HEAD + NONE, "unknown key 'presets'; known: name, preset"),
     (
         "steps = 8\n" + HEAD + NONE,
@@ -79,10 +78,10 @@ BAD = [
     (HEAD, "arms None: should be one or more tables"),
     (HEAD + "arms = []", "arms []: should be one or more tables"),
     (HEAD + "common = 3\n" + NONE, "common 3: should be a table"),
-    (HEAD + "common = { lr = [1, 2] }\n" + NONE, "[[arms]] 1: --lr"),
-    (HEAD + NONE + "learning-speed = 1\n", "[[arms]] 1: --learning-speed"),
-    (HEAD + NONE + "seed = 3\n", "[[arms]] 1: 'seed' is the sweep's own"),
-    (HEAD + NONE + 'resume = "latest"\n', "'resume' is the sweep's own"),
+    (HEAD + "common = { lr = [1, 2] }\n" + NONE, "[[arms]] 1: Error parsing --lr"),
+    (HEAD + NONE + "learning-speed = 1\n", "[[arms]] 1: Unrecognized options: --learning-speed"),
+    (HEAD + NONE + "seed = 3\n", "[[arms]] 1: seed: the sweep's own"),
+    (HEAD + NONE + 'resume = "latest"\n', "resume: the sweep's own"),
     (HEAD + NONE + "lr = -1\n", "[[arms]] 1: --lr -1"),
     (HEAD + NONE + "lr = []\n", "without an empty list"),
     (HEAD + NONE + NONE, "[[arms]] 2: a second arm with these runs, after [[arms]] 1"),
@@ -92,16 +91,12 @@ BAD = [
         "runs called 'x\\ntouch y': should be printable, in one line",
     ),
     (
-        HEAD + NONE + "".join(f"x{i} = {[*range(10)]}\n" for i in range(400)),
-        "inf runs, which is more than 2000",
-    ),
-    (
         HEAD + NONE + 'name = "x"\n' + NONE + 'name = "x"\nlr = 1\n',
         "[[arms]] 2 (x): a second arm called 'x'",
     ),
     (
         HEAD + NONE + "lr = 1\n[[overrides]]\nlr = 2\n",
-        "[[arms]] 1 × [[overrides]] 1: 'lr' is set by both",
+        "[[arms]] 1 × [[overrides]] 1: lr is set by both",
     ),
     (
         HEAD + NONE + "[[overrides]]\nv-hack-k = 2\n",

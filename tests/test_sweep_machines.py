@@ -17,9 +17,8 @@ import pytest
 from runs import until
 from test_sweep import STUDY, TWO, cfg_of, runs_of, sweeping, wait, write_run
 from vgrout.ground.files import hold
-from vgrout.sweep import ray_cluster
+from vgrout.sweep import workers
 from vgrout.sweep.entry import Entry
-from vgrout.sweep.ray_cluster import RayJob
 from vgrout.sweep.runner import Sweep
 from vgrout.sweep.study_file import load_study_file
 
@@ -56,7 +55,7 @@ class FakeRay:
 def test_how_a_task_ends(outcome, code, logged, tmp_path):
     log = tmp_path / "log"
     log.touch()
-    assert RayJob(FakeRay(outcome), "task", log).poll() == code
+    assert workers.RayJob(FakeRay(outcome), "task", log).poll() == code
     assert log.read_text() == logged
 
 
@@ -80,10 +79,10 @@ def cancelled_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def look(_: float) -> None:
         if Path("log").read_text().endswith("\n"):
-            monkeypatch.setattr(ray_cluster.time, "sleep", SLEEP)
+            monkeypatch.setattr(workers.time, "sleep", SLEEP)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ray_cluster.time, "sleep", look)
+    monkeypatch.setattr(workers.time, "sleep", look)
 
 
 def test_a_task_that_is_tried_again_goes_on(entry, monkeypatch):
@@ -91,15 +90,15 @@ def test_a_task_that_is_tried_again_goes_on(entry, monkeypatch):
     path = write_run(cfg_of(1), "running", "cut", checkpoint=True)
     lock = hold(path)
     monkeypatch.setattr(
-        ray_cluster.time, "sleep", lambda _: (lock.close(), cancelled_when_it_runs(monkeypatch))
+        workers.time, "sleep", lambda _: (lock.close(), cancelled_when_it_runs(monkeypatch))
     )
-    assert ray_cluster._carry_out(Path.cwd(), entry, Path("log")) == 9
+    assert workers._carry_out(Path.cwd(), entry, Path("log")) == 9
     assert Path("log").read_text() == "smoke --resume=out/runs/cut\n"
 
 
 def test_a_task_is_not_done_twice(entry):
     write_run(cfg_of(1), "finished", "done")
-    assert ray_cluster._carry_out(Path.cwd(), entry, Path("log")) == 0
+    assert workers._carry_out(Path.cwd(), entry, Path("log")) == 0
     assert not Path("log").exists()
 
 

@@ -1,5 +1,9 @@
-"""A run of a study with its state: what is on disk, how its process ended, how to go on with it."""
+"""The runs of a study: what is on disk of them, how their processes ended, how to go on with them.
 
+Runs are found by the identity of their settings and input files, never by name.
+"""
+
+import contextlib
 import re
 import shlex
 import signal
@@ -7,26 +11,25 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from vgrout.ground.errors import one_line, refuse
-from vgrout.runs.context import DIVERGED, FAILED, FINISHED, HALTED, INTERRUPTED
-from vgrout.sweep.ledger import Ledger, RecordedRun
+from vgrout.config.stored import from_dict, settings_sha256
+from vgrout.ground.errors import Refused, one_line, refuse
+from vgrout.ground.files import held, read_json
+from vgrout.ground.records import began
+from vgrout.runs.checkpoint import complete
+from vgrout.runs.context import DIVERGED, FINISHED, HALTED, INTERRUPTED
+from vgrout.runs.run_dir import RUNS
 from vgrout.sweep.study_file import PlannedRun
 
-RunState = Literal[
-    "to do",
-    "queued",
-    "running",
-    "resumable",
-    "finished",
-    "halted",
-    "diverged",
-    "unrouted",
-    "interrupted",
-    "failed",
-]
+# State of a run directory. "running": a living process writes it. "dead": it has no checkpoint to
+# resume from. Of several runs alike the one with the first of these states is taken, and of those
+# the newest.
+Found = Literal["finished", "running", "resumable", "halted", "diverged", "unrouted", "dead"]
+BEST: tuple[Found, ...] = get_args(Found)
+RunState = Found | Literal["to do", "queued", "interrupted", "failed"]
 # states of runs that would end the same way again
 FINAL: tuple[RunState, ...] = ("finished", "halted", "diverged", "unrouted")
 # exit code of `vgrout.train` → what became of the run
@@ -37,8 +40,83 @@ ENDED: dict[int, RunState] = {
     INTERRUPTED: "interrupted",
     -signal.SIGTERM: "interrupted",  # before the run handled signals
 }
-# exit codes after which status.json is this attempt's
-WROTE_STATUS = (FAILED, HALTED, DIVERGED, INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run directory. Fields never change; properties look at the disk."""
+
+    path: Path
+    began: tuple[datetime, str]
+    identity: str  # of the settings that it was started with
+    hashes: dict[str, str | None]  # of the files that it read
+    code: str  # revision that started it, with "+" if it was edited; "" without a checkout
+
+    def reads(self, files: Mapping[str, str | None]) -> bool:
+        """Whether the run read files with these hashes.
+
+        A file that it did not record counts as the same.
+        """
+        return all(self.hashes.get(name, sha256) == sha256 for name, sha256 in files.items())
+
+    @property
+    def state(self) -> Found:
+        status = self._status.get("state")
+        if status == "finished":
+            return "finished"
+        if held(self.path):
+            return "running"
+        for ended in ("halted", "diverged", "unrouted"):
+            if status == ended:
+                return ended
+        return "resumable" if complete(self.path) else "dead"
+
+    @property
+    def reason(self) -> str:
+        return one_line(self._status.get("reason", ""), 300)
+
+    @property
+    def _status(self) -> dict[str, object]:
+        with contextlib.suppress(ValueError):
+            return read_json(self.path / "status.json")
+        return {}
+
+
+class Ledger:
+    """The run directories in out/runs.
+
+    Each run.json is read once; states are read from disk at every use.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Path] = set()
+        self._records: dict[str, list[RecordedRun]] = {}  # by identity
+
+    def refresh(self) -> None:
+        """Add new run directories. A run whose settings no longer parse is left out."""
+        for path in sorted({file.parent for file in RUNS.glob("*/run.json")} - self._seen):
+            self._seen.add(path)
+            record = _record(path)
+            if record is not None:
+                self._records.setdefault(record.identity, []).append(record)
+
+    def find(self, identity: str, files: Mapping[str, str | None]) -> RecordedRun | None:
+        """The best run of this identity that read these files; None if there is none."""
+        alike = [run for run in self._records.get(identity, ()) if run.reads(files)]
+        return max(alike, key=lambda run: (-BEST.index(run.state), run.began), default=None)
+
+
+def _record(path: Path) -> RecordedRun | None:
+    try:
+        data = read_json(path / "run.json")
+        # a halted run that was continued is still the study's
+        cfg = from_dict(data.get("begun") or data["config"])
+        git = data.get("git") or {}
+        code = str(git.get("revision", ""))[:10] + ("+" if git.get("dirty") else "")
+        hashes = dict(data.get("hashes") or {})
+    except (Refused, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return RecordedRun(path, began(path), settings_sha256(cfg), hashes, code)
 
 
 @dataclass
@@ -48,16 +126,17 @@ class Entry:
     planned: PlannedRun
     files: Mapping[str, str | None]  # hashes of the files that it reads
     state: RunState = "to do"
-    run: Path | None = None
+    run: Path | None = None  # its directory, once it has one to go on with
     reason: str = ""
     began: float = 0.0  # when its process was started, by time.monotonic()
     log_start: int = 0  # bytes that earlier attempts left in its log
 
     def look(self, ledger: Ledger) -> None:
-        """Update state and run directory from disk. The ledger has been refreshed."""
+        """Update from disk. The ledger has been refreshed."""
+        self.state, self.run, self.reason = "to do", None, ""
         found = ledger.find(self.planned.identity, self.files)
-        state = found.state if found else "dead"
-        self._take(found, "to do" if state == "dead" else state)
+        if found and found.state != "dead":
+            self.state, self.run, self.reason = found.state, found.path, found.reason
 
     def begins(self, log: Path) -> None:
         """Note when an attempt starts, and where its part of the log does."""
@@ -66,34 +145,15 @@ class Entry:
 
     def end(self, ledger: Ledger, code: int, log: Path) -> None:
         """Update after the run's process has exited with `code`."""
-        found = self._find(ledger)
-        if found and found.state == "dead" and found.path == self.run:  # from an earlier attempt
-            found = None
-        if found and found.state in FINAL:
-            self._take(found, found.state)
-        else:
-            self._take(found, ENDED.get(code, "failed"))
-        if self.state != "finished":
-            if code not in WROTE_STATUS and self.state not in FINAL:
-                self.reason = ""  # an earlier attempt's
-            self.reason = self.reason or _last_error(log, self.log_start) or f"exit code {code}"
-        elif found is None or found.state != "finished":
+        ledger.refresh()
+        self.look(ledger)
+        if self.state in FINAL:
+            return
+        self.state = ENDED.get(code, "failed")
+        self.reason = _last_error(log, self.log_start) or f"exit code {code}"
+        if self.state == "finished":
             self.state = "failed"
             self.reason = "it ended well, but its files or settings are no longer those of the plan"
-
-    def _find(self, ledger: Ledger) -> RecordedRun | None:
-        ledger.refresh()
-        return ledger.find(self.planned.identity, self.files)
-
-    def _take(self, found: RecordedRun | None, state: RunState) -> None:
-        self.state = state
-        self.run = found.path if found else None
-        self.reason = one_line(found.reason, 300) if found else ""
-
-    @property
-    def directory(self) -> Path | None:
-        """The run directory, once it has one."""
-        return None if self.state in ("to do", "queued") else self.run
 
     @property
     def flags(self) -> list[str]:
@@ -127,7 +187,7 @@ class Entry:
         return f"{name}-{self.planned.identity[:8]}.log"
 
     def as_json(self) -> dict[str, object]:
-        run = str(self.directory) if self.directory else None
+        run = str(self.run) if self.run else None
         return {**self.planned.as_json(), "run": run, "state": self.state}
 
 

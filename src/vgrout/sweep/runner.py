@@ -6,13 +6,10 @@ first starts), `runs.json` (an entry per run: name, arm, seed, flags, run direct
 run that another study made is not made again.
 """
 
-import json
 import os
-import re
 import shlex
-import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -29,7 +26,7 @@ from vgrout.config.checks import check, setting
 from vgrout.config.groups import OptConfig
 from vgrout.config.run import Config
 from vgrout.ground.cores import cores
-from vgrout.ground.errors import Refused
+from vgrout.ground.errors import Refused, refuse
 from vgrout.ground.files import (
     held,
     hold,
@@ -45,20 +42,13 @@ from vgrout.runs.context import FAILED, FINISHED, INTERRUPTED, REFUSED
 from vgrout.runs.inputs import file_hashes
 from vgrout.runs.plan import preflight
 from vgrout.runs.stopping import Stop, stop_on_signals
-from vgrout.sweep.entry import FINAL, Entry
-from vgrout.sweep.ledger import Ledger
-from vgrout.sweep.pueue import Pueue
-from vgrout.sweep.ray_cluster import POLL_S, Ray, RayJob
+from vgrout.sweep.entry import FINAL, Entry, Ledger
 from vgrout.sweep.study_file import StudyFile, load_study_file
-from vgrout.sweep.workers import Local, Process
+from vgrout.sweep.workers import POLL_S, Local, Process, Pueue, Ray, RayJob
 
 SWEEPS = Path("out/sweeps")
 SCHEMA = "sweep_v1"
 Workers = Local | Ray
-Job = Process | RayJob
-# hashes of a run's files, and which of them are missing
-Checked = tuple[Mapping[str, str | None], tuple[str, ...]]
-ELSEWHERE_S = 2.0  # between two checks of runs that other processes are writing
 
 
 @dataclass(frozen=True)
@@ -86,32 +76,10 @@ class SweepSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        unread = ""
-        if self.jobs and self.via == "pueue":
-            unread = "--jobs"
-        elif self.ray_address and self.via != "ray":
-            unread = "--ray-address"
-        if unread:
-            raise Refused(f"{unread}: not read with --via {self.via}; leave it out")
-
-
-@dataclass
-class Work:
-    """What is left of a study while it is carried out."""
-
-    waiting: deque[Entry]
-    # runs that processes of others are writing
-    elsewhere: list[Entry] = field(default_factory=list)
-    # by the run's name
-    under_way: dict[str, tuple[Job, Entry]] = field(default_factory=dict)
-
-    def stop(self, at_once: bool = False) -> None:
-        """Ask the runs under way to save and end; a second time: to end at once.
-
-        That is another signal, since SIGTERMs that follow one another closely are one request.
-        """
-        for job, _ in self.under_way.values():
-            job.send_signal(signal.SIGINT if at_once else signal.SIGTERM)
+        on_queue = self.jobs is not None and self.via == "pueue"
+        refuse(on_queue, "--jobs: not read with --via pueue; leave it out")
+        no_ray = self.ray_address != "" and self.via != "ray"
+        refuse(no_ray, f"--ray-address: not read with --via {self.via}; leave it out")
 
 
 @dataclass
@@ -120,9 +88,10 @@ class Sweep:
 
     study: StudyFile
     entries: list[Entry]
-    ledger: Ledger
-    folder: Path
-    missing: dict[str, list[str]] = field(default_factory=dict)  # a file's line → the arms
+    missing: dict[str, list[str]]  # a file's line → the arms
+    ledger: Ledger = field(default_factory=Ledger)
+    under_way: list[tuple[Process | RayJob, Entry]] = field(default_factory=list)
+    elsewhere: set[Path] = field(default_factory=set)  # runs that other processes were writing
 
     @classmethod
     def of(cls, study: StudyFile, dry_run: bool = False) -> "Sweep":
@@ -136,16 +105,15 @@ class Sweep:
         missing: dict[str, list[str]] = {}
         with reading_once():  # what arms have in common is read and checked for the first of them
             files = _hashes_by_arm(study, dry_run, missing)
-        entries = [Entry(run, files[run.arm]) for run in study.runs]
-        sweep = cls(study, entries, Ledger(), SWEEPS / study.name, missing)
+        sweep = cls(study, [Entry(run, files[run.arm]) for run in study.runs], missing)
         sweep.ledger.refresh()
         for entry in sweep.entries:
             entry.look(sweep.ledger)
         return sweep
 
     @property
-    def arms(self) -> set[str]:
-        return {entry.planned.arm for entry in self.entries}
+    def folder(self) -> Path:
+        return SWEEPS / self.study.name
 
     @property
     def left(self) -> list[Entry]:
@@ -161,11 +129,11 @@ class Sweep:
         """Lines that show every run with its state. slots: how many go at a time."""
         lines = [f"H: {claim}" for claim in self.study.hypotheses]
         rows: list[dict[str, str | None]] = []
-        has_directories = any(entry.directory for entry in self.entries)
+        has_directories = any(entry.run for entry in self.entries)
         for entry in self.entries:
             row: dict[str, str | None] = {"run": entry.planned.name, "state": entry.state}
             if has_directories:
-                row["directory"] = entry.directory.name if entry.directory else None
+                row["directory"] = entry.run.name if entry.run else None
             rows.append(row)
         lines.append(
             tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True, missingval="·")
@@ -175,10 +143,12 @@ class Sweep:
         counts = ", ".join(f"{n} {state}" for state, n in states.items())
         lines.append(f"{len(self.entries)} runs: {counts}")
         lines += self.warnings()
-        lines += self.queued()
         lines += self.study.left_out
+        n_arms = len({run.arm for run in self.study.runs})
         for file, arms in self.missing.items():
-            lines.append(f"missing: {file} ({self._named(arms)})")
+            others = f" and {len(arms) - 1} more" if len(arms) > 1 else ""
+            which = "every arm" if len(arms) == n_arms else f"{arms[0]}{others}"
+            lines.append(f"missing: {file} ({which})")
         lines.append(f"{len(self.left)} left, {slots}" if self.left else "0 left")
         return lines
 
@@ -187,12 +157,6 @@ class Sweep:
         of_first, *of_others = [entry.planned.flags for entry in self.entries]
         in_others = [set(flags) for flags in of_others]
         return [word for word in of_first if all(word in flags for flags in in_others)]
-
-    def _named(self, arms: Sequence[str]) -> str:
-        """These arms in few words."""
-        if len(arms) == len(self.arms):
-            return "every arm"
-        return arms[0] if len(arms) == 1 else f"{arms[0]} and {len(arms) - 1} more"
 
     def warnings(self) -> list[str]:
         """A warning if runs were started by different code. Those that must start over do not count."""
@@ -206,28 +170,6 @@ class Sweep:
         counts = ", ".join(f"{n} by {code}" for code, n in by_code.items())
         return [f"runs started by different code: {counts}"]
 
-    def queued(self) -> list[str]:
-        """A note if runs were handed to pueue and have not started: they may still be queued."""
-        try:
-            recorded = json.loads((self.folder / "runs.json").read_bytes())
-            flags = [e["flags"] for e in recorded if e["state"] == "queued"]
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # absent or damaged: it is written again
-            return []
-        to_do = [entry for entry in self.entries if entry.state == "to do"]
-        n = sum(list(entry.planned.flags) in flags for entry in to_do)
-        if not n:
-            return []
-        return [
-            f"{n} of these were handed to pueue: "
-            "if `pueue status` still lists them, they would run twice"
-        ]
-
     def edited(self) -> str:
         """How the study file differs from the planned one, in one line.
 
@@ -237,17 +179,9 @@ class Sweep:
         if not path.is_file():
             return ""
         planned = read_json(path)
-        try:
-            sha256 = planned["sha256"]
-            if not (isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)):
-                raise KeyError("sha256")
-            before = {run["identity"] for run in planned["runs"]}
-        except (KeyError, TypeError) as e:
-            raise Refused(
-                f"{path}: damaged ({e!r}); move it away, and the study is planned anew"
-            ) from None
-        if sha256 == self.study.sha256:
+        if planned["sha256"] == self.study.sha256:
             return ""
+        before = {run["identity"] for run in planned["runs"]}
         now = {run.identity for run in self.study.runs}
         return (
             f"{self.study.path}: not the file that {path} was made from "
@@ -264,8 +198,7 @@ class Sweep:
         path = self.folder / "plan.json"
         why = self.edited()
         if why:
-            if not replan:
-                raise Refused(why)
+            refuse(not replan, why)
             os.replace(path, self.folder / f"plan.{read_json(path)['sha256'][:10]}.json")
         elif path.is_file():
             return
@@ -290,102 +223,77 @@ class Sweep:
     def carry_out(self, workers: Workers) -> int:
         """Start runs until all have ended, or until a signal. Returns the exit code.
 
-        After a signal it waits while the runs under way save and end.
+        After a signal it waits while the runs under way save and end. However this process ends,
+        the runs under way are asked to (`spawn`).
         """
-        work = Work(deque(self.left))
-        try:
-            with stop_on_signals() as stop, self._bar(work) as bar:
-                self._loop(workers, work, stop, bar.update)
-            stopped = stop.requested
-        except KeyboardInterrupt:
-            logger.warning("stopping the runs at once; their last checkpoints stand")
-            stopped = True
-            work.stop(at_once=True)
-            while work.under_way:
-                self._reap(work)
-                time.sleep(POLL_S)
-        except BrokenPipeError:  # a closed pipe: cli_exit ends the process
-            raise
-        except OSError as e:
-            where = e.filename or self.folder
-            logger.error(
-                f"{where}: {e.strerror or e}; the runs under way save and end; put it right, "
-                "then run the same command"
-            )
-            work.stop()
-            while any(job.poll() is None for job, _ in work.under_way.values()):
-                time.sleep(POLL_S)
-            return FAILED
+        waiting = self.left
+        ended = len(self.entries) - len(waiting)
+        with (
+            stop_on_signals() as stop,
+            tqdm(
+                total=len(self.entries),
+                initial=ended,
+                disable=None,
+                desc=self.study.name,
+                unit="run",
+                smoothing=0,
+            ) as bar,
+        ):
+            self._loop(workers, waiting, stop, bar.update)
         self.write()
-        return INTERRUPTED if stopped else self.conclude()
-
-    def _bar(self, work: Work) -> tqdm:
-        return tqdm(
-            total=len(self.entries),
-            initial=len(self.entries) - len(work.waiting),
-            disable=None,
-            desc=self.study.name,
-            unit="run",
-            smoothing=0,
-        )
+        return INTERRUPTED if stop.requested else self.conclude()
 
     def _loop(
-        self, workers: Workers, work: Work, stop: Stop, tick: Callable[[int], object]
+        self, workers: Workers, waiting: list[Entry], stop: Stop, tick: Callable[[], object]
     ) -> None:
-        """Start and watch runs. tick: called with the number of runs that have ended meanwhile."""
-        looked_elsewhere = time.monotonic()
+        """Start and watch runs. tick: called for each that has ended."""
         stopping = False
-        while work.under_way or ((work.waiting or work.elsewhere) and not stop.requested):
+        while self.under_way or (waiting and not stop.requested):
             if stop.requested and not stopping:
                 stopping = True
-                work.stop()
-            while work.waiting and len(work.under_way) < workers.slots and not stop.requested:
-                tick(self._start_next(workers, work))
-            if work.elsewhere and time.monotonic() - looked_elsewhere > ELSEWHERE_S:
-                looked_elsewhere = time.monotonic()
-                free = [e for e in work.elsewhere if e.run is None or not held(e.run)]
-                work.elsewhere = [e for e in work.elsewhere if e not in free]
-                work.waiting.extendleft(free)
-            tick(self._reap(work))
+                for job, _ in self.under_way:
+                    job.terminate()
+            for entry in list(waiting):
+                if stop.requested or len(self.under_way) >= workers.slots:
+                    break
+                if not self._is_elsewhere(entry):
+                    waiting.remove(entry)
+                    self._start(workers, entry, tick)
+            for job, entry in list(self.under_way):
+                code = job.poll()
+                if code is not None:
+                    self.under_way.remove((job, entry))
+                    entry.end(self.ledger, code, self.log(entry))
+                    self._ended(entry, tick)
+                    self.write()
             time.sleep(POLL_S)
 
-    def _start_next(self, workers: Workers, work: Work) -> int:
-        """Start the next run that waits. Returns 1 if it turns out to have ended, else 0."""
-        entry = work.waiting.popleft()
+    def _is_elsewhere(self, entry: Entry) -> bool:
+        """Look at a run that waits: whether another process is writing it."""
+        if entry.run and entry.run in self.elsewhere and held(entry.run):
+            return True
         self.ledger.refresh()
         entry.look(self.ledger)
+        if entry.state != "running" or entry.run is None:
+            return False
+        self.elsewhere.add(entry.run)
+        logger.info(f"{entry.planned.name}: another process is writing {entry.run}; waiting for it")
+        return True
+
+    def _start(self, workers: Workers, entry: Entry, tick: Callable[[], object]) -> None:
+        """Start a run or go on with it, unless it turns out to have ended."""
         if entry.state in FINAL:
-            self._log_end(entry)
-            return 1
-        if entry.state == "running":
-            logger.info(
-                f"{entry.planned.name}: another process is writing {entry.run}; waiting for it"
-            )
-            work.elsewhere.append(entry)
-            return 0
+            self._ended(entry, tick)
+            return
         log = self.log(entry)
         entry.begins(log)
-        work.under_way[entry.planned.name] = workers.start(entry, log), entry
+        self.under_way.append((workers.start(entry, log), entry))
         entry.state = "running"
         self.write()
-        return 0
 
-    def _reap(self, work: Work) -> int:
-        """Record the runs that have ended; returns how many."""
-        ended = 0
-        for name, (job, entry) in list(work.under_way.items()):
-            code = job.poll()
-            if code is None:
-                continue
-            del work.under_way[name]
-            entry.end(self.ledger, code, self.log(entry))
-            self._log_end(entry)
-            self.write()
-            ended += 1
-        return ended
-
-    def _log_end(self, entry: Entry) -> None:
+    def _ended(self, entry: Entry, tick: Callable[[], object]) -> None:
         """Log how a run ended, in one line."""
+        tick()
         took = ""
         if entry.began:
             took = f" ({timedelta(seconds=round(time.monotonic() - entry.began))})"
@@ -422,8 +330,8 @@ class Sweep:
                 entry.state = "queued"
                 self.write()
         logger.info(
-            f"{added} runs added to the queue; afterwards, for their results, "
-            "the same command without --via"
+            f"{added} runs added to the queue; when `pueue status` no longer lists them, for their "
+            "results, the same command without --via"
         )
         return FINISHED
 
@@ -439,7 +347,8 @@ def _hashes_by_arm(
         Refused: as `Sweep.of`.
     """
     files: dict[str, Mapping[str, str | None]] = {}
-    checked: dict[Config, Checked] = {}  # by what decides on the files
+    # by what decides on the files: their hashes, and which of them are missing
+    checked: dict[Config, tuple[Mapping[str, str | None], tuple[str, ...]]] = {}
     for run in study.runs:
         if run.arm in files:
             continue
@@ -469,10 +378,10 @@ def run_study(settings: SweepSettings) -> int:
         print("\n".join(entry.command for entry in sweep.entries))
         return FINISHED
     gpus = () if settings.via == "ray" else visible()
-    if gpus and settings.jobs and settings.jobs > len(gpus):
-        raise Refused(
-            f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}"
-        )
+    refuse(
+        len(gpus) > 0 and (settings.jobs or 0) > len(gpus),
+        f"--jobs {settings.jobs}: GPUs {', '.join(gpus)} are here; give at most {len(gpus)}",
+    )
     if settings.dry_run:
         slots = f"{settings.jobs or len(gpus) or cores()} at a time"
         if gpus:
@@ -490,7 +399,7 @@ def run_study(settings: SweepSettings) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         with hold(sweep.folder, "sweep"):
             sweep.freeze(settings.replan)
-            for line in (*study.left_out, *sweep.warnings(), *sweep.queued()):
+            for line in (*study.left_out, *sweep.warnings()):
                 logger.info(line)
             sweep.write()
             return sweep.enqueue(queue) if queue else sweep.carry_out(workers)

@@ -5,9 +5,11 @@ Each run's flags are checked by the trainer's own parser.
 
 import hashlib
 import json
+import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
@@ -19,7 +21,7 @@ from vgrout.config.method import MethodConfig
 from vgrout.config.presets import flag_names, resolve
 from vgrout.config.run import Config
 from vgrout.config.stored import settings_sha256
-from vgrout.ground.errors import Refused
+from vgrout.ground.errors import Refused, refuse
 from vgrout.ground.files import read_text
 
 KEYS = ("name", "preset", "seeds", "common", "arms", "overrides")
@@ -27,34 +29,6 @@ OWN = ("seed", "resume", "dry-run", "output-dir")  # flags that the sweep sets
 MOST_RUNS = 2000  # of a study; a few lists multiply to millions
 FlagTable = dict[str, object]  # flag without leading dashes → value
 Settings = tuple[Config, tuple[str, ...]]  # a run's settings, and the flags that give them
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(re.fullmatch(r"\w[\w.=+-]{0,79}", value, re.ASCII))
-
-
-def _are_seeds(value: object) -> bool:
-    if not isinstance(value, list) or not all(type(seed) is int for seed in value):
-        return False
-    return 0 < len({*value}) == len(value)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict) and [] not in value.values()
-
-
-def _are_tables(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_table, value))
-
-
-# key → its check, and what it should be
-KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "name": (_is_name, "of letters, digits and _ . = + -, 80 at most"),
-    "seeds": (_are_seeds, "a list of whole numbers, such as [41, 42], none twice"),
-    "common": (_is_table, "a table, such as { steps = 8 }"),
-    "arms": (_are_tables, "one or more tables [[arms]], without an empty list"),
-    "overrides": (_are_tables, "one or more tables [[overrides]], without an empty list"),
-}
 
 
 @dataclass(frozen=True)
@@ -112,33 +86,6 @@ class Choice:
         return _shown(kept)
 
 
-@dataclass
-class Unread:
-    """Flags that the study gives to every arm, and that some of them do not read."""
-
-    given: dict[str, int]  # flag → in how many arms it could be read
-    arms: dict[str, list[str]]  # flag → the arms that do not read it
-
-    def count(self, flags: Collection[str]) -> None:
-        """Another arm is given these flags."""
-        for name in flags:
-            self.given[name] = self.given.get(name, 0) + 1
-
-    def lines(self) -> list[str]:
-        """What is left out where.
-
-        Raises:
-            Refused: a flag that no arm reads.
-        """
-        lines: list[str] = []
-        for name, arms in self.arms.items():
-            if len(arms) == self.given[name]:
-                raise Refused(f"{flag(name)}: not read by any arm; leave it out")
-            which = ", ".join(dict.fromkeys(arms))
-            lines.append(f"{flag(name)}: not read by {which}, and left out there")
-        return lines
-
-
 def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
     """Read and check a study file.
 
@@ -151,8 +98,7 @@ def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
     text = read_text(path)
     try:
         data = tomllib.loads(text)
-        str(data)  # a hexadecimal number of thousands of digits can be read, and not be written
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise Refused(f"{path}: {e}") from None
     try:
         return _study(path, text, data, trusted)
@@ -162,14 +108,9 @@ def load_study_file(path: Path, trusted: bool = False) -> StudyFile:
 
 def _study(path: Path, text: str, data: dict[str, Any], trusted: bool) -> StudyFile:
     _require_known_keys(data)
-    defaults = {"name": path.stem, "seeds": None, "common": {}, "arms": None, "overrides": [{}]}
-    study = dict(data)
-    for key, default in defaults.items():
-        study.setdefault(key, default)
-    for key, (is_sound, should) in KINDS.items():
-        if not is_sound(study[key]):
-            raise Refused(f"{key} {str(study[key])[:60]}: should be {should}")
-    _require_few_runs(study)
+    study: dict[str, Any] = {"name": path.stem, "seeds": None, "arms": None}
+    study |= {"common": {}, "overrides": [{}]} | data
+    _require_kinds(study)
     arms, left_out = _arms(study, trusted)
     runs: list[PlannedRun] = []
     for seed in study["seeds"]:
@@ -193,24 +134,39 @@ def _require_known_keys(data: Mapping[str, object]) -> None:
     raise Refused(f"unknown key {key!r}; {advice}")
 
 
-def _require_few_runs(study: Mapping[str, Any]) -> None:
-    n_arms = sum(map(_combinations, study["arms"]))
-    n_overrides = sum(map(_combinations, study["overrides"]))
-    n = n_arms * n_overrides * len(study["seeds"])
-    if n > MOST_RUNS:
-        raise Refused(
-            f"{n:.3g} runs, which is more than {MOST_RUNS}; shorten its lists, "
-            "or make it several studies"
+def _require_kinds(study: Mapping[str, Any]) -> None:
+    name, seeds, common = study["name"], study["seeds"], study["common"]
+    named = isinstance(name, str) and re.fullmatch(r"\w[\w.=+-]{0,79}", name, re.ASCII)
+    refuse(not named, f"name {name}: should be of letters, digits and _ . = + -, 80 at most")
+    whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+    refuse(
+        not whole or not 0 < len({*seeds}) == len(seeds),
+        f"seeds {seeds}: should be a list of whole numbers, such as [41, 42], none twice",
+    )
+    refuse(not _is_table(common), f"common {common}: should be a table, such as {{ steps = 8 }}")
+    for key in ("arms", "overrides"):
+        tables = study[key]
+        sound = isinstance(tables, list) and len(tables) > 0 and all(map(_is_table, tables))
+        refuse(
+            not sound,
+            f"{key} {tables}: should be one or more tables [[{key}]], without an empty list",
         )
+    n = len(seeds)
+    for key in ("arms", "overrides"):
+        n *= sum(math.prod(_lengths(table)) for table in study[key])
+    refuse(
+        n > MOST_RUNS,
+        f"more than {MOST_RUNS} runs; shorten its lists, or make it several studies",
+    )
 
 
-def _combinations(table: FlagTable) -> float:
-    """How many settings a table makes; beyond all counting, infinitely many."""
-    n = 1.0
-    for value in table.values():
-        if isinstance(value, list):
-            n *= len(value)
-    return n
+def _lengths(table: FlagTable) -> list[int]:
+    """Of the lists among its values."""
+    return [len(value) for value in table.values() if isinstance(value, list)]
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and [] not in value.values()
 
 
 def _arms(study: Mapping[str, Any], trusted: bool) -> tuple[dict[str, Settings], list[str]]:
@@ -220,42 +176,57 @@ def _arms(study: Mapping[str, Any], trusted: bool) -> tuple[dict[str, Settings],
         Refused: one line with the tables, where flags are refused or two arms are the same.
     """
     arms: dict[str, Settings] = {}
-    unread = Unread({}, {})
+    given = Counter[str]()  # flags of every arm, and to how many they were given
+    not_read: dict[str, list[str]] = {}  # those that some arms do not read → these arms
     seen: dict[str, str] = {}  # identity or label → the tables that have it
     common = _flags(study["common"])
-    choices = product(_choices("arms", study["arms"]), _choices("overrides", study["overrides"]))
-    for arm, override in choices:
-        where = f"{arm.where} × {override.where}" if override.flags else arm.where
-        twice = sorted(arm.flags.keys() & override.flags.keys())
-        if twice:
-            raise Refused(f"{where}: {twice[0]!r} is set by both; leave one of them out")
-        of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
-        try:
-            given = common | arm.flags | override.flags
-            cfg, flags, dropped = _resolved(str(study.get("preset")), given, of_all, trusted)
-        except Refused as e:
-            raise Refused(f"{where}: {e}") from None
-        of_override = override.without(dropped)
-        label = _joined(arm.name or _label(cfg, arm.flags), of_override)
-        unread.count(of_all)
-        for name in dropped:
-            unread.arms.setdefault(name, []).append(label)
-        if dropped & override.flags.keys() and arms.get(label, (None, ()))[1] == flags:
-            continue  # the same arm under another value of what it does not read
-        if not label.isprintable():  # `--commands` prints it into a shell's comment
-            raise Refused(f"runs called {label!r}: should be printable, in one line")
-        for known, what in (
-            (settings_sha256(cfg), "with these runs"),
-            (label, f"called {label!r}"),
-        ):
-            if known in seen:
-                raise Refused(
-                    f"{where}: a second arm {what}, after {seen[known]}; "
-                    "leave it out, or name it otherwise"
+    for arm in _choices("arms", study["arms"]):
+        for override in _choices("overrides", study["overrides"]):
+            where = f"{arm.where} × {override.where}" if override.flags else arm.where
+            twice = sorted(arm.flags.keys() & override.flags.keys())
+            refuse(
+                bool(twice),
+                f"{where}: {', '.join(twice)} is set by both; leave it out in one of them",
+            )
+            of_all = (common.keys() | override.flags.keys()) - arm.flags.keys()
+            try:
+                flags_given = common | arm.flags | override.flags
+                preset = str(study.get("preset"))
+                cfg, flags, dropped = _resolved(preset, flags_given, of_all, trusted)
+            except Refused as e:
+                raise Refused(f"{where}: {e}") from None
+            label = _joined(arm.name or _label(cfg, arm.flags), override.without(dropped))
+            given.update(of_all)
+            for name in dropped:
+                not_read.setdefault(name, []).append(label)
+            if dropped & override.flags.keys() and arms.get(label, (None, ()))[1] == flags:
+                continue  # the same arm under another value of what it does not read
+            # `--commands` prints it into a shell's comment
+            refuse(
+                not label.isprintable(), f"runs called {label!r}: should be printable, in one line"
+            )
+            for known, what in (
+                (settings_sha256(cfg), "with these runs"),
+                (label, f"called {label!r}"),
+            ):
+                refuse(
+                    known in seen,
+                    f"{where}: a second arm {what}, after {seen.get(known)}; "
+                    "leave it out, or name it otherwise",
                 )
-            seen[known] = where
-        arms[label] = cfg, flags
-    return arms, unread.lines()
+                seen[known] = where
+            arms[label] = cfg, flags
+    return arms, _left_out(given, not_read)
+
+
+def _left_out(given: Mapping[str, int], not_read: Mapping[str, list[str]]) -> list[str]:
+    """Lines that say which flags are left out where. Raises Refused where no arm reads one."""
+    lines: list[str] = []
+    for name, arms in not_read.items():
+        refuse(len(arms) == given[name], f"{flag(name)}: not read by any arm; leave it out")
+        which = ", ".join(dict.fromkeys(arms))
+        lines.append(f"{flag(name)}: not read by {which}, and left out there")
+    return lines
 
 
 def _resolved(
@@ -280,11 +251,10 @@ def _resolved(
 def _settings(preset: str, flags: FlagTable, trusted: bool) -> Settings:
     """A run's settings, and its flags as the command line has them."""
     own = [key for key in flags if key in OWN]
-    if own:
-        raise Refused(
-            f"{own[0]!r} is the sweep's own; give seeds in 'seeds', "
-            "and runs are resumed by themselves"
-        )
+    refuse(
+        bool(own),
+        f"{', '.join(own)}: the sweep's own; give seeds in 'seeds', and runs are resumed by themselves",
+    )
     argv = [preset, *_argv(flags)]
     cfg = resolve(argv, trusted=trusted)
     if cfg.guard_mode == "halt" and "guard" not in flags:
