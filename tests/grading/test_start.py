@@ -13,7 +13,7 @@ import pytest
 
 import vgrout
 from quick import first_quick
-from vgrout.envs.code.grading import watch
+from vgrout.envs.code.grading import processes
 
 from . import refusals
 from .test_attacks import SPARE_UID, interpreter_for_others
@@ -185,7 +185,7 @@ def number(tmp_path_factory) -> Path:
 
 def fail_at(step: int, number: Path, monkeypatch, capfd, *without: str) -> bool:
     """Start a grader whose fork server fails at a step, and hold it to the contract. False: it has fewer steps."""
-    monkeypatch.setattr(watch, "SOURCE", str(number.parents[4]))
+    monkeypatch.setattr(processes, "SOURCE", str(number.parents[4]))
     number.write_text(str(step))
     reached = number.with_name("number.reached")
     reached.unlink(missing_ok=True)

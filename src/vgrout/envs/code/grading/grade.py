@@ -28,9 +28,8 @@ from typing import Any
 
 from vgrout.config.world_names import DETECTOR_FIELDS
 from vgrout.envs.code.grading import messages
-from vgrout.envs.code.grading.isolation import CPU_EXTRA
-from vgrout.envs.code.grading.values import clean_name
-from vgrout.envs.code.grading.watch import (
+from vgrout.envs.code.grading.messages import CPU_EXTRA, clean_name
+from vgrout.envs.code.grading.processes import (
     PATIENCE,
     START_WITHIN,
     STUCK_AFTER,

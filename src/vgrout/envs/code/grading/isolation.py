@@ -39,7 +39,7 @@ from vgrout.envs.code.grading.landlock import (
     make_ruleset,
     restrict_to,
 )
-from vgrout.envs.code.grading.messages import CONNECTION_FD
+from vgrout.envs.code.grading.messages import CONNECTION_FD, CPU_EXTRA
 from vgrout.envs.code.grading.namespaces import (
     CLONE_NEWIPC,
     MS_NODEV,
@@ -56,7 +56,6 @@ from vgrout.envs.code.grading.namespaces import (
 from vgrout.envs.code.grading.seccomp import SeccompFilter
 from vgrout.envs.code.grading.stdlib import shared_libraries
 
-CPU_EXTRA = 2  # seconds of CPU that the kernel gives a child beyond what the verifier does
 MAX_FILES = 128  # that a child may have open
 # A child's files have numbers below this.
 _END_OF_FDS = 256

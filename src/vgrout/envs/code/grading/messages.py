@@ -3,6 +3,7 @@
 Standard library only, as every process of a worker imports this.
 """
 
+import re
 import signal
 import socket
 import struct
@@ -13,6 +14,7 @@ from typing import TypedDict
 
 # The child's end of its connection. The number is high, so that no file of the answer's needs it.
 CONNECTION_FD = 120
+CPU_EXTRA = 2  # seconds of CPU that the kernel gives a child beyond what the verifier does
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +95,13 @@ def set_timeout(
     Python's own would make the socket non-blocking, and MSG_WAITALL void.
     """
     connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
+
+
+def clean_name(name: object) -> str:
+    """Make a name from a child safe for any file, terminal or page.
+
+    At most 60 letters, digits and _ . : are left of it.
+    """
+    if type(name) is not str:
+        return ""
+    return re.sub(r"[^A-Za-z0-9_.:]", "", name[:200])[:60]

@@ -16,8 +16,9 @@ from typing import Any
 
 from vgrout.envs.code.grading.child import CHECKS, HARNESS_EXIT, Job
 from vgrout.envs.code.grading.extract import MARKED, Block, Case, blocks, parse_test
-from vgrout.envs.code.grading.messages import NOT_RUN, Request
-from vgrout.envs.code.grading.values import Decoys, Raised, claim_room, clean_name, matches
+from vgrout.envs.code.grading.messages import NOT_RUN, Request, clean_name
+from vgrout.envs.code.grading.processes import wall_limit
+from vgrout.envs.code.grading.values import Decoys, Raised, claim_room, matches
 from vgrout.envs.code.grading.watch import (
     MAX_LINE,
     EndSession,
@@ -25,7 +26,6 @@ from vgrout.envs.code.grading.watch import (
     ForkServerHandle,
     Reply,
     memory_file,
-    wall_limit,
 )
 from vgrout.envs.code.modes import MODE_SPECS, PASS_WORD, ModeSpec, marker_of
 from vgrout.ground.files import printable

@@ -34,12 +34,12 @@ from vgrout.envs.code.grading.probe import (
     LEFT_BEHIND,
     Spec,
 )
+from vgrout.envs.code.grading.processes import remove_empty
 from vgrout.envs.code.grading.verdict import Verifier
 from vgrout.envs.code.grading.watch import (
     ForkServerHandle,
     ForkServerLost,
     memory_file,
-    remove_empty,
 )
 from vgrout.ground.files import restore_inherited
 

@@ -15,13 +15,11 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from vgrout.envs.code.grading import fork_server as fs
@@ -30,16 +28,21 @@ from vgrout.envs.code.grading.child import HARNESS_EXIT
 from vgrout.envs.code.grading.isolation import FILE_LAYERS
 from vgrout.envs.code.grading.messages import WorkerSettings
 from vgrout.envs.code.grading.namespaces import ROOT_CWD
+from vgrout.envs.code.grading.processes import (
+    PATIENCE,
+    START_WITHIN,
+    STUCK_AFTER,
+    reap,
+    remove_empty,
+    start_process,
+    wall_limit,
+)
 from vgrout.envs.code.grading.values import BadClaim, decode_line
-from vgrout.ground.files import restore_inherited
 
 MAX_RECEIVED = 16 << 20  # bytes of messages from one child
 # Bytes of one message, where the expected values do not need more: what is longer is not read.
 MAX_LINE = 1 << 20
-START_WITHIN = 60  # seconds for a worker's process to say hello
-STUCK_AFTER = 5.0  # seconds beyond the wall limit without a report: the fork server is lost
 TICK = 0.05  # seconds between two looks at a child
-PATIENCE = 4.0  # wall limits that a child gets on a machine too busy to run it
 MAX_ENTRIES = 300  # files in the working directory, where no tmpfs limits them
 
 # A child that sleeps or is stopped is ended, as nothing will wake it, after so many seconds …
@@ -48,16 +51,6 @@ IDLE_AFTER = 1.0
 BUSY = 0.2
 # … and asleep at so many looks in a row: on a busy machine they come late.
 IDLE_LOOKS = 10
-
-# Wall limit = factor · CPU limit + extra [s]: a backstop, so that load fails nobody.
-WALL_FACTOR = 4.0
-WALL_EXTRA = 2.0
-
-
-def wall_limit(cpu_s: float) -> float:
-    """Wall seconds of what may compute for so many."""
-    return WALL_FACTOR * cpu_s + WALL_EXTRA
-
 
 # Why the verifier has ended a child: it has not, its time is over, no more is wanted of it.
 Cause = Literal["", "timeout", "enough"]
@@ -99,63 +92,6 @@ class ExitInfo:
         if self.cause == "enough" or self.exit_code == HARNESS_EXIT:
             return ""
         return f"signal:{killed_by}" if killed_by else f"exit:{self.exit_code}"
-
-
-# --- Processes -----------------------------------------------------------------------------------
-
-SOURCE = str(Path(__file__).resolve().parents[4])
-# No site-packages, no user site, no script folder on the path. Not -I: it would ignore
-# PYTHONHASHSEED.
-ISOLATED = ("-S", "-s", "-P")
-CLEAN_ENV = {
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONUTF8": "1",
-    "LC_ALL": "C.UTF-8",
-    "TZ": "UTC",
-    "PATH": "/usr/bin:/bin",
-}
-
-
-def start_process(
-    module: str, *arguments: str | int | float, own_session: bool = False, hash_seed: str = "0"
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `main(fd, *arguments)` of a module of this package in a clean interpreter.
-
-    `fd` is one end of a socket. own_session: Ctrl-C does not reach the process. hash_seed: "0" or
-    "random". Returns the process and the other end of the socket.
-    """
-    restore_inherited()
-    own_end, other_end = socket.socketpair()
-    with other_end:
-        bootstrap = (
-            f"import sys; sys.path.insert(0, {SOURCE!r}); "
-            f"from vgrout.envs.code.grading.{module} import main; sys.path.pop(0); "
-            f"main({other_end.fileno()}, *{arguments!r})"
-        )
-        process = subprocess.Popen(
-            [sys.executable, *ISOLATED, "-c", bootstrap],
-            pass_fds=[other_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=CLEAN_ENV | {"PYTHONHASHSEED": hash_seed},
-            cwd="/",
-            start_new_session=own_session,
-        )
-    return process, own_end
-
-
-def reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Wait for the end of a process whose input has ended; kill it after `patience_s` seconds."""
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def remove_empty(folder: str) -> None:
-    with suppress(OSError):  # what is left is the trainer's to remove
-        os.rmdir(folder)
 
 
 # --- One child -----------------------------------------------------------------------------------
