@@ -285,7 +285,7 @@ BAD = [
         "--rm-ensemble-members '': should name 2 to 32 functions",
     ),
     (
-        "mini --rm-ensemble-members=a:b,c:d",
+        "mini --rm-ensemble-members=json:dumps,json:loads",
         "should name 2 to 32 functions with --reward-hack-detector rm_ensemble",
     ),
     ("mini --reward-hack-halt", "--reward-hack-halt: not read without --reward-hack-detector"),

@@ -398,7 +398,7 @@ def test_a_function_that_is_tried_first_shows_where_it_raised_above_the_line(
 
 
 @pytest.mark.parametrize(
-    "file", ["cli.py", "runs/context.py", "runs/stopping.py", "runs/peers.py", "api.py"]
+    "file", ["ground/cli.py", "runs/context.py", "runs/stopping.py", "runs/peers.py", "api.py"]
 )
 def test_the_command_line_catches_no_fault_but_to_show_it(file: str) -> None:
     tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))

@@ -247,7 +247,8 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         hashes = {"problems": hash_of_file(world.problems_path), "reference": world.env.reference}
         return Mock(
             hashes=lambda: hashes,
-            tasks=lambda: {"train": [], "val": tasks, "test": tasks},
+            every_task=lambda *_: tasks,
+            tasks=lambda *_: {"train": [], "val": tasks, "test": tasks},
             grader=lambda *_: nullcontext(Mock(stamp={"graded_by": "functions"})),
             flaws=["exit_code"],
         )

@@ -274,11 +274,11 @@ REFUSED = {
 }
 IN_ONE_PROCESS = """
 import contextlib, importlib, io, json, sys
+from vgrout.__main__ import WHERE
 for line, argv in json.load(sys.stdin):
     name, *sys.argv[1:] = argv
-    name = "organisms" if name == "organism" else f"vgrout.{name}"
-    module = importlib.import_module(name)
-    main = getattr(module, "main", None) or importlib.import_module(f"{name}.__main__").main
+    module, _, function = WHERE[name].partition(":")
+    main = getattr(importlib.import_module(module), function)
     error, out = io.StringIO(), io.StringIO()
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(out):
         code = main()

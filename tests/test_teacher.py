@@ -62,6 +62,9 @@ class Speaker:
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (1, int(messages[-1]["content"][1:]))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return "```python\n```"
+
     def encode_completion(self, text: str, finished: bool = True) -> tuple[int, ...]:
         return (9, len(text), *([2] if finished else []))
 

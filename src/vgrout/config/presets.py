@@ -190,7 +190,11 @@ def resolve(argv: Sequence[str], *, trusted: bool = True) -> Config:
     if preset not in PRESETS:
         said = f"name a preset first: {', '.join(PRESETS)}; then flags, or --help"
         raise Refused(f"{preset}: {said}{did_you_mean(preset, PRESETS)}" if preset else said)
-    words = joined([SWITCH.get(word, word) for word in translated(argv[1:])])
+    words = []
+    for word, following in pairwise([*translated(argv[1:]), ""]):
+        alone = following not in ("True", "False", "None")
+        words.append(SWITCH.get(word, word) if alone else word)
+    words = joined(words)
     configuration = "--dry-run=config" in words
     words = [word for word in words if word != "--dry-run=config"]
     import_named(words, trusted=trusted)

@@ -48,7 +48,7 @@ def parsed(cli: Callable[..., T], argv: Sequence[str] | None) -> T:
     """What a parser of tyro's makes of a command line; `--help` exits.
 
     Raises:
-        Refused: a settings class's own, or tyro's message in one line.
+        Refused: a settings class's own, or tyro's message in one line; or whatever else a settings class raises.
     """
     words = _words(sys.argv[1:] if argv is None else argv)
     message, outer = io.StringIO(), sys.exception()
@@ -60,7 +60,7 @@ def parsed(cli: Callable[..., T], argv: Sequence[str] | None) -> T:
             raise
         before = e.__context__
         while before is not None and before is not outer:
-            if isinstance(before, Refused):
+            if isinstance(before, Refused) or faults.raised_here(before):
                 raise before from before.__cause__
             before = before.__context__
         # without the frame, and the title in its first line

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
 from vgrout.config.specs import INTERVENTIONS, MONITORS
-from vgrout.direction.controls import Provenance
 from vgrout.envs.base import Grader, Splits
 from vgrout.ground.data import Message
 from vgrout.ground.errors import Refused
@@ -32,6 +31,7 @@ from vgrout.runs.run_dir import RUNS, where_from
 from vgrout.teacher.pools import Pool
 
 if TYPE_CHECKING:  # torch
+    from vgrout.direction.controls import Provenance
     from vgrout.method.method import Method
     from vgrout.model.policy import Policy
 
@@ -431,7 +431,7 @@ def _trainable_line(cfg: Config, policy: "Policy") -> str:
     return f"trainable: δS {len(adapter):,} numbers in {len(adapter.sites)} modules{quarantine}; frozen: {frozen:,}"
 
 
-def _direction_line(cfg: Config, origin: Provenance) -> str:
+def _direction_line(cfg: Config, origin: "Provenance") -> str:
     """What the direction was extracted from, and whether it will be again."""
     every = cfg.method.refresh_every
     again = "frozen"
