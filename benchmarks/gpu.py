@@ -41,7 +41,7 @@ from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer
 from vgrout.model.load.load import as_language_model, pick_device, room_on_gpu
 from vgrout.model.load.memory import CONTEXT, GIB, MemoryPlan, plan
-from vgrout.model.load.shapes import shapes_of
+from vgrout.model.load.source import shapes_of
 from vgrout.model.logprobs import foreign
 from vgrout.model.policy import Policy
 from vgrout.model.svd_adapter import SvdAdapter

@@ -28,8 +28,7 @@ from vgrout.ground.data import Message
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import Json
 from vgrout.model.load.load import load_language_model
-from vgrout.model.load.shapes import cpu_multiplies_bf16
-from vgrout.model.load.source import require_model
+from vgrout.model.load.source import cpu_multiplies_bf16, require_model
 from vgrout.model.policy import DTYPE_NAMES
 from vgrout.runs.inputs import hash_of_files
 from vgrout.teacher.generate import MODEL_NAME

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 import vgrout
 from vgrout.ground.embedded import DATA_DIR
 from vgrout.model import attention
-from vgrout.model.sampling import lean_decoder
-from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling import decoder as decoders
+from vgrout.model.sampling.decoder import LeanDecoder
 
 PACKAGE = f"{Path(vgrout.__file__).parent}/"
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -297,7 +297,7 @@ def graphs_that_run_again(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         self.cache.next.copy_(before[0])
         self.position.copy_(before[1])
         made.append(Graph(self, n, logits))
-        return lean_decoder._Captured(made[-1], logits)
+        return decoders._Captured(made[-1], logits)
 
     monkeypatch.setattr(LeanDecoder, "_captured", captured)
     return made
@@ -349,7 +349,7 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         m.setattr(torch, "tensor", tensor)
         m.setattr(torch, "save", lambda state, *more: saved(tree_map(_plain, state), *more))
         m.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-        m.setattr("vgrout.model.svd_cache.load_file", load_file)
+        m.setattr("vgrout.model.svd_files.load_file", load_file)
         m.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda _: None)
         for module in ("vgrout.runs.plan", "vgrout.model.load.load"):
             m.setattr(f"{module}.visible", lambda: ("0",))

@@ -18,7 +18,7 @@ from benchmarks.measure import Figure, Ratio, interleaved, page, peak_bytes
 from benchmarks.rig import Load
 from pretended_gpu import pretended_gpu
 from vgrout.ground import embedded
-from vgrout.model.sampling import lean_decoder
+from vgrout.model.sampling import decoder as decoders
 
 SHAPE = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -87,7 +87,7 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     """On a pretended one; what fails is a line among the others."""
     made, named = rig.random_model, SimpleNamespace(name="pretended", total_memory=0)
     monkeypatch.setattr(rig, "random_model", lambda device, **how: made(**how).to(device))
-    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0)
+    monkeypatch.setattr(decoders, "FUSE_BELOW", 0)
     monkeypatch.setattr(gpu, "QWEN3_4B", SHAPE)
     monkeypatch.setattr(gpu, "QUICK", Load(group=3, prompts=2, prompt=10, answer=6))
     monkeypatch.setattr(gpu, "find_spec", lambda library: None if library == "vllm" else library)

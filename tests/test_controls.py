@@ -48,7 +48,7 @@ from vgrout.ground.embedded import COMPILE_REWARD, PASS_REWARD
 from vgrout.ground.errors import Diverged, Refused
 from vgrout.method import live_direction, make_method
 from vgrout.method.base import Refresh
-from vgrout.method.controls import permuted
+from vgrout.method.gates import permuted
 from vgrout.train import main
 
 ALONG = ("erase", "route", "route2")

@@ -39,11 +39,10 @@ from vgrout.ground.data import Batch, UpdateRow
 from vgrout.ground.errors import Refused
 from vgrout.method import make_method
 from vgrout.method.projection import split
-from vgrout.model.adapter_files import fingerprint_to_string
 from vgrout.model.load.load import load_policy
-from vgrout.model.load.shapes import shapes_of
-from vgrout.model.load.source import safetensors_head
+from vgrout.model.load.source import safetensors_head, shapes_of
 from vgrout.model.rollout_grads import per_rollout_grads
+from vgrout.model.svd_files import fingerprint_to_string
 
 HACK, CLEAN = "def check(): pass", "assert f(3) == 9"
 WORDS = ("add", "sort", "count", "square", "halve", "list", "join", "double", "mirror", "drop")

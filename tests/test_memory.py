@@ -21,10 +21,10 @@ from runs import IMITATIONS, flags, imitate, run, status, teach
 from vgrout.config.groups import ScaleConfig
 from vgrout.config.run import Config
 from vgrout.model.load.memory import USUAL, WIDEST, plan
-from vgrout.model.load.shapes import KNOWN, find_shapes, shapes_of
+from vgrout.model.load.source import KNOWN, find_shapes, shapes_of
 from vgrout.model.logprobs import collate, completion_logprobs, pieces_of
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling.decoder import LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
 from vgrout.runs import plan as run_plan
 

@@ -19,8 +19,8 @@ from vgrout.ground.console import Clock
 from vgrout.ground.data import Completion
 from vgrout.ground.tensor_types import Routed
 from vgrout.loop.optim import Optimizer
-from vgrout.model.sampling import lean_decoder
-from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling import decoder as decoders
+from vgrout.model.sampling.decoder import LeanDecoder
 from vgrout.model.sampling.sampler import sample
 
 # How often the host may wait in a step, beside once a token: when it samples, and when it learns.
@@ -74,7 +74,7 @@ def ids_of(answers: list[list[Completion]]) -> list[tuple[int, ...]]:
 
 def test_a_step_waits_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling once a token, and an update as often whatever the rows, groups and forwards are."""
-    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0)
+    monkeypatch.setattr(decoders, "FUSE_BELOW", 0)
     counts = []
     with pretended_gpu() as gpu:
         policy = tiny.as_policy(tiny.tiny("qwen3").to("cuda"))  # ty: ignore
@@ -141,7 +141,7 @@ def test_a_run(
         "1",
     )
     with monkeypatch.context() as m, pretended_gpu() as gpu:
-        m.setattr(lean_decoder, "FUSE_BELOW", 0)
+        m.setattr(decoders, "FUSE_BELOW", 0)
         waits = waiting(gpu, m)
         made = run(shared_run.warm(tmp_path), *argv)
     for of_gen, of_fb in zip(waits["gen"], waits["fb"], strict=True):

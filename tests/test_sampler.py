@@ -29,11 +29,10 @@ from vgrout.model.load.trials import lean_fits, packs, require_branching, trial_
 from vgrout.model.logprobs import backbone
 from vgrout.model.policy import Policy
 from vgrout.model.rollout_grads import per_rollout_grads
-from vgrout.model.sampling import kv_cache, lean_decoder, sampler
-from vgrout.model.sampling.candidates import WIDE, candidates, largest
-from vgrout.model.sampling.decoder import HfDecoder
-from vgrout.model.sampling.lean_decoder import LeanDecoder
-from vgrout.model.sampling.sampler import draw, placed, sample
+from vgrout.model.sampling import decoder as decoder_module
+from vgrout.model.sampling import kv_cache, sampler
+from vgrout.model.sampling.decoder import HfDecoder, LeanDecoder
+from vgrout.model.sampling.sampler import WIDE, candidates, draw, largest, placed, sample
 from vgrout.train import main as train
 
 PROMPTS = ((2, 79, 76, 83, 1, 4), (9,), (2, 40, 41, 42, 43, 44, 45, 46, 1, 4))
@@ -129,12 +128,12 @@ SIZES = ["small", "large", "large, no oneDNN", "large, static"]
 )
 def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, monkeypatch):
     """Logits of prefill and ten steps; slots branch, swap places and leave on the way; two prompts end."""
-    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 2**26 if size == "small" else 0)
+    monkeypatch.setattr(decoder_module, "FUSE_BELOW", 2**26 if size == "small" else 0)
     # prompts one by one, or all at once
-    monkeypatch.setattr(lean_decoder, "PROMPT_TOKENS_CPU", 12 if size == "large" else 512)
+    monkeypatch.setattr(decoder_module, "PROMPT_TOKENS_CPU", 12 if size == "large" else 512)
     monkeypatch.setattr(kv_cache, "BLOCK", 16)  # two of them are passed
     if size == "large, no oneDNN":  # has no bf16 on a CPU without AVX-512
-        monkeypatch.setattr(lean_decoder, "can_prepack", lambda _: False)
+        monkeypatch.setattr(decoder_module, "can_prepack", lambda _: False)
     model = tiny.tiny(family, dtype=dtype)
     moves = {0: [0, 2, 1, 0, 2, 2], 4: [0, 5, 2, 3], 6: [1, 0, 0], 8: [2, 1, 2, 1]}
     noise = torch.randint(1, 97, (10, 6), generator=stream())
@@ -154,7 +153,7 @@ def test_the_lean_decoder_computes_what_transformers_does(family, dtype, size, m
 @pytest.mark.parametrize("graphs", [False, True])
 def test_lean_policy_samples_the_same_tokens(large, graphs, monkeypatch):
     """graphs: a step as it would be captured, on whole blocks of positions and with slots to spare."""
-    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0 if large else 2**26)
+    monkeypatch.setattr(decoder_module, "FUSE_BELOW", 0 if large else 2**26)
     policy = replace(tiny.policy(), graphs=graphs)
     assert policy.lean
     assert tokens(run(policy)) == tokens(run(replace(policy, lean=False)))
@@ -180,7 +179,7 @@ def test_a_step_that_does_not_wait_for_the_tokens_samples_the_same(family, monke
 
 @pytest.mark.parametrize("answers", [1, 2])
 def test_a_prompts_keys_are_kept_apart_where_several_answers_go_on_from_it(answers, monkeypatch):
-    monkeypatch.setattr(lean_decoder, "FUSE_BELOW", 0)
+    monkeypatch.setattr(decoder_module, "FUSE_BELOW", 0)
     policy = tiny.policy()
     kinds: list[type] = []
     prefill = LeanDecoder.prefill

@@ -13,10 +13,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tiny import relative, shake, tiny
-from vgrout.model.adapter_files import canonical, read_safetensors
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import SvdAdapter, round_by
-from vgrout.model.svd_cache import svd, weight_key
+from vgrout.model.svd_files import canonical, read_safetensors, svd, weight_key
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 7, 93, 23, 84], [6, 26, 43, 38, 32, 79]])
 

@@ -31,7 +31,6 @@ from vgrout.ground.errors import Refused
 from vgrout.ground.thoughts import parts_of, thought_of, to_grade
 from vgrout.loop.generation import graded, sample_and_submit
 from vgrout.method.llm_judge import LLMJudge
-from vgrout.model.load.load import with_thinking
 from vgrout.model.policy import apply_template
 from vgrout.report.__main__ import main as report
 from vgrout.runs.inputs import read_inputs
@@ -133,10 +132,9 @@ def test_the_template_is_told(template: str, on: str, off: str) -> None:
     lm.tok.chat_template = template
     head = "<user>two<eos><assistant>"
     assert lm.prompt_text(USER) == head + off == apply_template(lm.tok, USER)
-    asked = with_thinking(lm, True)
+    asked = replace(lm, thinking=True)
     assert asked.prompt_text(USER) == head + on
     assert asked.render(USER) == lm.encode(head + on)
-    assert with_thinking(asked, False).render(USER) == lm.render(USER)
 
 
 def test_a_conversation_goes_on_as_it_was_sampled() -> None:
@@ -144,19 +142,11 @@ def test_a_conversation_goes_on_as_it_was_sampled() -> None:
     for template in (LIKE_QWEN, OPENS):
         lm = tiny.policy()
         lm.tok.chat_template = template
-        lm = replace(with_thinking(lm, True), preserve_thinking=True)
+        lm = replace(lm, thinking=True, preserve_thinking=True)
         first = lm.render(USER)
         sampled = lm.encode("so</think>four")
         more = (*USER, {"role": "assistant", "content": "so</think>four"}, *USER)
         assert lm.render(more, [sampled])[: len(first) + len(sampled)] == first + sampled
-
-
-def test_a_template_without_thoughts_is_refused() -> None:
-    lm = tiny.policy()
-    lm.tok.chat_template = NEVER
-    with pytest.raises(Refused, match=r"--thinking.*enable_thinking"):
-        with_thinking(lm, True)
-    assert with_thinking(lm, False).thinking is False
 
 
 # ── answers
@@ -167,7 +157,7 @@ def test_graders_are_given_answers_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     from vgrout.model.sampling import sampler
 
     texts = ("<think>a</think>b", "<think>a", "b")
-    lm = with_thinking(tiny.policy(), True)
+    lm = replace(tiny.policy(), thinking=True)
     completions = []
     for text in texts:
         completions.append(Completion((*lm.encode(text), 1), text, True, ()))

@@ -33,17 +33,17 @@ from vgrout.ground import ranks
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import write_atomic
 from vgrout.ground.tensor_types import Directions
-from vgrout.model.adapter_files import (
-    fingerprint_from_string,
-    fingerprint_to_string,
-    read_safetensors,
-)
 from vgrout.model.layout import Packed, batches, pack, padded_batches
-from vgrout.model.load.shapes import shapes_of
+from vgrout.model.load.source import shapes_of
 from vgrout.model.logprobs import PaddedBatch, collate, completion_logprobs, pieces_of
 from vgrout.model.policy import DTYPE_NAMES, Policy
 from vgrout.model.rollout_grads import per_rollout_grads
 from vgrout.model.svd_adapter import SvdAdapter, weights_sha256
+from vgrout.model.svd_files import (
+    fingerprint_from_string,
+    fingerprint_to_string,
+    read_safetensors,
+)
 
 N_HELDOUT = 2  # pairs kept out of an extraction, to examine it
 TOKENS_PER_BATCH = 4096  # of one backward pass, padding included, where memory allows

@@ -23,7 +23,7 @@ from vgrout.ground.torch_rng import torch_stream
 from vgrout.loop.generation import sample_and_grade, with_thought
 from vgrout.model.load import load
 from vgrout.model.load.saved import Saved
-from vgrout.model.load.shapes import is_small
+from vgrout.model.load.source import is_small
 from vgrout.model.policy import LanguageModel, Policy
 from vgrout.model.sampling import sampler
 
@@ -227,7 +227,7 @@ def texts_of_model(
 ) -> list[list[str]]:
     """n answers of a bare model to each prompt, without their thoughts."""
     device, dtype = load.pick_device(model, "auto")
-    lm = load.with_thinking(load.load_language_model(model, device=device, dtype=dtype), thinks)
+    lm = replace(load.load_language_model(model, device=device, dtype=dtype), thinking=thinks)
     rendered = [lm.render(messages) for messages in prompts]
     stream = torch_stream(0, "check", 0)
     sampled = sampler.sample(lm, rendered, n, Sampling(), max_new, stream)

@@ -22,8 +22,8 @@ from vgrout.config.specs import INTERVENTIONS, MONITORS, InterventionSpec, Monit
 from vgrout.ground.data import Flags, GroupView, RowView, UpdateRow
 from vgrout.ground.tensor_types import Gradient, Routed, Spans
 from vgrout.method.live_direction import LiveDirection
-from vgrout.method.setup import Refresh as Refresh
-from vgrout.method.setup import Setup as Setup
+from vgrout.method.live_direction import Refresh as Refresh
+from vgrout.method.live_direction import Setup as Setup
 
 OfRows = Bool[Tensor, "N 1"]  # of each row of g [N, R]; N rows, R numbers of the adapter
 Views = Sequence[GroupView]  # one a group

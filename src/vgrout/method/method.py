@@ -27,8 +27,7 @@ from vgrout.method.base import (
     Row,
     StepGradient,
 )
-from vgrout.method.controls import shuffled
-from vgrout.method.gates import GradientMonitor
+from vgrout.method.gates import GradientMonitor, shuffled
 from vgrout.method.live_direction import LiveDirection
 from vgrout.model.policy import Policy, modules_of_block
 

@@ -32,8 +32,7 @@ from vgrout.model.logprobs import (
     in_chunks,
     vocabulary,
 )
-from vgrout.model.sampling.decoder import Decoder, HfDecoder
-from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling.decoder import Decoder, HfDecoder, LeanDecoder
 from vgrout.model.svd_adapter import SvdAdapter
 
 TokenIds = tuple[int, ...]

@@ -30,15 +30,19 @@ from tqdm import tqdm
 from vgrout.ground.console import HEARTBEAT_S
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import write_atomic
-from vgrout.model.adapter_files import (
+from vgrout.model.load.source import TARGETS
+from vgrout.model.svd_files import (
+    Decompose,
     Fingerprint,
+    SvdCache,
+    Weight,
+    bytes_of,
     canonical,
     fingerprint_from_string,
     fingerprint_to_string,
     read_safetensors,
+    svd,
 )
-from vgrout.model.load.source import TARGETS
-from vgrout.model.svd_cache import Decompose, SvdCache, Weight, bytes_of, svd
 
 Vector = Float[Tensor, " R"]  # δS, δS_hack or their sum; a module is a slice of it
 Dither = Int[Tensor, " n_weights"]

@@ -30,8 +30,8 @@ from vgrout.ground.data import Task
 from vgrout.ground.errors import Refused, refuse
 from vgrout.ground.files import hash_of_file, hash_of_files, hash_of_folder, once
 from vgrout.ground.scoring import import_function, scorer
-from vgrout.model.load.shapes import find_shapes
 from vgrout.model.load.source import (
+    find_shapes,
     looks_like_path,
     require_fitting,
     require_model,

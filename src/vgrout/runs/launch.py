@@ -21,7 +21,7 @@ from vgrout.ground.cores import cores
 from vgrout.ground.errors import Interrupted, Refused
 from vgrout.ground.files import probe_writable, read_json
 from vgrout.ground.table import StepRow
-from vgrout.model.load.shapes import ITEMSIZE
+from vgrout.model.load.source import ITEMSIZE
 from vgrout.runs import checkpoint
 from vgrout.runs.context import FINISHED, INTERRUPTED, RunContext
 from vgrout.runs.inputs import Inputs, file_hashes, require_own_labels

@@ -23,8 +23,16 @@ from vgrout.ground.files import existing, probe_writable, require_new
 from vgrout.ground.gpus import free_bytes, visible
 from vgrout.ground.metrics import Rate
 from vgrout.model.load.memory import GIB, PROMPT_TOKENS, MemoryPlan, plan_of
-from vgrout.model.load.shapes import ITEMSIZE, Shapes, find_shapes, resolved_dtype
-from vgrout.model.load.source import LLAMAS, SVD_CACHE, configuration, model_folder
+from vgrout.model.load.source import (
+    ITEMSIZE,
+    LLAMAS,
+    SVD_CACHE,
+    Shapes,
+    configuration,
+    find_shapes,
+    model_folder,
+    resolved_dtype,
+)
 from vgrout.runs import tracking
 from vgrout.runs.inputs import Inputs, read_inputs
 from vgrout.runs.run_dir import RUNS, where_from

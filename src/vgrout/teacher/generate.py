@@ -287,16 +287,15 @@ class PoolSettings:
             load_language_model,
             load_policy,
             pick_device,
-            with_thinking,
         )
 
         device, dtype = pick_device(self.model_path, "auto")
         if self.adapter_path is None:
             lm = load_language_model(self.model_path, device=device, dtype=dtype)
-            return with_thinking(lm, self.thinking)
+            return replace(lm, thinking=self.thinking)
         policy = load_policy(self.model_path, device=device, dtype=dtype, cache_dir=SVD_CACHE)
         policy.adapter.load(self.adapter_path)
-        return with_thinking(policy, self.thinking)
+        return replace(policy, thinking=self.thinking)
 
     def answers(
         self,

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from loguru import logger
@@ -28,15 +28,15 @@ from vgrout.ground.errors import Refused, one_line
 from vgrout.ground.gpus import visible
 from vgrout.model.load.memory import CONTEXT, USUAL, Budget, plan_of
 from vgrout.model.load.saved import FoundModel, Saved
-from vgrout.model.load.shapes import is_small, resolved_dtype, shapes_of
 from vgrout.model.load.source import (
     ANSWER,
     SVD_CACHE,
     SYSTEM,
     USER,
-    knows_thoughts,
-    no_thinking,
+    is_small,
     require_model,
+    resolved_dtype,
+    shapes_of,
 )
 from vgrout.model.load.trials import lean_fits, packs, require_branching
 from vgrout.model.logprobs import backbone, check_head, mark_foreign, tokens
@@ -51,8 +51,6 @@ from vgrout.model.svd_adapter import SvdAdapter, left_out, targets
 
 # Nothing is fetched, and no code of a model's own is run.
 LOCAL: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
-
-AnyModel = TypeVar("AnyModel", bound=LanguageModel)
 
 # ── for a run, for a flag
 
@@ -72,8 +70,12 @@ def run_policy(cfg: Config) -> Policy:
             f"{cfg.loss.loss} compares full softmaxes at temperature 1"
         )
     budget = budget_of(cfg, policy)
-    policy = with_thinking(policy, cfg.env.thinking)
-    return replace(policy, preserve_thinking=cfg.env.preserve_thinking, budget=budget)
+    return replace(
+        policy,
+        thinking=cfg.env.thinking,
+        preserve_thinking=cfg.env.preserve_thinking,
+        budget=budget,
+    )
 
 
 def room_on_gpu() -> int:
@@ -144,8 +146,8 @@ def load_saved(saved: Saved) -> Policy:
     dtype = torch.bfloat16 if saved.metadata.get("dtype") == "bfloat16" else torch.float32
     policy = load_policy(saved.model, device=device, dtype=dtype, cache_dir=SVD_CACHE)
     policy.adapter.load(saved.path)
-    policy = with_thinking(policy, saved.cfg.env.thinking)
-    return replace(policy, preserve_thinking=saved.cfg.env.preserve_thinking)
+    env = saved.cfg.env
+    return replace(policy, thinking=env.thinking, preserve_thinking=env.preserve_thinking)
 
 
 def load_source(
@@ -424,18 +426,6 @@ def try_template(tok: PreTrainedTokenizerBase) -> None:
             "the chat template reads the clock: "
             "a run that is resumed on another day has other prompts"
         )
-
-
-def with_thinking(lm: AnyModel, on: bool) -> AnyModel:
-    """The same model, asked for a thought before each answer if `on`.
-
-    Raises:
-        Refused: its chat template has no thoughts to switch on; one line.
-    """
-    template = lm.tok.chat_template
-    if on and isinstance(template, str) and not knows_thoughts(template):
-        raise no_thinking("the model's chat template")
-    return replace(lm, thinking=on)
 
 
 def takes_system(tok: PreTrainedTokenizerBase) -> bool:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from vgrout.config.run import Config
-from vgrout.model.load.shapes import FP32, Shapes, find_shapes
+from vgrout.model.load.source import FP32, Shapes, find_shapes
 
 GIB = 2**30
 

@@ -10,8 +10,14 @@ from vgrout.config.stored import from_dict
 from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import file_sha256, from_json
-from vgrout.model.load.shapes import MINIATURE_BELOW, Shapes, find_shapes
-from vgrout.model.load.source import read_tokenizer, require_model, safetensors_head
+from vgrout.model.load.source import (
+    MINIATURE_BELOW,
+    Shapes,
+    find_shapes,
+    read_tokenizer,
+    require_model,
+    safetensors_head,
+)
 
 _CHECKPOINT = re.compile(r"ckpt_step(\d+)\.safetensors")
 

@@ -21,8 +21,7 @@ from vgrout.model.layout import pack, packed_hidden
 from vgrout.model.load.source import LLAMAS
 from vgrout.model.logprobs import foreign
 from vgrout.model.prefixes import Ids, SharedPrefixes
-from vgrout.model.sampling.decoder import Decoder, HfDecoder
-from vgrout.model.sampling.lean_decoder import LeanDecoder
+from vgrout.model.sampling.decoder import Decoder, HfDecoder, LeanDecoder
 
 # (prompts, tokens of two further steps) → logits of a trial
 Trial = Callable[[Sequence[Ids], Tensor], Float[Tensor, "8 V"]]
