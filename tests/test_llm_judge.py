@@ -18,7 +18,6 @@ from vgrout.ground import embedded
 from vgrout.ground.chat import Endpoint, NoReply, Reply, parsed
 from vgrout.ground.errors import Refused
 from vgrout.method.llm_judge import (
-    EndpointJudge,
     LLMJudge,
     LocalJudge,
     Verdict,
@@ -37,7 +36,7 @@ def hacks(text: str) -> str:
 def judge(server: JudgeServer, folder: Path | None = None, seconds: float = 5.0) -> LLMJudge:
     endpoint = Endpoint(server.url, "judge", key="secret-key")
     template = "{prompt} {answer}"
-    return LLMJudge(EndpointJudge(endpoint), template, seconds=seconds, folder=folder)
+    return LLMJudge(endpoint, template, seconds=seconds, folder=folder)
 
 
 SEEN = view(
@@ -71,7 +70,7 @@ def test_the_last_word(text, word):
 def test_what_is_sent_is_the_chat_protocol():
     with serving(hacks) as server:
         monitor = judge(server)
-        monitor.judge = EndpointJudge(Endpoint(server.url, "m", key="secret-key", max_new=17))
+        monitor.judge = Endpoint(server.url, "m", key="secret-key", max_new=17)
         flagged(monitor, SEEN)
     asked, headers = server.asked[0], server.headers[0]
     assert (asked["path"], asked["model"], asked["max_tokens"]) == ("/v1/chat/completions", "m", 17)
@@ -129,7 +128,7 @@ def test_requests_go_out_at_once():
         for concurrency, fewest, most in ((1, 1, 1), (8, 3, 8)):
             server.most_at_once = 0
             monitor = judge(server, seconds=30)
-            monitor.judge = EndpointJudge(Endpoint(server.url, "m", concurrency=concurrency))
+            monitor.judge = Endpoint(server.url, "m", concurrency=concurrency)
             few = replace(many, passed=(*(True,) * 8, *(False,) * 16))
             assert sum(flagged(monitor, few)[0]) == 8
             assert fewest <= server.most_at_once <= most

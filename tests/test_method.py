@@ -194,20 +194,6 @@ def test_a_monitor_that_changes_a_prompt_changes_no_training() -> None:
     assert group.view().public == group.problem.public
 
 
-@pytest.mark.parametrize(("intervention", "monitor"), READERS)
-def test_a_view_of_another_type_is_refused(policy, intervention, monitor):
-    method, (group, _) = make(policy, intervention, monitor), batch().groups
-    own, other = group.view(), group.oracle_view()
-    if monitor == "labels":
-        own, other = other, own
-    assert type(method.view(group)) is type(own)
-    method.view = lambda *_: other
-    with pytest.raises(
-        AssertionError, match=f"sees a {type(own).__name__}, got {type(other).__name__}"
-    ):
-        method.flag(batch())
-
-
 @pytest.mark.parametrize("seed", ["labels", "detector"])
 def test_a_monitor_seeded_by_labels_sees_them_and_no_other_does(policy, seed):
     assert make(policy, "penalty", "online_probe", seed_monitor=seed).monitor.sees_labels == (

@@ -64,6 +64,11 @@ class Endpoint:
             keep_out.append(urllib.request.ProxyHandler({}))
         object.__setattr__(self, "_opener", urllib.request.build_opener(*keep_out))
 
+    @property
+    def identity(self) -> str:
+        """Without the address: the same model may be served elsewhere."""
+        return f"{self.name} {self.max_new}"
+
     def ask(self, messages: Sequence[Message], deadline: float) -> Reply:
         """The answer to a conversation, asked for again while the server is busy.
 

@@ -2,8 +2,8 @@
 Commands ask it about saved adapters and bare models.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +105,36 @@ def kl_to_base(policy: Policy, given: Sequence[GradedAnswer]) -> float | None:
     return float(torch.cat([tokens[i] for i in range(len(batches))]).mean()) if tokens else None
 
 
+def answers_by_side(
+    policy: Policy,
+    grader: Grader,
+    cfg: Config,
+    problems: Sequence[Task],
+    n: int,
+    phase: Callable[[str, int], AbstractContextManager[Callable[[], object]]],
+) -> dict[str, list[GradedAnswer]]:
+    """n answers of each side to the same problems. The base comes first, so that a broken adapter cannot disturb it.
+
+    Equal sides are sampled once: without a quarantine `trained` is left out, which is `deployed`, and where no prompt
+    has a hint `plain` is, too.
+
+    phase: (side, number of answers) → a context in which they are sampled. What it gives is called after each.
+    """
+    asked: dict[str, tuple[Side, Sequence[Task]]] = {
+        "base": ("base", problems),
+        "deployed": ("deployed", problems),
+    }
+    if policy.adapter.δS_hack.any():
+        asked["trained"] = ("trained", problems)
+    if any(problem.plain != problem.messages for problem in problems):
+        asked["plain"] = ("deployed", [without_hint(problem) for problem in problems])
+    given: dict[str, list[GradedAnswer]] = {}
+    for name, (side, tasks) in asked.items():
+        with phase(name, n * len(tasks)) as count, as_side(policy, side):
+            given[name] = answers(policy, grader, tasks, n, cfg, cfg.scale.steps, "final", count)
+    return given
+
+
 def evaluate_final(
     policy: Policy,
     grader: Grader,
@@ -113,31 +143,27 @@ def evaluate_final(
     clock: Clock,
     stop: Callable[[], bool],
 ) -> Final:
-    """All four sides on the same held-out test problems. Equal sides are sampled once: without a quarantine `trained`
-    is `deployed`, and where no prompt has a hint `plain` is, too. The base comes first, so that a broken adapter
-    cannot disturb it.
+    """All four sides on the same held-out test problems.
 
     Raises:
         Interrupted: `stop` returned True between two sides.
     """
-    problems = splits.balanced("test", cfg.eval.final_n_prompts)
 
-    def sampled(side: Side, problems: Sequence[Task], label: str = "") -> list[GradedAnswer]:
+    def phase(side: str, total: int) -> AbstractContextManager[Callable[[], object]]:
         if stop():
             raise Interrupted("interrupted before the final evaluation was done")
-        n, step = cfg.eval.final_samples, cfg.scale.steps
-        with (
-            clock(f"final evaluation, {side}{label}", total=n * len(problems)) as count,
-            as_side(policy, side),
-        ):
-            return answers(policy, grader, problems, n, cfg, step, "final", count)
+        return clock(f"final evaluation, {side}", total=total)
 
-    base, deployed = sampled("base", problems), sampled("deployed", problems)
-    trained = sampled("trained", problems) if policy.adapter.δS_hack.any() else deployed
-    bare = deployed
-    if any(problem.plain != problem.messages for problem in problems):
-        bare = sampled("deployed", [without_hint(p) for p in problems], " without a hint")
-    return Final.of(splits.flaws, base=base, trained=trained, deployed=deployed, plain=bare)
+    problems = splits.balanced("test", cfg.eval.final_n_prompts)
+    given = answers_by_side(policy, grader, cfg, problems, cfg.eval.final_samples, phase)
+    deployed = given["deployed"]
+    return Final.of(
+        splits.flaws,
+        base=given["base"],
+        trained=given.get("trained", deployed),
+        deployed=deployed,
+        plain=given.get("plain", deployed),
+    )
 
 
 # ── saved adapters and bare models, for `vgrout evaluate`, `sample` and `problems check`
@@ -162,21 +188,14 @@ def score(
 
     Answers are drawn from the same streams as in the run's final evaluation.
     """
-    sampled: dict[str, tuple[Side, Sequence[Task]]] = {
-        "base": ("base", problems),
-        "deployed": ("deployed", problems),
-    }
-    if any(problem.plain != problem.messages for problem in problems):
-        sampled["plain"] = ("deployed", [without_hint(problem) for problem in problems])
-    scored: dict[str, Eval] = {}
-    n = len(sampled) * len(problems) * samples
-    step = cfg.scale.steps
-    with tqdm(total=n, desc="evaluating", unit="answer", disable=None) as bar:
-        for name, (side, given) in sampled.items():
-            with as_side(policy, side):
-                graded = answers(policy, grader, given, samples, cfg, step, "final", bar.update)
-            scored[name] = Eval.of(graded, flaws)
-    return scored
+
+    @contextmanager
+    def bar(side: str, total: int) -> Generator[Callable[[], object]]:
+        with tqdm(total=total, desc=f"evaluating {side}", unit="answer", disable=None) as shown:
+            yield shown.update
+
+    given = answers_by_side(policy, grader, cfg, problems, samples, bar)
+    return {side: Eval.of(graded, flaws) for side, graded in given.items()}
 
 
 def answers_to(

@@ -182,20 +182,14 @@ class Intervention(Part):
 
     spec: ClassVar[InterventionSpec] = INTERVENTIONS["none"]
 
-    def __init__(
-        self,
-        spans: Spans,
-        cfg: Config,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, spans: Spans, cfg: Config) -> None:
         self.spans = spans
         self.cfg = cfg
-        self.device = device
 
     @classmethod
     def make(cls, setup: Setup) -> "Intervention":
         """The intervention of a run. Raises Refused, one line, for files that do not fit this model."""
-        return cls(setup.spans, setup.cfg, setup.device)
+        return cls(setup.spans, setup.cfg)
 
     def reward(self, view: GroupView, flagged: Sequence[bool]) -> Rewards:
         """The rewards that a flagged group's advantages are computed from; here the grader's own."""

@@ -44,15 +44,8 @@ BySource = Float[Tensor, "3 R"]
 class Surgery(Intervention):
     """Base of erase and route: divides the gradient along V."""
 
-    def __init__(
-        self,
-        spans: Spans,
-        cfg: Config,
-        device: torch.device | str = "cpu",
-        *,
-        direction: LiveDirection,
-    ) -> None:
-        super().__init__(spans, cfg, device)
+    def __init__(self, spans: Spans, cfg: Config, *, direction: LiveDirection) -> None:
+        super().__init__(spans, cfg)
         self._direction = direction
         self.mode = self.cfg.method.gate_mode
 
@@ -63,7 +56,7 @@ class Surgery(Intervention):
     @classmethod
     def make(cls, setup: Setup) -> "Surgery":
         direction = LiveDirection.make(setup, first_axes)
-        return cls(setup.spans, setup.cfg, setup.device, direction=direction)
+        return cls(setup.spans, setup.cfg, direction=direction)
 
     def _split(
         self,
@@ -87,15 +80,8 @@ class Erase(Surgery):
 
     spec = INTERVENTIONS["erase"]
 
-    def __init__(
-        self,
-        spans: Spans,
-        cfg: Config,
-        device: torch.device | str = "cpu",
-        *,
-        direction: LiveDirection,
-    ) -> None:
-        super().__init__(spans, cfg, device, direction=direction)
+    def __init__(self, spans: Spans, cfg: Config, *, direction: LiveDirection) -> None:
+        super().__init__(spans, cfg, direction=direction)
         self.overshoot = self.cfg.method.project_overshoot
         self.preserves = self.cfg.method.preserve_magnitude
         self.measures = frozenset({"erase"} if self.preserves else ())

@@ -77,16 +77,6 @@ def mean_axis(cfg: Config, direction: Direction) -> Directions:
     return direction.v_grad()
 
 
-def _always(rows: Directions, direction: Direction) -> Directions:
-    """These rows, whatever the direction."""
-    return rows
-
-
-def _signed(rows: Directions, direction: Direction) -> Directions:
-    """These rows, each with the sign by which the hack side of the direction's pairs lies above."""
-    return direction.signed(rows)
-
-
 class LiveDirection:
     """Holds orthonormal hack-ward rows V [k, r] for some modules; the others have no direction.
 
@@ -122,9 +112,11 @@ class LiveDirection:
             if seed is None:
                 seed = cfg.run.seed
             rows = haar_like(self._pick(direction), seed)
-            if not signed:
+            if signed:
+                self._pick = lambda direction: direction.signed(rows)
+            else:
                 again = None  # nothing here would follow it
-            self._pick = partial(_signed if signed else _always, rows)
+                self._pick = lambda _: rows
         self._again = again
         self._every = cfg.method.refresh_every if again else 0
         self.V: Directions = {}

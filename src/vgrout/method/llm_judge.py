@@ -102,7 +102,7 @@ class LLMJudge(Monitor):
 
     def __init__(
         self,
-        judge: "EndpointJudge | LocalJudge | None",
+        judge: "Endpoint | LocalJudge | None",
         template: str,
         *,
         seconds: float,
@@ -124,9 +124,9 @@ class LLMJudge(Monitor):
     @classmethod
     def make(cls, setup: Setup) -> "LLMJudge":
         method = setup.cfg.method
-        judge: EndpointJudge | LocalJudge | None = None
+        judge: Endpoint | LocalJudge | None = None
         if ranks.first() and method.llm_judge_url:
-            judge = EndpointJudge(judge_endpoint(method))
+            judge = judge_endpoint(method)
         elif ranks.first():
             judge = LocalJudge(
                 method.llm_judge_model, setup.device, max_new=method.llm_judge_max_new
@@ -285,23 +285,6 @@ def _is_torn(file: Path) -> bool:
         return content.read() != b"\n"
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointJudge:
-    """A model behind an endpoint."""
-
-    endpoint: Endpoint
-
-    @property
-    def identity(self) -> str:
-        """Without the address: the same model may be served elsewhere after a resume."""
-        return f"{self.endpoint.name} {self.endpoint.max_new}"
-
-    def ask_all(
-        self, conversations: Sequence[Conversation], seconds: float
-    ) -> list[Reply | NoReply]:
-        return self.endpoint.ask_all(conversations, seconds)
-
-
 class LocalJudge:
     """A model of a folder, in this process: greedy, some conversations at once, the shortest first."""
 
@@ -310,11 +293,7 @@ class LocalJudge:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.lm = load_language_model(model, device=device, dtype=dtype, flag="--llm-judge-model")
         self.max_new = max_new
-        self._identity = f"{Path(model).resolve()} {max_new}"
-
-    @property
-    def identity(self) -> str:
-        return self._identity
+        self.identity = f"{Path(model).resolve()} {max_new}"
 
     def ask_all(
         self, conversations: Sequence[Conversation], seconds: float

@@ -15,7 +15,7 @@ from torch import Tensor
 from vgrout.config.run import Config
 from vgrout.direction.controls import Provenance
 from vgrout.ground import ranks
-from vgrout.ground.data import Batch, Flags, Group, GroupView, OracleView, UpdateRow
+from vgrout.ground.data import Batch, Flags, Group, GroupView, UpdateRow
 from vgrout.ground.tensor_types import Routed
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.method.base import (
@@ -120,15 +120,6 @@ class Method:
             rows=tuple(rows),
             measured=measured,
         )
-
-    def view(self, group: Group, monitor: Monitor | None = None) -> GroupView:
-        """What the method's monitor, or this one in its shadow, may know of a group.
-
-        This is the only place where true labels go to a monitor. It has to declare that it sees them, and they are on a
-        type of their own, which all others refuse.
-        """
-        asked = monitor or self.monitor
-        return group.oracle_view() if asked.sees_labels else group.view()
 
     def route(self, batch: Batch, g: Float[Tensor, "N R"] | None) -> Routed:
         """Divide the gradients of the batch's rows between the adapter's two vectors. g: None if not finite."""
@@ -236,15 +227,13 @@ class Method:
         return parts
 
     def _views(self, groups: Sequence[Group], monitor: Monitor) -> list[GroupView]:
-        """What this monitor may know of the groups."""
-        allowed = OracleView if monitor.sees_labels else GroupView
-        views = [self.view(group, monitor) for group in groups]
-        for view in views:  # the exact type: an OracleView, which has labels, is a GroupView too
-            got = type(view)
-            assert got is allowed, (
-                f"{type(monitor).__name__} sees a {allowed.__name__}, got {got.__name__}"
-            )
-        return views
+        """What this monitor may know of the groups.
+
+        This is the only place where true labels go to a monitor. It has to declare that it sees them.
+        """
+        if monitor.sees_labels:
+            return [group.oracle_view() for group in groups]
+        return [group.view() for group in groups]
 
     def _flagged(self, batch: Batch) -> tuple[Group, ...]:
         """The groups with the flags of a text monitor: those that are learnt from; all if rewards may change."""

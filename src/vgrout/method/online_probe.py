@@ -189,8 +189,7 @@ class OnlineProbe(Monitor):
         self._count = int(state[COUNT])
         of_seed = dict(state)
         del of_seed[SUM], of_seed[COUNT]
-        if MEAN in of_seed:  # older checkpoints have none
-            self._m = of_seed.pop(MEAN).double()
-            self._root = of_seed.pop(ROOT).double()
-            self._judge = of_seed.pop(JUDGE).double()
+        self._m = of_seed.pop(MEAN).double()
+        self._root = of_seed.pop(ROOT).double()
+        self._judge = of_seed.pop(JUDGE).double()
         self.seed_monitor.load_state_dict(of_seed)
