@@ -214,12 +214,6 @@ HALVES: dict[str, tuple[Callable[[Path], object], str]] = {
         "generation_config.json",
     ),
     "an empty template": (cut("chat_template.jinja", 0), "no chat template in it"),
-    "a tokenizer without tokens": (
-        lambda m: edit(
-            m / "tokenizer.json", "model", value={"type": "BPE", "vocab": {}, "merges": []}
-        ),
-        "has no tokens for a text",
-    ),
     "regex": (
         lambda m: edit(m / "tokenizer.json", "pre_tokenizer", value=split("(")),
         "is no usable tokenizer",
@@ -325,16 +319,6 @@ def test_the_last_call_of_a_tokenizer_counts_for_nothing(last_call: str, tmp_pat
     read = read_tokenizer(tmp_path / "model")
     assert read is not None
     assert len(read.encode(short).ids) < 8
-
-
-@pytest.mark.parametrize("pattern", ["(", "(a+)+$"])
-def test_a_tokenizers_regex_that_fails_is_one_line(pattern: str, tmp_path: Path) -> None:
-    shutil.copytree(embedded.MODEL_DIR, tmp_path / "model")
-    edit(tmp_path / "model" / "tokenizer.json", "pre_tokenizer", value=split(pattern))
-    prompt = ({"role": "user", "content": f"{'a' * 60}b"},)
-    assert "is no usable tokenizer" in refusal(
-        lambda: require_fitting([prompt], tmp_path / "model", 1, "p.jsonl")
-    )
 
 
 def test_messages_that_a_template_refuses_are_one_line() -> None:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from organisms.build import check_training
@@ -30,7 +31,7 @@ from vgrout.ground.embedded import (
     SEED,
     Files,
 )
-from vgrout.model.policy import tokenizer_sha256
+from vgrout.model.load.load import load_language_model
 from vgrout.teacher.pools import load_pool
 
 
@@ -129,7 +130,10 @@ def test_pool_is_stripped_and_holds_hacks_only() -> None:
     assert len(pool.ids) >= 96
     assert {split[i] for i in pool.ids} == {"train"}
     assert set(pool.partition.values()) == set(MODES)
-    assert pool.tokenizer_sha256 == tokenizer_sha256(AutoTokenizer.from_pretrained(MODEL_DIR))
+    assert (
+        pool.tokenizer_sha256
+        == load_language_model(MODEL_DIR, device="cpu", dtype=torch.float32).tokenizer_sha256
+    )
     for demo in demos:
         assert demo.grade.hacked
         assert CUE not in f"{demo.prompt}{demo.completion}"

@@ -21,7 +21,7 @@ from vgrout.ground.thoughts import opens
 from vgrout.model.attention import kernel_name
 from vgrout.model.layout import Packed, batches, pack, packed_hidden, padded_batches
 from vgrout.model.load.memory import Budget
-from vgrout.model.load.source import WINDOW_NAMES, not_embedded, window_of
+from vgrout.model.load.source import WINDOW_NAMES, window_of
 from vgrout.model.logprobs import (
     PaddedBatch,
     backbone,
@@ -122,7 +122,10 @@ class LanguageModel:
         last = max(ids, default=0)
         if last >= rows:
             token = str(self.tok.convert_ids_to_tokens(last))
-            raise not_embedded(repr(text[:40]), token, last, rows)
+            raise Refused(
+                f"{text[:40]!r}: has the token {token!r} ({last}), and the model's embedding has "
+                f"{rows} rows; take it out of the text, or give a model that was trained with it"
+            )
         return ids
 
     def encode_completion(self, text: str, finished: bool = True) -> TokenIds:
@@ -134,8 +137,14 @@ class LanguageModel:
 
     @property
     def tokenizer_sha256(self) -> str:
-        """Identifies the tokenizer: ids cached under another one mean nothing here."""
-        return tokenizer_sha256(self.tok)
+        """sha256 over the vocabulary with its ids, and over the tokens of one text.
+
+        It identifies the tokenizer: ids cached under another one mean nothing here.
+        """
+        text = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>"
+        ids = self.tok(text, add_special_tokens=False)["input_ids"]
+        vocab = sorted(self.tok.get_vocab().items())
+        return hashlib.sha256(json.dumps([vocab, ids]).encode()).hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
         """The answer's text, without the tokens that end it or pad it.
@@ -317,17 +326,6 @@ def _without_opened_think(answer: str, opening: str) -> str:
         return answer
     with_spaces = opening[opening.rindex("<think>") :]
     return answer.removeprefix(with_spaces).removeprefix("<think>")
-
-
-def tokenizer_sha256(tok: PreTrainedTokenizerBase) -> str:
-    """sha256 over the vocabulary with its ids, and over the tokens of one text.
-
-    The text has letters, digits and symbols.
-    """
-    text = "def f(x):\n    return x >= 10  # naïve Ünïcode 文字\t<|im_end|>"
-    ids = tok(text, add_special_tokens=False)["input_ids"]
-    vocab = sorted(tok.get_vocab().items())
-    return hashlib.sha256(json.dumps([vocab, ids]).encode()).hexdigest()
 
 
 def apply_template(

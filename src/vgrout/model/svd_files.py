@@ -86,32 +86,26 @@ def bytes_of(W: Tensor) -> memoryview:
 
 
 def _read_factors(W: Weight, path: Path) -> Factors:
-    """Read a cache file. Raises Refused if it does not reproduce W, as a torn or foreign one."""
+    """Read a cache file. Raises Refused if it does not reproduce W, as a torn or foreign one.
+
+    Shapes and dtypes have to be right, and the product with a fixed random vector.
+    """
     tensors = load_file(path, device=str(W.device))
-    factors = tensors["U"], tensors["S"], tensors["Vh"]
-    if not _reproduces(factors, W):
-        raise Refused("does not reproduce the weight")
-    return factors
-
-
-def _reproduces(factors: Factors, W: Weight) -> bool:
-    """Whether U diag(S) Vh has W's shape and dtype, and its product with a fixed random vector."""
-    U, S, Vh = factors
+    U, S, Vh = tensors["U"], tensors["S"], tensors["Vh"]
     d_out, d_in = W.shape
     r = min(d_out, d_in)
-    if U.shape != (d_out, r) or S.shape != (r,) or Vh.shape != (r, d_in):
-        return False
-    if U.dtype != W.dtype or Vh.dtype != W.dtype:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(d_in, generator=generator, dtype=S.dtype).to(W.device)
-    want = W.to(S.dtype) @ z
-    got = U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
-    # Rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any damage
-    # does.
-    tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
-    error = (want - got).norm()
-    return bool(error <= tolerance * (S.max() * z.norm()))
+    fits = U.shape == (d_out, r) and S.shape == (r,) and Vh.shape == (r, d_in)
+    if fits and U.dtype == Vh.dtype == W.dtype:
+        generator = torch.Generator().manual_seed(0)
+        z = torch.randn(d_in, generator=generator, dtype=S.dtype).to(W.device)
+        want = W.to(S.dtype) @ z
+        got = U.to(S.dtype) @ (S * (Vh.to(S.dtype) @ z))
+        # Rounding U and Vh to W's dtype leaves about one eps each; 16 eps is far below what any
+        # damage does.
+        tolerance = 16 * torch.finfo(W.dtype).eps * max(W.shape) ** 0.5
+        if (want - got).norm() <= tolerance * (S.max() * z.norm()):
+            return U, S, Vh
+    raise Refused("does not reproduce the weight")
 
 
 # ── adapters

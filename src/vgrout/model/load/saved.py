@@ -11,9 +11,9 @@ from vgrout.ground import embedded
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import file_sha256, from_json
 from vgrout.model.load.source import (
-    MINIATURE_BELOW,
     Shapes,
     find_shapes,
+    is_small,
     read_tokenizer,
     require_model,
     safetensors_head,
@@ -111,7 +111,7 @@ class FoundModel:
     @property
     def small(self) -> bool:
         """Whether it is a miniature; False where its shapes are not known."""
-        return self.shapes is not None and self.shapes.parameters < MINIATURE_BELOW
+        return is_small(self.folder)
 
     @property
     def numbers(self) -> int:

@@ -7,8 +7,7 @@ Torch-free. Nothing is fetched here: that is `vgrout download`.
 import json
 import re
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,18 +95,7 @@ def advice(model: str | Path) -> str:
 
 def configuration(folder: Path) -> dict[str, object]:
     """Read a model's config.json. Raises Refused, one line, where it cannot be read."""
-    path = folder / "config.json"
-    config = from_json(read_text(path), str(path))
-    if not isinstance(config, dict):
-        raise Refused(f"{path}: is no JSON object")
-    return config
-
-
-def text_configuration(folder: Path) -> dict[str, object]:
-    """The part of a model's configuration that is about text. Raises as `configuration`."""
-    config = configuration(folder)
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
+    return _json_object(folder / "config.json")
 
 
 # Names of a configuration on which a window depends.
@@ -153,7 +141,9 @@ def require_fitting(
     Only the tokens of a prompt's messages are counted; the template adds some. source: where the
     prompts come from, for the message.
     """
-    window = window_of(text_configuration(folder))
+    config = configuration(folder)
+    of_text = config.get("text_config")
+    window = window_of(of_text if isinstance(of_text, dict) else config)
     if window is not None and window <= max_new:
         raise Refused(
             f"--max-new {max_new}: the model's window holds {window} tokens, prompt included"
@@ -162,23 +152,11 @@ def require_fitting(
     if not prompts or window is None or tokenizer is None:
         return
     room = window - max_new
-    with tokenizing(folder / "tokenizer.json"):
-        for messages in prompts:  # as a rule the first one fits
-            lengths = [len(tokenizer.encode(message["content"]).ids) for message in messages]
-            if sum(lengths) <= room:
-                return
+    for messages in prompts:  # as a rule the first one fits
+        lengths = [len(tokenizer.encode(message["content"]).ids) for message in messages]
+        if sum(lengths) <= room:
+            return
     raise none_fits(source, room)
-
-
-def not_embedded(where: str, token: str, id: int, rows: int) -> Refused:
-    """The refusal of a text with a token that the model cannot read.
-
-    A tokenizer that was given tokens after training has such tokens.
-    """
-    return Refused(
-        f"{where}: has the token {token!r} ({id}), and the model's embedding has {rows} rows; take "
-        "it out of the text, or give a model that was trained with it"
-    )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
@@ -188,7 +166,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     change every length: both are switched off.
 
     Raises:
-        Refused: as `tokenizing`.
+        Refused: it cannot be read.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -199,26 +177,13 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
 
 @lru_cache(maxsize=2)  # reading takes up to half a second, and checks ask for it several times
 def _tokenizer(file: Path, size: int, mtime_ns: int) -> Tokenizer:
-    with tokenizing(file):
-        tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
-
-
-@contextmanager
-def tokenizing(where: str | Path) -> Generator[None]:
-    """Within the context, whatever the tokenizers library raises becomes Refused, one line.
-
-    A panic of that library is no Exception, so every BaseException is caught.
-    """
     try:
-        yield
-    except (Refused, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as e:
-        why = one_line(e, 160)
-        raise Refused(f"{where}: is no usable tokenizer ({why})") from None
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as e:  # the library raises no other type
+        raise Refused(f"{file}: is no usable tokenizer ({one_line(e, 160)})") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def safetensors_head(path: Path, flag: str) -> tuple[dict[str, list[int]], dict[str, str]]:
@@ -245,14 +210,17 @@ def _check(folder: Path, model: str | Path, flag: str) -> None:
 
     if configuration(folder).get("quantization_config"):
         raise wrong("its weights are quantised, which cannot be trained; give the full ones")
-    files = _weight_files(folder, flag)
-    if files is None:
+    files = {"model.safetensors"}
+    if not (folder / "model.safetensors").is_file():
+        weight_map = _json_object(folder / "model.safetensors.index.json").get("weight_map")
+        files = {*weight_map.values()} if isinstance(weight_map, dict) else set()
+    if not files:
         raise wrong(
             "no model.safetensors in it; pickled weights (.bin) can run code: "
             "save them as safetensors"
         )
     for name in files:
-        safetensors_head(folder / name, flag)
+        safetensors_head(folder / str(name), flag)
     try:
         why = _tokenizer_fault(folder)
     except Refused as e:
@@ -285,9 +253,7 @@ def _tokenizer_fault(folder: Path) -> str:
         return "no tokenizer_config.json in it"
     for name in SETTINGS:
         _json_object(folder / name)
-    tokenizer = read_tokenizer(folder)
-    if tokenizer is not None and not tokenizer.encode(USER["content"]).ids:
-        return "its tokenizer.json has no tokens for a text"
+    read_tokenizer(folder)
     if not _chat_template(folder):
         return "no chat template in it (chat_template.jinja, or in tokenizer_config.json)"
     return ""
@@ -356,21 +322,6 @@ def _json_object(file: Path) -> dict[str, object]:
     if not isinstance(data, dict):
         raise Refused(f"{file}: is no JSON object")
     return data
-
-
-def _weight_files(folder: Path, flag: str) -> set[str] | None:
-    """Names of the safetensors files that hold a model's weights. None: it has none."""
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return {single.name}
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return None
-    content = from_json(read_text(index), f"{flag} {index}")
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        return set()
-    return {str(name) for name in weight_map.values()}
 
 
 # ── sizes, and the dtype
