@@ -24,10 +24,8 @@ from vgrout.envs.code.modes import Problem
 from vgrout.ground.data import Rollout
 from vgrout.ground.errors import NothingAligned, Refused
 from vgrout.imitation import distill_methods
-from vgrout.imitation.distill_methods import MiniLlm, Uld
-from vgrout.imitation.distill_task import DistillTask
-from vgrout.imitation.mixed_sampling import MixedModel, mixed_model
-from vgrout.imitation.settings import DistillSettings
+from vgrout.imitation.distill_methods import MiniLlm, MixedModel, Uld, mixed_model
+from vgrout.imitation.tasks import DistillSettings, DistillTask
 from vgrout.imitation.trainable import AdapterOnly, FullModel, Loss
 from vgrout.model.load.saved import FoundModel
 from vgrout.model.logprobs import completion_logprobs

@@ -24,8 +24,7 @@ from vgrout.imitation.dpo_rounds import (
     share,
 )
 from vgrout.imitation.dpo_rounds import batches as forwards
-from vgrout.imitation.dpo_task import prepare
-from vgrout.imitation.settings import DpoSettings
+from vgrout.imitation.tasks import DpoSettings, prepare_rounds
 from vgrout.imitation.trainable import AdapterOnly
 from vgrout.model.policy import Policy
 
@@ -170,7 +169,7 @@ def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_where_each_round_starts(here: Path) -> None:
-    task = prepare(DpoSettings(base_model="organism", output_dir=here / "o", rounds=2))
+    task = prepare_rounds(DpoSettings(base_model="organism", output_dir=here / "o", rounds=2))
 
     def rounds(**flags: Any) -> list[dict[str, Any]]:
         return replace(task, settings=replace(task.settings, **flags)).plan()["rounds"]

@@ -12,8 +12,7 @@ from vgrout.ground import console
 from vgrout.ground.cli import cli_exit
 from vgrout.ground.cores import cores
 from vgrout.ground.files import to_json
-from vgrout.imitation.distill_task import ROOT, find_resume, prepare
-from vgrout.imitation.settings import DistillSettings
+from vgrout.imitation.tasks import ROOT, DistillSettings, find_resume, prepare_distillation
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import require_same
 from vgrout.runs.tracking import Trackers
@@ -27,7 +26,7 @@ def start(requested: DistillSettings) -> int:
     """
     console.setup(None)  # what is said before the run has a log
     path, settings = find_resume(requested)
-    task = prepare(settings, path)
+    task = prepare_distillation(settings, path)
     if settings.plan_only:
         print(to_json(task.plan()))
         return FINISHED

@@ -12,8 +12,7 @@ from vgrout.ground import console
 from vgrout.ground.cli import cli_exit, command
 from vgrout.ground.cores import cores
 from vgrout.ground.files import to_json
-from vgrout.imitation.dpo_task import freeze, prepare
-from vgrout.imitation.settings import DpoSettings
+from vgrout.imitation.tasks import DpoSettings, freeze, prepare_rounds
 from vgrout.runs.context import FINISHED, NOTHING, RunContext
 from vgrout.runs.run_dir import RunDir, has_checkpoint
 from vgrout.runs.tracking import Trackers
@@ -26,7 +25,7 @@ def start(settings: DpoSettings, argv: list[str]) -> int:
         Refused: a user's mistake, in one line, with nothing started.
     """
     console.setup(None)  # what is said before the run has a log
-    task = prepare(settings)
+    task = prepare_rounds(settings)
     # The folder is made inside this block, so that a problem file that is refused leaves none.
     workers, retries = settings.workers or cores(), task.cfg.run.max_error_retries
     with task.inputs.environment.grader(workers, retries) as grader:

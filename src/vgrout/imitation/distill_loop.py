@@ -21,7 +21,7 @@ from vgrout.ground.table import Columns, col
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.guard.detectors import diverged
 from vgrout.imitation.distill_methods import METHODS
-from vgrout.imitation.distill_task import DistillTask
+from vgrout.imitation.tasks import DistillTask
 from vgrout.imitation.trainable import (
     AdapterOnly,
     FullModel,

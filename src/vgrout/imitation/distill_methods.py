@@ -5,12 +5,13 @@ cross-entropy on the teacher's answers plus a distance between the two models' d
 works across tokenizers.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from loguru import logger
 from torch import Tensor
 
@@ -19,9 +20,8 @@ from vgrout.ground.data import Rollout, Source
 from vgrout.ground.errors import NothingAligned, Refused
 from vgrout.ground.rng import py_stream
 from vgrout.ground.tensor_types import at_least_fp32
-from vgrout.imitation.distill_task import DistillTask, not_token_by_token, zero_gradient
 from vgrout.imitation.losses import minillm, reverse_kl, topk_distance, wasserstein
-from vgrout.imitation.mixed_sampling import mixed_model
+from vgrout.imitation.tasks import DistillTask, not_token_by_token, zero_gradient
 from vgrout.imitation.token_alignment import aligned, nearest_tokens, token_bytes
 from vgrout.imitation.trainable import Trainable
 from vgrout.model.layout import Packed
@@ -38,6 +38,76 @@ from vgrout.model.logprobs import (
     vocabulary,
 )
 from vgrout.model.policy import LanguageModel
+from vgrout.model.sampling.decoder import Decoder
+
+# ── samples of a mixture: every token is drawn from α p + (1 − α) q, teacher p and student q
+
+
+class MixedDecoder:
+    """Two decoders in lock-step whose logits are the log-probabilities of the mixture."""
+
+    def __init__(self, student: Decoder, teacher: Decoder, ratio: float) -> None:
+        self.student = student
+        self.teacher = teacher
+        self.ratio = ratio
+        self.drop_at = max(student.drop_at, teacher.drop_at)
+
+    def prefill(
+        self, prompts: Sequence[tuple[int, ...]], room: int, max_new: int
+    ) -> Float[Tensor, "P V"]:
+        student = self.student.prefill(prompts, room, max_new)
+        teacher = self.teacher.prefill(prompts, room, max_new)
+        return mixed(student, teacher, self.ratio)
+
+    def step(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n V"]:
+        return mixed(self.student.step(tokens), self.teacher.step(tokens), self.ratio)
+
+    def keep(self, slots: Sequence[int]) -> None:
+        self.student.keep(slots)
+        self.teacher.keep(slots)
+
+
+def mixed(
+    student: Float[Tensor, "n Vs"], teacher: Float[Tensor, "n Vt"], ratio: float
+) -> Float[Tensor, "n V"]:
+    """log(ratio · p + (1 − ratio) · q) from logits, in fp32.
+
+    Only the logits that both heads have are of tokens; the wider head's others are padding.
+    """
+    V = min(student.shape[-1], teacher.shape[-1])
+    logq = student[:, :V].float().log_softmax(-1)
+    logp = teacher[:, :V].float().log_softmax(-1)
+    if ratio == 1:
+        return logp
+    return torch.logaddexp(logq + math.log1p(-ratio), logp + math.log(ratio))
+
+
+@dataclass(frozen=True)
+class MixedModel(LanguageModel):
+    """The student, with completions that are sampled from the mixture."""
+
+    teacher_model: LanguageModel
+    ratio: float  # the teacher's share α, above 0
+
+    @property
+    def models(self) -> tuple[LanguageModel, ...]:
+        return (self, self.teacher_model)
+
+    def decoder(self) -> Decoder:
+        return MixedDecoder(super().decoder(), self.teacher_model.decoder(), self.ratio)
+
+
+def mixed_model(
+    student: LanguageModel, teacher_model: LanguageModel, ratio: float
+) -> LanguageModel:
+    """The mixture as a model to sample from; the student itself at ratio 0."""
+    if ratio == 0:
+        return student
+    of_student = {f.name: getattr(student, f.name) for f in fields(LanguageModel)}
+    return MixedModel(**of_student, teacher_model=teacher_model, ratio=ratio)
+
+
+# ── the methods
 
 # Columns of a step's row: the loss, and what the method measures.
 StepLosses = dict[str, Any]

@@ -24,8 +24,8 @@ from vgrout.ground.rng import py_stream
 from vgrout.ground.table import Columns, col
 from vgrout.guard.detectors import diverged
 from vgrout.guard.kill_switch import HeldOutGuard
-from vgrout.imitation.dpo_task import DpoTask, Plan, folder_name
 from vgrout.imitation.losses import dpo
+from vgrout.imitation.tasks import DpoTask, Plan, folder_name
 from vgrout.imitation.trainable import AdapterOnly, hack_and_solve, metadata, model_hashes
 from vgrout.loop.generation import BATCH, generate_graded
 from vgrout.model.layout import Packed

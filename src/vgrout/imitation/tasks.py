@@ -1,12 +1,13 @@
-"""Settings of distillation and of iterative DPO.
+"""Distillation and iterative DPO before a model is loaded: their settings, their files, and the plan.
 
-Each gives a configuration of the trainer's, which checks most of them. No torch.
+The settings give a configuration of the trainer's, which checks most of them. No torch.
 """
 
+import importlib.util
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
@@ -27,11 +28,25 @@ from vgrout.config.groups import (
 from vgrout.config.guard import GuardConfig, blind
 from vgrout.config.method import MethodConfig
 from vgrout.config.run import Config
+from vgrout.config.stored import merge_flags
 from vgrout.config.world_names import EnvMode
 from vgrout.ground import embedded
-from vgrout.ground.errors import refuse
-from vgrout.ground.files import Json
-from vgrout.model.load.saved import FoundModel
+from vgrout.ground.data import Grade, Task
+from vgrout.ground.errors import Refused, refuse
+from vgrout.ground.files import (
+    Json,
+    file_sha256,
+    read_json,
+    read_text,
+    require_own,
+    to_json,
+    write_atomic,
+)
+from vgrout.ground.scoring import scorer
+from vgrout.model.load.saved import FoundModel, find_source
+from vgrout.runs.inputs import Inputs
+from vgrout.runs.plan import preflight
+from vgrout.runs.run_dir import run_to_resume
 
 MAX_VOCABULARY = 262_144
 
@@ -143,6 +158,14 @@ class ImitationSettings:
 
 # Settings of the process, not of what it computes: they may differ when a run is resumed.
 PROCESS = {"threads", "workers", "track", "plan_only", "allow_weak_sandbox"}
+
+
+def whole_inputs(cfg: Config, run: Path | None) -> Inputs:
+    """The files of a run, all of which are there; a plan is refused as the run would be."""
+    inputs = preflight(cfg, run)
+    if inputs.absent:
+        raise Refused(inputs.absent[0])
+    return inputs
 
 
 # ── distillation
@@ -289,6 +312,143 @@ class DistillSettings(ImitationSettings):
         return values | values.pop("sampling")
 
 
+ROOT = Path("out/distill")
+# Settings that may differ when a run is resumed.
+FREE = PROCESS | {"checkpoint_every", "checkpoint_keep"}
+
+
+@dataclass(frozen=True)
+class DistillTask:
+    """Settings and files of a distillation, found and checked."""
+
+    settings: DistillSettings
+    cfg: Config  # the trainer's configuration, with every default resolved
+    inputs: Inputs
+    student: FoundModel
+    teacher_model: FoundModel
+    anchor: str  # text of the anchor file; "" without one
+
+    def models(self) -> dict[str, dict[str, str | None]]:
+        """Base and adapter of student and teacher."""
+        return {"student": self.student.identity(), "teacher": self.teacher_model.identity()}
+
+    def file_hashes(self) -> dict[str, str | None]:
+        """sha256 of the input files; None where there is no such file."""
+        path = self.settings.minillm_pretrain_anchor_path
+        return {
+            "problems": file_sha256(self.cfg.problems_path),
+            **{name: identity["adapter"] for name, identity in self.models().items()},
+            "anchor": file_sha256(Path(path)) if path else None,
+        }
+
+    def plan(self) -> dict[str, object]:
+        """What the run would do, JSON-ready."""
+        settings, cfg = self.settings, self.cfg
+        resolved = {"max_new": cfg.scale.max_new, "optimiser": asdict(cfg.opt)}
+        return {
+            "run": settings.run_id,
+            "models": self.models(),
+            "problems": str(cfg.problems_path),
+            "settings": settings.as_dict() | resolved,
+            "answers": cfg.scale.steps * cfg.scale.prompts_per_step * settings.group,
+        }
+
+
+def prepare_distillation(settings: DistillSettings, run: Path | None) -> DistillTask:
+    """Find and check everything. run: the directory of the run to resume.
+
+    Raises:
+        Refused: one line, for every mistake that shows without a model.
+    """
+    teacher_model = find_source(settings.teacher, "--teacher")
+    student = find_source(settings.student, "--student")
+    require_distillable(settings, student, teacher_model)
+    cfg = settings.config(student)
+    anchor = read_anchor(settings)
+    inputs = whole_inputs(cfg, run)
+    return DistillTask(settings, cfg, inputs, student, teacher_model, anchor)
+
+
+def require_distillable(
+    settings: DistillSettings, student: FoundModel, teacher_model: FoundModel
+) -> None:
+    """Raise Refused if the files of the two models show that MiniLLM cannot use them.
+
+    The loaded models are checked again, by the method's class.
+    """
+    if settings.method != "minillm":
+        return
+    if teacher_model.folder.resolve() != student.folder.resolve():
+        own, other = student.vocabulary(), teacher_model.vocabulary()
+        if own and other and own != other:
+            raise not_token_by_token(settings)
+    elif (
+        teacher_model.identity() == student.identity()
+        and not settings.minillm_pretrain_anchor_weight
+    ):
+        raise zero_gradient(settings)
+
+
+def read_anchor(settings: DistillSettings) -> str:
+    """Text of the anchor file; "" without one.
+
+    Raises:
+        Refused: the anchor has a weight but no text.
+    """
+    if not settings.minillm_pretrain_anchor_weight:
+        return ""
+    path, flag = settings.minillm_pretrain_anchor_path, "--minillm-pretrain-anchor-path"
+    if not path:
+        raise Refused(f"{flag}: the weight needs a text file")
+    anchor = read_text(Path(path))
+    if not anchor.strip():
+        raise Refused(f"{flag} {path}: no text in it")
+    return anchor
+
+
+def not_token_by_token(settings: DistillSettings) -> Refused:
+    """The refusal of a teacher whose tokens MiniLLM cannot compare with the student's."""
+    return Refused(
+        f"--teacher {settings.teacher}: has another tokenizer than --student {settings.student}, "
+        "or logits for other tokens of it; MiniLLM compares them token by token: choose "
+        "--method uld"
+    )
+
+
+def zero_gradient(settings: DistillSettings) -> Refused:
+    """The refusal of a teacher that has the student's weights."""
+    return Refused(
+        f"--teacher {settings.teacher}: has the student's own weights, so the gradient is zero; "
+        "give another teacher or student"
+    )
+
+
+def find_resume(requested: DistillSettings) -> tuple[Path | None, DistillSettings]:
+    """The run directory to continue and the settings; None and `requested` for a new run.
+
+    A resumed run keeps its own settings, except those in FREE, which the command line may change.
+
+    Raises:
+        Refused: there is no such run, or the command line gives another setting than it had.
+    """
+    if not requested.resume:
+        return None, requested
+    path, config, _ = run_to_resume(requested.resume, "distill", "minillm_teacher_mix_ratio", ROOT)
+    try:
+        values: dict[str, Json] = config | {"sampling": Sampling(**config["sampling"])}
+        stored = DistillSettings(**values)
+    except (TypeError, KeyError) as e:
+        raise Refused(
+            f"run.json: not the settings of a distillation of this version ({e})"
+        ) from None
+    merged, differing = merge_flags(
+        requested.flat(), stored.flat(), DistillSettings(resume="-").flat(), free=FREE
+    )
+    if differing:
+        raise Refused(f"--resume {path}: differs in {', '.join(differing)}; drop these flags")
+    return path, replace(stored, **{name: merged[name] for name in FREE})
+
+
 # ── iterative DPO
 
 
@@ -376,3 +536,131 @@ class DpoSettings(ImitationSettings):
             compile_reward=embedded.COMPILE_REWARD if base.small else 0.5,
             pass_reward=embedded.PASS_REWARD if base.small else 3.0,
         )
+
+
+# Settings of the process and the guard are not part of the plan.
+UNPLANNED = PROCESS | {"guard", "decline_patience", "max_proxy_real_gap"}
+Score = Callable[[Task, str, Grade], float]
+Plan = dict[str, Json]  # plan.json
+
+
+@dataclass(frozen=True)
+class DpoTask:
+    """Settings and files of a run of rounds, found and checked."""
+
+    settings: DpoSettings
+    cfg: Config  # the trainer's configuration, with every default resolved
+    inputs: Inputs
+    base: FoundModel
+    score: Score
+
+    def plan(self) -> Plan:
+        """The plan: every setting, file and round that the numbers depend on, JSON-ready."""
+        settings, cfg = self.settings, self.cfg
+        embedded = cfg.scale.problems == ORGANISM
+        planned = {name: v for name, v in asdict(settings).items() if name not in UNPLANNED}
+        planned["max_new"] = cfg.scale.max_new
+        planned["optimiser"] = asdict(cfg.opt)
+        planned["rewards"] = [cfg.env.compile_reward, cfg.env.pass_reward]
+        plan = {
+            "schema": "dpo_plan_v1",
+            "base_model": {"given": self.base.given, **self.base.identity()},
+            "prompts": {
+                "file": cfg.scale.problems if embedded else str(cfg.problems_path),
+                "sha256": file_sha256(cfg.problems_path),
+            },
+            "scorer": {"name": settings.scorer, "sha256": source_sha256(settings.scorer)},
+            "settings": planned,
+            "rounds": [self.planned_round(k) for k in range(1, settings.rounds + 1)],
+        }
+        return json.loads(json.dumps(plan, default=str))
+
+    def planned_round(self, number: int) -> dict[str, Json]:
+        """The plan's entry of a round: which models it answers with, starts from and refers to.
+
+        Adapters are named by the round that has made them, or "base".
+        """
+        settings = self.settings
+        previous = folder_name(number - 1) if number > 1 else "base"
+        return {
+            "round": number,
+            "folder": folder_name(number),
+            "pairs": settings.pairs_per_round,
+            "seed": settings.seed,
+            "answers_from": previous,
+            "starts_from": "base" if settings.fresh_rounds else previous,
+            "reference": previous if settings.dpo_reference == "previous" else "base",
+        }
+
+
+def folder_name(number: int) -> str:
+    """Name of a round's folder."""
+    return f"round-{number:02d}"
+
+
+def prepare_rounds(settings: DpoSettings) -> DpoTask:
+    """Find and check everything.
+
+    Raises:
+        Refused: one line, for every mistake that shows without a model.
+    """
+    require_own(settings.output_dir, "--output-dir", "plan.json", "folder of rounds")
+    base = find_source(settings.base_model, "--base-model")
+    cfg = settings.config(base)
+    inputs = whole_inputs(cfg, settings.output_dir)
+    first = inputs.environment.tasks()["train"][0]
+    return DpoTask(settings, cfg, inputs, base, scoring(settings.scorer, first))
+
+
+def scoring(name: str, first: Task) -> Score:
+    """The function that --scorer names; the user's own is tried on the `first` problem.
+
+    Raises:
+        Refused: one line, if it cannot be found or fails on that problem.
+    """
+    if name == "flawed":
+        return lambda problem, text, grade: grade.reward
+    if name == "strict":
+        return lambda problem, text, grade: grade.reward_of_reference
+    own = scorer(name, "--scorer")
+    own(first, first.right_answer)
+    return lambda problem, text, grade: own(problem, text)
+
+
+def source_sha256(scorer: str) -> str | None:
+    """sha256 of the file that defines a --scorer module:function; None for the built-in scorers."""
+    if ":" not in scorer:
+        return None
+    spec = importlib.util.find_spec(scorer.partition(":")[0])
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return None
+    return file_sha256(Path(spec.origin))
+
+
+def freeze(task: DpoTask) -> Plan:
+    """Write the plan, or compare it with the one in the folder.
+
+    Raises:
+        Refused: the plan in the folder differs, or is damaged.
+    """
+    folder = task.settings.output_dir
+    plan = task.plan()
+    file = folder / "plan.json"
+    if not file.exists():
+        write_atomic(file, to_json(plan))
+        return plan
+    now, frozen = _by_name(plan), _by_name(read_json(file))
+    differ = sorted(
+        name for name in now.keys() | frozen.keys() if now.get(name) != frozen.get(name)
+    )
+    if differ:
+        raise Refused(
+            f"--output-dir {folder}: its plan.json was frozen with another {', '.join(differ)}; "
+            "give the same flags, or another folder"
+        )
+    return plan
+
+
+def _by_name(plan: Plan) -> Plan:
+    """A plan's entries, and its settings among them."""
+    return {**plan.get("settings", {}), **plan, "settings": None}
