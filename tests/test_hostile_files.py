@@ -48,21 +48,13 @@ def refusal(call: Callable[[], object]) -> str:
     [
         (lambda row: b"\n" * (2**26 + 1), "more than 64 MiB unpacked"),
         (
-            lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 401, row),
-            "'reward' should be a number",
-        ),
-        (
             lambda row: re.sub(rb'"reward": ?[0-9.]+', b'"reward": ' + b"9" * 5000, row),
             "value has 5000 digits",
         ),
         (lambda row: b"[" * 100_000, "not JSON (maximum recursion depth"),
-        (
-            lambda row: re.sub(rb'"completion_ids": ?\[', b'"completion_ids": [-1, ', row),
-            "should be token ids",
-        ),
         (None, "not a regular file"),
     ],
-    ids=["bomb", "401 digits", "5000 digits", "deep", "ids", "pipe"],
+    ids=["bomb", "5000 digits", "deep", "pipe"],
 )
 def test_a_pool_is_bounded(
     content: Callable[[bytes], bytes] | None, why: str, tmp_path: Path

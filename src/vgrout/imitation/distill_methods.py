@@ -31,6 +31,7 @@ from vgrout.model.logprobs import (
     completion_hidden,
     completion_logprobs,
     head_logits,
+    head_logprobs,
     in_chunks,
     log_softmax_at,
     padded_logprobs,
@@ -359,7 +360,8 @@ class Uld(Method):
                 batch: PaddedBatch | Packed = batch, chosen: Sequence[Translation] = chosen
             ) -> Tensor:
                 hidden = completion_hidden(self.student.model, batch)
-                nll = self.negative_log_likelihood(hidden, batch)
+                target = batch.target[batch.wanted]
+                nll = -head_logprobs(self.student.model, hidden, target)
                 ces.append(nll.detach().sum())
                 value = settings.uld_ce_weight * nll.sum() / total
                 rows, teacher_rows = aligned_rows(chosen)
@@ -376,18 +378,6 @@ class Uld(Method):
             "distance": float(torch.stack(distances).sum()) / n_aligned if distances else None,
             "aligned": share_aligned,
         }
-
-    def negative_log_likelihood(
-        self, hidden: Float[Tensor, "n D"], batch: PaddedBatch | Packed
-    ) -> Float[Tensor, " n"]:
-        """Negative log-likelihood of every token of the answers, nats."""
-        model = self.student.model
-
-        def head(hidden: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-            return (-log_softmax_at(at_least_fp32(head_logits(model, hidden)), target),)
-
-        (nll,) = in_chunks(head, vocabulary(model), hidden, batch.target[batch.wanted])
-        return nll
 
     @torch.no_grad()
     def teacher_hidden(self, translations: Sequence[Translation]) -> Float[Tensor, "n D"]:

@@ -113,18 +113,18 @@ def completion_logprobs(
         target = batch.target[wanted]
         hidden = completion_hidden(model, batch)
 
-    logp = _head_logprobs(model, hidden, target)
+    logp = head_logprobs(model, hidden, target)
     if edge is not None:
         logp = logp[edge]
     return logp.new_zeros(batch.mask.shape).index_put(wanted, logp)
 
 
-def _head_logprobs(
+def head_logprobs(
     model: PreTrainedModel,
     hidden: Float[Tensor, "n D"],
     target: Int[Tensor, " n"],
 ) -> Float[Tensor, " n"]:
-    """Log-probs of the targets."""
+    """Log-probs of the targets, from the backbone's output: nats of the full softmax."""
     size = rows_at_once(vocabulary(model), hidden.device)
     in_parts = len(hidden) > size and hidden.requires_grad
     if in_parts and _is_frozen_product(model):
