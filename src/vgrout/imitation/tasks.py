@@ -55,10 +55,7 @@ T = TypeVar("T", bound=Group)
 
 def picked(group: type[T], values: Mapping[str, object]) -> T:
     """One of the trainer's groups of settings, with those of the values that are its fields'."""
-    own: dict[str, object] = {}
-    for f in fields(group):
-        if f.name in values:
-            own[f.name] = values[f.name]
+    own = {f.name: values[f.name] for f in fields(group) if f.name in values}
     return group(**own)
 
 

@@ -43,10 +43,7 @@ class LossMetrics:
     masked_negative: float | None = None  # … among tokens of negative advantage
 
     def columns(self) -> dict[str, float | None]:
-        columns: dict[str, float | None] = {}
-        for f in fields(self):
-            columns[f.name] = getattr(self, f.name)
-        return columns
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 # numbers that are read off the tallies "loss" and "ratio"; each other one is the mean of its own tally
@@ -140,9 +137,7 @@ class Tally:
                 spreads[name] += spread
         loss = spreads["loss"]
         ratio = spreads["ratio"]
-        means: dict[str, float | None] = {}
-        for name in MEANS:
-            means[name] = spreads[name].mean
+        means = {name: spreads[name].mean for name in MEANS}
         return LossMetrics(
             loss=loss.sum if loss.n else None,
             ratio_min=ratio.low if ratio.n else None,
@@ -188,7 +183,4 @@ class Tally:
         }
         if "kl" in column:
             values["kl"] = column["kl"]
-        spreads: dict[str, _Spread] = {}
-        for name, numbers in values.items():
-            spreads[name] = _Spread.of(numbers)
-        return spreads
+        return {name: _Spread.of(numbers) for name, numbers in values.items()}

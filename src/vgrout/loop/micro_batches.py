@@ -148,10 +148,7 @@ def micro_batches(
     else:
         lengths = [row.tokens for row in rows]
         divided = padded_batches(lengths, budget)
-    chosen: list[list[UpdateRow]] = []
-    for indices in divided:
-        chosen.append([rows[i] for i in indices])
-    return chosen
+    return [[rows[i] for i in indices] for indices in divided]
 
 
 def as_batch(

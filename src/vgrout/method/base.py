@@ -220,11 +220,7 @@ def positions(views: Views) -> list[Position]:
 
 def rewarded(views: Views) -> list[Position]:
     """Return the positions of the rollouts that are rewarded in full."""
-    found: list[Position] = []
-    for i, b in positions(views):
-        if views[i].passed[b]:
-            found.append((i, b))
-    return found
+    return [(i, b) for i, b in positions(views) if views[i].passed[b]]
 
 
 def flags_of(

@@ -195,16 +195,11 @@ class LiveDirection:
         return sum(len(rows) for rows in self.V.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for m, rows in self.V.items():
-            state[f"V/{m}"] = rows.clone()
-        return state
+        return {f"V/{m}": rows.clone() for m, rows in self.V.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises Refused where `state` is of another model."""
-        V: Directions = {}
-        for key, rows in state.items():
-            V[key.removeprefix("V/")] = rows
+        V = {key.removeprefix("V/"): rows for key, rows in state.items()}
         self.V = self._fitting(V, "checkpoint's direction")
 
     def diagnose(
@@ -236,9 +231,7 @@ class LiveDirection:
         V = self._fitting(self._pick(direction), "direction")
         if self._keeps_modules and self.V:
             found = V
-            V = {}
-            for m, old in self.V.items():
-                V[m] = found.get(m, old)
+            V = {m: found.get(m, old) for m, old in self.V.items()}
         self.V = V
         self.latest = direction
 
@@ -255,8 +248,4 @@ class LiveDirection:
                 r = span.stop - span.start
             if rows.shape[1] != r:
                 raise Refused(f"{what} has {m} {[*rows.shape]}, r is {r} here")
-        fitting: Directions = {}
-        for m in self.spans:
-            if m in V:
-                fitting[m] = V[m].to(self.device)
-        return fitting
+        return {m: V[m].to(self.device) for m in self.spans if m in V}

@@ -273,9 +273,7 @@ class Method:
             flags[name] = ask(monitor, views, step)
         shadowed: list[Group] = []
         for i, group in enumerate(groups):
-            of_group: dict[str, Flags] = {}
-            for name, of_monitor in flags.items():
-                of_group[name] = of_monitor[i]
+            of_group = {name: of_monitor[i] for name, of_monitor in flags.items()}
             shadowed.append(replace(group, shadows=of_group))
         return tuple(shadowed)
 

@@ -136,10 +136,7 @@ class OnlineProbe(Monitor):
     def flag(self, views: Views, step: int) -> list[Flags]:
         """Learn from what the seed monitor flags in this step, then score and flag."""
         by_seed = ranks.from_first(self.seed_monitor.flag(views, step))
-        seeded: set[Position] = set()
-        for i, b in positions(views):
-            if by_seed[i].flagged[b]:
-                seeded.add((i, b))
+        seeded = {(i, b) for i, b in positions(views) if by_seed[i].flagged[b]}
         passing = rewarded(views)
         h = self._states_at(views, sorted({*passing, *seeded}))
         for position in sorted(seeded):
