@@ -7,7 +7,7 @@ any transformers model; `LeanDecoder` runs Llama-like ones faster.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -36,6 +36,7 @@ FUSE_BELOW = 2**26
 PROMPT_TOKENS, PROMPT_TOKENS_CPU = 2**15, 2**9
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """Key/value cache of what is being decoded, on the weights as they were at construction.
 
