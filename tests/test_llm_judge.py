@@ -278,15 +278,6 @@ def test_a_reply_that_was_cut_off_counts_only_if_it_is_one_word():
     assert Verdict.of("k", 0, Reply("There is no", cut=True)).flagged is None
 
 
-def test_lines_of_another_file_are_passed_over(tmp_path):
-    foreign = b'[]\n{"key": 1}\n\xff\nnull\n'
-    foreign += (
-        b'{"key": [1], "step": 0, "flagged": true}\n{"key": "a", "step": "0", "flagged": true}\n'
-    )
-    (tmp_path / "judge.jsonl").write_bytes(foreign)
-    assert read_verdicts(tmp_path / "judge.jsonl") == {}
-
-
 @pytest.mark.parametrize("intervention", ["screen", "penalty", "route2"])
 def test_with_every_intervention_that_reads_flags(intervention):
     policy = tiny_policy()

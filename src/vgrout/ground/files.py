@@ -274,6 +274,15 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, Json]]:
         raise _unreadable(path, e) from None
 
 
+def whole_lines(log: Path) -> list[bytes]:
+    """The lines of a log, none where there is no file. An incomplete last one, left by a kill, is cut off the file."""
+    raw = log.read_bytes() if log.exists() else b""
+    complete = raw[: raw.rfind(b"\n") + 1]
+    if len(complete) < len(raw):
+        os.truncate(log, len(complete))
+    return complete.splitlines()
+
+
 def read_json(path: Path) -> dict[str, Json]:
     """A JSON object from a run's file. Raises Refused, one line, if it is missing or damaged."""
     if not path.exists():

@@ -35,6 +35,7 @@ from vgrout.ground.data import (
     Ungraded,
     Verdict,
 )
+from vgrout.ground.files import whole_lines
 from vgrout.ground.thoughts import thought_of, to_grade
 from vgrout.ground.torch_rng import torch_stream
 from vgrout.model.policy import LanguageModel
@@ -193,7 +194,9 @@ def generate_graded(
     Raises:
         RuntimeError: an answer could not be graded, retries included.
     """
-    logged_batches = [] if log is None else _logged_batches(log)
+    logged_batches: list[list[list[Logged]]] = []
+    if log is not None:
+        logged_batches = [json.loads(line) for line in whole_lines(log)]
     problems_per_batch = max(1, BATCH // n)
     starts = range(0, len(problems), problems_per_batch)
     found: list[Graded] = []
@@ -255,12 +258,3 @@ def _append(log: Path, batch: Sequence[Sequence[Logged]]) -> None:
         file.write(json.dumps(batch) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _logged_batches(log: Path) -> list[list[list[Logged]]]:
-    """The batches in the log. An incomplete last line, left by a kill, is cut off the file."""
-    raw = log.read_bytes() if log.exists() else b""
-    complete = raw[: raw.rfind(b"\n") + 1]
-    if len(complete) < len(raw):
-        os.truncate(log, len(complete))
-    return [json.loads(line) for line in complete.splitlines()]

@@ -25,6 +25,7 @@ from vgrout.config.specs import MONITORS
 from vgrout.ground import ranks
 from vgrout.ground.chat import Endpoint, NoReply, Reply
 from vgrout.ground.data import Flags, GroupView, Message
+from vgrout.ground.files import whole_lines
 from vgrout.method.base import Monitor, Position, Setup, Views, flags_of, rewarded
 from vgrout.model.load.load import load_language_model
 from vgrout.model.policy import LanguageModel
@@ -220,8 +221,6 @@ class LLMJudge(Monitor):
         if self.file is None:
             return
         with open(self.file, "a", encoding="utf-8", errors="backslashreplace") as lines:
-            if _is_torn(self.file):  # by a kill: the next verdict needs a line of its own
-                lines.write("\n")
             for verdict in new:
                 lines.write(json.dumps(asdict(verdict)) + "\n")
 
@@ -252,19 +251,10 @@ def _warn(new: Sequence[Verdict], step: int) -> None:
 
 
 def read_verdicts(file: Path) -> dict[str, list[Verdict]]:
-    """The verdicts of a run so far, by key. A line that is torn or foreign is passed over."""
+    """The verdicts of a run so far, by key."""
     found: dict[str, list[Verdict]] = {}
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return found
-    for line in lines:
-        try:
-            verdict = Verdict(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        if isinstance(verdict.key, str) and type(verdict.step) is int:
-            _remember(found, verdict)
+    for line in whole_lines(file):
+        _remember(found, Verdict(**json.loads(line)))
     return found
 
 
@@ -273,16 +263,6 @@ def _remember(known: dict[str, list[Verdict]], verdict: Verdict) -> None:
     of_text = known.setdefault(verdict.key, [])
     without_reply = replace(verdict, reply="")
     of_text.append(without_reply)
-
-
-def _is_torn(file: Path) -> bool:
-    """Whether a file's last line lacks its end."""
-    with open(file, "rb") as content:
-        content.seek(0, 2)
-        if content.tell() == 0:
-            return False
-        content.seek(-1, 2)
-        return content.read() != b"\n"
 
 
 class LocalJudge:
