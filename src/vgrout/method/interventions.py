@@ -69,9 +69,7 @@ class Surgery(Intervention):
         removed = torch.zeros_like(g)
         for module, V in self.direction.V.items():
             span = self.spans[module]
-            divided = split(g[:, span], V, self.mode, overshoot)
-            keep[:, span] = divided.keep
-            removed[:, span] = divided.removed
+            keep[:, span], removed[:, span] = split(g[:, span], V, self.mode, overshoot)
         return keep, removed
 
 
@@ -116,9 +114,8 @@ class Erase(Surgery):
         capped: list[Tensor] = []
         for module in self.direction.V:
             span = self.spans[module]
-            rescaled = rescale(keep[span], g[span].norm())
-            keep[span] = rescaled.grad
-            capped.append(rescaled.capped)
+            keep[span], is_capped = rescale(keep[span], g[span].norm())
+            capped.append(is_capped)
         return int(torch.stack(capped).sum()) if capped else None
 
 

@@ -12,7 +12,7 @@ would break the invariants that interventions assert.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,20 +32,6 @@ OfModules = Float[Tensor, "*n r"]  # … of several gradients
 Rows = Float[Tensor, "k r"]  # V of one module
 Coefficients = Float[Tensor, "*n k"]
 Norms = Float[Tensor, " M"]  # one a module
-
-
-class Divided(NamedTuple):
-    """keep + removed = g, up to rounding."""
-
-    keep: OfModules
-    removed: OfModules
-
-
-class Rescaled(NamedTuple):
-    """A stretched gradient, and whether the bound was hit."""
-
-    grad: OfModule
-    capped: Bool[Tensor, ""]
 
 
 def along(g: OfModules, V: Rows) -> Coefficients:
@@ -70,22 +56,25 @@ def split(
     V: Rows,
     mode: GateMode = "one_sided",
     overshoot: float = 1.0,
-) -> Divided:
-    """Divide g into what is kept and the part overshoot · c_use V, which lies in span(V)."""
+) -> tuple[OfModules, OfModules]:
+    """What is kept of g, and what is removed: overshoot · c_use V, which lies in span(V). Both add up to g."""
     c = coefficients(g, V, mode)
     parts = c[..., None] * V  # [*n, k, r]
     removed = overshoot * parts.sum(-2)
-    return Divided(g - removed, removed)
+    return g - removed, removed
 
 
-def rescale(grad: OfModule, norm: Scalar) -> Rescaled:
-    """Stretch `grad` to length `norm`, by at most RESCALE_BOUND; a zero vector stays zero and counts as capped."""
+def rescale(grad: OfModule, norm: Scalar) -> tuple[OfModule, Bool[Tensor, ""]]:
+    """Stretch `grad` to length `norm`, by at most RESCALE_BOUND; a zero vector stays zero and counts as capped.
+
+    Returns the stretched gradient, and whether the bound was hit.
+    """
     ratio = norm / grad.norm()
     within = ratio <= RESCALE_BOUND  # False for x/0 and 0/0
     capped = ~within & (norm > 0)
     uncapped = torch.where(norm > 0, ratio, 1.0)
     factor = torch.where(capped, RESCALE_BOUND, uncapped)
-    return Rescaled(grad * factor, capped)
+    return grad * factor, capped
 
 
 def hackward_cos(g: OfModule, V: Rows) -> Scalar:

@@ -47,7 +47,6 @@ class Packed:
     wanted: tuple[Int[Tensor, " n"], Int[Tensor, " n"]]  # where the mask is set, row by row
     attention: PackedAttention
     pieces: Pieces  # stretches that add to one row of g; together they are all tokens, each once
-    dtype: torch.dtype
     prefixes: SharedPrefixes | None = None  # what the rows go on from
 
     @property
@@ -143,7 +142,7 @@ def pack(
         # Sorted, a row has most in common with the one before it.
         members.sort(key=rows.__getitem__)
     tree = _token_tree(rows_of_g, prompts, rows, families, prefixes)
-    predictions = _predictions(tree, prompts, completions, prefixes)
+    at, edges, edge = _predictions(tree, prompts, completions, prefixes)
 
     # Without prefixes the first row of a family is there as a whole; all others are branches.
     roots = [members[0] for members in families] if prefixes is None else []
@@ -155,14 +154,13 @@ def pack(
         ids=uploaded([tree.ids], device),
         positions=uploaded([tree.positions], device),
         target=uploaded([padded(completion, longest) for completion in completions], device),
-        at=uploaded(predictions.at, device),
+        at=uploaded(at, device),
         mask=torch.arange(longest, device=device) < uploaded(lengths, device)[:, None],
-        edges=uploaded(predictions.edges, device).mT,
-        edge=uploaded(predictions.edge, device),
+        edges=uploaded(edges, device).mT,
+        edge=uploaded(edge, device),
         wanted=places(completions, device),
         attention=_attention(tree, roots, branches, device, dtype),
         pieces=_pieces(rows_of_g, tree, [*roots, *branches]),
-        dtype=dtype,
         prefixes=prefixes,
     )
 
@@ -199,21 +197,13 @@ def _token_tree(
     return tree
 
 
-@dataclass(frozen=True, slots=True)
-class _Predictions:
-    """Which token predicts which; the fields are those of `Packed`, as lists."""
-
-    at: list[list[int]]
-    edges: list[tuple[int, int]]
-    edge: list[list[int]]
-
-
 def _predictions(
     tree: _TokenTree,
     prompts: Sequence[Ids],
     completions: Sequence[Ids],
     prefixes: SharedPrefixes | None,
-) -> _Predictions:
+) -> tuple[list[list[int]], list[tuple[int, int]], list[list[int]]]:
+    """Which token predicts which: `at`, `edges` and `edge` of `Packed`, as lists."""
     copies_without_hidden = 0  # keys that no token of the backbone's output belongs to
     if prefixes is not None and not prefixes.reach_answers:
         copies_without_hidden = tree.first_key
@@ -230,7 +220,7 @@ def _predictions(
             of_row.append(index_of.setdefault(pair, len(index_of)))
         at.append(padded(predicting, longest))
         edge.append(padded(of_row, longest))
-    return _Predictions(at, list(index_of), edge)
+    return at, list(index_of), edge
 
 
 def padded(numbers: Sequence[int], length: int) -> list[int]:
