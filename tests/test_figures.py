@@ -12,8 +12,7 @@ import pytest
 from fake_runs import STEPS, fake_run, found
 from quick import first_quick
 from vgrout.envs.code.modes import DEALT
-from vgrout.report.dynamics import Picture, dynamics
-from vgrout.report.figures import MARKERS, pictures, plane
+from vgrout.report.figures import MARKERS, Picture, dynamics, pictures, plane
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 
@@ -196,7 +195,7 @@ def test_a_notebooks_backend_does_not_matter(named: str) -> None:
 def test_the_reports_figures_need_no_backend() -> None:
     """pyplot, which alone needs one, is never loaded; a user's own in the same process has the one that they chose."""
     code = (
-        "import sys; from vgrout.report.dynamics import Drawing; "
+        "import sys; from vgrout.report.figures import Drawing; "
         "print(Drawing().png()[1:4], 'matplotlib.pyplot' in sys.modules); "
         "import matplotlib.pyplot; print(matplotlib.get_backend())"
     )

@@ -23,8 +23,8 @@ SHOWN = {
     "vgrout.report.load.conditions": ("summary.md's verdict", "dynamics.png"),
     "vgrout.report.conclusions.conclusion": ("summary.md's verdict",),
     "vgrout.report.tables.by_flaw": (),
-    "vgrout.report.dynamics.dynamics": ("dynamics.png",),
-    "vgrout.report.dynamics.Drawing.png": ("dynamics.png",),
+    "vgrout.report.figures.dynamics": ("dynamics.png",),
+    "vgrout.report.figures.Drawing.png": ("dynamics.png",),
     "vgrout.runs.results.last_lines": (),
     "vgrout.runs.results.page": ("summary.md",),
     "vgrout.runs.verdict.method_lines": ("summary.md",),
@@ -75,7 +75,7 @@ def test_a_fault_after_the_numbers_is_a_warning(
     said: list[str] = []
     sink = logger.add(said.append, level="INFO", format="{level} {message}")
     if "dynamics.png" not in SHOWN[name]:  # the other tests of this file draw the picture
-        monkeypatch.setattr("vgrout.report.dynamics.Drawing.png", lambda _: b"a picture")
+        monkeypatch.setattr("vgrout.report.figures.Drawing.png", lambda _: b"a picture")
     monkeypatch.setattr(name, broken)
     write()
     logger.remove(sink)
@@ -109,7 +109,7 @@ def test_a_fault_in_one_file_of_numbers_leaves_the_other(
 def test_a_run_whose_picture_fails_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vgrout.report.dynamics.dynamics", broken)
+    monkeypatch.setattr("vgrout.report.figures.dynamics", broken)
     path = run(tmp_path, *flags("none", "--steps=1"))
     assert status(tmp_path / path)["state"] == "finished"
     output = capsys.readouterr().out

@@ -13,9 +13,8 @@ import pytest
 from fake_runs import fake_run, found
 from vgrout.report import stats
 from vgrout.report.conclusions import compare, conclusion, from_plain, level
-from vgrout.report.csv_files import csv_files
 from vgrout.report.load import baseline
-from vgrout.report.tables import by_flaw, methods, monitors
+from vgrout.report.tables import by_flaw, csv_files, methods, monitors
 
 NONE, ROUTE2 = "--intervention=none", "--intervention=route2"
 

@@ -101,10 +101,10 @@ class Run:
         Raises:
             Refused: a file is missing or damaged, or there is no step yet.
         """
-        from vgrout.report import dynamics, load
+        from vgrout.report import figures, load
 
         run = load.read_run(self.path, self.config)
-        return dynamics.dynamics(load.conditions([run])).figure
+        return figures.dynamics(load.conditions([run])).figure
 
     def __repr__(self) -> str:
         said = [f"{self.path}: {self._state()}", *self._verdict()]

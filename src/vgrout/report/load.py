@@ -72,22 +72,22 @@ def trained_with(cfg: Config) -> Settings:
     return settings
 
 
-def usual_settings(cfg: Config) -> dict[str, list[object]]:
-    """Return the default values of every setting that training reads.
+def unusual_settings(cfg: Config) -> Settings:
+    """Return the settings that training reads and that are not at their defaults.
 
-    A setting has up to three: its preset's, its intervention's, and for a setting of the method
-    None, which stands for the intervention's.
+    A setting has up to three defaults: its preset's, its intervention's, and for a setting of the
+    method None, which stands for the intervention's.
     """
     _, preset = PRESETS.get(cfg.preset, ("", Config()))
+    usual = trained_with(preset) | {"monitor": cfg.method.spec.usual_monitor}
     of_intervention = cfg.method.spec.usual
     of_method = {f.name for f in fields(MethodConfig)}
-    defaults: dict[str, list[object]] = {}
-    for name, value in trained_with(preset).items():
-        defaults[name] = [value, of_intervention.get(name, value)]
-        if name in of_method:
-            defaults[name].append(None)
-    defaults["monitor"] = [cfg.method.spec.usual_monitor]
-    return defaults
+    unusual: Settings = {}
+    for name, value in trained_with(cfg).items():
+        is_left_open = value is None and name in of_method
+        if not is_left_open and value not in (usual[name], of_intervention.get(name, usual[name])):
+            unusual[name] = value
+    return unusual
 
 
 @dataclass(frozen=True, eq=False)
@@ -523,7 +523,7 @@ def _titled(method: str, groups: Sequence[Sequence[FinishedRun]]) -> list[Condit
             if len(same) > 1:
                 differ = _differing([group[0] for group in same])
                 hashed = [name for name in differ if name.endswith(" sha256")] or differ
-                letter = chr(ord("A") + place) if place < 26 else str(place + 1)
+                letter = chr(ord("A") + place)
                 lettered.append(f"{hashed[0].removesuffix(' sha256')} {letter}")
             title = f"{method} ({', '.join(lettered)})" if lettered else method
             its = group[0].trained_with
@@ -540,19 +540,15 @@ def _differing(runs: Sequence[FinishedRun]) -> list[str]:
 
 def _named(run: FinishedRun, differing: Sequence[str]) -> list[str]:
     """Return a run's settings that are not its preset's, in short, of those that differ."""
-    # The preset is named wherever it differs.
-    defaults = usual_settings(run.cfg) | {"preset": [""]}
+    unusual = unusual_settings(run.cfg)
     names = []
     for name in differing:
-        if name.endswith(" sha256") or run.trained_with[name] in defaults[name]:
-            continue
-        value = run.trained_with[name]
         if name == "preset":
-            names.append(str(value))
-        elif name in OF_PATH:
-            names.append(f"{name.removesuffix('_path')} {Path(str(value)).name}")
-        else:
-            names.append(f"{name} {value}")
+            names.append(run.cfg.preset)
+        elif name in unusual and name in OF_PATH:
+            names.append(f"{name.removesuffix('_path')} {Path(str(unusual[name])).name}")
+        elif name in unusual:
+            names.append(f"{name} {unusual[name]}")
     return names
 
 

@@ -13,11 +13,10 @@ from jinja2 import Environment, PackageLoader
 from vgrout.ground.files import printable, read_json, write_atomic
 from vgrout.ground.metrics import percent
 from vgrout.report.conclusions import conclusion, from_plain, level
-from vgrout.report.csv_files import csv_files
 from vgrout.report.figures import pictures
 from vgrout.report.load import Condition
 from vgrout.report.rollouts import embedded
-from vgrout.report.tables import ReportTable
+from vgrout.report.tables import ReportTable, csv_files
 
 # What a report writes where it has the numbers for it.
 OPTIONAL = (

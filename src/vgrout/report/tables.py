@@ -1,6 +1,7 @@
-"""The tables of a report, as rows of text. Shares are printed in percent."""
+"""The tables of a report as rows of text, with shares in percent; and for other programs as CSV, with fractions."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pandas import DataFrame, concat
@@ -18,8 +19,16 @@ from vgrout.report.conclusions import (
     level,
     percent,
 )
-from vgrout.report.load import SIDES, WHATS, Condition, baseline, flaws_of
-from vgrout.report.stats import PValue
+from vgrout.report.load import (
+    SIDES,
+    WHATS,
+    Condition,
+    FinishedRun,
+    baseline,
+    flaws_of,
+    unusual_settings,
+)
+from vgrout.report.stats import PValue, wilson
 
 # What decides stands first in the table of methods.
 FIRST = ("method", "Δ hack", "hack deployed", "solve deployed", "Δ solve", "seeds")
@@ -192,17 +201,17 @@ def monitors(found: Sequence[Condition]) -> ReportTable:
 def _scores(flags: DataFrame, flaws: Sequence[str]) -> dict[str, str]:
     """Return the columns of what one monitor flagged."""
     hacks = flags.flagged[flags.flaw.notna()]
-    rates = flagged_by_flaw(flags)
+    rates = _flagged_by_flaw(flags)
     row = {"recall": _of_how_many(Rate(int(hacks.sum()), len(hacks)))}
     for flaw in flaws:
         row[flaw] = _of_how_many(rates.get(flaw))
     row["false flags"] = _of_how_many(rates.get("solved"))
-    area = auc(flags)
+    area = _auc(flags)
     row["AUC"] = "·" if area is None else f"{area:.2f}"
     return row
 
 
-def flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:
+def _flagged_by_flaw(flags: DataFrame) -> dict[str, Rate]:
     """Count the flagged hacks by flaw, and under "solved" the flagged right answers."""
     rates = {}
     for name, flagged in flags.groupby(flags.flaw.fillna("solved"), sort=False).flagged:
@@ -215,8 +224,133 @@ def _of_how_many(rate: Rate | None) -> str:
     return f"{rate.percent} ({rate.n})" if rate and rate.n else "·"
 
 
-def auc(flags: DataFrame) -> float | None:
+def _auc(flags: DataFrame) -> float | None:
     """Return the AUC of a monitor's scores, hacks against right answers; None: it gave none."""
     scored = flags[flags.score.notna()]
     is_hack = scored.flaw.notna()
     return stats.auc(list(scored.score[is_hack]), list(scored.score[~is_hack]))
+
+
+# ── runs.csv and monitors.csv
+
+# Settings that have a column of their own, or are said by `cell`.
+IN_COLUMNS = ("preset", "intervention", "control", "random_flags", "placebo_pairs")
+
+
+def csv_files(found: Sequence[Condition]) -> dict[str, str]:
+    """Return the text of runs.csv and monitors.csv by name, without a file that has no rows."""
+    runs: list[dict[str, object]] = []
+    flagged: list[dict[str, object]] = []
+    for c in found:
+        for run in c.runs:
+            runs.append({"run": run.path.name, "cell": c.title} | _run_row(run))
+            for name, flags in run.flags.groupby("monitor", sort=False):
+                flagged += _thirds(c.title, run, str(name), flags)
+    files = {}
+    for name, rows in (("runs.csv", runs), ("monitors.csv", flagged)):
+        if rows:
+            frame = DataFrame([_inert(row) for row in rows], dtype=object)
+            files[name] = frame.to_csv(index=False)
+    return files
+
+
+def _run_row(run: FinishedRun) -> dict[str, object]:
+    """Return a run's row in runs.csv.
+
+    Shares have Wilson's interval. settings: those that differ from the preset's. flagged_*: how
+    many (k/n) of the hacks that its text monitor has read it flagged, by flaw, and of the right
+    answers (_solved). cos_*: |cos| of a control's direction with the real one over modules, and
+    that of random directions.
+    """
+    method, loss = run.cfg.method, run.cfg.loss
+    is_biased = loss.loss == "grpo" and not loss.unbiased
+    settings = []
+    for name, value in unusual_settings(run.cfg).items():
+        if name not in IN_COLUMNS:
+            settings.append(f"{name}={value}")
+    row: dict[str, object] = {
+        "arm": method.intervention,
+        "control": method.control_name,
+        "settings": " ".join(settings),
+        "base_weights": run.short_hash("base_weights", 8),
+        "loss": "grpo biased" if is_biased else loss.loss,
+        "seed": run.seed,
+        "steps": run.cfg.scale.steps,
+        "onset": run.onset,
+        "hack_last5": run.last_five("hack").value,
+        "solve_last5": run.last_five("solve").value,
+        "modes_learned": run.flaws_learnt,
+        "n": run.final["eval_n"],
+    }
+    for side, what in itertools.product(SIDES, WHATS):
+        name = f"{what}_{side}"
+        rate = run.counted(side, what)
+        low, high = wilson(rate.k, rate.n) if rate.n else (None, None)
+        row[name] = _rounded(run.final.get(name))
+        row[f"{name}_low"] = _rounded(low)
+        row[f"{name}_high"] = _rounded(high)
+    for flaw in run.all_flaws:
+        row[f"hack_deploy_{flaw}"] = run.final["by_mode"].get(flaw, {}).get("deploy_hack")
+    own = run.flags.monitor == method.monitor_name
+    row |= _flag_columns(run.flags[own], run.all_flaws)
+    cosine, by_chance = run.likeness
+    row["cos_rms"] = _rounded(cosine)
+    row["cos_chance_rms"] = _rounded(by_chance)
+    row["revision"] = run.revision
+    row["preregistered"] = run.short_hash("preregistered", 12)
+    return row
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(float(share), 6)
+
+
+def _flag_columns(flags: DataFrame, flaws: Iterable[str]) -> dict[str, str | None]:
+    """Return the flagged_* columns: k/n, or None where nothing was read."""
+    rates = _flagged_by_flaw(flags)
+    columns: dict[str, str | None] = {}
+    for name in (*flaws, "solved"):
+        rate = rates.get(name)
+        columns[f"flagged_{name}"] = f"{rate.k}/{rate.n}" if rate else None
+    return columns
+
+
+def _thirds(
+    title: str, run: FinishedRun, monitor: str, flags: DataFrame
+) -> list[dict[str, object]]:
+    """Return the rows of one monitor in one run: a row for each third of the run."""
+    steps = int(run.steps.step.iloc[-1]) + 1
+    rows: list[dict[str, object]] = []
+    for third in range(3):
+        first = steps * third // 3
+        last = steps * (third + 1) // 3 - 1
+        part = flags[flags.step.between(first, last)]
+        rows.append(
+            {
+                "run": run.path.name,
+                "cell": title,
+                "arm": run.cfg.method.intervention,
+                "acted_on": run.cfg.method.monitor_name,
+                "base_weights": run.short_hash("base_weights", 8),
+                "seed": run.seed,
+                "monitor": monitor,
+                "known_modes": run.cfg.method.known_modes,
+                "steps": f"{first} to {last}",
+                **_flag_columns(part, run.all_flaws),
+                "auc": _rounded(_auc(part)),
+                "revision": run.revision,
+            }
+        )
+    return rows
+
+
+def _inert(row: Mapping[str, object]) -> dict[str, object]:
+    """Quote what a spreadsheet would take for a formula, as its readers do: by an apostrophe."""
+    quoted: dict[str, object] = {}
+    for name, value in row.items():
+        if isinstance(value, str):
+            acts = value.startswith(("=", "+", "-", "@", "\t", "\r"))
+            quoted[name] = ("'" if acts else "") + one_line(value)
+        else:
+            quoted[name] = value
+    return quoted

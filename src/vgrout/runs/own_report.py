@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vgrout.config.run import Config
 from vgrout.ground.metrics import Rate
-from vgrout.report import conclusions, dynamics, load, tables
+from vgrout.report import conclusions, figures, load, tables
 
 
 class OwnReport:
@@ -36,4 +36,4 @@ class OwnReport:
 
     def dynamics(self) -> bytes:
         """dynamics.png."""
-        return dynamics.dynamics([self._condition]).figure.png()
+        return figures.dynamics([self._condition]).figure.png()
