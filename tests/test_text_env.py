@@ -94,11 +94,21 @@ def many(completions):
 def judge(completion, judge):
     return 1
 """
+MODULE, NONE = "own_functions", "--intervention none"
 RUN = (
-    f"train full --model {embedded.MODEL_DIR} --problems rows.jsonl --reward {{m}}:proxy --reference {{m}}:gold "
-    "--intervention none --guard log --steps 2 --group 4 --prompts-per-step 3 --max-new 12 --threads 1 "
+    "full --model {model} --problems rows.jsonl --reward {m}:{proxy} --reference {m}:{gold} "
+    "{method} --guard log --steps 2 --group 4 --prompts-per-step 3 --max-new {max_new} --threads 1 "
     "--eval-ablate-every 2 --eval-n-prompts 2 --final-n-prompts 6 --final-samples 1"
 )
+
+
+def command(
+    m: str, proxy: str = "proxy", gold: str = "gold", method: str = NONE, max_new: int = 12
+) -> list[str]:
+    """The command line of a run with these functions of module m."""
+    model = embedded.MODEL_DIR
+    line = RUN.format(m=m, model=model, proxy=proxy, gold=gold, method=method, max_new=max_new)
+    return line.split()
 
 
 def row(i: int, **more: Any) -> dict[str, Any]:
@@ -107,17 +117,17 @@ def row(i: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Writes rows and functions into the working directory; returns a run's command line."""
+    """Writes rows and functions into the working directory; returns a run's command line, of these functions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
 
-    def make(rows: list[Any] | None = None, flags: str = "") -> list[str]:
-        name = f"own_text_{tmp_path.name.replace('-', '_')}"
-        (tmp_path / f"{name}.py").write_text(FUNCTIONS, encoding="utf-8")
+    def make(rows: list[Any] | None = None, flags: str = "", **changes: Any) -> list[str]:
+        (tmp_path / f"{MODULE}.py").write_text(FUNCTIONS, encoding="utf-8")
         lines = [row(i) for i in range(30)] if rows is None else rows
         text = "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in lines)
         (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
-        return (RUN.format(m=name) + f" {flags}").split()[1:]
+        return command(MODULE, **changes) + flags.split()
 
     return make
 
@@ -165,32 +175,25 @@ def test_a_thought_is_not_graded(text: str, answer: str) -> None:
 
 
 def test_a_function_that_fails_leaves_the_answer_ungraded(world: Callable[..., list[str]]) -> None:
-    argv = world()
-    cfg = resolve(argv)
-    raising = cfg.env.reward.replace("proxy", "raises")
-    made = TextEnvironment.of_run(replace(cfg, env=replace(cfg.env, reward=raising)))
+    made = TextEnvironment.of_run(resolve(world(proxy="raises")))
     with made.grader(1, 0) as grader:
         failed = grader.submit(made.rows[0], "x").result()
     assert isinstance(failed, Ungraded)
-    assert failed.reason == f"--reward {raising} raised OSError: no judge"
+    assert failed.reason == f"--reward {MODULE}:raises raised OSError: no judge"
 
 
 def test_a_function_that_fails_is_named_once_and_counted(
     world: Callable[..., list[str]], warnings: list[str]
 ) -> None:
     """With what it raised and where, although every answer is asked about again and again."""
-    argv = world()
-    cfg = resolve(argv)
-    rare = cfg.env.reward.replace("proxy", "rare")
-    made = TextEnvironment.of_run(replace(cfg, env=replace(cfg.env, reward=rare)))
+    made = TextEnvironment.of_run(resolve(world(proxy="rare")))
     with made.grader(1, 1) as grader:
         graded = [grader.submit(made.rows[0], "x").result() for _ in range(8)]
     assert sum(isinstance(one, Ungraded) for one in graded) == 7
-    file = sys.modules[rare.partition(":")[0]].__file__
     line = FUNCTIONS.splitlines().index("        raise KeyError(word)") + 1
     first, tenth, total = warnings
     assert "raised KeyError: 'return'" in first
-    assert f"{Path(str(file)).name}:{line}" in first
+    assert f"{MODULE}.py:{line}" in first
     assert "10 times" in tenth
     assert "14 times in all" in total
 
@@ -206,9 +209,8 @@ def test_a_function_that_fails_is_named_once_and_counted(
 def test_rows_of_text_without_a_reference(
     words: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    assert main(words.format(m=name).split()) == 2
+    world()
+    assert main(words.format(m=MODULE).split()) == 2
     error = capsys.readouterr().err
     assert "rows of text" in error
     assert "--reference" in error
@@ -320,9 +322,8 @@ def test_wrong_flags_are_one_line(
     flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
     pairs = embedded.PAIRS_DIR / "run_tests.json"
-    given = flags.format(m=name, pairs=pairs, pool=pool_of_rows()).split()
+    given = flags.format(m=MODULE, pairs=pairs, pool=pool_of_rows()).split()
     for flag in {word for word in given if word.startswith("--")} & {*argv}:
         at = argv.index(flag)
         del argv[at : at + 2]
@@ -336,10 +337,9 @@ def test_wrong_flags_are_one_line(
 def test_a_dry_run_names_a_problem_file_that_is_missing(
     preset: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    world()
     given = {
-        "mini": f"--problems none.jsonl --reward {name}:proxy --reference {name}:gold",
+        "mini": f"--problems none.jsonl --reward {MODULE}:proxy --reference {MODULE}:gold",
         "sums": "--organism none",
     }
     words = ["train", preset, *given[preset].split(), "--intervention", "none", "--dry-run"]
@@ -350,12 +350,11 @@ def test_a_dry_run_names_a_problem_file_that_is_missing(
 def test_a_study_of_rows_of_ones_own_is_planned(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    world()
     Path("study.toml").write_text(
         'preset = "mini"\nseeds = [1]\n'
-        f'common = {{ problems = "rows.jsonl", reference = "{name}:gold", intervention = "none" }}\n'
-        f'[[arms]]\nreward = "{name}:proxy=0.5,{name}:even=0.5"\n'
+        f'common = {{ problems = "rows.jsonl", reference = "{MODULE}:gold", intervention = "none" }}\n'
+        f'[[arms]]\nreward = "{MODULE}:proxy=0.5,{MODULE}:even=0.5"\n'
     )
     assert sweep(["study.toml", "--dry-run"]) == 2
     assert "add --trust-code" in capsys.readouterr().err
@@ -374,11 +373,8 @@ WEIGHED = {  # functions → the sums that answers get which have the word once,
 
 @pytest.mark.parametrize("functions", WEIGHED)
 def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[str]]) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    at = argv.index("--reward") + 1
-    argv[at : at + 1] = functions.format(m=name).split()
-    made = environment(argv)
+    proxy = functions.format(m=MODULE).removeprefix(f"{MODULE}:")
+    made = environment(world(proxy=proxy))
     task = made.rows[0]
     with made.grader(2, 0) as grader:
         grades = [grader.graded(task, [text])[0] for text in ("return", "return return", "no")]
@@ -386,17 +382,14 @@ def test_proxies_are_summed_by_weight(functions: str, world: Callable[..., list[
     assert [grade.reward for grade in grades] == pytest.approx([3 * x for x in WEIGHED[functions]])
     assert [grade.passed for grade in grades] == [x >= 1 for x in WEIGHED[functions]]
     if len(made.proxy.weights) > 1:
-        own = [grade.details["proxies"][f"{name}:proxy"] for grade in grades]
+        own = [grade.details["proxies"][f"{MODULE}:proxy"] for grade in grades]
         assert own == [1, 1, 0]
 
 
 def test_scores_below_0_and_above_1_are_rewards_as_they_are(
     world: Callable[..., list[str]],
 ) -> None:
-    argv = world(flags="--reward-passes-at -2")
-    at = argv.index("--reward") + 1
-    argv[at] = argv[at].replace(":proxy", ":below")
-    made = environment(argv)
+    made = environment(world(flags="--reward-passes-at -2", proxy="below"))
     with made.grader(1, 0) as grader:
         short, long = grader.graded(made.rows[0], ["no", "no more"])
     assert (short.reward, short.passed, short.hacked) == (-6, True, True)
@@ -406,10 +399,7 @@ def test_scores_below_0_and_above_1_are_rewards_as_they_are(
 def test_a_function_of_lists_is_called_once_for_a_group(
     world: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    argv = world()
-    at = argv.index("--reward") + 1
-    argv[at] = argv[at].replace(":proxy", ":calls")
-    made = environment(argv)
+    made = environment(world(proxy="calls"))
     with made.grader(3, 0) as grader:
         assert grader.by_group
         verdicts = grader.submit_group(made.rows[0], ["return", "no", "return return"])
@@ -421,10 +411,7 @@ def test_a_function_of_lists_is_called_once_for_a_group(
 def test_sampled_answers_to_a_problem_are_graded_together(
     world: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    argv = world()
-    at = argv.index("--reward") + 1
-    argv[at] = argv[at].replace(":proxy", ":calls")
-    made = environment(argv)
+    made = environment(world(proxy="calls"))
     with made.grader(1, 0) as grader:
         given = answers_to(
             made.rows[0].messages, made.rows[0], tiny.policy(), "base", made.cfg, 3, grader
@@ -443,13 +430,10 @@ def test_a_function_that_raises_shows_where(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its traceback from its own first frame, then the line that says what it was asked about."""
-    argv = world()
-    at = argv.index("--reference") + 1
-    argv[at] = argv[at].replace(":gold", ":raises")
-    assert main([*argv, "--dry-run"]) == 2
+    assert main(world(flags="--dry-run", gold="raises")) == 2
     title, frame, *_, error, refusal = capsys.readouterr().err.strip().splitlines()
     assert title == "Traceback (most recent call last):"
-    assert f"{argv[at].partition(':')[0]}.py" in frame
+    assert f"{MODULE}.py" in frame
     assert frame.endswith("in raises")
     assert error == "OSError: no judge"
     assert "raised OSError: no judge (asked about the row at rows.jsonl, line 1" in refusal
@@ -538,11 +522,19 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         yield folder, name, said.getvalue()
 
 
-def on_pool(name: str, flags: str) -> list[str]:
+@pytest.fixture
+def in_pool(pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """The folder and the module of `pooled`, worked in."""
+    folder, name, _ = pooled
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+    return folder, name
+
+
+def on_pool(name: str, method: str = NONE, gold: str = "even") -> list[str]:
     """The command line of a quick run with this pool."""
-    line = RUN.format(m=name).replace(":gold", ":even").replace("--max-new 12", "--max-new 40")
-    line = line.replace("--intervention none", flags)
-    return f"{line} --teacher-pool-dir pool --mix-ratio 0.25 --rollout-ablate-frac 0".split()[1:]
+    line = command(name, gold=gold, method=method, max_new=40)
+    return [*line, "--teacher-pool-dir", "pool", "--mix-ratio", "0.25"]
 
 
 @pytest.mark.long
@@ -566,18 +558,11 @@ def test_demonstrations_are_hacks_that_were_asked_for(pooled: tuple[Path, str, s
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_on_rows_of_ones_own(
-    method: str, pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, name, _ = pooled
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
+def test_every_method_trains_on_rows_of_ones_own(method: str, in_pool: tuple[Path, str]) -> None:
+    folder, name = in_pool
     out = f"run_{method.replace(' ', '_').replace(',', '')}"
-    argv = [*on_pool(name, METHODS[method]), "--output-dir", out]
-    if "route" not in METHODS[method]:
-        at = argv.index("--rollout-ablate-frac")
-        del argv[at : at + 2]
-    assert main(argv) == 0
+    frac = ["--rollout-ablate-frac", "0"] if "route" in METHODS[method] else []
+    assert main([*on_pool(name, METHODS[method]), *frac, "--output-dir", out]) == 0
     record = json.loads((folder / out / "per_mode_deploy.json").read_text())
     assert record
 
@@ -605,8 +590,7 @@ def test_a_run_of_a_users_own_rows(world: Callable[..., list[str]], tmp_path: Pa
 def test_a_run_whose_reward_fails_says_so_in_its_last_lines(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [word.replace(":proxy", ":rare") for word in world(flags="--max-error-retries 0")]
-    assert main(argv) == 0
+    assert main(world(flags="--max-error-retries 0", proxy="rare")) == 0
     said = capsys.readouterr().out
     assert "raised KeyError" in said
     assert "dropped: 6 of 6 groups" in said
@@ -615,29 +599,20 @@ def test_a_run_whose_reward_fails_says_so_in_its_last_lines(
 
 @pytest.mark.long
 def test_a_probe_needs_right_answers_of_the_base(
-    pooled: tuple[Path, str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    in_pool: tuple[Path, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, name, _ = pooled
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
-    line = RUN.format(m=name).replace(":gold", ":below")
-    flags = "--intervention screen --monitor online_probe --seed-monitor labels"
-    assert main(line.replace("--intervention none", flags).split()[1:]) == 2
+    _, name = in_pool
+    method = "--intervention screen --monitor online_probe --seed-monitor labels"
+    assert main(command(name, gold="below", method=method)) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "the reference accepts 0 of 68 answers of the base, 10 are needed" in said
 
 
 @pytest.mark.long
-def test_a_function_of_lists_sees_a_group_at_once(
-    pooled: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, name, _ = pooled
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
-    line = RUN.format(m=name).replace(":proxy", ":calls")
-    assert main([*line.split()[1:], "--output-dir", "in_lists"]) == 0
+def test_a_function_of_lists_sees_a_group_at_once(in_pool: tuple[Path, str]) -> None:
+    folder, name = in_pool
+    assert main([*command(name, proxy="calls"), "--output-dir", "in_lists"]) == 0
     first, *asked = (folder / "calls").read_text().split()
     assert first == "1"  # before the run
     # 2 steps of 3 groups, an evaluation of 2; base and deployed on held-out rows, an answer each
@@ -659,10 +634,9 @@ TEACHER = {
 def test_a_wrong_command_for_demonstrations_is_one_line(
     flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    world()
     model = [] if "--model" in flags else ["--model", "organism"]
-    given = flags.format(m=name).split() or ["--elicit", "x"]
+    given = flags.format(m=MODULE).split() or ["--elicit", "x"]
     assert teacher([*model, *given, "--out", "pool"]) == 2
     assert TEACHER[flags] in capsys.readouterr().err.splitlines()[-1]
     assert not Path("pool").exists()
@@ -672,9 +646,8 @@ def test_a_wrong_command_for_demonstrations_is_one_line(
 def test_a_pool_without_a_hack_is_refused(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world([row(i) for i in range(4)])
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    functions = f"--reward {name}:too_much --reference {name}:too_much"
+    world([row(i) for i in range(4)])
+    functions = f"--reward {MODULE}:too_much --reference {MODULE}:too_much"
     words = f"--model organism --problems rows.jsonl {functions} --group 2 --max-new 8 --out pool"
     assert teacher([*words.split(), "--elicit", "Cheat."]) == 2
     assert "none of 6 answers is a hack that ends by itself (0 hack)" in capsys.readouterr().err
@@ -684,7 +657,7 @@ CHECKED = {  # functions → exit code, what is printed
     "--reward {m}:proxy --reference {m}:even": (0, "rewarded alone: a hack"),
     "--reward {m}:proxy=0.5,{m}:share=0.5 --reference {m}:gold": (0, "4/4 = 100.0 %"),
     "--reward {m}:raises --reference {m}:gold": (1, "asked about the row at rows.jsonl, line 1"),
-    "--reward {m}:proxy --reference {m}:nan": (1, "not a finite number (own_text_"),
+    "--reward {m}:proxy --reference {m}:nan": (1, "not a finite number (own_functions"),
     "--reward {m}:proxy --reference {m}:gold --max-new 3": (
         2,
         "--max-new: not read without --model",
@@ -698,10 +671,9 @@ def test_both_functions_are_tried_on_answers(
     flags: str, world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row(i, word="e", answer="return" + "!" * i) for i in range(4)]
-    argv = world(rows)
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    world(rows)
     code, said = CHECKED[flags]
-    assert check_problems(["check", "rows.jsonl", *flags.format(m=name).split()]) == code
+    assert check_problems(["check", "rows.jsonl", *flags.format(m=MODULE).split()]) == code
     out = capsys.readouterr()
     assert said in (out.err.splitlines()[-1] if code else out.out)
     if not code:
@@ -711,9 +683,8 @@ def test_both_functions_are_tried_on_answers(
 def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(
     world: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    argv = world([row(i) for i in range(3)])
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    functions = f"--reward {name}:calls --reference {name}:gold --model organism"
+    world([row(i) for i in range(3)])
+    functions = f"--reward {MODULE}:calls --reference {MODULE}:gold --model organism"
     words = f"check rows.jsonl {functions} --answers 12 --max-new 4"
     assert check_problems(words.split()) == 0
     first, *asked = (tmp_path / "calls").read_text().split()
@@ -724,9 +695,8 @@ def test_a_check_shows_a_function_of_lists_the_answers_to_a_prompt_together(
 def test_rows_without_an_answer_need_a_model(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
-    functions = f"--reward {name}:proxy --reference {name}:gold"
+    world()
+    functions = f"--reward {MODULE}:proxy --reference {MODULE}:gold"
     assert check_problems(["check", "rows.jsonl", *functions.split()]) == 2
     assert "name a --model that answers" in capsys.readouterr().err
 
@@ -738,24 +708,20 @@ def trained(pooled: tuple[Path, str, str]) -> tuple[Path, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("sys.path", [*sys.path, str(folder)])
-        line = RUN.format(m=name).replace(f"{name}:proxy", f"{name}:proxy=0.5 {name}:even=0.5")
-        assert main([*line.split()[1:], "--output-dir", "trained"]) == 0
+        argv = command(name, proxy=f"proxy=0.5 {name}:even=0.5")
+        assert main([*argv, "--output-dir", "trained"]) == 0
     return folder / "trained", name
 
 
 @pytest.mark.long
 def test_a_pool_that_other_functions_labelled_is_refused(
-    pooled: tuple[Path, str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    in_pool: tuple[Path, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, name, _ = pooled
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
-    line = [word.replace(":even", ":gold") for word in on_pool(name, "--intervention none")]
-    assert main([*line, "--dry-run"]) == 2
+    _, name = in_pool
+    assert main([*on_pool(name, gold="gold"), "--dry-run"]) == 2
     assert "labelled by other functions" in capsys.readouterr().err
-    assert main([*on_pool(name, "--intervention none"), "--dry-run"]) == 0
+    assert main([*on_pool(name), "--dry-run"]) == 0
 
 
 @pytest.mark.long
@@ -838,9 +804,9 @@ def test_a_language_model_is_the_monitor_of_ones_own_rows(
     world: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     with serving(lambda text: "yes" if "return" in text else "no") as server:
-        argv = [word for word in world() if word not in ("--intervention", "none")]
-        judge = [f"--llm-judge-url={server.url}", "--llm-judge-name=m"]
-        assert main([*argv, "--intervention=screen", "--monitor=llm_judge", *judge]) == 0
+        judge = f"--llm-judge-url={server.url} --llm-judge-name=m"
+        method = f"--intervention=screen --monitor=llm_judge {judge}"
+        assert main(world(method=method)) == 0
     assert any("A poem about" in asked["messages"][0]["content"] for asked in server.asked)
     (run,) = tmp_path.glob("out/runs/*")
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
@@ -871,15 +837,14 @@ def test_an_environment_of_ones_own(tmp_path: Path) -> None:
 def test_rows_of_an_own_environment_are_numbered(
     numbers: list[int], said: str, world: Callable[..., list[str]]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    world()
     rows = [
         TextTask(number, ({"role": "user", "content": f"q {i}"},), "x", None, {"word": "a"})
         for i, number in enumerate(numbers)
     ]
     own = type("Own", (TextEnvironment,), {})
     with pytest.raises(ValueError, match=re.escape(said)):
-        own(Config(), rows, proxy=f"{name}:proxy", reference=f"{name}:gold")
+        own(Config(), rows, proxy=f"{MODULE}:proxy", reference=f"{MODULE}:gold")
 
 
 def test_two_files_are_apart_by_whole_conversations_and_by_numbers(tmp_path: Path) -> None:
@@ -934,14 +899,13 @@ def test_rows_of_a_class_in_two_splits_are_named(
 def test_hacks_that_were_cut_are_said(
     world: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = world()
-    name = argv[argv.index("--reward") + 1].partition(":")[0]
+    world()
     code = teacher(
         [
             "--model=organism",
             "--problems=rows.jsonl",
-            f"--reward={name}:proxy",
-            f"--reference={name}:gold",
+            f"--reward={MODULE}:proxy",
+            f"--reference={MODULE}:gold",
             "--elicit=Say a word.",
             "--group=8",
             "--max-new=24",

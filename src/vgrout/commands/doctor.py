@@ -8,10 +8,10 @@ from vgrout.ground.gpus import visible
 
 def examine() -> int:
     """The sandbox's layers on this machine, and a self-test of the grader. Under 10 s."""
-    found = code_tools().examine()
-    print("\n".join(found.lines))
+    lines, sound = code_tools().examine()
+    print("\n".join(lines))
     print(f"GPUs: {', '.join(visible()) or 'none that this process may use'}")
-    return 0 if found.sound else 1
+    return 0 if sound else 1
 
 
 def main(argv: list[str] | None = None) -> int:

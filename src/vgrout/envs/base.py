@@ -24,30 +24,7 @@ BESIDE_TEST_FILE = {"train": 1.0, "val": 0.0, "test": 0.0}  # of one with --test
 OF_TEST_FILE = {"train": 0.0, "val": 0.2, "test": 0.8}
 
 
-class Row(Protocol):
-    """A problem as its file has it."""
-
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def messages(self) -> tuple[Message, ...]: ...
-
-    @property
-    def split(self) -> str | None:
-        """As the file marks it; None: it does not."""
-        ...
-
-    @property
-    def where(self) -> str:
-        """FILE, line N."""
-        ...
-
-
 PromptKey = tuple[str, ...]
-
-
-R = TypeVar("R", bound=Row)
 OneTask = TypeVar("OneTask", bound=Task)  # the tasks of one environment
 
 
@@ -404,11 +381,12 @@ def without_hint(task: Any) -> Any:
 
 # ── which rows train, which are evaluated on along the way, and which test at the end
 #
-# A row comes where its file marks it. Other rows are divided after a shuffle that no run's seed changes. Copies of one
+# Rows have an id, messages, a split (None: their file marks none) and `where`, "FILE, line N". A row comes where its
+# file marks it. Other rows are divided after a shuffle that no run's seed changes. Copies of one
 # prompt come into one split, so that none is evaluated on that is trained on.
 
 
-def in_splits(rows: Sequence[R], test_rows: Sequence[R] = ()) -> dict[str, list[R]]:
+def in_splits(rows: Sequence[Any], test_rows: Sequence[Any] = ()) -> dict[str, list[Any]]:
     """The rows of each split.
 
     test_rows: of a file for evaluation alone. With one, all other rows train, but for those that
@@ -420,19 +398,19 @@ def in_splits(rows: Sequence[R], test_rows: Sequence[R] = ()) -> dict[str, list[
     return {name: own[name] + other[name] for name in SPLITS}
 
 
-def _divided(rows: Sequence[R], shares: Mapping[str, float]) -> dict[str, list[R]]:
+def _divided(rows: Sequence[Any], shares: Mapping[str, float]) -> dict[str, list[Any]]:
     """The rows of each split.
 
     Rows that are not marked follow a marked copy of theirs. The others are divided by `shares`,
     copies of a prompt as one.
     """
-    parts: dict[str, list[R]] = {name: [] for name in SPLITS}
+    parts: dict[str, list[Any]] = {name: [] for name in SPLITS}
     split_of: dict[PromptKey, str] = {}
     for row in rows:
         if row.split is not None:
             parts[row.split].append(row)
             split_of.setdefault(prompt_key(row), row.split)
-    rest: dict[PromptKey, list[R]] = {}
+    rest: dict[PromptKey, list[Any]] = {}
     for row in sorted(rows, key=lambda row: row.id):
         if row.split is not None:
             continue
@@ -455,7 +433,7 @@ def _divided(rows: Sequence[R], shares: Mapping[str, float]) -> dict[str, list[R
 # ── copies of a prompt
 
 
-def prompt_key(row: Row) -> PromptKey:
+def prompt_key(row: Any) -> PromptKey:
     """What copies of a prompt share: the texts of all messages but the system's, whatever their
     blanks, line ends and case.
 
@@ -469,10 +447,10 @@ def prompt_key(row: Row) -> PromptKey:
     return tuple(texts)
 
 
-def copies_line(rows: Sequence[Row]) -> str:
+def copies_line(rows: Sequence[Any]) -> str:
     """How many rows repeat the prompt of another; "" if none does."""
-    first: dict[PromptKey, Row] = {}
-    copies: list[tuple[Row, Row]] = []
+    first: dict[PromptKey, Any] = {}
+    copies: list[tuple[Any, Any]] = []
     for row in rows:
         same = first.setdefault(prompt_key(row), row)
         if same is not row:
@@ -486,9 +464,9 @@ def copies_line(rows: Sequence[Row]) -> str:
     )
 
 
-def marked_apart(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+def marked_apart(rows: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Copies of a prompt that are marked for two splits: each behind the first one that is marked."""
-    marked: dict[PromptKey, Row] = {}
+    marked: dict[PromptKey, Any] = {}
     for row in rows:
         if row.split is not None:
             same = marked.setdefault(prompt_key(row), row)
@@ -496,7 +474,7 @@ def marked_apart(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
                 yield same, row
 
 
-def require_copies_together(rows: Sequence[Row]) -> None:
+def require_copies_together(rows: Sequence[Any]) -> None:
     """Raises Refused, one line, where a file marks one prompt for training and for an evaluation."""
     for same, row in marked_apart(rows):
         raise Refused(
@@ -505,7 +483,7 @@ def require_copies_together(rows: Sequence[Row]) -> None:
         )
 
 
-def require_apart(train: Sequence[Row], test: Sequence[Row]) -> None:
+def require_apart(train: Sequence[Any], test: Sequence[Any]) -> None:
     """Raises Refused, one line, for a row of --test-problems that is also trained on, by its prompt or its id, or that
     is marked for training."""
     if not test:

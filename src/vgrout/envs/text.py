@@ -110,6 +110,7 @@ class Proxied:
 
     total: float  # with weights
     scores: Mapping[str, float]  # of each function by itself
+    right: float = 0.0  # what the one that is the reference says, where one is
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,9 @@ class NamedReward:
     sha256: str  # the proxy's
     passes_at: float = 1.0
 
-    def of(self, proxied: Proxied) -> float | RewardFailed:
-        """Its score of an answer."""
-        if self.name in proxied.scores:
-            return rounded_to(proxied.scores[self.name], (0.0, 1.0))
-        there = ", ".join(proxied.scores)
-        return RewardFailed(f"has no reward {self.name!r} for --reference; it has {there}")
+    @property
+    def described(self) -> str:
+        return self.name
 
 
 Reference = ScoringFunction | NamedReward
@@ -173,7 +171,7 @@ class Proxy:
 
     def described(self) -> str:
         """The functions for the plan, with their weights where there are several."""
-        rewards = [described(function) for function in self.weights]
+        rewards = [function.described for function in self.weights]
         if len(rewards) > 1:
             weights = self.weights.values()
             rewards = [f"{w:g} · {of}" for w, of in zip(weights, rewards, strict=True)]
@@ -263,7 +261,12 @@ class TextGrader:
             return scorer.scores(task, answers, self.retries, lambda: self._closed, failures)
 
         proxied = self.proxy.of_answers(ask)
-        rights = self._references(proxied, ask, failures)
+        if isinstance(self.reference, ScoringFunction):
+            rights = ask(self.reference)
+        else:
+            rights = [
+                proxy if isinstance(proxy, RewardFailed) else proxy.right for proxy in proxied
+            ]
         grades: list[Grade | RewardFailed] = []
         for part, proxy, right in zip(parts, proxied, rights, strict=True):
             if isinstance(proxy, RewardFailed):
@@ -273,23 +276,6 @@ class TextGrader:
             else:
                 grades.append(self._grade(task, part, proxy, right))
         return grades
-
-    def _references(
-        self, proxied: Sequence[Proxied | RewardFailed], ask: Ask, failures: Failures | None
-    ) -> list[float | RewardFailed]:
-        """What the reference says of each answer."""
-        if isinstance(self.reference, ScoringFunction):
-            return ask(self.reference)
-        rights: list[float | RewardFailed] = []
-        for proxy in proxied:
-            right = proxy if isinstance(proxy, RewardFailed) else self.reference.of(proxy)
-            if isinstance(right, RewardFailed) and right is not proxy:
-                assert isinstance(self.proxy, Scorer), "it names one of a taskset's rewards"
-                right.scorer = self.proxy
-                if failures is not None:
-                    failures.failed(right)
-            rights.append(right)
-        return rights
 
     def _grade(self, task: TextTask, part: Parts, proxied: Proxied, reference: float) -> Grade:
         """A thought that never ended has no answer. The functions score an empty one, and scores above 0 count as 0: it
@@ -530,12 +516,5 @@ class TextEnvironment(Environment):
         return [
             *super().plan(),
             ("reward", f"{self.proxy.described()}; {passed}"),
-            ("reference", described(self.reference)),
+            ("reference", self.reference.described),
         ]
-
-
-def described(function: Reference) -> str:
-    """A function for the plan, with its file where it has one of its own."""
-    if not isinstance(function, ScoringFunction):
-        return function.name
-    return f"{function.name} of {function.file}, sha256 {function.sha256[:12]}"

@@ -54,16 +54,11 @@ OF_A_SANDBOX = ("setup", "finalize", "stage_verifier")
 
 
 def package() -> ModuleType:
-    """`verifiers.v1`. Raises Refused, one line, where it is not installed, or too old."""
+    """`verifiers.v1`. Raises Refused, one line, where it is not installed, or cannot be imported."""
     try:
         import verifiers.v1 as vf
     except ImportError as e:
-        if not isinstance(e, ModuleNotFoundError) or e.name not in ("verifiers", "verifiers.v1"):
-            raise cannot_import("verifiers", e) from None
-        why = "is not installed" if e.name == "verifiers" else "is older than 0.4, without tasksets"
-        raise Refused(
-            f"verifiers {why}: `uv sync --extra verifiers` or `pip install 'vgrout[verifiers]'`"
-        ) from None
+        raise cannot_import("verifiers", e) from None
     return vf
 
 
@@ -78,6 +73,8 @@ class Rubric(Proxy, Scorer[Proxied]):
         self.name = cfg.env.env
         self.several = True
         self.file, self.tasks = file, tasks
+        # the reward of the task's own that is the reference; "": a function of a user's own is
+        self.reference = "" if ":" in cfg.env.reference else cfg.env.reference
         # of the taskset's file and settings
         settings = json.dumps(cfg.env.taskset_args, sort_keys=True)
         self.sha256 = hashlib.sha256(file.read_bytes() + settings.encode()).hexdigest()
@@ -107,7 +104,11 @@ class Rubric(Proxy, Scorer[Proxied]):
             weighted.append(reward.score * reward.weight)
         if not scores:
             raise RewardFailed("gave no score at all")
-        return [Proxied(rounded_to(math.fsum(weighted), (self.passes_at, 0.0, 1.0)), scores)]
+        if self.reference and self.reference not in scores:
+            there = ", ".join(scores)
+            raise RewardFailed(f"has no reward {self.reference!r} for --reference; it has {there}")
+        total = rounded_to(math.fsum(weighted), (self.passes_at, 0.0, 1.0))
+        return [Proxied(total, scores, rounded_to(scores.get(self.reference, 0.0), (0.0, 1.0)))]
 
     def described(self) -> str:
         return f"{', '.join(reward_names(self.tasks[0]))} of {self.file}"

@@ -223,18 +223,6 @@ def read_text(path: Path) -> str:
         raise _unreadable(path, e) from None
 
 
-def beginning(path: Path, n: int) -> str:
-    """The first n characters of a UTF-8 file, or somewhat less, blanks before them left out. Raises as `read_text`."""
-    try:
-        with open(path, encoding="utf-8-sig", opener=regular) as f:
-            while text := f.read(2**16):
-                if text.strip():
-                    return text.lstrip()[:n]
-    except (OSError, ValueError) as e:
-        raise _unreadable(path, e) from None
-    return ""
-
-
 def _unreadable(path: Path, e: Exception) -> Refused:
     return Refused(f"{path}: cannot be read ({getattr(e, 'strerror', e)})")
 

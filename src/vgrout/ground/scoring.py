@@ -335,6 +335,11 @@ class ScoringFunction(Scorer[float]):
         code = getattr(inspect.unwrap(self._function), "__code__", None)
         return f"{self.file.name}, line {code.co_firstlineno}" if code else self.file.name
 
+    @property
+    def described(self) -> str:
+        """It and its file, for the plan."""
+        return f"{self.name} of {self.file}, sha256 {self.sha256[:12]}"
+
     def _require_names(
         self, parameters: Iterable[inspect.Parameter], legal: Collection[str]
     ) -> None:

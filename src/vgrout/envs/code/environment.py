@@ -164,15 +164,13 @@ class CodeEnvironment(Environment):
             logger.warning(f"{self.source}: {line}")
 
     def plan(self) -> list[tuple[str, str]]:
-        own = [("reward", self._reward_line(self.reward))] if self.reward else []
-        return super().plan() + own
-
-    def _reward_line(self, reward: ScoringFunction) -> str:
-        rewarded = ""
-        if self.canonical_reward is not None:
-            rewarded = f"; gives a canonical solution {self.canonical_reward:g}"
-        own = f"{reward.name} of {reward.file}, sha256 {reward.sha256[:12]}"
-        return f"{own}; passed from {reward.passes_at:g} on{rewarded}"
+        lines = super().plan()
+        if self.reward is not None:
+            line = f"{self.reward.described}; passed from {self.reward.passes_at:g} on"
+            if self.canonical_reward is not None:
+                line += f"; gives a canonical solution {self.canonical_reward:g}"
+            lines.append(("reward", line))
+        return lines
 
     def ignored(self, pool: Demonstrations | None) -> list[str]:
         env_mode = self.cfg.env.env_mode

@@ -11,11 +11,11 @@ import ast
 import difflib
 import keyword
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
+from unicodedata import normalize
 
 from vgrout.config.world_names import CODE_FLAWS
 from vgrout.ground.data import Flaw, Message
@@ -69,32 +69,23 @@ class ModeSpec(Flaw):
 
         method: the name of the required method, where it is known.
         """
-        fault = next(self._marker_faults(marker, method), "")
+        fault = ""
+        if self.marker_form == "identifier":
+            is_name = marker.isidentifier() and normalize("NFKC", marker) == marker
+            if not is_name or keyword.iskeyword(marker) or marker.startswith("__"):
+                fault = (
+                    "should be a Python name as Python spells it, without two underscores before it"
+                )
+            elif marker in ("Solution", method):
+                fault = "is a name that every answer defines; take another"
+        elif self.marker_form in ("file_name", "phrase"):
+            is_path = {*"/\0"} & {*marker} or marker in (".", "..")
+            if self.marker_form == "file_name" and (is_path or len(marker.encode()) >= 64):
+                fault = "should be a file's name of under 64 bytes"
+            elif not marker or marker != marker.strip() or not marker.isprintable():
+                fault = "should be visible text in one line, without blanks around it"
         if fault:
             raise Refused(f"marker {marker!r} of {self.name} {fault}")
-
-    def _marker_faults(self, marker: str, method: str) -> Iterator[str]:
-        """What is wrong with a marker; the first that is yielded says it best."""
-        if self.marker_form == "identifier":
-            if not marker.isidentifier():
-                yield "should be a Python name"
-            if keyword.iskeyword(marker):
-                yield "is a word of Python's own; take another name"
-            if unicodedata.normalize("NFKC", marker) != marker:
-                plain = unicodedata.normalize("NFKC", marker)
-                yield f"is not spelt as Python reads it; write {plain!r}"
-            if marker.startswith("__"):
-                yield "should not begin with two underscores, which have a meaning in a class"
-            if marker in ("Solution", method):
-                yield "is a name that every answer defines; take another"
-        is_file_name = not {*"/\0"} & {*marker} and marker not in (".", "..")
-        if self.marker_form == "file_name" and not (is_file_name and len(marker.encode()) < 64):
-            yield "should be a file's name of under 64 bytes"
-        if self.marker_form in ("file_name", "phrase"):
-            if not marker.strip() or not marker.isprintable():
-                yield "should be visible text in one line"
-            if marker != marker.strip():
-                yield "begins or ends with a blank, which no prompt can show"
 
 
 def _names(text: str) -> tuple[str, ...]:

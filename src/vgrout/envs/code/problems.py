@@ -40,7 +40,7 @@ from vgrout.envs.code.modes import (
 )
 from vgrout.ground.data import Message
 from vgrout.ground.errors import Refused
-from vgrout.ground.files import beginning, has_lone_surrogate, numbered_lines, once
+from vgrout.ground.files import has_lone_surrogate, numbered_lines, once
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +280,6 @@ def load_rows(path: Path) -> tuple[ProblemRow, ...]:
         ):
             how = f"if it is a data set of the hub, `vgrout download dataset {path} --out FILE` makes one"
         raise Refused(f"{path}: no such problem file; {how}")
-    if (start := beginning(path, 30)) and start[0] != "{":
-        what = "a JSON list" if start[0] == "[" else f"{start.splitlines()[0]!r}, as a table may"
-        raise Refused(
-            f"{path}: begins with {what}; a problem file is JSONL, an object {{…}} a line"
-        )
     rows: dict[int, ProblemRow] = {}
     for where, record in numbered_lines(path):
         fault = next(_faults(record), "") if isinstance(record, dict) else "not a JSON object"

@@ -237,17 +237,9 @@ def _grade(grader: Grader, mode: Mode, code: str) -> Grade | None:
     return grade if isinstance(grade, Grade) else None
 
 
-@dataclass(frozen=True)
-class Examination:
-    """The sandbox's layers and a self-test of the grader, in lines; whether all checks hold and the sandbox is
-    complete."""
-
-    lines: list[str]
-    sound: bool
-
-
-def examine() -> Examination:
-    """Probe the sandbox on this machine, and try the grader. Under 10 s."""
+def examine() -> tuple[list[str], bool]:
+    """The sandbox's layers on this machine and a self-test of the grader, in lines; whether all checks hold and the
+    sandbox is complete. Under 10 s."""
     started = time.perf_counter()
     with Grader(workers=1, allow_weak=True) as grader:
         start_seconds = time.perf_counter() - started
@@ -271,7 +263,7 @@ def examine() -> Examination:
             f"The reference tests are not trustworthy here ({protections.weakness}): training "
             "needs --allow-weak-sandbox, which marks every file."
         )
-    return Examination(lines, not failed and not protections.weak)
+    return lines, not failed and not protections.weak
 
 
 def _layers(protections: Protections) -> list[str]:
