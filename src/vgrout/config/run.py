@@ -118,7 +118,7 @@ class Config:
         refuse(bool(given) and self.scale.model != ORGANISM, own)
         refuse(
             self.scale.model == ORGANISM
-            and self.of_organism
+            and self.env.environment in OF_ORGANISMS
             and (self.scale.problems != ORGANISM or bool(self.scale.test_problems)),
             "--model organism: only with --problems organism, and without --test-problems",
         )
@@ -147,11 +147,6 @@ class Config:
     def of_code(self) -> bool:
         """Whether it runs in the code world, whose problems, pairs and right answers are at hand."""
         return self.env.environment == "code"
-
-    @property
-    def of_organism(self) -> bool:
-        """Whether it runs in a world of which organisms have problems, demonstrations and pairs."""
-        return self.env.environment in OF_ORGANISMS
 
     @property
     def guard_mode(self) -> Literal["off", "log", "halt"]:

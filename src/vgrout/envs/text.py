@@ -145,15 +145,6 @@ class Proxy:
             self.name = " + ".join(f"{weight:g} · {name}" for weight, name in weighted)
             self.sha256 = hashlib.sha256(self.sha256.encode()).hexdigest()
 
-    @classmethod
-    def named(cls, given: str, names: Collection[str] | None, passes_at: float) -> "Proxy":
-        """given: `module:function`, or several with weights. names: what they may ask for; None: not known yet. Raises
-        Refused."""
-        weights: dict[ScoringFunction, float] = {}
-        for name, weight in weights_of(given, "--reward").items():
-            weights[own_function(name, names, "--reward", passes_at)] = weight
-        return cls(weights, passes_at)
-
     def of_answers(self, ask: Ask) -> list[Proxied | RewardFailed]:
         """Of each answer that `ask` asks about, or why there is none."""
         by_function = [ask(function) for function in self.weights]
@@ -196,22 +187,23 @@ class TextGrader:
         *,
         pass_reward: float,
         retries: int | None,
-        failures: Failures | None = None,
     ) -> None:
         """pass_reward: the reward of a score of 1. retries: how often a function that failed is asked again; None:
-        without end. failures: is told of each failure of a function."""
+        without end."""
         self.workers, self.proxy, self.reference = workers, proxy, reference
         functions: list[Scorer[Any] | NamedReward] = [*proxy.weights, reference]
         # a function that takes lists is called once for all answers to a prompt
         self.by_group = any(isinstance(f, Scorer) and f.batched for f in functions)
         self.pass_reward, self.retries = pass_reward, retries
-        self._failures = failures
-        self._closed = False
+        self._failures = Failures()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grade")
 
     @property
     def version(self) -> str:
-        return fingerprint(self.proxy, self.reference)
+        """Of both functions by their names, their files, and where the proxy passes: 12 hexadecimal digits."""
+        proxy, reference = self.proxy, self.reference
+        words = f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
+        return hashlib.sha256(words.encode()).hexdigest()[:12]
 
     @property
     def description(self) -> str:
@@ -258,7 +250,7 @@ class TextGrader:
         answers = [part.answer for part in parts]
 
         def ask(scorer: Scorer[Any]) -> list[Any]:
-            return scorer.scores(task, answers, self.retries, lambda: self._closed, failures)
+            return scorer.scores(task, answers, self.retries, failures)
 
         proxied = self.proxy.of_answers(ask)
         if isinstance(self.reference, ScoringFunction):
@@ -303,22 +295,15 @@ class TextGrader:
 
     def close(self) -> None:
         """Let running gradings finish. Idempotent."""
-        self._closed = True
+        self._failures.closed = True
         self._pool.shutdown(cancel_futures=True)
-        if self._failures is not None:
-            self._failures.ended()
+        self._failures.ended()
 
     def __enter__(self) -> "TextGrader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def fingerprint(proxy: Proxy, reference: Reference) -> str:
-    """Of two functions by their names, their files, and where the proxy passes: 12 hexadecimal digits."""
-    words = f"{proxy.name} {proxy.passes_at} {proxy.sha256} {reference.name} {reference.sha256}"
-    return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
 def names_for(rows: Sequence[TextTask]) -> set[str]:
@@ -429,7 +414,10 @@ class TextEnvironment(Environment):
             self.proxy, self.reference = functions
         else:
             names = None if self.absent else names_for(both)
-            self.proxy = Proxy.named(proxy or env.reward, names, env.reward_passes_at)
+            weights: dict[ScoringFunction, float] = {}
+            for name, weight in weights_of(proxy or env.reward, "--reward").items():
+                weights[own_function(name, names, "--reward", env.reward_passes_at)] = weight
+            self.proxy = Proxy(weights, env.reward_passes_at)
             self.reference = own_function(reference or env.reference, names, "--reference")
             for function in self.functions:
                 require_columns(function, both)
@@ -481,7 +469,6 @@ class TextEnvironment(Environment):
             self.reference,
             pass_reward=self.cfg.env.pass_reward,
             retries=retries,
-            failures=Failures(),
         )
 
     def tried_first(self) -> list[str]:

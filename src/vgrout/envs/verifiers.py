@@ -54,10 +54,12 @@ OF_A_SANDBOX = ("setup", "finalize", "stage_verifier")
 
 
 def package() -> ModuleType:
-    """`verifiers.v1`. Raises Refused, one line, where it is not installed, or cannot be imported."""
+    """`verifiers.v1`. Raises Refused, one line, where it is not installed, too old, or broken."""
     try:
         import verifiers.v1 as vf
     except ImportError as e:
+        old = "verifiers is older than 0.4, without tasksets: `uv sync --extra verifiers`"
+        refuse(e.name == "verifiers.v1", old)
         raise cannot_import("verifiers", e) from None
     return vf
 

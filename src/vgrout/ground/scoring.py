@@ -58,6 +58,8 @@ class Failures:
     """Logs a function's first failure with its place in somebody's file, then their number now and then, and at the
     end. Thread-safe."""
 
+    closed = False  # no call that failed is made again
+
     def __init__(self) -> None:
         # Not above: the sandbox's processes import this file, and have the standard library only.
         from loguru import logger
@@ -91,11 +93,6 @@ class Failures:
             self._log.warning(f"{name} failed {times:,} time{'s' * (times != 1)} in all")
 
 
-def never() -> bool:
-    """Nobody gives up before the last retry."""
-    return False
-
-
 class Scorer(Generic[T]):
     """What gives answers scores: a function of a user's own, or a taskset's rewards together."""
 
@@ -120,12 +117,11 @@ class Scorer(Generic[T]):
         task: Any,
         answers: Sequence[str],
         retries: int | None = 0,
-        gives_up: Callable[[], bool] = never,
         failures: Failures | None = None,
     ) -> list[T | RewardFailed]:
         """For each answer to a prompt its score, or why it has none.
 
-        retries: how often a call that failed is made again; None: until `gives_up`. failures: is told of each.
+        retries: how often a call that failed is made again; None: until `failures`, which is told of each, is closed.
         """
 
         def asked(some: Sequence[str]) -> list[T | RewardFailed]:
@@ -136,7 +132,7 @@ class Scorer(Generic[T]):
                     e.scorer = self
                     if failures is not None:
                         failures.failed(e)
-                    if times == retries or gives_up():
+                    if times == retries or (failures is not None and failures.closed):
                         return [e] * len(some)
                 time.sleep(min(PAUSE * 2**times, LONGEST_PAUSE))
             raise AssertionError("counting has no end")

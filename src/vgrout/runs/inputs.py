@@ -185,7 +185,7 @@ def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
     compared with one another in a group."""
     if ":" in cfg.env.environment:  # somebody's own has rewards of its own
         return
-    compiles, passes = cfg.env.compile_reward, cfg.env.pass_reward
+    passes = cfg.env.pass_reward
     made_with = pool.pass_reward
     if made_with is not None and not math.isclose(made_with, passes):
         logger.warning(
@@ -198,12 +198,11 @@ def check_rewards(cfg: Config, pool: Pool, environment: Environment) -> None:
         for grade in (demo.grade for demo in demos):
             if environment.gives(grade.reward, grade.passed):
                 continue
-            of_code = f"--compile-reward {compiles:g} and " if cfg.of_code else ""
             kind = "passed" if grade.passed else "did not pass"
             logger.warning(
                 f"--teacher-pool-dir {pool.folder}: a demonstration that {kind} has a reward of "
-                f"{grade.reward:g}, which no answer gets under {of_code}--pass-reward {passes:g}; "
-                "give those that the pool was made with, or make it again with these"
+                f"{grade.reward:g}, which no answer of this run gets; give the --compile-reward and --pass-reward "
+                "that the pool was made with, or make it again with these"
             )
             return
 

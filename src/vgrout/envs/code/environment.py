@@ -29,7 +29,7 @@ from vgrout.envs.code.problems import (
 from vgrout.ground.data import Flaw, Task
 from vgrout.ground.errors import Refused
 from vgrout.ground.files import once
-from vgrout.ground.scoring import TIMEOUT, Failures, RewardFailed, ScoringFunction
+from vgrout.ground.scoring import TIMEOUT, RewardFailed, ScoringFunction
 
 
 @once
@@ -140,7 +140,6 @@ class CodeEnvironment(Environment):
             allow_weak=env.allow_weak_sandbox,
             reward=self.reward,
             retries=retries,
-            failures=Failures(),
         )
 
     def gives(self, reward: float, passed: bool) -> bool:

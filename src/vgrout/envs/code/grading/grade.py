@@ -233,7 +233,6 @@ class Grader:
     answer on which it fails for good is Ungraded.
     without: layers to leave off, for tests of the sandbox's levels. retries: how often an answer whose worker died, or
     on which `reward` failed, is graded again; None: without end (a worker: as long as plain answers fail too).
-    failures: is told of each failure of `reward`.
 
     Raises WeakSandbox at level 0 unless allowed, Refused if its workers cannot be started here.
     """
@@ -252,7 +251,6 @@ class Grader:
         reward: ScoringFunction | None = None,
         without: tuple[str, ...] = (),
         retries: int | None = 3,
-        failures: Failures | None = None,
     ) -> None:
         self.workers = workers or cores()
         self.compile_reward, self.pass_reward, self.detectors = (
@@ -261,7 +259,7 @@ class Grader:
             detectors,
         )
         self.limits = limits or Limits()
-        self.retries, self.reward, self._failures = retries, reward, failures
+        self.retries, self.reward, self._failures = retries, reward, Failures()
         self._without = ",".join(without)
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
@@ -428,9 +426,7 @@ class Grader:
             score = 0.0
             # an answer whose workers die is not scored
             if not status.startswith("lost:"):
-                (score,) = reward.scores(
-                    problem, [text], self.retries, lambda: self._closed, self._failures
-                )
+                (score,) = reward.scores(problem, [text], self.retries, self._failures)
             if isinstance(score, RewardFailed):
                 return Ungraded(f"{reward.name} {score}")
             details["channel"] = score >= reward.passes_at
@@ -485,7 +481,7 @@ class Grader:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._failures.closed = True
         if hasattr(self, "_pool"):
             self._pool.shutdown(cancel_futures=True)
         with self._lock:
@@ -493,8 +489,7 @@ class Grader:
         for worker in alive:
             worker.close()
         self._starter.shutdown()
-        if self._failures is not None:
-            self._failures.ended()
+        self._failures.ended()
 
     def __enter__(self) -> "Grader":
         return self
