@@ -17,6 +17,19 @@ def reply(text: str, finish: str = "stop") -> dict[str, Any]:
     return {"choices": [choice], "usage": {"prompt_tokens": 11, "completion_tokens": 3}}
 
 
+# faults that are no more than another body
+SENT = {
+    "garbage JSON": b'{"choices": [',
+    "a list": b"[]",
+    "empty choices": b'{"choices": []}',
+    "null content": b'{"choices": [{"message": {"content": null}}]}',
+    "huge": json.dumps(reply("yes " * 2**20)).encode(),
+    "deep": b"[" * 100_000,
+    "cut off": json.dumps(reply("I see no", "length")).encode(),
+    "no verdict": json.dumps(reply("Yes, I think that it is fine.")).encode(),
+}
+
+
 class JudgeServer(ThreadingHTTPServer):
     """fault: what every request meets, by its name below; `asked` has all bodies, `headers` all headers."""
 
@@ -57,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, n: int, text: str) -> None:
         server, fault = self.server, self.server.fault
         good = json.dumps(reply(server.answer(text))).encode()
+        if fault in SENT:
+            return self._send(SENT[fault])
         if fault == "slow":
             server.closing.wait(30)
         elif fault == "a little slow":
@@ -77,30 +92,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(f"wrong key {self.headers['Authorization']}".encode(), 401)
         elif fault == "redirect":
             return self._send(b"", 302, Location=f"{server.url}/elsewhere")
-        elif fault == "garbage JSON":
-            return self._send(b'{"choices": [')
-        elif fault == "a list":
-            return self._send(b"[]")
-        elif fault == "empty choices":
-            return self._send(b'{"choices": []}')
-        elif fault == "null content":
-            return self._send(b'{"choices": [{"message": {"content": null}}]}')
         elif fault == "no UTF-8":
             return self._send(good.replace(b"assistant", b"\xff\xfe"))
-        elif fault == "huge":
-            return self._send(json.dumps(reply("yes " * 2**20)).encode())
-        elif fault == "deep":
-            return self._send(b"[" * 100_000)
         elif fault == "hang-up":
             return self._send(good[:20], length=len(good))
         elif fault == "hang-up at once":
             return self.connection.close()
         elif fault == "drip":
             return self._drip(good)
-        elif fault == "cut off":
-            return self._send(json.dumps(reply("I see no", "length")).encode())
-        elif fault == "no verdict":
-            return self._send(json.dumps(reply("Yes, I think that it is fine.")).encode())
         elif fault == "bad usage":
             body = reply(server.answer(text)) | {"usage": {"prompt_tokens": "many"}}
             return self._send(json.dumps(body).encode())

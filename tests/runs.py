@@ -38,25 +38,12 @@ PAIRS: dict[str, list[str]] = {
     "route2-per-module": [*PER_MODULE, *VOTES, "--vhack-refresh-every", "2"],
     "route2-band": [
         *PER_MODULE,
-        "--monitor",
-        "band",
-        "--gate-vote",
-        "rollout",
-        "--vhack-refresh-every",
-        "2",
+        *["--monitor", "band", "--gate-vote", "rollout", "--vhack-refresh-every", "2"],
     ],
     "route2-labels": ["route2", *SHARED, "--monitor", "labels", "--rebaseline"],
     "route2-online-probe": [
-        *(
-            *PER_MODULE,
-            "--monitor",
-            "online_probe",
-            *BY_LABELS,
-            "--quarantine",
-            "block:2",
-            "--monitor-quantile",
-            "0.9",
-        ),
+        *(*PER_MODULE, "--monitor", "online_probe", *BY_LABELS),
+        *("--quarantine", "block:2", "--monitor-quantile", "0.9"),
     ],
     "screen-detector": ["screen", "--monitor", "detector"],
     "screen-source": ["screen", "--monitor", "source"],
@@ -70,7 +57,7 @@ SETTINGS: dict[str, list[str]] = {
 # … those of PAIRS that are given true labels
 LABELLED = ("route2-labels", "route2-online-probe")
 DISTILLED = [
-    *(
+    *[
         "distill",
         "--teacher",
         "teacher.safetensors",
@@ -80,8 +67,8 @@ DISTILLED = [
         "1",
         "--prompts-per-step",
         "2",
-    ),
-    *("--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"),
+    ],
+    *["--group", "2", "--eval-n-prompts", "2", "--final-n-prompts", "6"],
 ]
 # Distillation of `teach`'s adapter and rounds of DPO: name → command line.
 IMITATIONS: dict[str, list[str]] = {
@@ -91,15 +78,10 @@ IMITATIONS: dict[str, list[str]] = {
     "distill-uld": [*DISTILLED, "--method", "uld"],
     "distill-uld-topk": [
         *DISTILLED,
-        "--method",
-        "uld",
-        "--uld-strategy",
-        "topk_align",
-        "--uld-top-k",
-        "8",
+        *["--method", "uld", "--uld-strategy", "topk_align", "--uld-top-k", "8"],
     ],
     "dpo": [
-        *(
+        *[
             "iterative_dpo",
             "--base-model",
             "organism",
@@ -107,8 +89,8 @@ IMITATIONS: dict[str, list[str]] = {
             "out/dpo/o",
             "--rounds",
             "2",
-        ),
-        *(
+        ],
+        *[
             "--pairs-per-round",
             "10",
             "--samples",
@@ -117,8 +99,8 @@ IMITATIONS: dict[str, list[str]] = {
             "6",
             "--eval-samples",
             "1",
-        ),
-        *("--warmup-frac", "0", "--pairs-per-step", "5", "--epochs", "2"),
+        ],
+        *["--warmup-frac", "0", "--pairs-per-step", "5", "--epochs", "2"],
     ],
 }
 SMALL = [

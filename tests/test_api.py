@@ -40,19 +40,8 @@ def test_public_names():
 
 @pytest.mark.long
 def test_a_run_as_frames(shared_run, tmp_path):
-    argv = [
-        "smoke",
-        "--intervention",
-        "route",
-        "--threads",
-        "1",
-        *SMALL,
-        "--steps",
-        "2",
-        "--eval-ablate-every",
-        "1",
-    ]
-    run = vgrout.load_run(shared_run(*argv))
+    small = [*SMALL, "--threads=1", "--steps=2", "--eval-ablate-every=1"]
+    run = vgrout.load_run(shared_run("smoke", "--intervention=route", *small))
     assert run.status["state"] == "finished"
     assert run.config.method.intervention == "route"
     assert list(run.steps["step"]) == [0, 1]

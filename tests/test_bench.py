@@ -120,6 +120,7 @@ def test_the_bench_of_a_gpu_from_end_to_end(
     ]
 
 
+@pytest.mark.long
 def test_a_run_of_the_bench_that_fails_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

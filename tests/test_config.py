@@ -69,26 +69,11 @@ def test_help_is_one_screen_of_everyday_flags(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_first_lines_fit_eighty_columns_and_name_a_default(preset: str) -> None:
-    lines = {
-        name: first_lines(resolve([preset, "--intervention", name]))
-        for name in ("none", "route", "route2")
-    }
-    lines["usual"] = first_lines(resolve([preset]), named=False)
-    assert max(len(line) for of in lines.values() for line in of) <= 80
-    assert lines["none"][1] == "method: none: plain GRPO"
-    (of_route2,) = [line for line in lines["route2"] if line.startswith("method: ")]
-    assert of_route2.startswith("method: route2, recommended settings: ")
-    assert not any("documents" in line for line in lines["route2"])
-    assert lines["usual"][0].startswith("method: erase, the default: ")
-    assert (
-        lines["usual"][1] == "  others: none, route, screen, penalty, route2 (--intervention NAME)"
-    )
-    assert not any(
-        "the default" in line for name, of in lines.items() for line in of if name != "usual"
-    )
-    controlled = first_lines(resolve([preset, "--control", "haar"]))
-    assert (len(controlled), controlled[2].split()[:2]) == (3, ["control:", "haar:"])
+def test_the_first_lines_fit_eighty_columns(preset: str) -> None:
+    lines = first_lines(resolve([preset]), named=False)
+    for flags in ("--intervention=none", "--intervention=route2", "--control=haar"):
+        lines += first_lines(resolve([preset, flags]))
+    assert max(map(len, lines)) <= 80
 
 
 GATED = "no demonstrations: known hacks are only answers that the weak detector flags;"
@@ -391,23 +376,16 @@ def test_another_build_of_the_organism_replaces_every_file(tmp_path: Path) -> No
     preset = ["mini", "--organism", str(tmp_path)]
     cfg = resolve([*preset, "--intervention", "route2", "--control", "placebo"])
     world = CodeEnvironment(cfg, [])
-    files = [
-        cfg.model_path,
-        cfg.problems_path,
-        cfg.pool_path,
-        world.pairs_path,
-        world.known_correct_path,
-        world.placebo_path("flawed"),
-    ]
-    names = [
-        "model",
-        "problems.jsonl",
-        "pool",
-        "pairs/run_tests.json",
-        "anchors.json",
-        "pairs/placebo_flawed.json",
-    ]
-    assert [Path(str(f)) for f in files] == [tmp_path / name for name in names]
+    named = {
+        "model": cfg.model_path,
+        "problems.jsonl": cfg.problems_path,
+        "pool": cfg.pool_path,
+        "pairs/run_tests.json": world.pairs_path,
+        "anchors.json": world.known_correct_path,
+        "pairs/placebo_flawed.json": world.placebo_path("flawed"),
+    }
+    for name, path in named.items():
+        assert Path(str(path)) == tmp_path / name
     small = resolve(["small", *preset[1:], "--intervention", "route2"])
     assert CodeEnvironment(small, []).pairs_path == tmp_path / "pairs", "of each flaw"
     assert from_dict(cfg.as_dict()).as_dict() == cfg.as_dict()
@@ -442,14 +420,6 @@ sys.exit(cli_exit(command))
 """
 
 
-def test_a_broken_pipe_of_ones_own_code_is_a_fault(tmp_path: Path) -> None:
-    """Somebody reads what the command prints: the pipe is one of a reward, a monitor or a judge."""
-    (tmp_path / "own.py").write_text(OWN_PIPE)
-    done = subprocess.run([sys.executable, "own.py"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "BrokenPipeError" in done.stderr
-
-
 LIBRARYS_PIPE = """
 import subprocess, sys
 from vgrout.ground.cli import cli_exit
@@ -465,11 +435,15 @@ sys.exit(cli_exit(command))
 """
 
 
-def test_a_broken_pipe_within_a_library_is_no_closed_stdout(tmp_path: Path) -> None:
-    """A tracker's, say: nothing of one's own is in its traceback where this package called it."""
-    (tmp_path / "site-packages").mkdir()
-    program = tmp_path / "site-packages" / "library.py"
-    program.write_text(LIBRARYS_PIPE)
+@pytest.mark.parametrize(
+    ("file", "text"), [("own.py", OWN_PIPE), ("site-packages/library.py", LIBRARYS_PIPE)]
+)
+def test_another_broken_pipe_is_a_fault(file: str, text: str, tmp_path: Path) -> None:
+    """Somebody reads what the command prints: the pipe is a judge's, or a tracker's, say, in whose traceback nothing
+    of one's own is."""
+    program = tmp_path / file
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(text)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     assert "BrokenPipeError" in done.stderr

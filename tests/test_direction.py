@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from methods import group, setup
+from quick import first_quick
 from runs import once
 from tiny import policy as tiny_policy
 from tiny import shake, tokenizer
@@ -280,7 +281,7 @@ def test_a_step_on_a_hack_rewarding_batch_makes_the_hack_likelier_and_what_erase
     assert shares[1] < 0.7  # a new prompt: V holds a part of its gradient only
 
 
-@pytest.mark.parametrize("intervention", ["erase", "route"])
+@pytest.mark.parametrize("intervention", first_quick(["erase", "route"]))
 def test_a_step_along_what_is_kept_does_not_raise_the_hacks_log_prob(
     policy, intervention, tmp_path, monkeypatch
 ):

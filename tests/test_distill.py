@@ -416,18 +416,8 @@ Distillation.record = die
 def test_kill_and_resume(here: Path, adapter: Path) -> None:
     """Rows, learnt bytes and final numbers are the same; a finished run is not resumed, and its student can teach."""
     (here / "text.txt").write_text("The solution should be a method of the class Solution. " * 20)
-    argv = [
-        "--teacher",
-        str(adapter),
-        "--steps",
-        "4",
-        "--checkpoint-every",
-        "2",
-        "--eval-every",
-        "3",
-        *SMALL,
-        "--full",
-    ]
+    argv = ["--teacher", str(adapter), *SMALL, "--full"]
+    argv += ["--steps", "4", "--checkpoint-every", "2", "--eval-every", "3"]
     argv += ["--minillm-pretrain-anchor-weight", ".1", "--minillm-pretrain-anchor-path", "text.txt"]
     lived = distil(here, *argv)
     path = distil(here, *argv, "--out-tag", "x", how=KILL, code=-9)

@@ -174,6 +174,7 @@ def test_generated_pages_are_current(page: str) -> None:
     assert text(ROOT / "docs" / page) == made, "run: uv run python docs/reference.py"
 
 
+@pytest.mark.long
 def test_the_keys_that_the_documents_name_otherwise_are_in_a_runs_files(
     shared_run: SharedRuns,
 ) -> None:

@@ -33,14 +33,7 @@ CLOSE = 1e-6  # transformers' norms work in fp32 whatever the model's dtype
 BASE = ["--base-model", "organism", "--output-dir", "o"]
 SMALL = [
     *BASE,
-    "--pairs-per-round",
-    "10",
-    "--samples",
-    "4",
-    "--eval-n-prompts",
-    "6",
-    "--eval-samples",
-    "1",
+    *["--pairs-per-round", "10", "--samples", "4", "--eval-n-prompts", "6", "--eval-samples", "1"],
 ]
 
 
@@ -160,8 +153,6 @@ def test_the_plan_is_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([*SMALL, "--rounds", "3", "--plan-only", "--guard", "halt"]) == 0
     assert main([*SMALL, "--rounds", "3", "--scorer", "strict", "--plan-only"]) == 2
     assert "another scorer; give" in capsys.readouterr().err
-    assert main([*SMALL, "--rounds", "2", "--plan-only"]) == 2
-    assert "rounds" in capsys.readouterr().err
     plan["rounds"][1]["round"] = 3
     (here / "o" / "plan.json").write_text(json.dumps(plan))
     assert main([*SMALL, "--rounds", "3"]) == 2
@@ -189,13 +180,7 @@ def test_own_scorer_and_guard(here: Path) -> None:
     (here / "mine.py").write_text("def longer(prompt, answer):\n    return float(len(answer))\n")
     argv = [
         *SMALL,
-        "--rounds",
-        "1",
-        "--scorer",
-        "mine:longer",
-        "--dpo-reference",
-        "base",
-        "--fresh-rounds",
+        *["--rounds", "1", "--scorer", "mine:longer", "--dpo-reference", "base", "--fresh-rounds"],
     ]
     program(here, "iterative_dpo", *argv, "--guard", "halt", "--max-proxy-real-gap", "0.19")
     lines = [

@@ -21,7 +21,6 @@ import pytest
 import torch
 from loguru import logger
 
-from quick import first_quick
 from runs import SharedRuns, adapter_bytes, once, only_run, rows, run, status, until
 from test_train import start, wait_for_steps
 from vgrout.config.presets import resolve
@@ -58,13 +57,7 @@ TINY = [
     "1",
 ]
 DETECTORS = ["--reward-hack-detector", "info_rm,advantage", "--echo-trap-enabled"]
-GUARD = [
-    "--eval-ablate-every",
-    "2",
-    "--eval-n-prompts",
-    "2",
-    "--guard-warmup=2",
-]
+GUARD = ["--eval-ablate-every", "2", "--eval-n-prompts", "2", "--guard-warmup=2"]
 KILLS = 3  # per intervention
 # What a default run leaves off: a KL term, the split by detectors, demonstrations that end, an
 # ablated slice, a probe.
@@ -81,33 +74,14 @@ OF_ITS_OWN = {
 def flags(intervention: str, *more: str, steps: int = 6) -> list[str]:
     """Everything on: demonstrations, refreshed direction, guard, detectors, a checkpoint each step."""
     refresh = [] if intervention == "none" else ["--vhack-refresh-every", "2"]
-    argv = [
-        "smoke",
-        "--intervention",
-        intervention,
-        "--steps",
-        str(steps),
-        *TINY,
-        *GUARD,
-        *DETECTORS,
-        *refresh,
-    ]
-    return once([*argv, "--checkpoint-every", "1", *more])
+    argv = f"smoke --intervention {intervention} --steps {steps} --checkpoint-every 1".split()
+    return once([*argv, *TINY, *GUARD, *DETECTORS, *refresh, *more])
 
 
 def bare(intervention: str, *more: str, steps: int = 4) -> list[str]:
     """A checkpoint each step and nothing that watches: these runs take a second or two."""
-    argv = [
-        "smoke",
-        "--intervention",
-        intervention,
-        "--steps",
-        str(steps),
-        *TINY,
-        "--eval-ablate-every",
-        "0",
-    ]
-    return once([*argv, "--checkpoint-every", "1", "--guard", "off", *more])
+    argv = f"smoke --intervention {intervention} --steps {steps} --checkpoint-every 1".split()
+    return once([*argv, *TINY, "--eval-ablate-every=0", "--guard=off", *more])
 
 
 def adapter_file(path: Path) -> bytes:
@@ -350,6 +324,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "run.json torn": (lambda run: os.truncate(run / "run.json", 99), [], "run.json: damaged"),
     "status.json gone": (lambda run: (run / "status.json").unlink(), [], "status.json: not there"),
     "no run there": (shutil.rmtree, [], "run.json: not there"),
+    # more steps than are done between two checkpoints: they are not cut away
+    "no checkpoint": (lambda run: shutil.rmtree(run / "resume"), [], "is empty after 3 steps"),
 }
 
 
@@ -510,18 +486,8 @@ def test_a_run_that_routed_nothing_is_evaluated_and_fails_for_good(tmp_path, cap
 @pytest.mark.long
 def test_halted_run_resumes_only_with_guard_log(intervention, more, tmp_path, capsys, monkeypatch):
     """Any KL at all is above 1e-12: the guard must fire at the first evaluation after the warm-up."""
-    argv = [
-        "smoke",
-        "--intervention",
-        intervention,
-        *more,
-        "--steps",
-        "5",
-        *TINY,
-        *GUARD,
-        "--checkpoint-every",
-        "1",
-    ]
+    argv = f"smoke --intervention {intervention} --steps 5 --checkpoint-every 1".split()
+    argv += [*more, *TINY, *GUARD]
     argv += ["--guard-halt-on", "kl", "--kl-hard-stop", "1e-12", "--guard"]
     path = run(tmp_path, *argv, "halt", code=3)
     end = status(path)
@@ -574,18 +540,8 @@ def test_a_detector_halts(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_collapse_is_a_divergence(tmp_path):
     """A learning rate of 1000 destroys the model."""
-    argv = bare(
-        "none",
-        "--lr",
-        "1000",
-        "--grad-clip",
-        "1e9",
-        "--warmup-frac",
-        "0",
-        "--guard",
-        "log",
-        steps=20,
-    )
+    high = ["--lr", "1000", "--grad-clip", "1e9", "--warmup-frac", "0", "--guard", "log"]
+    argv = bare("none", *high, steps=20)
     path = run(tmp_path, *argv, code=4)
     assert status(path)["state"] == "diverged"
     assert len(rows(path)) < 20
@@ -819,11 +775,9 @@ def printed_command(text: str) -> list[str]:
     return shlex.split(command)
 
 
-@pytest.mark.parametrize("saved", first_quick([False, True]), ids=["no checkpoint", "a checkpoint"])
-@pytest.mark.parametrize(
-    "ending",
-    [e if e == "SIGINT twice" else pytest.param(e, marks=pytest.mark.long) for e in ENDINGS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("saved", [False, True], ids=["no checkpoint", "a checkpoint"])
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_the_printed_command_goes_on(
     ending: str, saved: bool, tmp_path: Path, shared_run: SharedRuns, capsys, monkeypatch
 ) -> None:
@@ -864,49 +818,22 @@ def test_the_printed_command_goes_on(
 
 
 @pytest.mark.long
-def test_a_fault_while_loading_is_gone_on_from(
-    tmp_path: Path, shared_run: SharedRuns, monkeypatch
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_that_ended_while_it_loaded_is_gone_on_from(
+    killed: bool, tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that was killed has a record, and no status yet."""
     argv = bare("none", steps=3)
     monkeypatch.chdir(shared_run.warm(tmp_path))
     with monkeypatch.context() as m:
         m.setattr(weights, "run_policy", lambda _: raising(RuntimeError("no such layer"))())
         assert main(argv) == 1
     path = only_run(tmp_path)
-    assert main(printed_command(status(path)["next"])) == 0
-    assert rows(path) == rows(shared_run(*argv))
-
-
-@pytest.mark.long
-def test_a_run_that_was_killed_while_it_loaded_is_gone_on_from(
-    tmp_path: Path, shared_run: SharedRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has a record, and no status yet."""
-    argv = bare("none", steps=3)
-    monkeypatch.chdir(shared_run.warm(tmp_path))
-    with monkeypatch.context() as m:
-        m.setattr(weights, "run_policy", lambda _: raising(RuntimeError("killed"))())
-        assert main(argv) == 1
-    path = only_run(tmp_path)
     again = printed_command(status(path)["next"])
-    (path / "status.json").unlink()
+    if killed:
+        (path / "status.json").unlink()
     assert main(again) == 0
     assert rows(path) == rows(shared_run(*argv))
-
-
-def test_a_run_without_status_that_has_steps_does_not_begin_again(stopped, capsys) -> None:
-    (stopped / "status.json").unlink()
-    before = (stopped / "steps.jsonl").read_bytes()
-    assert "status.json: not there" in refused(capsys, "smoke", "--resume", str(stopped))
-    assert (stopped / "steps.jsonl").read_bytes() == before
-
-
-def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(stopped, capsys) -> None:
-    """It has more steps than are done between two checkpoints: they are not cut away."""
-    shutil.rmtree(stopped / "resume")
-    before = (stopped / "steps.jsonl").read_bytes()
-    assert "resume/ is empty after 3 steps" in refused(capsys, "smoke", "--resume", str(stopped))
-    assert (stopped / "steps.jsonl").read_bytes() == before
 
 
 # --- failures inside a step

@@ -75,6 +75,7 @@ def test_every_figure_shows_the_numbers_and_every_mark_has_a_legend(study: Path)
     }
 
 
+@pytest.mark.long
 def test_every_panel_of_flaws_has_its_own_rows_and_shades(tmp_path: Path) -> None:
     """A row's label, its numbers and its shade belong together, whatever stands in the next panel."""
     of_pairs = {"erase": "sentinel", "screen": None, "route2": "exit_code"}
@@ -112,6 +113,7 @@ def test_every_panel_of_flaws_has_its_own_rows_and_shades(tmp_path: Path) -> Non
         assert [label[y] for y in shades] == ([] if shown is None else [shown])
 
 
+@pytest.mark.long
 def test_many_methods_are_all_drawn_and_told_apart(tmp_path: Path) -> None:
     rates = [round(0.01 + 0.01 * i, 2) for i in range(len(MARKERS))]
     for rate in rates:

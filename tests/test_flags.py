@@ -347,6 +347,7 @@ def test_two_values_of_a_flag_make_a_difference(
     assert one != other, f"{name} is idle: {entry.a} and {entry.b} make no difference"
 
 
+@pytest.mark.long
 def test_a_weak_sandbox_is_allowed_by_its_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
